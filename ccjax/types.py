@@ -1,0 +1,217 @@
+"""Types that cross the borders between retrieval, policy, store, models and the engine.
+
+Stdlib only: this module knows no array, no device, no clock and no file. Everything here is a frozen, JSON-able value.
+Axes and symbols follow the README: L layers, T tokens of a chunk, C chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NewType
+
+ChunkId = NewType("ChunkId", str)
+"""sha256 (hex) of a chunk's token ids: the same in every process and for every model with that tokenizer."""
+VariantId = NewType("VariantId", str)
+"""sha256 (hex) of chunk id, ordered prefix chunk ids and fidelity; the store adds model fingerprint and tenant salt."""
+
+ReuseMode = Literal["off", "exact", "bounded", "fast"]
+REUSE_MODES: tuple[ReuseMode, ...] = ("off", "exact", "bounded", "fast")
+Fidelity = Literal["exact", "approx"]
+SegmentRole = Literal["system", "document", "question"]
+SegmentAction = Literal["compute", "reuse"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Document:
+    """A passage as the caller or the retriever hands it over: the unit that is cached, versioned and reported."""
+
+    text: str
+    id: str | None = None
+    title: str | None = None
+    version: str | None = None
+    score: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Token ids of one prompt segment, tokenized on its own, with where they came from."""
+
+    chunk_id: ChunkId
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    document_id: str | None = None
+    version: str | None = None
+    title: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VariantMeta:
+    """What policy knows about one stored chunk variant: the KV of a chunk as computed behind `prefix_ids`.
+
+    Attributes:
+      prefix_ids: ordered chunk ids that stood before the chunk (the system prompt is the first of them).
+      inter_by_prefix: CacheCraft eq. 3, mean over layers: softmax mass that this chunk's queries put on each prefix
+        chunk; aligned with `prefix_ids`.
+      a_mean, b_mean: CacheCraft eq. 9-10, inter and intra mass normalised by chunk lengths, mean over layers.
+      cci: CacheCraft eq. 11, in [0.5, 1).
+      token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.
+      frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum of 1/CFO over uses.
+      fidelity: `exact` when every KV row is what a full prefill would give, else `approx`.
+    """
+
+    variant_id: VariantId
+    chunk_id: ChunkId
+    prefix_ids: tuple[ChunkId, ...]
+    inter_by_prefix: tuple[float, ...]
+    a_mean: float
+    b_mean: float
+    cci: float
+    token_ranking: tuple[int, ...]
+    num_tokens: int
+    num_bytes: int
+    frequency_reuse: float = 0.0
+    fidelity: Fidelity = "exact"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """One run of prompt tokens and what the prefill does with it.
+
+    Attributes:
+      start: offset of the first token in the prompt.
+      chunk_id: None for the question, which is never cached.
+      variant_id: the variant to merge, only where `action == "reuse"`.
+      recompute_offsets: ascending in-chunk offsets to compute again, only where `action == "reuse"`.
+      cfo: CacheCraft eq. 12, the share of tokens that policy wanted recomputed; None where nothing is reused.
+      fidelity: what the segment's KV will be after this prefill.
+    """
+
+    role: SegmentRole
+    action: SegmentAction
+    start: int
+    num_tokens: int
+    chunk_id: ChunkId | None = None
+    variant_id: VariantId | None = None
+    recompute_offsets: tuple[int, ...] = ()
+    cfo: float | None = None
+    fidelity: Fidelity = "exact"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """All decisions for one prefill, made before any device work; executable and testable without policy.
+
+    Attributes:
+      segments: in prompt order, covering the prompt without gaps; the last one is the question.
+      focus_window: CacheCraft alg. 1 `w`: layers for which the focused set must stay unchanged before tokens of
+        unfocused chunks are dropped; None switches the cut off.
+      focus_rule: which gap rule alg. 1 uses (see ccjax.policy.focus).
+      hkvd_counts_by_layer: CacheBlend sec. 4.3 tokens kept per layer; empty where the strategy does not filter.
+      preload_depth: CacheCraft eq. 16, layers loaded before the first layer runs.
+      pin: variants that must stay in their tier until the prefill is done.
+    """
+
+    request_id: str
+    segments: tuple[Segment, ...]
+    focus_window: int | None = None
+    focus_rule: str = "entropy"
+    hkvd_counts_by_layer: tuple[int, ...] = ()
+    preload_depth: int = 1
+    pin: tuple[VariantId, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the whole prompt in tokens."""
+        return sum(segment.num_tokens for segment in self.segments)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON types."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerStats:
+    """The only data that flows from the device back into policy during a prefill.
+
+    `question_mass_by_chunk` is the softmax mass of the question's tokens on every non-question segment, summed over
+    question tokens and averaged over heads, in segment order.
+    """
+
+    layer: int
+    question_mass_by_chunk: tuple[float, ...]
+    max_kv_deviation: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DocumentReuse:
+    """What happened to one document (or the system prompt) of a request; the three token counts add up to
+    `num_tokens`."""
+
+    role: SegmentRole
+    chunk_id: ChunkId | None
+    num_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    tier: str | None = None
+    cfo: float | None = None
+    exact: bool = True
+    focused: bool | None = None
+    document_id: str | None = None
+    version: str | None = None
+    title: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """What one request reused and what that cost; `computed + recomputed + reused == prompt_tokens`.
+
+    Attributes:
+      computed_tokens: tokens that had no stored KV and ran through every layer (question included).
+      recomputed_tokens: tokens of reused chunks that were computed again.
+      reused_tokens: tokens whose KV was taken from the store unchanged.
+      computed_share: token-layers computed / (prompt_tokens * L): counts the focus cut, in [0, 1].
+      exact: True when the answer is the one a full prefill gives.
+      focus_cut_layer: first layer that ran without the unfocused chunks, or None.
+      per_document: in prompt order, the system prompt first.
+    """
+
+    mode: ReuseMode
+    strategy: str
+    prompt_tokens: int
+    computed_tokens: int
+    recomputed_tokens: int
+    reused_tokens: int
+    computed_share: float
+    exact: bool
+    per_document: tuple[DocumentReuse, ...] = ()
+    focus_cut_layer: int | None = None
+    loaded_bytes: int = 0
+    load_wait_s: float = 0.0
+    plan_s: float = 0.0
+    prefill_s: float = 0.0
+    failed_loads: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON types."""
+        return dataclasses.asdict(self)
+
+
+def document_from_mapping(value: Mapping[str, Any], *, argument: str = "documents") -> Document:
+    """A `Document` from `{"text", "id"?, "title"?, "version"?}`.
+
+    Raises:
+      ValueError: `text` is missing or empty, or a field is not a string; the message names `argument`.
+    """
+    text = value.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{argument}: wanted a non-empty string under 'text', got {text!r}")
+    fields: dict[str, str] = {}
+    for name in ("id", "title", "version"):
+        field = value.get(name)
+        if field is not None and not isinstance(field, str | int):
+            raise ValueError(f"{argument}: wanted a string under {name!r}, got {type(field).__name__}")
+        if field is not None:
+            fields[name] = str(field)
+    return Document(text=text, **fields)
