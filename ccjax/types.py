@@ -134,8 +134,9 @@ class PrefillPlan:
 class LayerStats:
     """The only data that flows from the device back into policy during a prefill.
 
-    `question_mass_by_chunk` is the softmax mass of the question's tokens on every non-question segment, summed over
-    question tokens and averaged over heads, in segment order.
+    `question_mass_by_chunk` is the softmax mass of the question's tokens on every document, summed over question tokens
+    and averaged over heads, in prompt order. The system prompt is left out: its first token draws mass from every query
+    whatever the question (attention sink), and would always be the only focused chunk.
     """
 
     layer: int

@@ -1,1 +1,34 @@
+"""Chunk KV shards in host memory and on disk. Knows arrays and bytes, no model, no policy and no device."""
 
+from store.disk import TensorStoreTier
+from store.errors import (
+    ShardCorruptError,
+    ShardNotFoundError,
+    StoreError,
+    StoreIdentityError,
+    StoreUnavailableError,
+    TierFullError,
+)
+from store.host import HostTier
+from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity
+from store.tickets import LoadTicket, StoreTicket
+from store.tiered import TieredStore, TierUsage
+
+__all__ = [
+    "FORMAT_VERSION",
+    "HostTier",
+    "KVSpec",
+    "LoadTicket",
+    "ShardCorruptError",
+    "ShardNotFoundError",
+    "ShardRecord",
+    "StoreError",
+    "StoreIdentity",
+    "StoreIdentityError",
+    "StoreTicket",
+    "StoreUnavailableError",
+    "TensorStoreTier",
+    "TierFullError",
+    "TierUsage",
+    "TieredStore",
+]

@@ -1,0 +1,144 @@
+"""Training batches: worlds as token ids in the engine's own segment order, with loss weights. Knows no model.
+
+Each prompt segment is tokenized alone and the ids are concatenated, exactly as the engine does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ccjax.demo.tokenizer import (
+    PAD,
+    SYSTEM_PROMPT,
+    answer_segment,
+    document_segment,
+    question_segment,
+    system_segment,
+    world_words,
+)
+from ccjax.demo.world import Context, Difficulty, Kind, sample_context
+
+CONTEXT_WEIGHT = 0.03
+"""Loss weight of passage tokens; answers weigh 1. Passages are mostly random: at equal weight they drown the answers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Where one answer stands: tokens [start, end) of row `row`, the end-of-turn token included."""
+
+    row: int
+    start: int
+    end: int
+    kind: Kind
+    guess_ratio: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """token_ids [B, T] int32, padded on the right; weights [B, T] float32, the loss weight of predicting each token."""
+
+    token_ids: np.ndarray
+    weights: np.ndarray
+    spans: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One step of the curriculum.
+
+    Attributes:
+      difficulties: worlds to draw from, each equally often; empty for the induction warm-up.
+      num_questions: questions behind each context.
+      advance_ratio: exact match over the last steps that opens the next stage.
+      min_steps: steps before that is asked.
+    """
+
+    name: str
+    num_tokens: int
+    batch_size: int
+    difficulties: tuple[Difficulty, ...] = ()
+    num_questions: int = 8
+    advance_ratio: float = 0.9
+    min_steps: int = 150
+
+
+def tokenize_context(tokenizer: Tokenizer, context: Context, system_prompt: str | None = SYSTEM_PROMPT) -> list[int]:
+    """Token ids of the prompt up to, not including, the question."""
+    segments = [system_segment(system_prompt)]
+    segments += [document_segment(passage.title, passage.text) for passage in context.passages]
+    return [token for encoding in tokenizer.encode_batch(segments, add_special_tokens=False) for token in encoding.ids]
+
+
+def make_batch(
+    tokenizer: Tokenizer,
+    contexts: Sequence[Context],
+    num_tokens: int,
+    *,
+    system_prompt: str | None = SYSTEM_PROMPT,
+) -> Batch:
+    """One row per context; questions that do not fit into `num_tokens` are left out.
+
+    A second question follows as a next turn of the same conversation, as the chat template renders it.
+    """
+    token_ids = np.full((len(contexts), num_tokens), tokenizer.token_to_id(PAD), np.int32)
+    weights = np.zeros((len(contexts), num_tokens), np.float32)
+    user = tokenizer.token_to_id("<|user|>")
+    spans = []
+    for row, context in enumerate(contexts):
+        ids = tokenize_context(tokenizer, context, system_prompt)
+        weights[row, : len(ids)] = CONTEXT_WEIGHT
+        texts = [t for q in context.questions for t in (question_segment(q.text), answer_segment(q.answer))]
+        encoded = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        for turn, question in enumerate(context.questions):
+            asked = ([user] if turn else []) + encoded[2 * turn]
+            start = len(ids) + len(asked)
+            end = start + len(encoded[2 * turn + 1])
+            if end > num_tokens:
+                break
+            ids += asked + encoded[2 * turn + 1]
+            weights[row, start:end] = 1.0
+            spans.append(Span(row, start, end, question.kind, question.guess_ratio))
+        ids = ids[:num_tokens]
+        token_ids[row, : len(ids)] = ids
+    return Batch(token_ids, weights, tuple(spans))
+
+
+def induction_batch(tokenizer: Tokenizer, rng: random.Random, batch_size: int, num_tokens: int) -> Batch:
+    """Random words repeated with a period drawn afresh per row; the loss is on the repeats only.
+
+    One period for all rows would teach "copy from so many back" and nothing else.
+    """
+    words = [tokenizer.encode(word, add_special_tokens=False).ids[0] for word in world_words()]
+    token_ids = np.zeros((batch_size, num_tokens), np.int32)
+    weights = np.zeros((batch_size, num_tokens), np.float32)
+    spans = []
+    for row in range(batch_size):
+        period = rng.randint(6, num_tokens // 2)
+        token_ids[row] = np.resize(np.asarray(rng.sample(words, period), np.int32), num_tokens)
+        weights[row, period + 1 :] = 1.0
+        spans += [Span(row, at, at + 1, "single", 0.0) for at in range(period + 1, num_tokens)]
+    return Batch(token_ids, weights, tuple(spans))
+
+
+def stage_batch(tokenizer: Tokenizer, stage: Stage, rng: random.Random) -> Batch:
+    """A fresh batch of the stage; the same `rng` state gives the same batch."""
+    if not stage.difficulties:
+        return induction_batch(tokenizer, rng, stage.batch_size, stage.num_tokens)
+    contexts = [
+        sample_context(rng, rng.choice(stage.difficulties), stage.num_questions) for _ in range(stage.batch_size)
+    ]
+    return make_batch(tokenizer, contexts, stage.num_tokens)
+
+
+def exact_matches(correct: np.ndarray, spans: Sequence[Span]) -> list[bool]:
+    """Per answer, whether every token of it was predicted; greedy decoding would then write exactly it.
+
+    Args:
+      correct: [B, T - 1] bool; entry t says whether token t + 1 was the likeliest one after tokens 0..t.
+    """
+    return [bool(correct[span.row, span.start - 1 : span.end - 1].all()) for span in spans]

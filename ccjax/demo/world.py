@@ -1,0 +1,364 @@
+"""Random little towns: passages, and questions that only the passages answer. Knows no tokens, files or training.
+
+Four kinds of question: `single` (one passage), `pronoun` (a passage opens with "She ..."; the person is the last one named in
+the passage before), `alias` (one passage says who is called the Heron, a later one what the Heron does) and `two_hop` (where a
+person works, and where that place stands). Every question has at least `MIN_DISTRACTORS` other values of the same relation in
+its context, so that guessing among the values present stays far below answering.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from ccjax.demo import lexicon as lex
+from ccjax.demo.lexicon import RELATIONS, SITE, WORKPLACE, Relation
+
+Kind = Literal["single", "pronoun", "alias", "two_hop"]
+KINDS: tuple[Kind, ...] = ("single", "pronoun", "alias", "two_hop")
+MIN_DISTRACTORS = 2
+
+NICKNAME = Relation(
+    "nickname",
+    lex.ALIASES,
+    lex.ALIAS_STATEMENTS,
+    (),
+    "Nickname of {s}: the {v}.",
+    ("What is the nickname of {s}?", "What do friends call {s}?"),
+    "Nicknames",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Person:
+    """Someone in town; first names and surnames are unique within one town."""
+
+    first: str
+    surname: str
+    pronoun: str
+
+    @property
+    def name(self) -> str:
+        """First name and surname."""
+        return f"{self.first} {self.surname}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """One document: what the retriever returns and the model reads."""
+
+    title: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """`value` answers the questions of `relation` about `subject`.
+
+    Attributes:
+      holder: the person or place that has the value, whatever the question calls it.
+      passage_offsets: passages of the story that are needed, in order; the last one holds the value.
+      questions: templates to ask with.
+    """
+
+    subject: str
+    holder: str
+    relation: str
+    value: str
+    kind: Kind
+    passage_offsets: tuple[int, ...]
+    questions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """Passages that were written together; where `order` is "adjacent" nothing may come between them."""
+
+    passages: tuple[Passage, ...]
+    facts: tuple[Fact, ...]
+    order: Literal["free", "later", "adjacent"] = "free"
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question over a context.
+
+    Attributes:
+      passages: indices of the passages needed, in reading order; the last one holds the answer.
+      guess_ratio: accuracy of the best guess among the same relation's values present, in (0, 1).
+    """
+
+    text: str
+    answer: str
+    kind: Kind
+    relation: str
+    passages: tuple[int, ...]
+    guess_ratio: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Passages in prompt order and the questions asked behind them."""
+
+    passages: tuple[Passage, ...]
+    questions: tuple[Question, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difficulty:
+    """What a context is made of.
+
+    Attributes:
+      num_passages: passages per context.
+      weights: relative frequency of the stories "register", "portrait", "pair", "follow", "nickname", "place".
+      direct_ratio: share of named sentences that put name and value side by side ("Home of Mara Venn: Hazel Lane.").
+      num_relations: relations that the people of one context have between them.
+      kinds: kinds of question asked.
+    """
+
+    num_passages: int
+    weights: tuple[tuple[str, float], ...]
+    direct_ratio: float = 0.1
+    num_relations: int = 4
+    kinds: tuple[Kind, ...] = ("single",)
+
+
+class Town:
+    """The people of one town and what has been written about them; each fact is written once."""
+
+    def __init__(self, rng: random.Random, *, relations: Sequence[Relation] = RELATIONS, direct_ratio: float = 0.1) -> None:
+        self.rng = rng
+        self.relations = tuple(relations)
+        self.direct_ratio = direct_ratio
+        firsts = [(name, "she") for name in lex.WOMEN] + [(name, "he") for name in lex.MEN]
+        rng.shuffle(firsts)
+        surnames = rng.sample(lex.SURNAMES, len(lex.SURNAMES))
+        self._newcomers = [Person(first, surname, p) for (first, p), surname in zip(firsts, surnames, strict=True)]
+        self._aliases = rng.sample(lex.ALIASES, len(lex.ALIASES))
+        self._places = rng.sample(lex.PLACES, len(lex.PLACES))
+        self._sites = rng.sample(SITE.values, len(SITE.values))
+        self._free: dict[Person, list[Relation]] = {}
+
+    def person(self, num_free: int = 1, *, new: bool = False) -> Person:
+        """Someone with at least `num_free` unwritten relations: often a newcomer, sometimes a person already written about."""
+        known = [person for person, free in self._free.items() if len(free) >= num_free]
+        if self._newcomers and (new or not known or self.rng.random() < 0.7):
+            person = self._newcomers.pop()
+            self._free[person] = self.rng.sample(self.relations, len(self.relations))
+            return person
+        return self.rng.choice(known)
+
+    def portrait(self, person: Person | None = None, num_facts: int | None = None) -> Story:
+        """One passage about one person."""
+        count = min(len(self.relations), num_facts or self.rng.choice((2, 3, 3, 4)))
+        person = person or self.person(count, new=True)
+        facts, text = self._about(person, count, opening=True)
+        title = self.rng.choice(lex.PORTRAIT_TITLES).format(s=person.name)
+        return Story((self._passage(title, text),), tuple(facts))
+
+    def pair(self) -> Story:
+        """One passage about two people."""
+        one, two = self.person(2, new=True), self.person(2, new=True)
+        facts_one, text_one = self._about(one, 2, opening=True)
+        facts_two, text_two = self._about(two, 2)
+        title = self.rng.choice(lex.PAIR_TITLES).format(s=one.name, t=two.name)
+        return Story((self._passage(title, text_one + text_two),), tuple(facts_one + facts_two))
+
+    def register(self, relation: Relation | None = None, num_people: int | None = None) -> Story:
+        """One passage with the same fact about several people."""
+        relation = relation or self.rng.choice(self.relations)
+        count = num_people or self.rng.randint(2, 4)
+        people: list[Person] = []
+        for person, free in self._free.items():
+            if len(people) < count // 2 and relation in free and self.rng.random() < 0.3:
+                people.append(person)
+        while len(people) < count and self._newcomers:
+            people.append(self.person(len(self.relations), new=True))
+        self.rng.shuffle(people)
+        facts, text = [], []
+        for person in people:
+            fact, sentence = self._write(person, relation, person.name, opening=not text)
+            facts.append(fact)
+            text.append(sentence)
+        title = self.rng.choice(lex.REGISTER_TITLES).format(r=relation.title)
+        return Story((self._passage(title, text),), tuple(facts))
+
+    def follow(self) -> Story:
+        """Two passages; the second opens with a pronoun for the last person named in the first."""
+        first = self.pair() if self.rng.random() < 0.5 else self.portrait(self.person(3, new=True), 2)
+        person = next(p for p in self._free if p.name == first.facts[-1].subject)
+        facts, text = self._about(person, min(len(self._free[person]), self.rng.choice((1, 1, 2))), pronoun_only=True)
+        other_facts, other_text = self._about(self.person(2, new=True), self.rng.choice((1, 2)))
+        second = self._passage(self.rng.choice(lex.FOLLOW_TITLES), text + other_text)
+        later = [dataclasses.replace(f, kind="pronoun", passage_offsets=(0, 1)) for f in facts]
+        later += [dataclasses.replace(f, passage_offsets=(1,)) for f in other_facts]
+        return Story((first.passages[0], second), (*first.facts, *later), "adjacent")
+
+    def nickname(self, num_people: int | None = None) -> Story:
+        """Two passages: who is called what, and what happened to people who are named by nickname only."""
+        count = min(num_people or self.rng.randint(2, 3), len(self._aliases))
+        facts: list[Fact] = []
+        definitions, gossip = [], []
+        for _ in range(count):
+            person, alias = self.person(1), self._aliases.pop()
+            sentence = self.rng.choice((*NICKNAME.statements, NICKNAME.direct)).format(s=person.name, v=alias)
+            if not definitions and not sentence.startswith(("In the", "The", "Nick", "Friends")):
+                sentence = f"{self.rng.choice(lex.OPENINGS)} {sentence}"
+            definitions.append(sentence)
+            facts.append(Fact(person.name, person.name, "nickname", alias, "single", (0,), NICKNAME.questions))
+            used, sentence = self._write(person, self._free[person][0], f"the {alias}")
+            gossip.append(sentence)
+            facts.append(dataclasses.replace(used, subject=f"the {alias}", passage_offsets=(1,)))
+            facts.append(dataclasses.replace(used, subject=person.name, kind="alias", passage_offsets=(0, 1)))
+        self.rng.shuffle(gossip)
+        passages = (
+            self._passage(self.rng.choice(lex.NICKNAME_TITLES), definitions),
+            self._passage(self.rng.choice(lex.GOSSIP_TITLES), gossip),
+        )
+        return Story(passages, tuple(facts), "later")
+
+    def place(self, num_places: int | None = None) -> Story:
+        """Two passages: who works at which place, and where those places stand."""
+        count = min(num_places or 2, len(self._places))
+        facts: list[Fact] = []
+        staff, sites, places = [], [], []
+        for _ in range(count):
+            person, place, site = self.person(1), self._places.pop(), self._sites.pop()
+            sentence = self.rng.choice((*WORKPLACE.statements, *WORKPLACE.framed, WORKPLACE.direct))
+            staff.append(_start(self.rng, sentence.format(s=person.name, v=place), person.name, opening=not staff))
+            facts.append(Fact(person.name, person.name, "workplace", place, "single", (0,), WORKPLACE.questions))
+            sentence = self.rng.choice((*SITE.statements, *SITE.framed)).format(s=f"the {place}", v=site)
+            sites.append(_capital(sentence))
+            facts.append(Fact(f"the {place}", place, "site", site, "single", (1,), SITE.questions))
+            facts.append(Fact(person.name, place, "site", site, "two_hop", (0, 1), lex.TWO_HOP_QUESTIONS))
+            places.append(place)
+        title = lex.PLACE_TITLES[0].format(p=" and the ".join(places))
+        passages = (
+            self._passage(self.rng.choice(lex.REGISTER_TITLES).format(r=WORKPLACE.title), staff),
+            self._passage(title, sites),
+        )
+        return Story(passages, tuple(facts))
+
+    def _passage(self, title: str, sentences: list[str]) -> Passage:
+        """The sentences, with a line or two about the town put in behind the first one."""
+        sentences = list(sentences)
+        for _ in range(self.rng.choice((0, 1, 1, 2))):
+            sentences.insert(self.rng.randint(1, len(sentences)), self.rng.choice(lex.FILLERS))
+        return Passage(title, " ".join(dict.fromkeys(sentences)))
+
+    def _about(
+        self, person: Person, num_facts: int, *, opening: bool = False, pronoun_only: bool = False
+    ) -> tuple[list[Fact], list[str]]:
+        """Facts about one person: named in the first sentence, later by name, first name or pronoun."""
+        facts, text = [], []
+        for _ in range(num_facts):
+            relation = self._free[person][0]
+            if pronoun_only:
+                reference = person.pronoun
+            else:
+                reference = self.rng.choice((person.name, person.first, person.pronoun)) if text else person.name
+            fact, sentence = self._write(person, relation, reference, opening=opening and not text)
+            facts.append(fact)
+            text.append(sentence)
+        return facts, text
+
+    def _write(
+        self, person: Person, relation: Relation, reference: str, *, opening: bool = False
+    ) -> tuple[Fact, str]:
+        """One sentence that states a fact of `person`, who is called `reference` in it."""
+        self._free[person].remove(relation)
+        value = self.rng.choice(relation.values)
+        if reference == person.name and self.rng.random() < self.direct_ratio:
+            template = relation.direct
+        elif reference != person.pronoun and self.rng.random() < 0.3:
+            template = self.rng.choice(relation.framed)
+        else:
+            template = self.rng.choice(relation.statements)
+        sentence = _start(self.rng, template.format(s=reference, v=value), reference, opening=opening)
+        return Fact(person.name, person.name, relation.name, value, "single", (0,), relation.questions), sentence
+
+
+def _capital(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]
+
+
+def _start(rng: random.Random, sentence: str, reference: str, *, opening: bool) -> str:
+    """The sentence with a capital; at the head of a passage a name is led in by a phrase, so that it keeps its space."""
+    if opening and sentence.startswith(reference):
+        return f"{rng.choice(lex.OPENINGS)} {sentence}"
+    return _capital(sentence)
+
+
+def order_stories(rng: random.Random, stories: Sequence[Story]) -> tuple[list[Passage], list[tuple[Fact, tuple[int, ...]]]]:
+    """The passages of all stories, shuffled as far as each story's order allows; and each fact with its passages' indices."""
+    blocks: list[tuple[int, tuple[int, ...]]] = []
+    for index, story in enumerate(stories):
+        offsets = tuple(range(len(story.passages)))
+        blocks += [(index, offsets)] if story.order == "adjacent" else [(index, (offset,)) for offset in offsets]
+    rng.shuffle(blocks)
+    for index, story in enumerate(stories):
+        if story.order == "later":
+            slots = [slot for slot, (owner, _) in enumerate(blocks) if owner == index]
+            for offset, slot in enumerate(slots):
+                blocks[slot] = (index, (offset,))
+    placed = [(index, offset) for index, offsets in blocks for offset in offsets]
+    position = {key: place for place, key in enumerate(placed)}
+    facts = [
+        (fact, tuple(position[index, offset] for offset in fact.passage_offsets))
+        for index, story in enumerate(stories)
+        for fact in story.facts
+    ]
+    return [stories[index].passages[offset] for index, offset in placed], facts
+
+
+def guess_ratio(values: Sequence[str]) -> float:
+    """Expected accuracy of answering with the most frequent of these values, one per fact of the relation."""
+    return max(Counter(values).values()) / len(values)
+
+
+def ask(
+    rng: random.Random,
+    facts: Sequence[tuple[Fact, tuple[int, ...]]],
+    num_questions: int,
+    kinds: Sequence[Kind],
+) -> tuple[Question, ...]:
+    """Questions drawn with replacement, the kinds in turn; only facts with enough distractors are asked about."""
+    values: dict[str, dict[str, str]] = {}
+    for fact, _ in facts:
+        values.setdefault(fact.relation, {})[fact.holder] = fact.value
+    open_facts: dict[Kind, list[tuple[Fact, tuple[int, ...]]]] = {}
+    for fact, passages in facts:
+        if len(set(values[fact.relation].values())) > MIN_DISTRACTORS and fact.kind in kinds:
+            open_facts.setdefault(fact.kind, []).append((fact, passages))
+    questions = []
+    for turn in range(num_questions if open_facts else 0):
+        pools = sorted(open_facts)
+        fact, passages = rng.choice(open_facts[pools[turn % len(pools)]])
+        text = rng.choice(fact.questions).format(s=fact.subject)
+        ratio = guess_ratio(list(values[fact.relation].values()))
+        questions.append(Question(text, fact.value, fact.kind, fact.relation, passages, ratio))
+    rng.shuffle(questions)
+    return tuple(questions)
+
+
+def sample_context(rng: random.Random, difficulty: Difficulty, num_questions: int) -> Context:
+    """A fresh town's passages and `num_questions` questions; the same `rng` state gives the same context."""
+    names, weights = zip(*difficulty.weights, strict=True)
+    while True:
+        relations = rng.sample(RELATIONS, difficulty.num_relations)
+        town = Town(rng, relations=relations, direct_ratio=difficulty.direct_ratio)
+        stories: list[Story] = []
+        room = difficulty.num_passages
+        while room > 0:
+            make: Callable[[], Story] = getattr(town, rng.choices(names, weights)[0])
+            story = make()
+            if len(story.passages) <= room:
+                stories.append(story)
+                room -= len(story.passages)
+        passages, facts = order_stories(rng, stories)
+        questions = ask(rng, facts, num_questions, difficulty.kinds)
+        if len(questions) == num_questions:
+            return Context(tuple(passages), questions)

@@ -1,0 +1,94 @@
+"""The answer under construction: draws tokens, turns them into text, stops. Knows no model and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ccjax.engine.requests import Delta, FinishReason, Response, SamplingParams, TokenLogprob
+from ccjax.engine.sampling import Sampler, log_probabilities
+from ccjax.text import IncrementalDecoder, StopStrings, Tokenizer
+from ccjax.types import ReuseReport
+
+
+class Answer:
+    """One answer; `push` draws the next token until `finish_reason` is set."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        prompt_tail: Sequence[int],
+    ) -> None:
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._sampler = Sampler(sampling)
+        self._decoder = IncrementalDecoder(tokenizer, prompt_tail) if tokenizer is not None else None
+        self._stops = StopStrings(sampling.stop)
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._text: list[str] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far, the end-of-turn token left out."""
+        return len(self._token_ids)
+
+    @property
+    def last_token(self) -> int:
+        """The token drawn last."""
+        return self._token_ids[-1]
+
+    def push(self, logits: np.ndarray) -> Delta:
+        """Draws a token from logits [V]; the delta holds the text it completes, without any of a stop string."""
+        token_id = self._sampler.draw(logits)
+        if token_id in self._eos_ids:
+            self.finish_reason = "stop"
+            return Delta("")
+        self._token_ids.append(token_id)
+        logprobs = ()
+        if self._sampling.logprobs is not None:
+            logprobs = (self._logprob(token_id, log_probabilities(logits), self._sampling.logprobs),)
+            self._logprobs.extend(logprobs)
+        text = self._stops.push(self._decoder.push(token_id)) if self._decoder is not None else ""
+        if self._stops.matched is not None:
+            self.finish_reason = "stop"
+        self._text.append(text)
+        return Delta(text, (token_id,), logprobs)
+
+    def finish(
+        self, last: Delta, *, reuse: ReuseReport, num_prompt_tokens: int, ttft_s: float, total_s: float
+    ) -> Delta:
+        """The last delta: text still held back, and the whole response. `last` is the delta not yet shown, if any."""
+        tail = ""
+        if self._decoder is not None and self._stops.matched is None:
+            tail = self._stops.push(self._decoder.flush()) + self._stops.flush()
+            self._text.append(tail)
+        response = Response(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=self.finish_reason or "length",
+            reuse=reuse,
+            num_prompt_tokens=num_prompt_tokens,
+            ttft_s=ttft_s,
+            total_s=total_s,
+            logprobs=tuple(self._logprobs) if self._sampling.logprobs is not None else None,
+        )
+        unseen = last if self.finish_reason is not None else Delta("")
+        return Delta(unseen.text + tail, unseen.token_ids, unseen.logprobs, response)
+
+    def _logprob(self, token_id: int, logprobs: np.ndarray, num_top: int) -> TokenLogprob:
+        top = np.argsort(-logprobs, kind="stable")[:num_top]
+        return TokenLogprob(
+            token_id,
+            self._decode(token_id),
+            float(logprobs[token_id]),
+            tuple((int(other), self._decode(int(other)), float(logprobs[other])) for other in top),
+        )
+
+    def _decode(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id]) if self._tokenizer is not None else ""

@@ -1,0 +1,93 @@
+"""Turns what a prefill computed into chunk variants: KV arrays and the metadata that policy decides by.
+
+Knows no store: it returns values. Equations are in `ccjax.policy.capture`; here they get their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ccjax.engine.prefill import PrefillResult, ReadLayers
+from ccjax.policy.capture import should_capture, variant_meta
+from ccjax.types import ChunkId, PrefillPlan, Segment, VariantMeta
+
+
+def capture_variants(
+    plan: PrefillPlan,
+    result: PrefillResult,
+    known: Mapping[ChunkId, Collection[VariantMeta]],
+    read_layers: ReadLayers | None,
+) -> Iterator[tuple[VariantMeta, np.ndarray]]:
+    """Each variant worth keeping with its KV [L, 2, T, K, H], keys before RoPE, one at a time.
+
+    Computed chunks are kept as computed, approximately reused ones as repaired (CacheCraft sec. 3.3 adds a variant for
+    each new prefix); `ccjax.policy.capture.should_capture` says which.
+    """
+    masses = _mean_masses(plan, result)
+    before: list[Segment] = []
+    for index, segment in enumerate(plan.segments):
+        if segment.chunk_id is None:
+            continue
+        prefix_ids = tuple(earlier.chunk_id for earlier in before if earlier.chunk_id is not None)
+        if should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids):
+            kv = _kv(result, segment, read_layers)
+            yield _measured_meta(index, segment, before, prefix_ids, masses, kv.nbytes), kv
+        before.append(segment)
+
+
+def _mean_masses(plan: PrefillPlan, result: PrefillResult) -> tuple[np.ndarray, np.ndarray]:
+    """Mass [n, C] on every segment and self mass [n] of every prompt token, mean over layers, float64.
+
+    Tokens that no layer computed have none; `variant_meta` wants exactly that of a repaired chunk.
+    """
+    mass = np.zeros((plan.num_tokens, len(plan.segments)))
+    own = np.zeros(plan.num_tokens)
+    for layer in result.layers:
+        count = len(layer.offsets)
+        mass[layer.offsets] += np.asarray(layer.mass)[:count, : len(plan.segments)]
+        own[layer.offsets] += np.asarray(layer.self_mass)[:count]
+    return mass / len(result.layers), own / len(result.layers)
+
+
+def _measured_meta(
+    index: int,
+    segment: Segment,
+    before: Sequence[Segment],
+    prefix_ids: tuple[ChunkId, ...],
+    masses: tuple[np.ndarray, np.ndarray],
+    num_bytes: int,
+) -> VariantMeta:
+    assert segment.chunk_id is not None
+    rows = slice(segment.start, segment.start + segment.num_tokens)
+    mass, own = masses[0][rows], masses[1][rows]
+    documents = [number for number, earlier in enumerate(before) if earlier.role == "document"]
+    return variant_meta(
+        chunk_id=segment.chunk_id,
+        prefix_ids=prefix_ids,
+        prefix_lengths=tuple(earlier.num_tokens for earlier in before),
+        inter_by_prefix=tuple(float(value) for value in mass[:, :index].sum(0)),
+        # Rounding may leave a token that saw only itself a hair below zero.
+        intra=max(0.0, float((mass[:, index] - own).sum())),
+        # The system prompt never changes within a store and draws sink mass from every token alike: it would only blur
+        # which tokens took something from the passages before them.
+        token_scores=tuple(float(value) for value in mass[:, documents].sum(1)),
+        num_bytes=num_bytes,
+        fidelity=segment.fidelity,
+    )
+
+
+def _kv(result: PrefillResult, segment: Segment, read_layers: ReadLayers | None) -> np.ndarray:
+    """KV [L, 2, T, K, H] of a segment: what it was reused from, with every computed row written over it."""
+    first = result.layers[0]
+    kv = np.empty((len(result.layers), 2, segment.num_tokens, *first.k.shape[1:]), first.k.dtype)
+    if segment.variant_id is not None:
+        assert read_layers is not None
+        kv[...] = read_layers(segment.variant_id, 0, len(result.layers))
+    for number, layer in enumerate(result.layers):
+        low, high = np.searchsorted(layer.offsets, (segment.start, segment.start + segment.num_tokens))
+        inside = layer.offsets[low:high] - segment.start
+        kv[number, 0, inside] = np.asarray(layer.k)[low:high]
+        kv[number, 1, inside] = np.asarray(layer.v)[low:high]
+    return kv

@@ -1,0 +1,68 @@
+"""Settings of an engine, fixed for its life. Knows no device and reads no environment."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ccjax.errors import ConfigError
+from ccjax.policy.planner import PlannerSettings
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Everything that `Engine.from_pretrained` takes besides the model; each default suits a laptop.
+
+    Attributes:
+      dtype: of weights, activations and stored KV: "float32" (best on CPU) or "bfloat16" (accelerators).
+      store: URL of the lasting chunk store, such as "file:///var/cache/ccjax"; None keeps chunk-caches in memory only.
+      strategy: how chunks are reused: "cachecraft", "reuse" (naive), "prefix" (exact prefixes only), "full" (never).
+      alpha: CacheCraft eq. 12, scales the share of tokens that is recomputed.
+      recompute_ratio: forces that share, 0 to 1, in place of CacheCraft eq. 12.
+      focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks.
+      focus_rule: gap rule of alg. 1, "entropy" (as printed) or "largest_gap".
+      max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
+      host_cache_bytes, disk_cache_bytes: budgets of the tiers; None for disk means no limit.
+      read_only: reuse what the store holds and add nothing to it.
+      max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped.
+      tenant_salt: separates the chunk-caches of tenants that share a store.
+      system_prompt: used where a request brings no system message; None takes the built-in one.
+    """
+
+    dtype: str = "float32"
+    store: str | None = None
+    strategy: str = "cachecraft"
+    alpha: float = 1.0
+    recompute_ratio: float | None = None
+    focus_window: int | None = 3
+    focus_rule: str = "entropy"
+    max_model_len: int | None = None
+    host_cache_bytes: int = 2 << 30
+    disk_cache_bytes: int | None = None
+    max_variants: int = 500
+    read_only: bool = False
+    tenant_salt: str = ""
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype: wanted one of {DTYPES}, got {self.dtype!r}")
+        for name in ("max_model_len", "host_cache_bytes", "disk_cache_bytes", "max_variants"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
+        try:
+            self.planner_settings()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def planner_settings(self) -> PlannerSettings:
+        """The part of the settings that policy decides by."""
+        return PlannerSettings(
+            strategy=self.strategy,
+            alpha=self.alpha,
+            recompute_ratio=self.recompute_ratio,
+            focus_window=self.focus_window,
+            focus_rule=self.focus_rule,
+        )

@@ -1,0 +1,77 @@
+"""Finds and loads a model directory: weights, tokenizer, chat template, limits. Knows no store and no request."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from ccjax.errors import ConfigError
+from ccjax.text import ChatTemplate, Tokenizer, load_tokenizer
+from models.llama3.config import LlamaConfig
+from models.llama3.convert import fingerprint, load_config, load_params
+from models.llama3.params import Params
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total) while something long runs."""
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+DEMO_MODEL = ASSETS / "demo_model"
+DEMO_CORPUS = ASSETS / "demo_corpus"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run; `tokenizer` and `template` are None for a directory without tokenizer files."""
+
+    name: str
+    config: LlamaConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    eos_ids: frozenset[int]
+    fingerprint: str
+
+
+def load_model(path: str | Path, *, dtype: str, progress: Progress | None = None) -> LoadedModel:
+    """The model in a Hugging Face directory, or the embedded one for "demo".
+
+    Raises:
+      ConfigError: there is no such directory.
+      CheckpointError: files are missing or do not fit; the message names file and tensor.
+    """
+    directory = DEMO_MODEL if str(path) == "demo" else Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f'model: wanted "demo" or a directory with a Hugging Face model, got {str(path)!r}')
+    config = load_config(directory)
+    params = load_params(directory, config, dtype=jnp.dtype(dtype), progress=progress)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"model: the tokenizer in {directory} has {tokenizer.vocab_size} tokens, config.json only "
+            f"{config.vocab_size}"
+        )
+    identity = (fingerprint(directory), tokenizer.fingerprint if tokenizer else "", dtype, repr(config))
+    return LoadedModel(
+        name="demo" if str(path) == "demo" else directory.resolve().name,
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        template=ChatTemplate.load(directory) if tokenizer is not None else None,
+        eos_ids=tokenizer.eos_ids if tokenizer is not None else _eos_ids(directory),
+        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+    )
+
+
+def _eos_ids(directory: Path) -> frozenset[int]:
+    """End-of-text ids that the model files name, for directories without a tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        value = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    return frozenset()

@@ -1,0 +1,234 @@
+"""Executes a PrefillPlan layer by layer: merge stored KV, compute the chosen tokens, drop what loses the focus.
+
+Knows how to run a plan, not how one is made: no variant is chosen here, nothing is stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.policy.focus import FocusState, observe
+from ccjax.types import LayerStats, PrefillPlan, VariantId
+from models.llama3.config import LlamaConfig
+from models.llama3.params import Params
+from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
+
+ReadLayers = Callable[[VariantId, int, int], np.ndarray]
+"""(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRows:
+    """What one layer computed: prompt offsets of its rows (ascending), their KV and, if collected, their masses.
+
+    `k` (before RoPE), `v`: [N, K, H]; `mass`: [N, C]; `self_mass`: [N]; N is padded, only `len(offsets)` rows count.
+    """
+
+    offsets: np.ndarray
+    k: jax.Array
+    v: jax.Array
+    mass: jax.Array | None
+    self_mass: jax.Array | None
+
+
+@dataclasses.dataclass
+class PrefillResult:
+    """The prompt's context, ready to decode from.
+
+    Attributes:
+      hidden: [N, D], hidden states after the last layer; the last real row is the prompt's last token.
+      num_rows: real rows of `hidden`.
+      k_contexts, v_contexts: per layer [S, K, H]; keys rotated.
+      layers: what each layer computed; empty unless collected.
+      computed_token_layers: sum over layers of the tokens computed there.
+      focused: indices of the focused documents once alg. 1 decided, else None.
+      focus_cut_layer: first layer that ran without the unfocused tokens.
+    """
+
+    hidden: jax.Array
+    num_rows: int
+    k_contexts: list[jax.Array]
+    v_contexts: list[jax.Array]
+    layers: list[LayerRows]
+    computed_token_layers: int
+    focused: frozenset[int] | None = None
+    focus_cut_layer: int | None = None
+    loaded_bytes: int = 0
+    load_wait_s: float = 0.0
+
+
+class Prefiller:
+    """Runs prefills of one model; stateless between runs."""
+
+    def __init__(self, params: Params, config: LlamaConfig, *, implementation: str | None = None) -> None:
+        self.params = params
+        self.config = config
+        self.dtype = np.dtype(params.embedding.dtype)
+        self._implementation = implementation
+
+    def run(
+        self,
+        token_ids: np.ndarray,
+        plan: PrefillPlan,
+        *,
+        read_layers: ReadLayers | None = None,
+        collect: bool = False,
+        first_pos: int = 0,
+    ) -> PrefillResult:
+        """The plan carried out over the prompt `token_ids` [n], int32.
+
+        Args:
+          read_layers: source of the reused variants' KV; whatever it raises ends the run.
+          collect: keep computed KV and masses of every layer, for capture.
+          first_pos: RoPE position of the prompt's first token.
+        """
+        num_tokens = plan.num_tokens
+        if token_ids.shape != (num_tokens,):
+            raise ValueError(f"token_ids: wanted shape ({num_tokens},) as planned, got {token_ids.shape}")
+        reused = [segment for segment in plan.segments if segment.action == "reuse"]
+        if reused and read_layers is None:
+            raise ValueError("read_layers: wanted a source for the plan's reused variants, got None")
+        num_slots = slot_bucket(num_tokens)
+        positions = np.arange(first_pos, first_pos + num_slots, dtype=np.int32)
+        segment_of_slot = np.full(num_slots, -1, np.int32)
+        for index, segment in enumerate(plan.segments):
+            segment_of_slot[segment.start : segment.start + segment.num_tokens] = index
+        want_mass = collect or plan.focus_window is not None
+        num_segments = segment_bucket(len(plan.segments)) if want_mass else 0
+
+        offsets = _computed_offsets(plan)
+        rows = _Rows(offsets, first_pos, num_slots)
+        x = embed_step(self.params, _padded(token_ids[offsets], rows.size, 0))
+        result = PrefillResult(x, rows.count, [], [], [], 0)
+        focus = FocusState()
+        last_mass: tuple[int, np.ndarray, jax.Array] | None = None
+        slot_positions, slot_segments = jax.numpy.asarray(positions), jax.numpy.asarray(segment_of_slot)
+        for layer in range(self.config.num_layers):
+            if last_mass is not None and plan.focus_window is not None and focus.decided is None:
+                # Read one layer late: by now the copy to the host is done and the device has not waited for policy.
+                focus = observe(
+                    focus, _question_stats(plan, *last_mass), window=plan.focus_window, rule=plan.focus_rule
+                )
+                if focus.decided is not None:
+                    kept = _focused_rows(plan, offsets, focus.decided)
+                    if len(kept) < len(offsets):
+                        offsets, result.focus_cut_layer = offsets[kept], layer
+                        rows = _Rows(offsets, first_pos, num_slots)
+                        x = select_step(x, _padded(kept, rows.size, int(kept[-1])))
+            k_context, v_context = self._context(layer, num_slots, plan, read_layers, result, slot_positions)
+            out = layer_step(
+                self.params.layers[layer],
+                x,
+                k_context,
+                v_context,
+                rows.positions,
+                rows.slots,
+                slot_positions,
+                slot_segments if num_segments else None,
+                config=self.config,
+                num_segments=num_segments,
+                implementation=self._implementation,
+            )
+            x = out.x
+            if plan.focus_window is not None and out.mass is not None:
+                out.mass.copy_to_host_async()
+                last_mass = (layer, offsets, out.mass)
+            result.k_contexts.append(out.k_context)
+            result.v_contexts.append(out.v_context)
+            result.computed_token_layers += len(offsets)
+            if collect:
+                result.layers.append(LayerRows(offsets, out.k, out.v, out.mass, out.self_mass))
+        result.hidden, result.num_rows, result.focused = x, rows.count, focus.decided
+        return result
+
+    def last_logits(self, result: PrefillResult) -> np.ndarray:
+        """Logits [V], float32, of the prompt's last token."""
+        row = select_step(result.hidden, np.asarray([result.num_rows - 1], np.int32))
+        return np.asarray(logits_step(self.params, row, config=self.config))[0]
+
+    def all_logits(self, result: PrefillResult) -> np.ndarray:
+        """Logits [n, V], float32, of every row of the last layer."""
+        return np.asarray(logits_step(self.params, result.hidden, config=self.config))[: result.num_rows]
+
+    def _context(
+        self,
+        layer: int,
+        num_slots: int,
+        plan: PrefillPlan,
+        read_layers: ReadLayers | None,
+        result: PrefillResult,
+        slot_positions: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotated keys and values [S, K, H] of one layer with the reused variants in place, zeros elsewhere."""
+        shape = (num_slots, self.config.num_kv_heads, self.config.head_dim)
+        reused = [segment for segment in plan.segments if segment.variant_id is not None]
+        if not reused or read_layers is None:
+            return jax.numpy.zeros(shape, self.dtype), jax.numpy.zeros(shape, self.dtype)
+        started = time.perf_counter()
+        k_buffer, v_buffer = np.zeros(shape, self.dtype), np.zeros(shape, self.dtype)
+        for segment in reused:
+            assert segment.variant_id is not None
+            kv = read_layers(segment.variant_id, layer, layer + 1)[0]
+            where = slice(segment.start, segment.start + segment.num_tokens)
+            k_buffer[where], v_buffer[where] = kv[0], kv[1]
+            result.loaded_bytes += kv.nbytes
+        result.load_wait_s += time.perf_counter() - started
+        # A numpy buffer may be aliased by the CPU device; the copy makes the context ours to donate.
+        return (
+            rotate_step(jax.numpy.asarray(k_buffer), slot_positions, config=self.config),
+            jax.numpy.array(v_buffer, copy=True),
+        )
+
+
+class _Rows:
+    """Positions and slots of the computed tokens, padded to a bucket."""
+
+    def __init__(self, offsets: np.ndarray, first_pos: int, num_slots: int) -> None:
+        self.count = len(offsets)
+        self.size = token_bucket(self.count)
+        self.positions = _padded((offsets + first_pos).astype(np.int32), self.size, int(offsets[-1]) + first_pos)
+        self.slots = _padded(offsets.astype(np.int32), self.size, num_slots)  # past the end: dropped
+
+
+def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
+    padded = np.full(size, fill, np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+def _computed_offsets(plan: PrefillPlan) -> np.ndarray:
+    """Prompt offsets, ascending, of all tokens that run through the model."""
+    parts = []
+    for segment in plan.segments:
+        inside = np.asarray(segment.recompute_offsets, np.int64)
+        if segment.action == "compute":
+            inside = np.arange(segment.num_tokens)
+        parts.append(segment.start + inside)
+    return np.concatenate(parts)
+
+
+def _documents(plan: PrefillPlan) -> list[int]:
+    return [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
+
+
+def _question_stats(plan: PrefillPlan, layer: int, offsets: np.ndarray, mass: jax.Array) -> LayerStats:
+    """The question's mass on every document in one layer, as policy wants it."""
+    question = plan.segments[-1]
+    rows = np.asarray(mass)[: len(offsets)][offsets >= question.start]
+    return LayerStats(layer, tuple(float(value) for value in rows[:, _documents(plan)].sum(0)))
+
+
+def _focused_rows(plan: PrefillPlan, offsets: np.ndarray, focused: frozenset[int]) -> np.ndarray:
+    """Indices of the rows that stay: all but the recomputed tokens of documents outside the focus."""
+    stays = np.ones(len(offsets), bool)
+    for number, index in enumerate(_documents(plan)):
+        segment = plan.segments[index]
+        if segment.action == "reuse" and number not in focused:
+            stays &= (offsets < segment.start) | (offsets >= segment.start + segment.num_tokens)
+    return np.flatnonzero(stays)

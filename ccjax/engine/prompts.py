@@ -1,0 +1,137 @@
+"""From a request to prompt segments: token ids of system, passages and question, within the model's length.
+
+Knows no stored KV: which segment is reused is policy's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from ccjax.engine.requests import Request
+from ccjax.errors import ContextLengthError, RequestError
+from ccjax.policy.planner import PromptChunk
+from ccjax.text import PromptBuilder
+from ccjax.types import Chunk, ChunkId, Document
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Segments of one prompt; `chunks` holds the system prompt first (where it has tokens), then the passages."""
+
+    chunks: tuple[Chunk, ...]
+    has_system: bool
+    question: tuple[int, ...]
+    max_new_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the whole prompt in tokens."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.question)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The whole prompt [n], int32."""
+        ids = [token for chunk in self.chunks for token in chunk.token_ids]
+        return np.asarray([*ids, *self.question], np.int32)
+
+    @property
+    def planned_chunks(self) -> list[PromptChunk]:
+        """The chunks as policy sees them."""
+        return [
+            PromptChunk(
+                chunk_id=chunk.chunk_id,
+                num_tokens=len(chunk.token_ids),
+                role="system" if self.has_system and number == 0 else "document",
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
+
+
+def chunk_id(token_ids: Sequence[int]) -> ChunkId:
+    """sha256 of the ids as little-endian int32."""
+    return ChunkId(hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()).hexdigest())
+
+
+def assemble(
+    request: Request, builder: PromptBuilder | None, *, max_model_len: int, vocab_size: int, reserve: int = 1
+) -> Prompt:
+    """The prompt of a request, cut to length only where the request allows it.
+
+    `reserve` tokens are kept for an answer whose length the request leaves open.
+
+    Raises:
+      RequestError: something in the request is empty, of the wrong type or outside the vocabulary.
+      ContextLengthError: prompt and answer exceed `max_model_len`.
+    """
+    if request.segments is not None:
+        system, passages, question = _from_segments(request.segments, vocab_size)
+        documents: Sequence[Document | None] = [None] * len(passages)
+    else:
+        system, passages, question = _from_text(request, builder)
+        documents = request.documents
+    chunks = [_chunk(ids, document) for ids, document in zip(passages, documents, strict=True)]
+    head = [Chunk(chunk_id(system), system)] if system else []
+    fixed = len(system) + len(question)
+    wanted = request.sampling.max_new_tokens
+    reserve = wanted if wanted is not None else reserve
+    if request.truncate:
+        while chunks and fixed + sum(len(chunk.token_ids) for chunk in chunks) + reserve > max_model_len:
+            chunks.pop()
+    total = fixed + sum(len(chunk.token_ids) for chunk in chunks)
+    if total + reserve > max_model_len:
+        longest = max((len(chunk.token_ids) for chunk in chunks), default=0)
+        raise ContextLengthError(
+            "prompt",
+            f"wanted at most {max_model_len} tokens (max_model_len) with the answer, got {total} prompt tokens "
+            f"({len(chunks)} documents, the longest with {longest}) and {reserve} for the answer; send fewer or "
+            f"shorter documents or set truncate",
+        )
+    return Prompt((*head, *chunks), bool(system), question, wanted if wanted is not None else max_model_len - total)
+
+
+def _chunk(token_ids: tuple[int, ...], document: Document | None) -> Chunk:
+    if document is None:
+        return Chunk(chunk_id(token_ids), token_ids)
+    return Chunk(chunk_id(token_ids), token_ids, document.text, document.id, document.version, document.title)
+
+
+_Parts = tuple[tuple[int, ...], Sequence[tuple[int, ...]], tuple[int, ...]]
+
+
+def _from_text(request: Request, builder: PromptBuilder | None) -> _Parts:
+    if builder is None:
+        raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
+    try:
+        if request.messages is not None:
+            parts = builder.build_chat(request.messages, request.documents)
+        else:
+            assert request.prompt is not None
+            if not request.prompt.strip():
+                raise RequestError("prompt", "wanted a non-empty text")
+            parts = builder.build_completion(request.prompt, request.documents)
+    except RequestError:
+        raise
+    except ValueError as error:
+        argument, _, message = str(error).partition(": ")
+        raise RequestError(argument, message) from error
+    return parts.system, parts.documents, parts.question
+
+
+def _from_segments(segments: Sequence[Sequence[int]], vocab_size: int) -> _Parts:
+    if len(segments) < 2:
+        raise RequestError("segments", f"wanted at least a system and a question segment, got {len(segments)}")
+    for number, segment in enumerate(segments):
+        if number > 0 and len(segment) == 0:
+            raise RequestError(f"segments[{number}]", "wanted at least one token")
+        bad = next((t for t in segment if isinstance(t, bool) or not isinstance(t, int | np.integer)), None)
+        if bad is not None:
+            raise RequestError(f"segments[{number}]", f"wanted integers, got {bad!r}")
+        outside = next((token for token in segment if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise RequestError(f"segments[{number}]", f"wanted token ids from 0 to {vocab_size - 1}, got {outside}")
+    system, *passages, question = (tuple(int(token) for token in segment) for segment in segments)
+    return system, passages, question

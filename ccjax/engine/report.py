@@ -1,0 +1,76 @@
+"""Builds the reuse report of a finished prefill from its plan. Knows no device and no store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ccjax.engine.prefill import PrefillResult
+from ccjax.engine.prompts import Prompt
+from ccjax.types import DocumentReuse, PrefillPlan, ReuseMode, ReuseReport, Segment
+
+
+def build_report(
+    plan: PrefillPlan,
+    prompt: Prompt,
+    result: PrefillResult,
+    *,
+    mode: ReuseMode,
+    strategy: str,
+    num_layers: int,
+    tiers: Mapping[str, str],
+    plan_s: float,
+    prefill_s: float,
+    failed_loads: int,
+) -> ReuseReport:
+    """What the prefill reused, per document and in sum."""
+    documents: list[DocumentReuse] = []
+    number = 0
+    for segment, chunk in zip(plan.segments, prompt.chunks, strict=False):
+        focused = None
+        if segment.role == "document":
+            focused = None if result.focused is None else number in result.focused
+            number += 1
+        reused, recomputed, computed = _split(segment)
+        documents.append(
+            DocumentReuse(
+                role=segment.role,
+                chunk_id=segment.chunk_id,
+                num_tokens=segment.num_tokens,
+                reused_tokens=reused,
+                recomputed_tokens=recomputed,
+                computed_tokens=computed,
+                tier=tiers.get(segment.variant_id) if segment.variant_id is not None else None,
+                cfo=segment.cfo,
+                exact=segment.fidelity == "exact",
+                focused=focused,
+                document_id=chunk.document_id,
+                version=chunk.version,
+                title=chunk.title,
+            )
+        )
+    splits = [_split(segment) for segment in plan.segments]
+    return ReuseReport(
+        mode=mode,
+        strategy=strategy,
+        prompt_tokens=plan.num_tokens,
+        computed_tokens=sum(split[2] for split in splits),
+        recomputed_tokens=sum(split[1] for split in splits),
+        reused_tokens=sum(split[0] for split in splits),
+        computed_share=result.computed_token_layers / (plan.num_tokens * num_layers),
+        exact=all(segment.fidelity == "exact" for segment in plan.segments),
+        per_document=tuple(documents),
+        focus_cut_layer=result.focus_cut_layer,
+        loaded_bytes=result.loaded_bytes,
+        load_wait_s=result.load_wait_s,
+        plan_s=plan_s,
+        prefill_s=prefill_s,
+        failed_loads=failed_loads,
+    )
+
+
+def _split(segment: Segment) -> tuple[int, int, int]:
+    """(reused, recomputed, computed) tokens of a segment."""
+    if segment.action == "compute":
+        return 0, 0, segment.num_tokens
+    recomputed = len(segment.recompute_offsets)
+    return segment.num_tokens - recomputed, recomputed, 0

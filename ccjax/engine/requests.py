@@ -1,0 +1,107 @@
+"""What goes into the engine and what comes out of it. Knows no model and no store."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ccjax.errors import RequestError
+from ccjax.types import REUSE_MODES, Document, ReuseMode, ReuseReport
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the answer is drawn, in OpenAI's terms; `temperature` 0 is greedy, `logprobs` the number of alternatives."""
+
+    max_new_tokens: int | None = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise RequestError("max_new_tokens", f"wanted a positive integer, got {self.max_new_tokens}")
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
+            raise RequestError("temperature", f"wanted a number from 0 to 2, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError("top_p", f"wanted a number above 0 and at most 1, got {self.top_p}")
+        if any(not text for text in self.stop) or len(self.stop) > 16:
+            raise RequestError("stop", "wanted at most 16 strings, none of them empty")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise RequestError("logprobs", f"wanted 0 to 20 alternatives, got {self.logprobs}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One question with its passages. Exactly one of `messages`, `prompt` and `segments` is set.
+
+    Attributes:
+      messages: chat turns `{"role", "content"}`; passages stand at the start of the first user turn.
+      prompt: plain text without chat template; passages stand before it.
+      segments: token ids of callers that tokenize themselves: system, passages..., question.
+      documents: passages in prompt order, each a cache unit.
+      truncate: drop passages from the end until the prompt fits, instead of refusing it.
+    """
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | None = None
+    segments: Sequence[Sequence[int]] | None = None
+    documents: Sequence[Document] = ()
+    sampling: SamplingParams = SamplingParams()
+    reuse: ReuseMode = "bounded"
+    truncate: bool = False
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.messages, self.prompt, self.segments)) != 1:
+            raise RequestError("messages", "wanted exactly one of messages, prompt and segments")
+        if self.reuse not in REUSE_MODES:
+            raise RequestError("reuse", f"wanted one of {REUSE_MODES}, got {self.reuse!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A drawn token with its log-probability, and the most likely alternatives (token id, text, log-probability)."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """The whole answer.
+
+    Attributes:
+      text: decoded answer without stop strings; "" where the model has no tokenizer.
+      token_ids: drawn tokens, the end-of-turn token left out.
+      reuse: what was reused and what it cost.
+      ttft_s: seconds from the start of the request's work to its first token, waiting in the queue left out.
+      total_s: seconds to the last token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    reuse: ReuseReport
+    num_prompt_tokens: int
+    ttft_s: float
+    total_s: float
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """New text (and tokens) since the last delta of a stream; `response` is set on the last one, and only there."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    response: Response | None = None

@@ -1,0 +1,19 @@
+"""Errors that name what the caller did wrong. They know nothing of HTTP; the server maps them to status codes."""
+
+from __future__ import annotations
+
+
+class RequestError(ValueError):
+    """A request cannot be served as it stands: `argument` names the field, the message what was wanted and got."""
+
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(f"{argument}: {message}")
+        self.argument = argument
+
+
+class ContextLengthError(RequestError):
+    """The prompt and the wanted answer do not fit into the model's context."""
+
+
+class ConfigError(ValueError):
+    """The engine cannot start with this configuration; the message names the argument."""

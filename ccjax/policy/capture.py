@@ -1,0 +1,97 @@
+"""What to keep after a prefill and how to describe it (CacheCraft eq. 9-11, 14, sec. 3.3). Knows masses but no KV."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+from ccjax.policy._checks import check_count, check_masses
+from ccjax.policy.reuse import chunk_context_impact, normalised_masses
+from ccjax.types import ChunkId, Fidelity, Segment, VariantId, VariantMeta
+
+
+def make_variant_id(chunk_id: ChunkId, prefix_ids: Sequence[ChunkId], fidelity: Fidelity) -> VariantId:
+    """sha256 (hex) of chunk id, ordered prefix chunk ids and fidelity; the same in every process."""
+    content = json.dumps(["ccjax-variant-1", chunk_id, list(prefix_ids), fidelity], separators=(",", ":"))
+    return VariantId(hashlib.sha256(content.encode()).hexdigest())
+
+
+def variant_meta(
+    *,
+    chunk_id: ChunkId,
+    prefix_ids: Sequence[ChunkId],
+    prefix_lengths: Sequence[int],
+    inter_by_prefix: Sequence[float],
+    intra: float,
+    token_scores: Sequence[float],
+    num_bytes: int,
+    fidelity: Fidelity = "exact",
+) -> VariantMeta:
+    """The metadata of a chunk captured behind `prefix_ids`, with `f_r` 0.
+
+    Every mass is a mean over layers (and query heads). CacheCraft eq. 10 averages the per-layer values that eq. 9
+    normalises by chunk lengths; lengths are the same in every layer, so normalising the means gives the same.
+
+    Ranking (eq. 14): offsets by descending score, ties by offset. Behind an empty prefix there is nothing to rank by;
+    the offsets come in ascending order, because a chunk's head tokens are those a new prefix changes most (computed
+    alone, they served as the attention sink; EPIC's LegoLink recomputes just them).
+
+    For a chunk of which only some tokens were recomputed, pass sums over those tokens and a score of 0 for the others:
+    a and b shrink alike, so CCI keeps its meaning, and the tokens that were fixed before rank first again.
+
+    Args:
+      prefix_lengths: tokens of each prefix chunk.
+      inter_by_prefix: eq. 3, mass of the chunk's queries on each prefix chunk, summed over the chunk's tokens.
+      intra: eq. 4, mass of the chunk's queries on earlier tokens of the chunk, summed; the diagonal left out.
+      token_scores: for each token of the chunk, its mass on all prior chunks.
+      num_bytes: size of the stored KV.
+
+    Raises:
+      ValueError: lists that should be aligned are not, there is no token, or a number is out of range.
+    """
+    if not len(prefix_ids) == len(prefix_lengths) == len(inter_by_prefix):
+        raise ValueError(
+            f"prefix_ids, prefix_lengths, inter_by_prefix: wanted one length, "
+            f"got {len(prefix_ids)}, {len(prefix_lengths)}, {len(inter_by_prefix)}"
+        )
+    num_tokens = len(token_scores)
+    check_count("len(token_scores)", num_tokens)
+    check_masses("token_scores", token_scores)
+    check_count("num_bytes", num_bytes, least=0)
+    a_mean, b_mean = normalised_masses(inter_by_prefix, intra, prefix_lengths, num_tokens)
+    ranking = sorted(range(num_tokens), key=lambda offset: (-token_scores[offset] if prefix_ids else 0.0, offset))
+    return VariantMeta(
+        variant_id=make_variant_id(chunk_id, prefix_ids, fidelity),
+        chunk_id=chunk_id,
+        prefix_ids=tuple(prefix_ids),
+        inter_by_prefix=tuple(inter_by_prefix),
+        a_mean=a_mean,
+        b_mean=b_mean,
+        cci=chunk_context_impact(a_mean, b_mean),
+        token_ranking=tuple(ranking),
+        num_tokens=num_tokens,
+        num_bytes=num_bytes,
+        fidelity=fidelity,
+    )
+
+
+def should_capture(segment: Segment, existing_variants: Iterable[VariantMeta], prefix_ids: Sequence[ChunkId]) -> bool:
+    """Whether the segment's KV after the prefill is worth storing as a variant of fidelity `segment.fidelity`.
+
+    A computed chunk is, unless a variant with the same prefix and at least that fidelity exists. An approximately
+    reused chunk is if some of it was recomputed, the variant it came from is exact (an approximate variant never
+    begets another, so error cannot compound) and no variant with the same prefix exists. Nothing else is.
+
+    Args:
+      existing_variants: the stored variants; those of other chunks are passed over.
+      prefix_ids: chunk ids before the chunk in the prompt, system prompt first.
+    """
+    if segment.chunk_id is None:
+        return False
+    own = [meta for meta in existing_variants if meta.chunk_id == segment.chunk_id]
+    same_prefix = {meta.fidelity for meta in own if meta.prefix_ids == tuple(prefix_ids)}
+    if segment.action == "compute":
+        return "exact" not in same_prefix and segment.fidelity not in same_prefix
+    is_parent_exact = any(meta.variant_id == segment.variant_id and meta.fidelity == "exact" for meta in own)
+    return bool(segment.recompute_offsets) and is_parent_exact and not same_prefix

@@ -1,0 +1,170 @@
+"""Turns a chunked prompt and the stored variants into the `PrefillPlan` the engine executes. Knows no store, no model.
+
+Exact first, in every strategy and mode: an exact variant behind exactly its own prefix is what a full prefill would
+compute, so it is reused unchanged wherever it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ccjax.policy._checks import check_count, check_mass, check_ratio
+from ccjax.policy.focus import check_focus_rule
+from ccjax.policy.strategies import get_strategy
+from ccjax.policy.strategies.base import Decision
+from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, ReuseMode, Segment, SegmentRole, VariantMeta
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """One chunk of the prompt before the question; the system prompt, where there is one, is the first."""
+
+    chunk_id: ChunkId
+    num_tokens: int
+    role: SegmentRole = "document"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """How to plan, checked on construction (ValueError naming the field).
+
+    Attributes:
+      strategy: a name of `ccjax.policy.strategies`.
+      alpha: CacheCraft eq. 12, scales how much is recomputed; at least 0.
+      recompute_ratio: in mode `bounded`, the share of every approximately reused chunk to recompute, instead of CFO.
+      fast_ratio: in mode `fast`, the largest share of an approximately reused chunk that is recomputed.
+      focus_window: CacheCraft alg. 1 w, in layers; None switches the focus cut off.
+      focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
+      preload_depth: CacheCraft eq. 16, layers loaded before the first one runs.
+    """
+
+    strategy: str = "cachecraft"
+    alpha: float = 1.0
+    recompute_ratio: float | None = None
+    fast_ratio: float = 0.05
+    focus_window: int | None = 3
+    focus_rule: str = "entropy"
+    preload_depth: int = 1
+
+    def __post_init__(self) -> None:
+        get_strategy(self.strategy)
+        check_mass("alpha", self.alpha)
+        if self.recompute_ratio is not None:
+            check_ratio("recompute_ratio", self.recompute_ratio)
+        check_ratio("fast_ratio", self.fast_ratio)
+        if self.focus_window is not None:
+            check_count("focus_window", self.focus_window)
+        check_focus_rule("focus_rule", self.focus_rule)
+        check_count("preload_depth", self.preload_depth)
+
+
+def plan_prefill(
+    request_id: str,
+    chunks: Sequence[PromptChunk],
+    question_tokens: int,
+    candidates: Mapping[ChunkId, Sequence[VariantMeta]],
+    *,
+    mode: ReuseMode,
+    settings: PlannerSettings,
+) -> PrefillPlan:
+    """All decisions for one prefill; the same inputs, candidates in any order, give the same plan.
+
+    Modes: `off` computes everything. `exact` reuses exact variants behind exactly equal prefixes, also behind a
+    computed chunk, and computes the rest. `bounded` also reuses approximately, as the strategy says. `fast` does the
+    same with at most `settings.fast_ratio` of such a chunk recomputed. A chunk whose tokens would all be recomputed is
+    computed, so that it is captured as a whole.
+
+    Segments: one for each chunk, then the question. `fidelity` is exact for an exact reuse; for a computed chunk iff no
+    earlier segment is approximate; approx for all else. `cfo` is eq. 12's value for the chosen variant, 0 for an exact
+    reuse, also where `recompute_ratio` or `fast_ratio` set another share. `focus_window` is set only where some segment
+    has tokens to recompute, for there is nothing else to drop.
+
+    Args:
+      chunks: in prompt order, the system prompt first; each may occur more than once. May be empty.
+      question_tokens: at least 1.
+      candidates: the usable variants of each chunk; chunks without an entry have none.
+
+    Raises:
+      ValueError: a count below 1, a system prompt that is not first, an unknown mode, or a candidate that belongs to
+        another chunk or has another length.
+    """
+    _check_prompt(chunks, question_tokens, candidates, mode)
+    if mode == "off":
+        decisions: Sequence[Decision] = [Decision()] * len(chunks)
+    else:
+        decisions = get_strategy(settings.strategy)(chunks, candidates, mode, settings)
+
+    segments: list[Segment] = []
+    start, is_exact = 0, True
+    for chunk, decision in zip(chunks, decisions, strict=True):
+        segment = _segment(chunk, decision, start, mode, is_exact)
+        segments.append(segment)
+        start += chunk.num_tokens
+        is_exact = is_exact and segment.fidelity == "exact"
+    segments.append(
+        Segment(
+            role="question",
+            action="compute",
+            start=start,
+            num_tokens=question_tokens,
+            fidelity="exact" if is_exact else "approx",
+        )
+    )
+    has_fixes = any(segment.recompute_offsets for segment in segments)
+    pin = dict.fromkeys(segment.variant_id for segment in segments if segment.variant_id is not None)
+    return PrefillPlan(
+        request_id=request_id,
+        segments=tuple(segments),
+        focus_window=settings.focus_window if has_fixes else None,
+        focus_rule=settings.focus_rule,
+        preload_depth=settings.preload_depth,
+        pin=tuple(pin),
+    )
+
+
+def _segment(chunk: PromptChunk, decision: Decision, start: int, mode: ReuseMode, is_prefix_exact: bool) -> Segment:
+    choice = decision.choice
+    if choice is None or len(decision.recompute_offsets) == chunk.num_tokens:
+        return Segment(
+            role=chunk.role,
+            action="compute",
+            start=start,
+            num_tokens=chunk.num_tokens,
+            chunk_id=chunk.chunk_id,
+            fidelity="exact" if is_prefix_exact else "approx",
+        )
+    if mode == "exact" and not choice.exact:
+        raise ValueError(f"strategy: mode 'exact' allows exact reuse only, got variant {choice.meta.variant_id!r}")
+    return Segment(
+        role=chunk.role,
+        action="reuse",
+        start=start,
+        num_tokens=chunk.num_tokens,
+        chunk_id=chunk.chunk_id,
+        variant_id=choice.meta.variant_id,
+        recompute_offsets=decision.recompute_offsets,
+        cfo=choice.cfo,
+        fidelity="exact" if choice.exact else "approx",
+    )
+
+
+def _check_prompt(
+    chunks: Sequence[PromptChunk],
+    question_tokens: int,
+    candidates: Mapping[ChunkId, Sequence[VariantMeta]],
+    mode: ReuseMode,
+) -> None:
+    if mode not in REUSE_MODES:
+        raise ValueError(f"mode: wanted one of {', '.join(REUSE_MODES)}, got {mode!r}")
+    check_count("question_tokens", question_tokens)
+    for index, chunk in enumerate(chunks):
+        check_count(f"chunks[{index}].num_tokens", chunk.num_tokens)
+        if chunk.role != "document" and (chunk.role != "system" or index != 0):
+            raise ValueError(f"chunks[{index}].role: wanted documents behind at most one system, got {chunk.role!r}")
+        for meta in candidates.get(chunk.chunk_id, ()):
+            if meta.chunk_id != chunk.chunk_id or meta.num_tokens != chunk.num_tokens:
+                raise ValueError(
+                    f"candidates[{chunk.chunk_id!r}]: wanted variants of this chunk with {chunk.num_tokens} tokens, "
+                    f"got {meta.variant_id!r} of {meta.chunk_id!r} with {meta.num_tokens}"
+                )

@@ -1,0 +1,40 @@
+"""What a strategy is: a pure function from prompt chunks and their variants to one decision a chunk. Knows no segments.
+
+A strategy is not asked in mode `off`. In mode `exact` it must choose exact reuse or nothing; the planner checks that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ccjax.policy.variants import VariantChoice, choose_variant
+from ccjax.types import ChunkId, ReuseMode, VariantMeta
+
+if TYPE_CHECKING:
+    from ccjax.policy.planner import PlannerSettings, PromptChunk
+
+Candidates = Mapping[ChunkId, Sequence[VariantMeta]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """Reuse `choice` and recompute these ascending in-chunk offsets of it; or compute the whole chunk if it is None."""
+
+    choice: VariantChoice | None = None
+    recompute_offsets: tuple[int, ...] = ()
+
+
+Strategy = Callable[["Sequence[PromptChunk]", Candidates, ReuseMode, "PlannerSettings"], Sequence[Decision]]
+
+
+def best_choices(
+    chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
+) -> list[VariantChoice | None]:
+    """For each chunk the best variant behind the chunks before it (`choose_variant`); in mode `exact`, exact reuse only."""
+    ids = tuple(chunk.chunk_id for chunk in chunks)
+    return [
+        choose_variant(candidates.get(own, ()), ids[:index], alpha=settings.alpha, exact_only=mode == "exact")
+        for index, own in enumerate(ids)
+    ]

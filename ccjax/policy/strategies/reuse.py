@@ -1,0 +1,19 @@
+"""`reuse`: the best variant as it is, nothing recomputed; the naive baseline of CacheCraft fig. 8b. Never fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ccjax.policy.strategies.base import Candidates, Decision, best_choices
+from ccjax.types import ReuseMode
+
+if TYPE_CHECKING:
+    from ccjax.policy.planner import PlannerSettings, PromptChunk
+
+
+def decide(
+    chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
+) -> list[Decision]:
+    """Each chunk that has a usable variant is reused unchanged, whatever its CFO or `settings.recompute_ratio`."""
+    return [Decision(choice) for choice in best_choices(chunks, candidates, mode, settings)]

@@ -1,0 +1,103 @@
+"""Which variant of a chunk to reuse, what a use is worth, which to evict (CacheCraft sec. 3.3). Knows no tier, no bytes
+beyond their number, and no prompt beyond the chunk's prefix."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+
+from ccjax.policy._checks import check_count, check_ratio
+from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
+from ccjax.types import ChunkId, VariantId, VariantMeta
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VariantChoice:
+    """The chosen variant, its CacheCraft eq. 12 CFO behind the new prefix, and whether its KV is that of a full prefill."""
+
+    meta: VariantMeta
+    cfo: float
+    exact: bool
+
+
+def choose_variant(
+    variants: Iterable[VariantMeta], new_prefix_ids: Sequence[ChunkId], *, alpha: float, exact_only: bool = False
+) -> VariantChoice | None:
+    """The variant with the least CFO behind `new_prefix_ids` (CacheCraft sec. 3.3), or None where none qualifies.
+
+    Reuse is exact iff the variant is exact and its prefix equals the new one; its CFO is then 0. Among equal CFOs an
+    exact reuse comes first, then an exact variant before an approximate one, then the least unscaled `CCI (1 - beta')`
+    (which tells variants apart where clipping or alpha = 0 makes CFOs equal), then the smaller variant id.
+
+    Args:
+      variants: of one chunk, in any order.
+      new_prefix_ids: chunk ids before the chunk in the new prompt, system prompt first.
+      exact_only: consider exact reuse alone.
+    """
+    prefix = tuple(new_prefix_ids)
+
+    def rank(meta: VariantMeta) -> tuple[float, bool, bool, float, VariantId]:
+        overlap = adjusted_overlap(meta.prefix_ids, meta.inter_by_prefix, prefix)
+        unscaled = cache_fix_overhead(meta.cci, overlap, 1.0)
+        approximate = meta.fidelity != "exact"
+        inexact = approximate or meta.prefix_ids != prefix
+        return cache_fix_overhead(meta.cci, overlap, alpha), inexact, approximate, unscaled, meta.variant_id
+
+    exact = (
+        [meta for meta in variants if meta.fidelity == "exact" and meta.prefix_ids == prefix]
+        if exact_only
+        else variants
+    )
+    best = min(((rank(meta), meta) for meta in exact), key=lambda pair: pair[0], default=None)
+    if best is None:
+        return None
+    (cfo, inexact, *_), meta = best
+    return VariantChoice(meta=meta, cfo=cfo, exact=not inexact)
+
+
+def reuse_credit(cfo: float, num_tokens: int) -> float:
+    """What one use adds to `f_r`, CacheCraft sec. 3.3: 1/CFO, in [1, num_tokens].
+
+    The paper is silent on CFO = 0. Reading: CFO is floored at one token, 1/|C|, so an exact reuse earns |C|.
+    """
+    check_ratio("cfo", cfo)
+    check_count("num_tokens", num_tokens)
+    return min(1.0 / cfo, float(num_tokens)) if cfo > 0.0 else float(num_tokens)
+
+
+def variant_limit(num_chunks: int, variants_per_chunk: int) -> int:
+    """N x M, the number of variants held in all (CacheCraft sec. 3.3): one chunk may hold all, or each its share."""
+    check_count("num_chunks", num_chunks)
+    check_count("variants_per_chunk", variants_per_chunk)
+    return num_chunks * variants_per_chunk
+
+
+def choose_victims(
+    variants: Iterable[VariantMeta],
+    bytes_needed: int = 0,
+    count_over: int = 0,
+    *,
+    pinned: Collection[VariantId] = (),
+) -> tuple[VariantId, ...] | None:
+    """The variants to evict, least `f_r` first (CacheCraft sec. 3.3), ties by id; None if that cannot suffice.
+
+    Args:
+      bytes_needed: bytes the victims must free together.
+      count_over: how many variants stand above the N x M limit, so at least that many must go.
+      pinned: never chosen.
+
+    Returns:
+      The shortest run of that order that satisfies both, `()` where both are 0, or None: then nothing is to be evicted.
+    """
+    check_count("bytes_needed", bytes_needed, least=0)
+    check_count("count_over", count_over, least=0)
+    protected = frozenset(pinned)
+    free = (meta for meta in variants if meta.variant_id not in protected)
+    victims: list[VariantId] = []
+    freed_bytes = 0
+    for meta in sorted(free, key=lambda meta: (meta.frequency_reuse, meta.variant_id)):
+        if freed_bytes >= bytes_needed and len(victims) >= count_over:
+            break
+        victims.append(meta.variant_id)
+        freed_bytes += meta.num_bytes
+    return tuple(victims) if freed_bytes >= bytes_needed and len(victims) >= count_over else None

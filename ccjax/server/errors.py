@@ -1,0 +1,73 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`. Knows no route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from ccjax.errors import ContextLengthError, RequestError
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(Exception):
+    """A refusal with its HTTP status.
+
+    `param` names the request's field, `code` the reason, as OpenAI does; where that has no code it is None.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def reason(self) -> str:
+        """Label of the error counter; one of a fixed few."""
+        return self.code or "invalid_request"
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        kind = "invalid_request_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        elif self.status >= 500:
+            kind = "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole HTTP response."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+    """What a client is told about `error`; an unforeseen one becomes a 500 that says nothing of its inside.
+
+    Args:
+      names: engine argument -> field of the API, where they differ.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        argument = (names or {}).get(error.argument, error.argument)
+        message = argument + str(error).removeprefix(error.argument)
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, message, param=argument, code=code)
+    if isinstance(error, HTTPException):
+        code = _CODES.get(error.status_code)
+        return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")

@@ -1,0 +1,126 @@
+"""Prometheus metrics of one server, in a registry of its own. Names follow vLLM's where it has the same thing.
+
+Knows no request text and no tenant: labels come from fixed lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ccjax.engine import Engine, Response
+from ccjax.retrieval import Retriever
+from ccjax.server.worker import EngineWorker, Job
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_STORE_GAUGES = ("used_bytes", "budget_bytes", "num_variants")
+
+
+class ServerMetrics:
+    """Counts requests, tokens and reuse; reads the store, the queue and the index when it is scraped."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"ccjax_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"ccjax_{name}", text, registry=registry, buckets=_SECONDS)
+
+        self._success = counter("request_success", "Requests answered", "finished_reason")
+        self._errors = counter("request_errors", "Requests refused, failed or given up by the client", "reason")
+        self._reuse_mode = counter("request_reuse", "Requests answered, by reuse mode and exactness", "mode", "exact")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of the prompts")
+        self._generation_tokens = counter("generation_tokens", "Tokens of the answers")
+        self._tokens_by_role = {
+            name: counter(f"{name}_tokens", f"Prompt tokens {text}", "role")
+            for name, text in (
+                ("reused", "whose stored KV was used as it was"),
+                ("recomputed", "of reused chunks that were computed again"),
+                ("computed", "that had no stored KV"),
+            )
+        }
+        self._loaded_bytes = counter("loaded_bytes", "KV bytes loaded for reuse")
+        self._failed_loads = counter("failed_loads", "Stored variants that could not be loaded and were computed")
+        self._load_wait_s = counter("load_wait_seconds", "Time that prefills waited for stored KV")
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token, queue included")
+        self._queue_time = histogram("request_queue_time_seconds", "From arrival to the start of work")
+        self._prefill_time = histogram("request_prefill_time_seconds", "Prefill alone")
+        self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token")
+        self.retrieval_time = histogram("retrieval_seconds", "Search for passages")
+        self._info = Gauge("ccjax_build_info", "Always 1", ["version", "model_name"], registry=registry)
+
+    def attach(self, *, version: str, model: str, engine: Engine, worker: EngineWorker, retriever: Retriever | None):
+        """Adds what is read at scrape time; once per server."""
+        self._info.labels(version, model).set(1)
+        readers: dict[str, tuple[str, Callable[[], float]]] = {
+            "num_requests_running": ("Requests that run", lambda: worker.num_running),
+            "num_requests_waiting": ("Requests in line", lambda: worker.num_waiting),
+            "num_variants": ("Chunk variants that can be reused", lambda: engine.num_variants),
+        }
+        if retriever is not None:
+            readers["num_documents"] = ("Documents in the index", lambda: retriever.num_documents)
+            readers["num_passages"] = ("Passages in the index", lambda: retriever.num_passages)
+        for name, (text, read) in readers.items():
+            Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
+        self._registry.register(_StoreCollector(engine))
+
+    def count_error(self, reason: str) -> None:
+        """One more request that got no whole answer; `reason` is an `ApiError.reason` or "cancelled"."""
+        self._errors.labels(reason).inc()
+
+    def end(self, job: Job) -> None:
+        """Counts a job that has its response or was cancelled."""
+        if job.response is None:
+            self.count_error("cancelled")
+            return
+        assert job.started_s is not None and job.first_delta_s is not None
+        self._queue_time.observe(job.started_s - job.submitted_s)
+        # The first delta may come later than the first token, which then was the end of the answer or half a character.
+        ttft_s = min(job.started_s + job.response.ttft_s, job.first_delta_s) - job.submitted_s
+        self._ttft.observe(ttft_s)
+        self._latency.observe(job.started_s + job.response.total_s - job.submitted_s)
+        self._count_response(job.response)
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _count_response(self, response: Response) -> None:
+        report = response.reuse
+        self._success.labels(response.finish_reason).inc()
+        self._reuse_mode.labels(report.mode, str(report.exact).lower()).inc()
+        self._prompt_tokens.inc(report.prompt_tokens)
+        self._generation_tokens.inc(len(response.token_ids))
+        self._prefill_time.observe(report.prefill_s)
+        self._loaded_bytes.inc(report.loaded_bytes)
+        self._failed_loads.inc(report.failed_loads)
+        self._load_wait_s.inc(report.load_wait_s)
+        for name, metric in self._tokens_by_role.items():
+            field = f"{name}_tokens"
+            for document in report.per_document:
+                metric.labels(document.role).inc(getattr(document, field))
+            listed = sum(getattr(document, field) for document in report.per_document)
+            metric.labels("question").inc(getattr(report, field) - listed)
+
+
+class _StoreCollector:
+    """The store's own counters by tier, read at every scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        usage = self._engine.store_usage()
+        names = [field.name for tier in usage.values() for field in dataclasses.fields(tier)]
+        for name in dict.fromkeys(names):
+            family = GaugeMetricFamily if name in _STORE_GAUGES else CounterMetricFamily
+            metric = family(f"ccjax_store_{name}", f"{name.replace('_', ' ')} of a tier of the store", labels=["tier"])
+            for tier, values in usage.items():
+                value = getattr(values, name)
+                metric.add_metric([tier], float("inf") if value is None else value)  # None: no limit
+            yield metric

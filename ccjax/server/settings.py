@@ -1,0 +1,50 @@
+"""Settings of the HTTP side, fixed for the life of a server. Knows no engine, no socket and no command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ccjax.errors import ConfigError
+from ccjax.types import REUSE_MODES, ReuseMode
+
+LARGEST_TOP_K = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """What the server decides without the engine.
+
+    Attributes:
+      served_model_name: the model's name in the API; None takes the engine's.
+      api_key: bearer token that all but health, readiness and metrics ask for; None asks for none.
+      reuse: mode of requests that name none.
+      top_k: passages retrieved where a request does not say how many.
+      max_queue: requests that may wait behind the running one; more are refused with 429.
+      max_body_bytes: longest request body; more is refused with 413.
+      refresh_interval_s: pause between looks for changed documents; None never looks.
+    """
+
+    served_model_name: str | None = None
+    api_key: str | None = None
+    reuse: ReuseMode = "bounded"
+    top_k: int = 5
+    max_queue: int = 128
+    max_body_bytes: int = 10_000_000
+    refresh_interval_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("served_model_name", "api_key"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                raise ConfigError(f"{name}: wanted a non-empty text, got {getattr(self, name)!r}")
+        if self.reuse not in REUSE_MODES:
+            raise ConfigError(f"reuse: wanted one of {REUSE_MODES}, got {self.reuse!r}")
+        if not 1 <= self.top_k <= LARGEST_TOP_K:
+            raise ConfigError(f"top_k: wanted 1 to {LARGEST_TOP_K}, got {self.top_k}")
+        if self.max_queue < 0:
+            raise ConfigError(f"max_queue: wanted 0 or more requests, got {self.max_queue}")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes: wanted a positive number of bytes, got {self.max_body_bytes}")
+        interval = self.refresh_interval_s
+        if interval is not None and not (math.isfinite(interval) and interval > 0):
+            raise ConfigError(f"refresh_interval_s: wanted a positive number of seconds, got {interval}")

@@ -1,0 +1,185 @@
+"""Runs one request after the other on a thread of its own, in order of arrival. Knows no HTTP and no model.
+
+Verbs: `submit` puts a request in line, `Job.deltas` follows its answer, `Job.cancel` takes it out of line or stops it,
+`close` ends the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+
+from ccjax.engine import Delta, Request, Response
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may."""
+
+
+class WorkerClosedError(Exception):
+    """The worker takes no more requests."""
+
+
+class JobCancelledError(Exception):
+    """The job was cancelled before its answer was complete."""
+
+
+class Job:
+    """One request in line or running. Times are `time.perf_counter` seconds, None until reached.
+
+    `response` is set once the answer is complete.
+    """
+
+    def __init__(self, request: Request, worker: EngineWorker) -> None:
+        self.request = request
+        self.submitted_s = time.perf_counter()
+        self.started_s: float | None = None
+        self.first_delta_s: float | None = None
+        self.response: Response | None = None
+        self.cancelled = False
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """The answer piece by piece, up to the delta with the response.
+
+        Raises:
+          JobCancelledError: `cancel` was called first.
+          Exception: whatever the engine raised.
+        """
+        while True:
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if event.response is not None:
+                return
+
+    def cancel(self) -> None:
+        """Takes the job out of line, or stops it after the step that runs; no effect on a complete answer."""
+        self._worker._cancel(self)
+
+    def _emit(self, event: Delta | Exception) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:  # the loop is closed: a forced exit, nobody listens any more
+            self.cancelled = True
+
+
+class EngineWorker:
+    """The line of requests and the thread that works it off; at most `max_queue` wait behind the running one."""
+
+    def __init__(
+        self,
+        stream: Callable[[Request], Iterator[Delta]],
+        *,
+        max_queue: int,
+        on_end: Callable[[Job], None] = lambda job: None,
+    ) -> None:
+        """
+        Args:
+          stream: answers a request; if it returns a generator, closing that must cancel the request.
+          on_end: called when a job has its response or is cancelled.
+        """
+        self._stream = stream
+        self._max_queue = max_queue
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._running: Job | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ccjax-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """1 while a request runs, else 0."""
+        return int(self._running is not None)
+
+    @property
+    def is_full(self) -> bool:
+        """True when `submit` would refuse a request now."""
+        # The running one counts whether or not the thread has picked it up yet.
+        return self.num_waiting + self.num_running > self._max_queue
+
+    def submit(self, request: Request) -> Job:
+        """The job of a request that is now in line; call it on the event loop that reads the answer.
+
+        Raises:
+          QueueFullError, WorkerClosedError: it was not taken.
+        """
+        job = Job(request, self)
+        with self._changed:
+            if self._closed:
+                raise WorkerClosedError
+            if self.is_full:
+                raise QueueFullError
+            self._waiting.append(job)
+            self._changed.notify()
+        return job
+
+    def close(self, *, drain: bool = True) -> None:
+        """Ends the thread: after all jobs, or without `drain` after the step that runs, with the rest cancelled."""
+        with self._changed:
+            self._closed = True
+            jobs = [] if drain else [*self._waiting, *([self._running] if self._running else [])]
+            self._changed.notify()
+        for job in jobs:
+            job.cancel()
+        self._thread.join()
+
+    def _cancel(self, job: Job) -> None:
+        with self._changed:
+            if job.response is not None or job.cancelled:
+                return
+            job.cancelled = True
+            waits = job in self._waiting
+            if waits:
+                self._waiting.remove(job)
+        job._emit(JobCancelledError())
+        if waits:
+            self._on_end(job)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._running = None
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                job = self._running = self._waiting.popleft()
+            self._answer(job)
+
+    def _answer(self, job: Job) -> None:
+        job.started_s = time.perf_counter()
+        try:
+            deltas = self._stream(job.request)
+            for delta in deltas:
+                job.first_delta_s = job.first_delta_s or time.perf_counter()
+                job.response = delta.response
+                if delta.response is not None:
+                    self._on_end(job)
+                job._emit(delta)
+                if job.cancelled and job.response is None:
+                    if isinstance(deltas, Generator):
+                        deltas.close()
+                    break
+        except Exception as error:
+            # After the response only the bookkeeping of the engine can have failed: the client has its answer.
+            if job.response is not None:
+                logger.exception("failed after the answer of %s", job.request.request_id)
+            job._emit(error)
+        if job.cancelled and job.response is None:
+            self._on_end(job)

@@ -1,0 +1,17 @@
+"""Tokenizers, chat prompts and streamed text. Imports neither jax nor a model."""
+
+from ccjax.text.prompt import PromptBuilder, PromptParts
+from ccjax.text.stream import IncrementalDecoder, StopStrings
+from ccjax.text.template import ChatTemplate, TemplateRejectedError
+from ccjax.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "IncrementalDecoder",
+    "PromptBuilder",
+    "PromptParts",
+    "StopStrings",
+    "TemplateRejectedError",
+    "Tokenizer",
+    "load_tokenizer",
+]

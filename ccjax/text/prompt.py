@@ -1,0 +1,191 @@
+"""Token ids of a prompt as [system][document]...[question]. Knows no model, no cache and no retrieval.
+
+Documents stand at the start of the first user turn, so that system prompt and documents stay one unchanged prefix over
+a conversation, and each is tokenized on its own, so that its ids never depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ccjax.text.template import ChatTemplate, TemplateRejectedError
+from ccjax.text.tokenizer import Follows, Tokenizer
+from ccjax.types import Document
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_SENTINEL = "ccjaxContent{}z7f3a9"
+_SENTINEL_PATTERN = re.compile(r"ccjaxContent(\d+)z7f3a9")
+_Parts = list[tuple[str, bool]]
+"""Text and whether it is trusted: the template's own text is, contents are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptParts:
+    """Token ids by segment, in prompt order."""
+
+    system: tuple[int, ...]
+    documents: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The whole prompt."""
+        return self.system + tuple(token_id for ids in self.documents for token_id in ids) + self.question
+
+
+class PromptBuilder:
+    """Makes `PromptParts` from chats or plain prompts; holds no state between calls."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        document_format: str = "{title}\n{text}\n\n",
+        untitled_format: str = "{text}\n\n",
+        system_prompt: str = "Answer the question from the passages.",
+    ):
+        """
+        Args:
+          document_format, untitled_format: text of a document with and without a title.
+          system_prompt: used where the messages have none; "" for none at all.
+        """
+        _check_format("document_format", document_format, {"title", "text"})
+        _check_format("untitled_format", untitled_format, {"text"})
+        self._tokenizer = tokenizer
+        self._template = template
+        self._document_format = document_format
+        self._untitled_format = untitled_format
+        self._system_prompt = system_prompt.strip()
+        names = {token_id: name for name, token_id in tokenizer.special_names.items()}
+        self._special_tokens = {
+            "bos_token": "" if tokenizer.bos_id is None else names.get(tokenizer.bos_id, ""),
+            "eos_token": next((names[token_id] for token_id in sorted(tokenizer.eos_ids) if token_id in names), ""),
+        }
+
+    def build_chat(self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document] = ()) -> PromptParts:
+        """Ids of a chat that ends where the assistant's answer begins.
+
+        Args:
+          messages: `{"role", "content"}` as in the OpenAI API; content is a string or a list of text parts. Leading
+            and trailing white space of contents is dropped.
+
+        Raises:
+          ValueError: a message is malformed, no user message, or the template refuses; names `messages[i]`.
+        """
+        roles, contents = _checked(messages)
+        if "system" not in roles and self._system_prompt:
+            roles, contents = ["system", *roles], [self._system_prompt, *contents]
+        head, rest = self._split_chat(roles, contents)
+        # A space before the first user text belongs to its first word: "[INST] Hello" has a token " Hello".
+        if head and head[-1][1]:
+            text = head[-1][0]
+            head[-1] = (text.rstrip(" "), True)
+            rest.insert(0, (" " * (len(text) - len(head[-1][0])), True))
+        return self._assemble(self._tokenizer.encode_parts(head), documents, rest)
+
+    def build_completion(self, prompt: str, documents: Sequence[Document] = ()) -> PromptParts:
+        """Ids of bos, the documents and `prompt` as it is, without a template.
+
+        Raises:
+          ValueError: `prompt` is not a string or is blank.
+        """
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f"prompt: wanted a non-empty string, got {prompt!r}")
+        bos_id = self._tokenizer.bos_id
+        return self._assemble([] if bos_id is None else [bos_id], documents, [(prompt, False)])
+
+    def document_ids(self, document: Document) -> tuple[int, ...]:
+        """Ids of one document, the same wherever it stands in a prompt; never a control token."""
+        title = (document.title or "").strip()
+        form = self._document_format if title else self._untitled_format
+        text = form.format(title=title, text=document.text.strip())
+        return tuple(self._tokenizer.encode(text, allow_special=False))
+
+    def _assemble(self, system: list[int], documents: Sequence[Document], rest: _Parts) -> PromptParts:
+        follows: Follows = "start"
+        if documents or system:
+            follows = "control" if not documents and system[-1] in self._tokenizer.special_ids else "text"
+        return PromptParts(
+            system=tuple(system),
+            documents=tuple(self.document_ids(document) for document in documents),
+            question=tuple(self._tokenizer.encode_parts(rest, follows=follows)),
+        )
+
+    def _split_chat(self, roles: Sequence[str], contents: Sequence[str]) -> tuple[_Parts, _Parts]:
+        """The chat before and from the first user content on."""
+        system = contents[0] if roles[0] == "system" else None
+        first_user = roles.index("user")
+        try:
+            return self._render(roles, contents, first_user)
+        except TemplateRejectedError as error:
+            if system is None:
+                raise ValueError(f"messages: {error}") from error
+        try:
+            before, after = self._render(roles[1:], contents[1:], first_user - 1)
+        except TemplateRejectedError as error:
+            raise ValueError(f"messages: {error}") from error
+        return [*before, (system + "\n\n", False)], after
+
+    def _render(self, roles: Sequence[str], contents: Sequence[str], first_user: int) -> tuple[_Parts, _Parts]:
+        """Renders with a stand-in for each content, so that nothing in a content can steer the template."""
+        messages = [{"role": role, "content": _SENTINEL.format(i)} for i, role in enumerate(roles)]
+        pieces = _SENTINEL_PATTERN.split(self._template.render(messages, variables=self._special_tokens))
+        if str(first_user) not in pieces[1::2]:
+            raise TemplateRejectedError(f"chat_template: it leaves out the content of {roles[first_user]!r} messages")
+        border = 1 + 2 * pieces[1::2].index(str(first_user))
+        if roles[0] == "system" and "0" not in pieces[1:border:2]:
+            # Some leave it out, some put it into the LAST user turn, where it would move with every turn.
+            raise TemplateRejectedError("chat_template: the system prompt is not before the first user text")
+        parts = [
+            (piece, True) if number % 2 == 0 else (contents[int(piece)], False) for number, piece in enumerate(pieces)
+        ]
+        return parts[:border], parts[border:]
+
+
+def _checked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Roles and stripped contents."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages: wanted a list of messages, got {type(messages).__name__}")
+    roles, contents = [], []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"messages[{i}]: wanted an object with role and content, got {type(message).__name__}")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise ValueError(f"messages[{i}].role: wanted one of {sorted(_ROLES)}, got {role!r}")
+        roles.append(_ROLES[role])
+        contents.append(_content_text(message.get("content"), f"messages[{i}].content").strip())
+    if "user" not in roles:
+        raise ValueError("messages: wanted at least one message with role 'user', got none")
+    question = len(roles) - 1 - roles[::-1].index("user")
+    if not contents[question]:
+        raise ValueError(f"messages[{question}].content: wanted a question, got blank text")
+    return roles, contents
+
+
+def _content_text(content: Any, argument: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{argument}: wanted a string or a list of text parts, got {type(content).__name__}")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{argument}[{i}]: wanted {{'type': 'text', 'text': string}}, got type {kind!r}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _check_format(argument: str, form: str, allowed: set[str]) -> None:
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(form) if field is not None}
+    except ValueError as error:
+        raise ValueError(f"{argument}: wanted a format string, got {form!r}: {error}") from error
+    if "text" not in fields or not fields <= allowed:
+        raise ValueError(f"{argument}: wanted the fields {sorted(allowed)}, got {sorted(fields)} in {form!r}")

@@ -1,0 +1,153 @@
+"""Chat templates of Hugging Face model directories, rendered to text. Knows no token ids and no documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ccjax.text.tokenizer import read_settings
+
+LLAMA3_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+"""Llama 3 instruct, for directories in Meta's own format, which carry no template."""
+PLAIN_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}{{- message['content'] + '\\n\\n' }}
+    {%- elif message['role'] == 'user' %}{{- 'Question: ' + message['content'] + '\\n' }}
+    {%- else %}{{- 'Answer: ' + message['content'] + '\\n\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Answer:' }}{%- endif %}
+"""
+"""For base models, which know no chat."""
+
+
+class TemplateRejectedError(ValueError):
+    """The template refused the messages; the text is the template's own reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja chat template with the variables of its model.
+
+    Attributes:
+      variables: given to every rendering, for instance `bos_token`, or `date_string` to hold a Llama 3.1 prompt (and
+        with it the cached system prompt) still over midnight.
+      clock: what the templates' `strftime_now` reads.
+    """
+
+    source: str
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    clock: Callable[[], datetime.datetime] = datetime.datetime.now
+
+    def __post_init__(self) -> None:
+        try:
+            _compile(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat_template: wanted a Jinja template, got {error} in line {error.lineno}") from error
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], name: str = "default") -> ChatTemplate:
+        """The template of a model directory.
+
+        `chat_template.jinja` comes first, then `chat_template` in tokenizer_config.json, of a named list the one called
+        `name`. A directory without any gets `LLAMA3_TEMPLATE` if its tokenizer is Llama 3's own `tokenizer.model`, else
+        `PLAIN_TEMPLATE`.
+
+        Raises:
+          ValueError: no template of that name, or no valid Jinja.
+        """
+        directory = Path(directory)
+        settings = read_settings(directory)
+        variables = {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str)}
+        file, setting = directory / "chat_template.jinja", settings.get("chat_template")
+        if file.exists():
+            return cls(file.read_text(encoding="utf-8"), variables)
+        if isinstance(setting, list):
+            named = {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}
+            if name not in named:
+                raise ValueError(f"{directory}: chat_template: wanted the name {name!r}, got {sorted(map(str, named))}")
+            setting = named[name]
+        if isinstance(setting, str):
+            return cls(setting, variables)
+        if setting is not None:
+            raise ValueError(
+                f"{directory}: chat_template: wanted a string or a named list, got {type(setting).__name__}"
+            )
+        if (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists():
+            return cls(LLAMA3_TEMPLATE, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"} | variables)
+        return cls(PLAIN_TEMPLATE, variables)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text; `variables` count where the template's own have no such name.
+
+        Raises:
+          TemplateRejectedError: the template raised an exception on these messages.
+        """
+        values = {**(variables or {}), **self.variables}
+        try:
+            return _compile(self.source).render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                strftime_now=lambda format: self.clock().strftime(format),
+                **values,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise TemplateRejectedError(f"chat_template: {error}") from error
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment.from_string(source)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, which marks answers for training, leaves its text as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

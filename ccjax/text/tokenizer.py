@@ -1,0 +1,324 @@
+"""Text to token ids and back, from `tokenizer.json` or Llama-3's `tokenizer.model`. Knows no chat and no model.
+
+Text is either trusted (chat templates: control tokens count) or not (documents, users: control tokens are plain text).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import tiktoken
+import tokenizers
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+"""How Llama 3 cuts text into words before BPE; it stands in Meta's code, not in the tokenizer file."""
+_LLAMA3_SPECIAL_HEAD = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
+_LLAMA3_NUM_SPECIAL = 256
+_LLAMA3_STOPS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+_MAX_RUN_CHARS = 25_000
+"""tiktoken's word splitter panics (stack overflow) on a million spaces in a row; Meta's code cuts there too."""
+_RUN = re.compile(rf"\S{{1,{_MAX_RUN_CHARS}}}|\s{{1,{_MAX_RUN_CHARS}}}")
+
+_NO_PREFIX = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
+"""Settings of `tokenizers` steps that put a space before the first word, switched off."""
+
+Follows = Literal["start", "control", "text"]
+"""What stands before a text: nothing, a control token, or other text."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the system needs of a tokenizer.
+
+    Attributes:
+      bos_id: the token a prompt starts with, or None.
+      eos_ids: tokens that end an answer.
+      vocab_size: one above the largest id.
+      special_ids: tokens that stand for no text: `decode` leaves them out.
+      special_names: special token as it is written in templates -> id.
+      fingerprint: sha256 (hex) of everything that decides which ids a text gets.
+    """
+
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    @property
+    def special_names(self) -> Mapping[str, int]: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, text: str, *, allow_special: bool) -> list[int]:
+        """Ids of `text` on its own, without a bos token.
+
+        Args:
+          allow_special: True only for trusted text. False: the result holds no control token, whatever `text` says.
+        """
+        ...
+
+    def encode_parts(self, parts: Sequence[tuple[str, bool]], *, follows: Follows = "start") -> list[int]:
+        """Ids of parts (text, trusted) read as one text: words run across the parts, as far as no control token is
+        between them, and only trusted parts yield control tokens.
+
+        Args:
+          follows: what the parts stand behind; it decides whether a SentencePiece-like tokenizer puts a space before
+            the first word.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are no whole UTF-8 character become U+FFFD."""
+        ...
+
+
+class _BaseTokenizer:
+    """Separation of control tokens from text, common to both file formats."""
+
+    def __init__(self, control: Mapping[str, tuple[int, str]]):
+        """`control`: name -> (id, regular expression that the name stands for in trusted text)."""
+        self._control = {name: token_id for name, (token_id, _) in control.items()}
+        self._control_ids = frozenset(self._control.values())
+        ordered = sorted(control, key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(f"({control[name][1]})" for name in ordered) or "(?!)")
+        self._control_order = [self._control[name] for name in ordered]
+        self._name_pattern = re.compile("|".join(re.escape(name) for name in ordered) or "(?!)")
+
+    def encode(self, text: str, *, allow_special: bool) -> list[int]:
+        return self.encode_parts([(text, allow_special)])
+
+    def encode_parts(self, parts: Sequence[tuple[str, bool]], *, follows: Follows = "start") -> list[int]:
+        ids: list[int] = []
+        for run in self._runs(parts):
+            if isinstance(run, int):
+                ids.append(run)
+                follows = "control"
+            else:
+                ids += self._encode_untrusted(run, follows)
+                follows = "text"
+        return ids
+
+    def _runs(self, parts: Sequence[tuple[str, bool]]) -> Iterator[int | str]:
+        """The parts as control tokens and, between them, the longest runs of plain text."""
+        text = ""
+        for part, trusted in parts:
+            part, start = _valid_unicode(part), 0
+            for match in self._control_pattern.finditer(part) if trusted else ():
+                text += part[start : match.start()]
+                if text:
+                    yield text
+                yield self._control_order[(match.lastindex or 0) - 1]
+                text, start = "", match.end()
+            text += part[start:]
+        if text:
+            yield text
+
+    def _encode_untrusted(self, text: str, follows: Follows) -> list[int]:
+        ids = self._encode_plain(text, follows)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        # A vocabulary that holds a control token as an ordinary word: cut the word in two.
+        ids, start = [], 0
+        for end in [match.start() + 1 for match in self._name_pattern.finditer(text)] + [len(text)]:
+            ids += self._encode_plain(text[start:end], "text" if start else follows)
+            start = end
+        found = self._control_ids.intersection(ids)
+        if found:
+            names = sorted(name for name, token_id in self._control.items() if token_id in found)
+            raise ValueError(
+                f"text: wanted plain text, got {text[:80]!r}, which the tokenizer can only read as {names}"
+            )
+        return ids
+
+    def _encode_plain(self, text: str, follows: Follows) -> list[int]:
+        raise NotImplementedError
+
+
+class TiktokenTokenizer(_BaseTokenizer):
+    """Llama 3's own format: base64 ranks in `tokenizer.model`; special tokens and word splitting as in Meta's code."""
+
+    def __init__(self, path: Path, stop_ids: frozenset[int] = frozenset()):
+        content = path.read_bytes()
+        try:
+            pairs = (line.split() for line in content.splitlines() if line)
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: wanted lines of 'base64 rank' (tiktoken), got {error}; a SentencePiece model needs a "
+                "tokenizer.json beside it"
+            ) from error
+        names = list(_LLAMA3_SPECIAL_HEAD)
+        names += [f"<|reserved_special_token_{i}|>" for i in range(2, 2 + _LLAMA3_NUM_SPECIAL - len(names))]
+        self.special_names = {name: len(ranks) + i for i, name in enumerate(names)}
+        super().__init__({name: (token_id, re.escape(name)) for name, token_id in self.special_names.items()})
+        self._encoding = tiktoken.Encoding(
+            path.name, pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=dict(self.special_names)
+        )
+        self.bos_id: int | None = self.special_names["<|begin_of_text|>"]
+        # Always all three: the config.json of the first Llama 3 instruct models forgot <|eot_id|>.
+        self.eos_ids = stop_ids | {self.special_names[name] for name in _LLAMA3_STOPS}
+        self.special_ids = frozenset(self.special_names.values())
+        self.vocab_size = len(ranks) + len(names)
+        self.fingerprint = hashlib.sha256(b"tiktoken-llama3\0" + content).hexdigest()
+
+    def _encode_plain(self, text: str, follows: Follows) -> list[int]:
+        if len(text) <= _MAX_RUN_CHARS:
+            return self._encoding.encode_ordinary(text)
+        ids: list[int] = []
+        start = 0
+        for run in _RUN.finditer(text):
+            if run.end() - run.start() == _MAX_RUN_CHARS:
+                ids += self._encoding.encode_ordinary(text[start : run.end()])
+                start = run.end()
+        return ids + self._encoding.encode_ordinary(text[start:])
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        if skip_special:
+            ids = [token_id for token_id in ids if token_id not in self.special_ids]
+        return self._encoding.decode(list(ids), errors="replace")
+
+
+class HuggingFaceTokenizer(_BaseTokenizer):
+    """`tokenizer.json`, any model type of the `tokenizers` library."""
+
+    def __init__(self, path: Path, stop_ids: frozenset[int] = frozenset()):
+        raw = path.read_text(encoding="utf-8")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(raw)
+            definition = json.loads(self._tokenizer.to_str())
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path}: wanted a tokenizer.json that `tokenizers` can read, got {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        unknown = definition["model"].get("unk_token")
+        control = {
+            token.content: (
+                token_id,
+                (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else ""),
+            )
+            for token_id, token in added.items()
+            if token.content.strip() and token.content != unknown
+        }
+        super().__init__(control)
+        # Users' text meets a tokenizer without control tokens; added runs of spaces are text and stay.
+        definition["added_tokens"] = [token for token in definition["added_tokens"] if not token["content"].strip()]
+        definition["post_processor"] = definition["truncation"] = definition["padding"] = None
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        # Behind other text, the space that SentencePiece-like tokenizers put before the first word must not come again.
+        steps = [*_steps(definition["normalizer"]), *_steps(definition["pre_tokenizer"])]
+        self._space_after_control = all(step.get("prepend_scheme") != "first" for step in steps)
+        for step in steps:
+            step.update({key: value for key, value in _NO_PREFIX.items() if key in step})
+        self._continuing = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        self.special_names = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_names.values())
+        self.bos_id: int | None = None
+        self.eos_ids = stop_ids
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.fingerprint = hashlib.sha256(b"tokenizer.json\0" + raw.encode()).hexdigest()
+
+    def _encode_plain(self, text: str, follows: Follows) -> list[int]:
+        spaced = follows == "start" or (follows == "control" and self._space_after_control)
+        return (self._plain if spaced else self._continuing).encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
+    """The tokenizer of a model directory, or None where it has neither `tokenizer.json` nor `tokenizer.model`.
+
+    The ids that end an answer come from generation_config.json, config.json and tokenizer_config.json together.
+
+    Raises:
+      ValueError: a file is there and cannot be used; the message names it.
+    """
+    directory = Path(directory)
+    json_path, model_path = directory / "tokenizer.json", directory / "tokenizer.model"
+    if not json_path.exists() and not model_path.exists():
+        return None
+    settings = read_settings(directory)
+    generation, config = (read_json(directory / name) for name in ("generation_config.json", "config.json"))
+    stop_ids = frozenset(_ids(generation, "eos_token_id") + _ids(config, "eos_token_id"))
+    if not json_path.exists():
+        return TiktokenTokenizer(model_path, stop_ids)
+    tokenizer = HuggingFaceTokenizer(json_path, stop_ids)
+    names = tokenizer.special_names
+    if settings.get("eos_token") in names:
+        tokenizer.eos_ids |= {names[settings["eos_token"]]}
+    if settings.get("add_bos_token") is not False:
+        bos_ids = _ids(config, "bos_token_id") if "bos_token" not in settings else []
+        tokenizer.bos_id = names.get(settings.get("bos_token") or "", next(iter(bos_ids), None))
+    return tokenizer
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """`tokenizer_config.json` with every `*_token` as a plain string or None; empty where the file is absent."""
+    settings = read_json(directory / "tokenizer_config.json")
+    for key, value in settings.items():
+        if key.endswith("_token") and isinstance(value, dict):
+            settings[key] = value.get("content")
+    return settings
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty where there is no such file.
+
+    Raises:
+      ValueError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: wanted a JSON object, got {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: wanted a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _ids(settings: Mapping[str, Any], key: str) -> list[int]:
+    value = settings.get(key)
+    return [token_id for token_id in (value if isinstance(value, list) else [value]) if isinstance(token_id, int)]
+
+
+def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The steps of a `tokenizers` normalizer or pre-tokenizer, sequences unrolled."""
+    if step is None:
+        return
+    yield step
+    for inner in step.get("normalizers") or step.get("pretokenizers") or ():
+        yield from _steps(inner)
+
+
+def _valid_unicode(text: str) -> str:
+    """`text` with lone surrogates, which JSON can carry and UTF-8 cannot, as U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,39 @@
+"""The whole model over a batch of full sequences, differentiable: for training and as the plain definition.
+
+Knows no cache; serving runs `steps.py` instead.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from models.llama3.config import LlamaConfig
+from models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
+from models.llama3.params import Params
+from pallas_kernels.rope import apply_rope
+
+
+def forward(params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Next-token logits, float32, of sequences that all start at position 0; causal attention, no padding mask.
+
+    Pad on the right: causal attention keeps real tokens from seeing what follows them.
+    """
+    num_batch, num_tokens = token_ids.shape
+    positions = jnp.broadcast_to(jnp.arange(num_tokens), (num_batch, num_tokens))
+    frequencies = rope_frequencies(config)
+    group = config.num_heads // config.num_kv_heads
+    causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+    x = params.embedding[token_ids]
+    for layer in params.layers:
+        q, k, v = project_qkv(x, layer, config.rms_norm_eps)
+        q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)
+        q = q.reshape(num_batch, num_tokens, config.num_kv_heads, group, config.head_dim)
+        scores = jnp.einsum("bnkgh,bskh->bkgns", q, k, preferred_element_type=jnp.float32) * config.head_dim**-0.5
+        scores = jnp.where(causal[None, None, None], scores, -jnp.inf)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        weights = (weights / weights.sum(-1, keepdims=True)).astype(v.dtype)
+        attended = jnp.einsum("bkgns,bskh->bnkgh", weights, v)
+        x = finish_layer(x, attended.reshape(num_batch, num_tokens, -1, config.head_dim), layer, config.rms_norm_eps)
+    return unembed(x, params, config.rms_norm_eps)

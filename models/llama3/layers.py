@@ -1,0 +1,63 @@
+"""The pieces of a Llama layer as pure functions. They know no cache, no position bookkeeping and no jit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from models.llama3.config import LlamaConfig
+from models.llama3.params import LayerParams, Params
+from pallas_kernels.rope import llama3_frequencies
+
+
+def rope_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Inverse RoPE frequencies [H / 2] of the model, float32, scaling included."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return llama3_frequencies(config.head_dim, config.rope_theta)
+    return llama3_frequencies(
+        config.head_dim,
+        config.rope_theta,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_max_position_embeddings=scaling.original_max_position_embeddings,
+    )
+
+
+def rms_norm(x: Float[Array, "*B N D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B N D"]:
+    """`x` divided by its root mean square and scaled; the mean is taken in float32."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
+
+
+def project_qkv(
+    x: Float[Array, "*B N D"], layer: LayerParams, eps: float
+) -> tuple[Float[Array, "*B N Q H"], Float[Array, "*B N K H"], Float[Array, "*B N K H"]]:
+    """Queries, keys (both before RoPE) and values of the normed input."""
+    normed = rms_norm(x, layer.attention_norm, eps)
+    q = jnp.einsum("...nd,dqh->...nqh", normed, layer.wq)
+    k = jnp.einsum("...nd,dkh->...nkh", normed, layer.wk)
+    v = jnp.einsum("...nd,dkh->...nkh", normed, layer.wv)
+    return q, k, v
+
+
+def finish_layer(
+    x: Float[Array, "*B N D"], attended: Float[Array, "*B N Q H"], layer: LayerParams, eps: float
+) -> Float[Array, "*B N D"]:
+    """The layer's output: attention projected back and added, then the gated MLP added."""
+    x = x + jnp.einsum("...nqh,qhd->...nd", attended, layer.wo)
+    normed = rms_norm(x, layer.mlp_norm, eps)
+    return x + (jax.nn.silu(normed @ layer.w_gate) * (normed @ layer.w_up)) @ layer.w_down
+
+
+def unembed(x: Float[Array, "*B N D"], params: Params, eps: float) -> Float[Array, "*B N V"]:
+    """Logits in float32, from hidden states before the final norm."""
+    normed = rms_norm(x, params.final_norm, eps)
+    if params.lm_head is None:
+        return jnp.einsum("...nd,vd->...nv", normed, params.embedding, preferred_element_type=jnp.float32)
+    return jnp.einsum("...nd,dv->...nv", normed, params.lm_head, preferred_element_type=jnp.float32)

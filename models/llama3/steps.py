@@ -1,0 +1,121 @@
+"""The jitted steps that a prefill or decode is driven with, one layer at a time: the only place of `jax.jit`.
+
+Each step takes arrays and static sizes; which tokens are computed, merged or dropped is the caller's business.
+Callers pad computed tokens and context slots to listed buckets, so that few shapes are ever compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from models.llama3.config import LlamaConfig
+from models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
+from models.llama3.params import LayerParams, Params
+from pallas_kernels.attention import attention
+from pallas_kernels.rope import apply_rope
+
+
+class LayerOutput(NamedTuple):
+    """What one layer step returns.
+
+    Attributes:
+      x: [N, D], hidden states after the layer.
+      k_context, v_context: [S, K, H], the context with the computed rows written; keys rotated.
+      k, v: [N, K, H], the computed rows, keys BEFORE RoPE: what a chunk variant stores.
+      mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not asked for.
+      self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not asked for.
+    """
+
+    x: Float[Array, "N D"]
+    k_context: Float[Array, "S K H"]
+    v_context: Float[Array, "S K H"]
+    k: Float[Array, "N K H"]
+    v: Float[Array, "N K H"]
+    mass: Float[Array, "N C"] | None
+    self_mass: Float[Array, "N"] | None
+
+
+@jax.jit
+def embed_step(params: Params, token_ids: Int[Array, "N"]) -> Float[Array, "N D"]:
+    """Hidden states of the tokens before the first layer."""
+    return params.embedding[token_ids]
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config: LlamaConfig) -> Float[Array, "S K H"]:
+    """Stored keys, rotated to their place in this prompt (CacheCraft sec. 3.4.3)."""
+    return apply_rope(k, positions, rope_frequencies(config))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "num_segments", "implementation"),
+    donate_argnames=("k_context", "v_context"),
+)
+def layer_step(
+    layer: LayerParams,
+    x: Float[Array, "N D"],
+    k_context: Float[Array, "S K H"],
+    v_context: Float[Array, "S K H"],
+    q_pos: Int[Array, "N"],
+    q_slot: Int[Array, "N"],
+    k_pos: Int[Array, "S"],
+    k_segment: Int[Array, "S"] | None = None,
+    *,
+    config: LlamaConfig,
+    num_segments: int = 0,
+    implementation: str | None = None,
+) -> LayerOutput:
+    """One transformer layer for the computed tokens, over the merged context.
+
+    Args:
+      k_context, v_context: context of this layer, keys rotated; donated.
+      q_pos: ascending positions of the computed tokens; padding rows repeat the last one.
+      q_slot: context slot that each computed token is written to; padding rows point past the end and are dropped.
+      k_pos: position of every context slot; a slot that is still empty lies behind every query, so none sees it.
+      k_segment, num_segments: segment of every slot, to get the mass per segment.
+    """
+    q, k, v = project_qkv(x, layer, config.rms_norm_eps)
+    frequencies = rope_frequencies(config)
+    q, rotated = apply_rope(q, q_pos, frequencies), apply_rope(k, q_pos, frequencies)
+    k_context = k_context.at[q_slot].set(rotated, mode="drop")
+    v_context = v_context.at[q_slot].set(v, mode="drop")
+    scale = config.head_dim**-0.5
+    attended, mass, lse = attention(
+        q,
+        k_context,
+        v_context,
+        q_pos=q_pos,
+        k_pos=k_pos,
+        scale=scale,
+        k_segment=k_segment,
+        num_segments=num_segments,
+        implementation=implementation,
+    )
+    self_mass = None
+    if mass is not None:
+        grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])
+        own = jnp.einsum("nkgh,nkh->nkg", grouped, rotated, preferred_element_type=jnp.float32) * scale
+        self_mass = jnp.exp(own.reshape(lse.shape) - lse).mean(-1)
+        mass = mass.mean(1)
+    return LayerOutput(
+        finish_layer(x, attended, layer, config.rms_norm_eps), k_context, v_context, k, v, mass, self_mass
+    )
+
+
+@jax.jit
+def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "M D"]:
+    """The hidden states of some rows, in the given order."""
+    return x[rows]
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def logits_step(params: Params, x: Float[Array, "N D"], *, config: LlamaConfig) -> Float[Array, "N V"]:
+    """Next-token logits, float32, of hidden states that left the last layer."""
+    return unembed(x, params, config.rms_norm_eps)

@@ -1,0 +1,81 @@
+"""Texts in, sentence vectors out: tokenizer, padding to buckets and the jitted encoder. Knows no documents or index."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from models.minilm import model
+from models.minilm.config import BertConfig
+from models.minilm.load import load_params
+
+LENGTH_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+BATCH_BUCKETS = (1, 4, 16)
+
+
+class SentenceEncoder:
+    """A loaded sentence-transformers model of BERT type, on the default device. Safe to call from several threads."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Loads config, weights and tokenizer.
+
+        Args:
+          directory: holds config.json, model.safetensors, tokenizer.json and the sentence-transformers files.
+
+        Raises:
+          ValueError: a file is missing, broken, or describes a model that is not supported.
+        """
+        directory = Path(directory)
+        self.config = config = BertConfig.from_directory(directory)
+        self._params = load_params(directory / "model.safetensors", config)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        except Exception as error:  # the Rust side raises a bare Exception for a missing and for a malformed file
+            raise ValueError(f"{directory / 'tokenizer.json'}: wanted a tokenizer, got: {error}") from None
+        # The file's own limit (128 for all-MiniLM-L6-v2) is not the model's: sentence_bert_config.json rules.
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(config.max_seq_length)
+        self._lengths = (*(n for n in LENGTH_BUCKETS if n < config.max_seq_length), config.max_seq_length)
+        self._embed = jax.jit(functools.partial(model.sentence_embeddings, config=config))
+
+    @property
+    def dim(self) -> int:
+        """Length of a sentence vector."""
+        return self.config.d_model
+
+    @property
+    def max_traces(self) -> int:
+        """Upper bound on the number of compiled shapes: length buckets times batch buckets."""
+        return len(self._lengths) * len(BATCH_BUCKETS)
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """One L2-normalised vector for each text: float32 [len(texts), dim], in the order given.
+
+        Texts over `max_seq_length` tokens are cut. Texts of similar length share a batch; the neighbours and the
+        padding change a vector by no more than float32 rounding.
+        """
+        if isinstance(texts, str):
+            raise ValueError("texts: wanted a sequence of strings, got one string")
+        if self.config.lower_case:
+            texts = [text.lower() for text in texts]
+        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        vectors = np.empty((len(encoded), self.dim), np.float32)
+        order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]))
+        for start in range(0, len(order), BATCH_BUCKETS[-1]):
+            rows = order[start : start + BATCH_BUCKETS[-1]]
+            shape = (_bucket(len(rows), BATCH_BUCKETS), _bucket(len(encoded[rows[-1]]), self._lengths))
+            ids, mask = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
+            for slot, row in enumerate(rows):
+                ids[slot, : len(encoded[row])] = encoded[row]
+                mask[slot, : len(encoded[row])] = True
+            vectors[rows] = np.asarray(self._embed(self._params, ids, mask))[: len(rows)]
+        return vectors
+
+
+def _bucket(size: int, buckets: Sequence[int]) -> int:
+    return next(bucket for bucket in buckets if bucket >= size)

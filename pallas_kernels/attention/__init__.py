@@ -1,0 +1,5 @@
+"""Attention of scattered query tokens over a merged context, with softmax mass per segment."""
+
+from pallas_kernels.attention.api import AttentionOutput, attention
+
+__all__ = ["AttentionOutput", "attention"]

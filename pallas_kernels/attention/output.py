@@ -1,0 +1,22 @@
+"""The value that every attention implementation returns. Knows nothing of how it is computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax import Array
+from jaxtyping import Float
+
+
+class AttentionOutput(NamedTuple):
+    """Result of one attention call.
+
+    Attributes:
+      out: [N, Q, H], dtype of the queries.
+      mass: [N, Q, C] float32, softmax mass of each query head on each segment; None where not asked for.
+      lse: [N, Q] float32, natural log of the sum of exponentiated scores.
+    """
+
+    out: Float[Array, "N Q H"]
+    mass: Float[Array, "N Q C"] | None
+    lse: Float[Array, "N Q"]

@@ -1,0 +1,110 @@
+"""Blocked attention for XLA: the CPU path, and the fallback of other platforms. Knows no Pallas.
+
+A block of queries walks over blocks of keys with a running softmax, so that scores stay in the processor's cache; key
+blocks beyond a query block's last position are never touched. The segment mass rides along as extra columns of the
+values: V' = [V | onehot(segment)], so P @ V' gives output and mass in one product.
+Measured on two AMD EPYC cores, 2,048 queries and keys, 16 / 4 heads of 64, float32: 45 ms against 480 ms for all scores
+at once; the mass adds about 12 %.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from pallas_kernels.attention.output import AttentionOutput
+
+QUERY_BLOCK = 64
+KEY_BLOCK = 512
+_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+_UNUSED = jnp.iinfo(jnp.int32).max
+_LOG2_E = 1.4426950408889634
+
+
+def _pad(x: Array, multiple: int, fill: int = 0) -> Array:
+    """`x` padded at the end of its first axis to a multiple."""
+    extra = -x.shape[0] % multiple
+    return jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if extra else x
+
+
+def blocked_attention(
+    q: Float[Array, "N Q H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K H"],
+    *,
+    q_pos: Int[Array, "N"],
+    k_pos: Int[Array, "S"],
+    scale: float,
+    k_segment: Int[Array, "S"] | None = None,
+    num_segments: int = 0,
+    q_request: Int[Array, "N"] | None = None,
+    k_request: Int[Array, "S"] | None = None,
+) -> AttentionOutput:
+    """See `pallas_kernels.attention.attention`."""
+    num_queries, num_heads, head_dim = q.shape
+    num_slots, num_kv_heads, _ = k.shape
+    group = num_heads // num_kv_heads
+    q_block, k_block = min(QUERY_BLOCK, num_queries), min(KEY_BLOCK, num_slots)
+
+    q_pos, k_pos = _pad(q_pos, q_block, -1), _pad(k_pos, k_block, _UNUSED)
+    q, k, v = _pad(q, q_block), _pad(k, k_block), _pad(v, k_block)
+    num_q_blocks, num_k_blocks = q.shape[0] // q_block, k.shape[0] // k_block
+    if k_segment is not None:
+        onehot = (_pad(k_segment, k_block, -1)[:, None] == jnp.arange(num_segments)[None, :]).astype(v.dtype)
+        v = jnp.concatenate([v, jnp.broadcast_to(onehot[:, None, :], (*v.shape[:2], num_segments))], -1)
+    value_dim = v.shape[-1]
+
+    # Scores are taken in base 2, whose exponential is the cheaper one.
+    q = (q * jnp.asarray(scale * _LOG2_E, q.dtype)).reshape(num_q_blocks, q_block, num_kv_heads, group, head_dim)
+    q = q.transpose(0, 2, 3, 1, 4).reshape(num_q_blocks, num_kv_heads, group * q_block, head_dim)
+    k = k.reshape(num_k_blocks, k_block, num_kv_heads, head_dim).transpose(0, 2, 3, 1)
+    v = v.reshape(num_k_blocks, k_block, num_kv_heads, value_dim).transpose(0, 2, 1, 3)
+    q_pos, k_pos = q_pos.reshape(num_q_blocks, q_block), k_pos.reshape(num_k_blocks, k_block)
+    requests = None
+    if q_request is not None and k_request is not None:
+        requests = (
+            _pad(q_request, q_block, -1).reshape(num_q_blocks, q_block),
+            _pad(k_request, k_block, -2).reshape(num_k_blocks, k_block),
+        )
+    reachable = k_pos.min(-1)[None, :] <= q_pos.max(-1)[:, None]
+    num_needed = jnp.max(jnp.where(reachable, jnp.arange(num_k_blocks)[None, :] + 1, 0), -1)
+
+    def attend(block: Array) -> tuple[Array, Array]:
+        queries = q[block]
+
+        def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            accumulated, top, total = carry
+            visible = k_pos[j][None, :] <= q_pos[block][:, None]
+            if requests is not None:
+                visible &= requests[1][j][None, :] == requests[0][block][:, None]
+            scores = lax.dot_general(
+                queries, k[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+            ).reshape(num_kv_heads, group, q_block, k_block)
+            scores = jnp.where(visible[None, None], scores, _MASKED).reshape(num_kv_heads, -1, k_block)
+            new_top = jnp.maximum(top, scores.max(-1))
+            # A row that has seen no slot yet keeps top = _MASKED; without the guard its masked scores would count as 1.
+            weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * _MASKED, 0.0, new_top)[..., None])
+            decay = jnp.exp2(top - new_top)
+            product = lax.dot_general(
+                weights.astype(v.dtype), v[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+            )
+            return accumulated * decay[..., None] + product, new_top, total * decay + weights.sum(-1)
+
+        rows = (num_kv_heads, group * q_block)
+        start = (
+            jnp.zeros((*rows, value_dim), jnp.float32),
+            jnp.full(rows, _MASKED, jnp.float32),
+            jnp.zeros(rows, jnp.float32),
+        )
+        accumulated, top, total = lax.fori_loop(0, num_needed[block], step, start)
+        safe_total = jnp.where(total == 0.0, 1.0, total)
+        lse = jnp.where(total == 0.0, -jnp.inf, (top + jnp.log2(safe_total)) / _LOG2_E)
+        return accumulated / safe_total[..., None], lse
+
+    out, lse = lax.map(attend, jnp.arange(num_q_blocks))
+    out = out.reshape(num_q_blocks, num_kv_heads, group, q_block, value_dim).transpose(0, 3, 1, 2, 4)
+    lse = lse.reshape(num_q_blocks, num_kv_heads, group, q_block).transpose(0, 3, 1, 2)
+    out = out.reshape(-1, num_heads, value_dim)[:num_queries]
+    mass = out[..., head_dim:] if num_segments else None
+    return AttentionOutput(out[..., :head_dim].astype(q.dtype), mass, lse.reshape(-1, num_heads)[:num_queries])

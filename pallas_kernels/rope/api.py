@@ -1,0 +1,76 @@
+"""Rotary position embedding in Llama's half-split layout, with float32 angles. Knows no model and no cache.
+
+CacheCraft sec. 4 prints the inverse wrong; the right pair, with x and y the two halves of a head, is
+  apply:  x' = x cos - y sin,  y' = x sin + y cos
+  remove: x  = x' cos + y' sin,  y = -x' sin + y' cos
+XLA fuses these elementwise operations with their neighbours, which a separate kernel cannot beat.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+
+def llama3_frequencies(
+    head_dim: int,
+    theta: float,
+    *,
+    factor: float | None = None,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_max_position_embeddings: int = 8192,
+) -> np.ndarray:
+    """Inverse frequencies [head_dim / 2], float32, in radians per position.
+
+    With `factor`, Llama 3.1's scaling: wavelengths above `original / low_freq_factor` are stretched by `factor`, those
+    below `original / high_freq_factor` are kept, and the band between is blended linearly in 1/wavelength.
+    """
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if factor is not None:
+        turns = original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / factor
+    return frequencies.astype(np.float32)
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    half = x.shape[-1] // 2
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], -1).astype(x.dtype)
+
+
+def _angles(positions: Array, frequencies: Array | np.ndarray) -> Array:
+    frequencies = jnp.expand_dims(jnp.asarray(frequencies, jnp.float32), range(positions.ndim + 1))
+    return positions.astype(jnp.float32)[..., None, None] * frequencies
+
+
+def apply_rope(
+    x: Float[Array, "*B N A H"], positions: Int[Array, "*B N"], frequencies: Float[Array, "half"] | np.ndarray
+) -> Float[Array, "*B N A H"]:
+    """`x` rotated to `positions`; any number of heads A, dtype kept, angles in float32."""
+    angles = _angles(positions, frequencies)
+    return _rotate(x, jnp.cos(angles), jnp.sin(angles))
+
+
+def remove_rope(
+    x: Float[Array, "*B N A H"], positions: Int[Array, "*B N"], frequencies: Float[Array, "half"] | np.ndarray
+) -> Float[Array, "*B N A H"]:
+    """The inverse of `apply_rope` at the same positions."""
+    angles = _angles(positions, frequencies)
+    return _rotate(x, jnp.cos(angles), -jnp.sin(angles))
+
+
+def move_rope(
+    x: Float[Array, "*B N A H"],
+    old_positions: Int[Array, "*B N"],
+    new_positions: Int[Array, "*B N"],
+    frequencies: Float[Array, "half"] | np.ndarray,
+) -> Float[Array, "*B N A H"]:
+    """`x`, rotated to `old_positions`, as if it had been rotated to `new_positions`: one rotation by the difference."""
+    angles = _angles(new_positions - old_positions, frequencies)
+    return _rotate(x, jnp.cos(angles), jnp.sin(angles))

@@ -1,0 +1,1 @@
+"""Command-line programs. They read arguments and environment; the packages below never do."""

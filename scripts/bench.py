@@ -1,0 +1,41 @@
+"""Measures ccjax: `python scripts/bench.py NAME [--quick] [--json]`. Each benchmark is a module of scripts/benchmarks.
+
+Prints a table; with --json, one object of raw figures as the last line (keys: docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+BENCHMARKS = ("ttft",)
+
+
+def main() -> None:
+    """Runs the named benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parsers = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name in BENCHMARKS:
+        module = importlib.import_module(f"scripts.benchmarks.{name}")
+        one = parsers.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
+        one.add_argument("--json", action="store_true", help="print raw figures as one JSON object on the last line")
+        one.add_argument("--quick", action="store_true", help="small sizes, under a minute: does it run at all")
+        module.add_arguments(one)
+        one.set_defaults(run=module.run)
+    arguments = parser.parse_args()
+    # Two thread pools share the machine: idle torch threads must sleep, not spin, while JAX is timed.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    figures = arguments.run(arguments)
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One module per benchmark of `scripts/bench.py`: each has `add_arguments(parser)` and `run(arguments) -> dict`."""

@@ -1,0 +1,46 @@
+"""A byte budget: counts what a tier holds against what it may hold. Knows neither variants nor who should go."""
+
+from __future__ import annotations
+
+from store.errors import TierFullError
+from store.spec import positive_int
+
+
+class ByteBudget:
+    """Bytes used out of `limit_bytes` (None = no limit). Not thread-safe: the owning tier's lock guards it."""
+
+    def __init__(self, tier: str, limit_bytes: int | None):
+        self.tier = tier
+        self.limit_bytes = None if limit_bytes is None else positive_int(f"{tier}_bytes", limit_bytes, minimum=0)
+        self.used_bytes = 0
+
+    def shortfall(self, num_bytes: int) -> int:
+        """Bytes that must go before `num_bytes` more fit; 0 when they fit now."""
+        return 0 if self.limit_bytes is None else max(0, self.used_bytes + num_bytes - self.limit_bytes)
+
+    def can_ever_hold(self, num_bytes: int) -> bool:
+        """False when `num_bytes` are more than the whole budget."""
+        return self.limit_bytes is None or num_bytes <= self.limit_bytes
+
+    def charge(self, num_bytes: int) -> None:
+        """Counts `num_bytes` as used.
+
+        Raises:
+          TierFullError: they do not fit; nothing is counted then.
+        """
+        short = self.shortfall(num_bytes)
+        if short:
+            raise TierFullError(
+                f"{self.tier} tier: {num_bytes} bytes do not fit, {self.used_bytes} of {self.limit_bytes} used, "
+                f"{short} must be evicted first"
+            )
+        self.used_bytes += num_bytes
+
+    def adopt(self, num_bytes: int) -> None:
+        """Counts bytes that are there already (another process wrote them), even beyond the limit."""
+        self.used_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Counts `num_bytes` as free again."""
+        self.used_bytes -= num_bytes
+        assert self.used_bytes >= 0

@@ -1,0 +1,350 @@
+"""The disk tier: immutable zarr3 objects and the records that commit them, shared safely with other processes.
+Knows no host memory, no pins, no queue and no eviction order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Iterable
+
+import numpy as np
+
+from store.arrays import ArrayDriver, ShardReader, layer_crc32
+from store.budget import ByteBudget
+from store.errors import ShardCorruptError, ShardNotFoundError, StoreUnavailableError
+from store.namespaces import foreign_fingerprints, open_namespace
+from store.objects import open_root
+from store.records import StoredShard, decode_record, encode_record, object_bytes
+from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+
+_log = logging.getLogger(__name__)
+
+ORPHAN_AGE_S = 3600.0
+"""Data objects without a record and temporary files go at open once they are this old: no write takes that long."""
+
+# How tensorstore's errors begin when the stored bytes are wrong; others (permissions, I/O, timeouts) do not mean that.
+_BAD_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
+
+
+class TensorStoreTier:
+    """Variants of one identity under one store URL. Thread-safe.
+
+    Args:
+      url: `file:///absolute/path`, made if missing.
+      kv_spec: shape and dtype of every variant.
+      identity: whose variants these are; others under the same URL are neither seen nor touched.
+      budget_bytes: bytes of objects and records that `write` may fill, None = no limit. What other processes wrote
+        counts once `refresh` has seen it.
+      exclusive: refuse a store that holds another model's variants and none of ours.
+      head_groups: inner chunks per layer along K, so that a reader of some heads need not read the others.
+
+    Raises:
+      ValueError: a bad URL or argument.
+      StoreUnavailableError: the path cannot be used.
+      StoreIdentityError: another format version or KV shape; with `exclusive`, another model's store.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        kv_spec: KVSpec,
+        identity: StoreIdentity,
+        budget_bytes: int | None = None,
+        *,
+        exclusive: bool = False,
+        head_groups: int = 1,
+    ):
+        if kv_spec.num_kv_heads % positive_int("head_groups", head_groups):
+            raise ValueError(f"head_groups: wanted a divisor of {kv_spec.num_kv_heads} KV heads, got {head_groups}")
+        self.url = url
+        self.kv_spec = kv_spec
+        self.identity = identity
+        self.head_groups = head_groups
+        self.budget = ByteBudget("disk", budget_bytes)
+        self.num_corrupt = 0
+        self._lock = threading.RLock()
+        self._shards: dict[str, StoredShard] = {}
+        self._arrays = ArrayDriver(kv_spec)
+        self._root = open_root(url)
+        self._namespace = identity.namespace
+        try:
+            open_namespace(self._root, url, identity, kv_spec, exclusive=exclusive)
+            self.refresh()
+            self._sweep_orphans()
+        except OSError as error:
+            raise StoreUnavailableError(f"store: cannot open {url}: {error}") from error
+
+    def __contains__(self, variant_id: str) -> bool:
+        return variant_id in self._shards
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def records(self) -> list[ShardRecord]:
+        """Records of all committed variants this process knows of."""
+        with self._lock:
+            return [shard.record for shard in self._shards.values()]
+
+    def get_record(self, variant_id: str) -> ShardRecord | None:
+        """The record of a committed variant, or None."""
+        shard = self._shards.get(variant_id)
+        return None if shard is None else shard.record
+
+    def foreign_fingerprints(self) -> frozenset[str]:
+        """Fingerprints of the other models that have variants under this URL."""
+        return foreign_fingerprints(self._root, self.identity)
+
+    def charge_bytes(self, record: ShardRecord) -> int:
+        """Bytes on disk that `record` will take: object, checksums, index and the record itself."""
+        raw = self._encode(record, uuid.uuid4().hex, (0,) * self.kv_spec.num_layers)
+        return len(raw) + object_bytes(self.kv_spec, record.num_tokens, self.head_groups)
+
+    def reserve(self, record: ShardRecord) -> None:
+        """Charges the budget for a later `write(..., reserved=True)`, which gives it back if it fails.
+
+        Raises:
+          TierFullError: it does not fit.
+        """
+        with self._lock:
+            self.budget.charge(self.charge_bytes(record))
+
+    def release(self, record: ShardRecord) -> None:
+        """Gives back what `reserve` charged, where no write follows."""
+        with self._lock:
+            self.budget.release(self.charge_bytes(record))
+
+    def write(self, record: ShardRecord, kv: np.ndarray, *, reserved: bool = False) -> bool:
+        """Stores `kv` `[L, 2, T, K, H]` durably. True when these bytes are what is stored now, False when another
+        writer committed the variant first; its bytes stay.
+
+        Raises:
+          ValueError: record or KV do not fit `kv_spec`.
+          TierFullError: not within the budget.
+          StoreUnavailableError: the disk refused (full, read-only, gone); nothing is left of the attempt.
+        """
+        check_record(record, self.kv_spec)
+        kv = np.ascontiguousarray(check_kv(kv, record, self.kv_spec))
+        if not reserved:
+            self.reserve(record)
+        object_id = uuid.uuid4().hex  # never two writers on one data object
+        committed = False
+        try:
+            raw = self._encode(record, object_id, tuple(layer_crc32(layer) for layer in kv))
+            self._root.make_prefix(self._key("data", object_id))
+            self._arrays.write(self._root.kvstore(self._key("data", object_id)), kv, self.head_groups)
+            committed = self._commit(record.variant_id, raw)
+        except (OSError, ValueError) as error:
+            raise StoreUnavailableError(f"store: cannot write to {self.url}: {error}") from error
+        finally:
+            if not committed:
+                self.release(record)
+                self._delete_quietly(self._key("data", object_id))
+        return committed
+
+    def open(self, variant_id: str) -> ShardReader:
+        """A reader of the variant's layers; reads nothing yet.
+
+        Raises:
+          ShardNotFoundError: no such variant is known here.
+        """
+        with self._lock:
+            shard = self._shards.get(variant_id)
+        if shard is None:
+            raise ShardNotFoundError(f"disk tier: no variant {variant_id}")
+        kvstore = self._root.kvstore(self._key("data", shard.object_id))
+        array = self._arrays.open(kvstore, shard.record.num_tokens, shard.head_groups)
+        return ShardReader(array, self.kv_spec.np_dtype, shard.layer_crc32, lambda error: self._explain(shard, error))
+
+    def remove(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
+        """Evicts; returns what went. A variant that could not be deleted stays."""
+        return self.erase(self.hide(variant_ids))
+
+    def quarantine(self, variant_id: str) -> bool:
+        """Makes a variant unloadable for ever: its record goes aside, its data is deleted. False when it is unknown."""
+        return bool(self.erase(self.hide([variant_id]), keep_record=True))
+
+    def hide(self, variant_ids: Iterable[str]) -> list[StoredShard]:
+        """First, instant half of an eviction: the variants that were here are unknown now; `erase` must follow."""
+        with self._lock:
+            return [shard for key in variant_ids if (shard := self._shards.pop(key, None)) is not None]
+
+    def erase(self, shards: Iterable[StoredShard], *, keep_record: bool = False) -> tuple[str, ...]:
+        """Second half, milliseconds per variant: the record goes first, so that no reader begins what the deletion of
+        the data would cut short. Returns the ids that went; with `keep_record` the record moves to quarantine."""
+        gone = []
+        for shard in shards:
+            variant_id = shard.record.variant_id
+            try:
+                if self._record_names(shard):
+                    if keep_record:
+                        self._set_aside(variant_id)
+                    else:
+                        self._root.delete(self._record_key(variant_id))
+            except OSError as error:
+                _log.warning("store: cannot evict variant %s from %s: %s", variant_id, self.url, error)
+                if not keep_record:
+                    self._restore(shard)
+                    continue
+            self._delete_quietly(self._key("data", shard.object_id))
+            with self._lock:
+                self._forget(shard)  # a refresh in between may have found the record again
+                self.budget.release(shard.charge_bytes)
+            gone.append(variant_id)
+        return tuple(gone)
+
+    def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Takes in what other processes committed and evicted since: `(added, removed)` variant ids.
+
+        Raises:
+          OSError: the directory cannot be listed.
+        """
+        listed = {name.removesuffix(".json") for name in self._names("records") if name.endswith(".json")}
+        with self._lock:
+            known = dict(self._shards)
+        added = tuple(variant_id for variant_id in sorted(listed - known.keys()) if self._take_in(variant_id))
+        # A record committed by this process after the listing is no removal: only what was known before it can be gone.
+        removed = tuple(sorted(known.keys() - listed))
+        for variant_id in removed:
+            self._forget(known[variant_id])
+        return added, removed
+
+    # -- records -----------------------------------------------------------------------------------------------
+
+    def _commit(self, variant_id: str, raw: bytes) -> bool:
+        """Publishes the record `raw`, whose bytes are already charged. False when a sound record was there first."""
+        mine = self._decode(variant_id, raw)
+        for _ in range(2):
+            if self._root.create(self._record_key(variant_id), raw):
+                with self._lock:
+                    if variant_id in self._shards:  # another process evicted that one, and no refresh saw it yet
+                        self._forget(self._shards[variant_id])
+                    self._shards[variant_id] = mine
+                return True
+            if self._take_in(variant_id):
+                return False
+            # The name was held by a record that failed its check; it is in quarantine now, so try once more.
+        return False
+
+    def _take_in(self, variant_id: str) -> bool:
+        """Reads the record on disk into memory and says whether there is a sound one; a bad one goes to quarantine."""
+        try:
+            try:
+                shard = self._load(variant_id)
+            except ShardCorruptError as error:
+                _log.warning("store: %s; moved to quarantine", error)
+                with self._lock:
+                    self.num_corrupt += 1
+                self._set_aside(variant_id)
+                return False
+        except OSError as error:
+            _log.warning("store: cannot take in the record of variant %s from %s: %s", variant_id, self.url, error)
+            return False
+        if shard is None:
+            return False
+        with self._lock:
+            known = self._shards.get(variant_id)
+            if known is None or known.object_id != shard.object_id:
+                if known is not None:
+                    self._forget(known)
+                self._shards[variant_id] = shard
+                self.budget.adopt(shard.charge_bytes)
+        return True
+
+    def _load(self, variant_id: str) -> StoredShard | None:
+        raw = self._root.read(self._record_key(variant_id))
+        return None if raw is None else self._decode(variant_id, raw)
+
+    def _decode(self, variant_id: str, raw: bytes) -> StoredShard:
+        return decode_record(raw, variant_id=variant_id, identity=self.identity, kv_spec=self.kv_spec)
+
+    def _encode(self, record: ShardRecord, object_id: str, crc32_by_layer: tuple[int, ...]) -> bytes:
+        return encode_record(
+            record,
+            identity=self.identity,
+            kv_spec=self.kv_spec,
+            object_id=object_id,
+            layer_crc32=crc32_by_layer,
+            head_groups=self.head_groups,
+        )
+
+    def _record_names(self, shard: StoredShard) -> bool:
+        """True unless the record on disk commits another object: then another process wrote the variant anew."""
+        try:
+            current = self._load(shard.record.variant_id)
+        except ShardCorruptError:
+            return True
+        return current is not None and current.object_id == shard.object_id
+
+    def _explain(self, shard: StoredShard, error: ValueError | None) -> Exception:
+        """What a failed read of `shard` means; `error` is tensorstore's, None where the bytes are not the record's."""
+        variant_id = shard.record.variant_id
+        if error is not None and not str(error).startswith(_BAD_DATA):
+            return StoreUnavailableError(f"store: cannot read variant {variant_id} from {self.url}: {error}")
+        try:
+            current = self._load(variant_id)
+        except ShardCorruptError:
+            current = shard
+        except OSError as record_error:
+            return StoreUnavailableError(f"store: cannot read {self.url}: {record_error}")
+        if current is None or current.object_id != shard.object_id:
+            self._forget(shard)
+            if current is not None:
+                self._take_in(variant_id)
+            return ShardNotFoundError(f"disk tier: variant {variant_id} was evicted")
+        with self._lock:
+            self.num_corrupt += 1
+        reason = error or "the data object is not the one that the record commits"
+        return ShardCorruptError(f"variant {variant_id} in {self.url}: {reason}")
+
+    def _forget(self, shard: StoredShard) -> None:
+        """Drops `shard` from memory and budget, unless another one took its place."""
+        with self._lock:
+            known = self._shards.get(shard.record.variant_id)
+            if known is not None and known.object_id == shard.object_id:
+                del self._shards[shard.record.variant_id]
+                self.budget.release(shard.charge_bytes)
+
+    def _restore(self, shard: StoredShard) -> None:
+        """Undoes `hide`."""
+        with self._lock:
+            if shard.record.variant_id in self._shards:
+                self.budget.release(shard.charge_bytes)
+            else:
+                self._shards[shard.record.variant_id] = shard
+
+    # -- names and files ---------------------------------------------------------------------------------------
+
+    def _key(self, *parts: str) -> str:
+        return "/".join((self._namespace, *parts))
+
+    def _record_key(self, variant_id: str) -> str:
+        return self._key("records", f"{variant_id}.json")
+
+    def _names(self, folder: str) -> list[str]:
+        return self._root.names(self._key(folder))
+
+    def _set_aside(self, variant_id: str) -> None:
+        """Moves the record to quarantine. Raises OSError."""
+        aside = self._key("quarantine", f"{variant_id}.{uuid.uuid4().hex}.json")
+        self._root.move(self._record_key(variant_id), aside)
+
+    def _delete_quietly(self, key: str) -> None:
+        try:
+            self._root.delete(key)
+        except OSError as error:  # without a record it is never read again; the next open sweeps it
+            _log.warning("store: cannot delete %s in %s: %s", key, self.url, error)
+
+    def _sweep_orphans(self) -> None:
+        """Deletes data objects that no record commits, and temporary files, once they are old enough."""
+        objects = self._names("data")  # before the records: an object committed in between must not look like an orphan
+        self.refresh()
+        with self._lock:
+            committed = {shard.object_id for shard in self._shards.values()}
+        stale = [self._key("data", name) for name in objects if name not in committed]
+        for folder in ("", self._namespace, self._key("records")):
+            stale += [f"{folder}/{name}".lstrip("/") for name in self._root.names(folder) if name.endswith(".tmp")]
+        for key in stale:
+            if self._root.age_s(key) > ORPHAN_AGE_S:
+                self._delete_quietly(key)

@@ -1,0 +1,30 @@
+"""Errors that the store raises on purpose, all under `StoreError`; knows no tier and no file format."""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Base of every error of this package, so that a caller can turn any failed load into a miss."""
+
+
+class ShardNotFoundError(StoreError, KeyError):
+    """No tier holds the variant, or it was evicted (by this or another process) since it was looked up."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would print the repr, quotes and all
+
+
+class ShardCorruptError(StoreError):
+    """Stored bytes are not what was written, or belong to another variant or model: `discard` the variant."""
+
+
+class StoreIdentityError(StoreError, ValueError):
+    """The store belongs to another model, another KV shape or another format version."""
+
+
+class TierFullError(StoreError):
+    """The bytes do not fit in the tier's budget; evict first."""
+
+
+class StoreUnavailableError(StoreError, OSError):
+    """The file system or object store refused the operation; the stored data may well be sound."""

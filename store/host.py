@@ -1,0 +1,65 @@
+"""The host tier: KV shards as read-only NumPy arrays under a byte budget. Knows no disk, no pins, no eviction order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from store.budget import ByteBudget
+from store.errors import ShardNotFoundError
+from store.spec import ShardRecord
+
+
+class HostTier:
+    """Variants in host memory. Not thread-safe: `TieredStore` serialises its calls.
+
+    Evicting drops the tier's reference only: views that a reader holds stay valid until it lets go of them.
+    """
+
+    def __init__(self, budget_bytes: int):
+        self.budget = ByteBudget("host", budget_bytes)
+        self._shards: dict[str, tuple[ShardRecord, np.ndarray]] = {}
+
+    def __contains__(self, variant_id: str) -> bool:
+        return variant_id in self._shards
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def records(self) -> list[ShardRecord]:
+        """Records of all variants held, oldest first."""
+        return [record for record, _ in self._shards.values()]
+
+    def charge_bytes(self, record: ShardRecord) -> int:
+        """Bytes that `record` takes out of the budget."""
+        return record.num_bytes
+
+    def put(self, record: ShardRecord, kv: np.ndarray) -> None:
+        """Keeps `kv` itself, not a copy, and makes it read-only; the caller must own its memory.
+
+        Raises:
+          TierFullError: it does not fit; nothing changed.
+        """
+        if record.variant_id in self._shards:
+            return
+        self.budget.charge(record.num_bytes)
+        kv.flags.writeable = False
+        self._shards[record.variant_id] = (record, kv)
+
+    def get(self, variant_id: str) -> np.ndarray:
+        """The read-only KV `[L, 2, T, K, H]`.
+
+        Raises:
+          ShardNotFoundError: the tier does not hold it.
+        """
+        try:
+            return self._shards[variant_id][1]
+        except KeyError:
+            raise ShardNotFoundError(f"host tier: no variant {variant_id}") from None
+
+    def remove(self, variant_id: str) -> bool:
+        """Drops the variant; False when it was not there."""
+        shard = self._shards.pop(variant_id, None)
+        if shard is None:
+            return False
+        self.budget.release(shard[0].num_bytes)
+        return True

@@ -1,0 +1,80 @@
+"""The layout of a store root, and whose part of it is whose. Knows no variant, no array and no budget.
+
+ROOT/store.json                         format version of everything below
+ROOT/NAMESPACE/identity.json            whose namespace it is, and its KV shape
+ROOT/NAMESPACE/records/VARIANT.json     written last, create-if-absent: this commits
+ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant, fresh random name
+ROOT/NAMESPACE/quarantine/              records of variants that failed a check; nothing reads them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from store.errors import StoreIdentityError
+from store.objects import FileRoot
+from store.spec import FORMAT_VERSION, KVSpec, StoreIdentity
+
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
+
+
+def open_namespace(root: FileRoot, url: str, identity: StoreIdentity, kv_spec: KVSpec, *, exclusive: bool) -> None:
+    """Makes the namespace of `identity` ready for use; `url` is for messages.
+
+    Raises:
+      StoreIdentityError: another format version, or another KV shape under the same identity; with `exclusive`, a store
+        that holds other models' variants and none of ours.
+      OSError: the root refused.
+    """
+    root.create("store.json", json.dumps({"format_version": FORMAT_VERSION}).encode())
+    version = (_read_json(root, "store.json") or {}).get("format_version")
+    if version != FORMAT_VERSION:
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        advice = "upgrade this program" if newer else "its store.json is damaged or older than any release"
+        raise StoreIdentityError(
+            f"store: {url} has format version {version!r} and this program reads {FORMAT_VERSION}: {advice}; "
+            "or name another directory"
+        )
+    namespace = identity.namespace
+    foreign = sorted(foreign_fingerprints(root, identity))
+    if exclusive and foreign and not root.names(f"{namespace}/records"):
+        raise StoreIdentityError(
+            f"store: {url} holds the KV of {', '.join(foreign)} and none of this model, {identity.model_fingerprint}: "
+            "name another directory, or open it with exclusive=False to keep both side by side"
+        )
+    for folder in ("", "records", "data", "quarantine"):
+        root.make_prefix(f"{namespace}/{folder}".rstrip("/"))
+    owner = {"model_fingerprint": identity.model_fingerprint, "kv_spec": dataclasses.asdict(kv_spec)}
+    key = f"{namespace}/identity.json"
+    if not root.create(key, json.dumps(owner).encode()) and _read_json(root, key) is None:
+        root.delete(key)  # damaged: every record carries the identity, so it can be written again
+        root.create(key, json.dumps(owner).encode())
+    found = _read_json(root, key)
+    if found != owner:
+        raise StoreIdentityError(
+            f"store: {url}/{key} says {found}, this process is {owner}: one identity must mean one KV shape; name "
+            "another directory, or delete this namespace"
+        )
+
+
+def foreign_fingerprints(root: FileRoot, identity: StoreIdentity) -> frozenset[str]:
+    """Fingerprints of the other models that have variants under `root`."""
+    found = set()
+    for name in root.names(""):
+        if name == identity.namespace or not _NAMESPACE.fullmatch(name):
+            continue
+        owner = _read_json(root, f"{name}/identity.json")
+        if owner and root.names(f"{name}/records"):
+            found.add(str(owner.get("model_fingerprint")))
+    return frozenset(found - {identity.model_fingerprint})
+
+
+def _read_json(root: FileRoot, key: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(root.read(key) or b"null")
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

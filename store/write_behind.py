@@ -1,0 +1,120 @@
+"""A bounded queue in front of the disk tier: one thread writes, a failing disk is counted and never raised.
+Knows no host tier and no tickets."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from store.disk import TensorStoreTier
+from store.spec import ShardRecord
+
+_log = logging.getLogger(__name__)
+
+
+class WriteBehind:
+    """Writes variants to `tier` in order, in one background thread.
+
+    Args:
+      max_pending_bytes: KV bytes that may wait; one variant may always wait, however large it is.
+
+    Attributes:
+      num_written, bytes_written: commits by this queue and the bytes they take on disk.
+      num_failed: writes that the disk refused. The first of a row is logged as a warning, so is the recovery.
+    """
+
+    def __init__(self, tier: TensorStoreTier, max_pending_bytes: int):
+        self.num_written = 0
+        self.bytes_written = 0
+        self.num_failed = 0
+        self._tier = tier
+        self._max_pending_bytes = max_pending_bytes
+        self._pending: dict[str, ShardRecord] = {}
+        self._cancelled: set[str] = set()
+        self._failing = False
+        self._closed = False
+        self._changed = threading.Condition()
+        # An executor, not a bare thread: the interpreter waits for its queue at exit instead of dropping or hanging.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store-write")
+
+    def __contains__(self, variant_id: str) -> bool:
+        return variant_id in self._pending
+
+    def submit(self, record: ShardRecord, kv: np.ndarray, *, wait: bool = False) -> bool:
+        """Queues a write whose bytes the tier has reserved; `kv` must not change any more.
+
+        Returns False, with the queue unchanged, when there is no room; with `wait`, waits for room instead.
+        """
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._closed or self._has_room(record))
+            if self._closed or not self._has_room(record):
+                return False
+            self._pending[record.variant_id] = record
+            self._executor.submit(self._write, record, kv)
+            return True
+
+    def cancel(self, variant_id: str) -> None:
+        """Makes a queued variant never readable from disk; does nothing when it is not queued."""
+        with self._changed:
+            if variant_id in self._pending:
+                self._cancelled.add(variant_id)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until all that was queued is on disk or has failed; False when `timeout_s` passed before that."""
+        with self._changed:
+            ours = list(self._pending.values())  # by identity: a later write of the same id is not waited for
+            return self._changed.wait_for(
+                lambda: not any(self._pending.get(record.variant_id) is record for record in ours), timeout_s
+            )
+
+    def close(self) -> None:
+        """Writes what is queued and ends the thread; `submit` returns False from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._executor.shutdown(wait=True)
+
+    def _has_room(self, record: ShardRecord) -> bool:
+        if record.variant_id in self._pending:
+            return False
+        waiting = sum(pending.num_bytes for pending in self._pending.values())
+        return not waiting or waiting + record.num_bytes <= self._max_pending_bytes
+
+    def _write(self, record: ShardRecord, kv: np.ndarray) -> None:
+        start_s = time.monotonic()
+        error = None
+        won = False
+        try:
+            won = self._tier.write(record, kv, reserved=True)
+        except Exception as caught:  # whatever it is: the answer was given long ago, and the thread must live on
+            error = caught
+        with self._changed:
+            cancelled = record.variant_id in self._cancelled
+            if won:
+                self.num_written += 1
+                self.bytes_written += self._tier.charge_bytes(record)
+            self.num_failed += error is not None
+        if cancelled:
+            self._tier.remove((record.variant_id,))
+        self._log_change(error, time.monotonic() - start_s)
+        with self._changed:
+            self._cancelled.discard(record.variant_id)
+            del self._pending[record.variant_id]
+            self._changed.notify_all()
+
+    def _log_change(self, error: Exception | None, seconds: float) -> None:
+        if error is not None and not self._failing:
+            _log.warning(
+                "store: a write failed after %.1f s, variants stay in host memory until writes succeed again: %s",
+                seconds,
+                error,
+                exc_info=None if isinstance(error, OSError) else error,
+            )
+        elif error is None and self._failing:
+            _log.warning("store: writes to %s succeed again after %d failures", self._tier.url, self.num_failed)
+        self._failing = error is not None

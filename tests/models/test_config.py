@@ -1,0 +1,151 @@
+"""models.llama3.config: what is read from config.json, what is refused, and that nothing is lost on the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from models.llama3 import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, LLAMA3_70B, LlamaConfig, RopeScaling
+
+# config.json of meta-llama/Llama-3.1-8B-Instruct, the keys that say something about the architecture.
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+MISTRAL_7B_V03 = {
+    "model_type": "mistral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "vocab_size": 32768,
+}
+
+
+def test_llama_3_1_8b_is_the_named_constant():
+    assert LlamaConfig.from_hf(LLAMA_3_1_8B) == LLAMA3_8B
+
+
+def test_rope_parameters_of_transformers_5():
+    raw = {key: value for key, value in LLAMA_3_1_8B.items() if key not in ("rope_theta", "rope_scaling")}
+    raw["rope_parameters"] = {**LLAMA_3_1_8B["rope_scaling"], "rope_theta": 500000.0}
+    assert LlamaConfig.from_hf(raw) == LLAMA3_8B
+
+
+def test_mistral_without_a_window():
+    config = LlamaConfig.from_hf(MISTRAL_7B_V03)
+    assert (config.model_type, config.head_dim, config.rope_theta) == ("mistral", 128, 1e6)
+    assert config.to_hf()["sliding_window"] is None  # absent would mean 4096
+
+
+def test_absent_keys_have_the_values_transformers_gives_them():
+    raw = {key: MISTRAL_7B_V03[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    config = LlamaConfig.from_hf({**raw, "model_type": "llama", "num_attention_heads": 32})
+    assert (config.num_kv_heads, config.rope_theta, config.rms_norm_eps) == (32, 10000.0, 1e-6)
+    assert (config.tie_embeddings, config.max_position_embeddings, config.rope_scaling) == (False, 2048, None)
+
+
+@pytest.mark.parametrize("config", [LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_2_1B, LlamaConfig.from_hf(MISTRAL_7B_V03)])
+def test_round_trip(config: LlamaConfig):
+    assert LlamaConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type.*'llama'.*got 'gpt2'"),
+        ({"model_type": None}, "model_type.*got None"),
+        ({"hidden_act": "gelu"}, "hidden_act.*'silu'.*'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"sliding_window": 4096}, "sliding_window.*4096"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type.*'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type.*'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor.*missing"),
+        ({"num_key_value_heads": 5}, "num_kv_heads.*divisor of num_heads=32.*5"),
+        ({"head_dim": 33}, "head_dim.*even.*33"),
+        ({"num_hidden_layers": 0}, "num_layers.*positive.*0"),
+        ({"vocab_size": None}, "wrong type"),
+    ],
+)
+def test_what_is_not_supported_is_named(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_hf(LLAMA_3_1_8B | change)
+
+
+def test_missing_key_is_named():
+    with pytest.raises(ValueError, match="'hidden_size' is missing"):
+        LlamaConfig.from_hf({key: value for key, value in LLAMA_3_1_8B.items() if key != "hidden_size"})
+
+
+def test_mistral_without_the_window_key_means_4096_and_is_refused():
+    with pytest.raises(ValueError, match="sliding_window.*None.*4096"):
+        LlamaConfig.from_hf({key: value for key, value in MISTRAL_7B_V03.items() if key != "sliding_window"})
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA2_7B,
+        LLAMA3_8B,
+        LLAMA3_2_1B,
+        dataclasses.replace(LLAMA2_7B, model_type="mistral", rope_theta=1e6, head_dim=96),
+        dataclasses.replace(LLAMA2_7B, rope_theta=2e6, rope_scaling=RopeScaling(4.0, 1.5, 6.0, 1024)),
+    ],
+)
+def test_transformers_reads_what_we_write(config: LlamaConfig, tmp_path):
+    import json
+
+    import transformers
+
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    # transformers 5 keeps RoPE in one dict, transformers 4 in two attributes.
+    rope = getattr(theirs, "rope_parameters", None) or {**(theirs.rope_scaling or {}), "rope_theta": theirs.rope_theta}
+    assert rope["rope_theta"] == config.rope_theta
+    assert rope.get("rope_type", "default") == ("default" if config.rope_scaling is None else "llama3")
+    if config.rope_scaling is not None:
+        scaling = dataclasses.asdict(config.rope_scaling)
+        assert {key: rope[key] for key in scaling} == scaling
+    assert getattr(theirs, "sliding_window", None) is None
+    assert (theirs.head_dim, theirs.num_key_value_heads) == (config.head_dim, config.num_kv_heads)
+    theirs.save_pretrained(tmp_path / "again")
+    assert LlamaConfig.from_hf(json.loads((tmp_path / "again/config.json").read_text())) == config

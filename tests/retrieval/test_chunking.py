@@ -1,0 +1,111 @@
+"""Chunks stay under the limit, lose nothing, and end where sentences do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ccjax.retrieval.chunking import split
+
+COUNTS = {
+    "words": lambda text: len(text.split()),
+    "characters": len,
+    # Like a subword tokenizer: long words cost more, and two halves can cost more than the whole.
+    "subwords": lambda text: sum(-(-len(piece) // 4) for piece in re.findall(r"\w+|[^\w\s]", text)),
+}
+TEXTS = st.one_of(
+    st.text(max_size=300),
+    st.lists(
+        st.sampled_from(
+            ["One two. ", "Mr. A said no! ", "\n\n", "- item\n", "# Head\n", "```\nx = 1\n```\n", "日本語。", "🙂"]
+        )
+    ).map("".join),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.sampled_from(sorted(COUNTS)), st.integers(1, 30), st.booleans())
+def test_no_chunk_is_over_the_limit_and_nothing_is_lost(text: str, count: str, limit: int, markdown: bool) -> None:
+    chunks = split(text, count_tokens=COUNTS[count], chunk_tokens=limit, markdown=markdown)
+    assert all(0 < COUNTS[count](chunk) <= limit for chunk in chunks if chunk)
+    assert "".join("".join(chunks).split()) == "".join(text.split())
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS, st.integers(2, 30), st.data())
+def test_overlap_repeats_but_loses_nothing(text: str, limit: int, data: st.DataObject) -> None:
+    overlap = data.draw(st.integers(0, limit - 1))
+    chunks = split(text, count_tokens=COUNTS["words"], chunk_tokens=limit, overlap_tokens=overlap)
+    assert all(COUNTS["words"](chunk) <= limit for chunk in chunks)
+    end = 0
+    for chunk in chunks:  # every chunk starts no later than where the one before it ended, white space aside
+        start = text.find(chunk, max(0, end - len(chunk)))
+        start = start if start >= 0 else text.find(chunk)
+        assert start >= 0
+        end = max(end, start + len(chunk))
+    assert {char for char in text if not char.isspace()} == {char for c in chunks for char in c if not char.isspace()}
+
+
+PROSE = "The moon pulls the sea. Dr. Rey measured it twice! Was she right? Yes. The tide rose by 4.6 mm."
+
+
+def test_chunks_end_with_sentences() -> None:
+    chunks = split(PROSE, count_tokens=COUNTS["words"], chunk_tokens=11)
+    assert chunks == [
+        "The moon pulls the sea. Dr. Rey measured it twice!",
+        "Was she right? Yes. The tide rose by 4.6 mm.",
+    ]
+
+
+def test_overlap_repeats_whole_sentences() -> None:
+    chunks = split(PROSE, count_tokens=COUNTS["words"], chunk_tokens=11, overlap_tokens=5)
+    assert len(chunks) > 2
+    assert all(after.split(". ")[0].rstrip(".") in before for before, after in zip(chunks, chunks[1:], strict=False))
+
+
+def test_paragraphs_are_kept_whole_before_sentences() -> None:
+    text = "One two three. Four five.\n\nSix seven eight. Nine ten."
+    assert split(text, count_tokens=COUNTS["words"], chunk_tokens=8) == text.split("\n\n")
+
+
+def test_markdown_sections_are_not_merged_across_headings() -> None:
+    text = "Intro words here.\n\n## A\n\nAlpha text.\n\n## B\n\nBeta text."
+    chunks = split(text, count_tokens=COUNTS["words"], chunk_tokens=9, markdown=True)
+    assert chunks == ["Intro words here.\n\n## A\n\nAlpha text.", "## B\n\nBeta text."]
+
+
+def test_text_without_any_border_is_cut() -> None:
+    assert [len(chunk) for chunk in split("a" * 1001, count_tokens=len, chunk_tokens=250)] == [250, 250, 250, 250, 1]
+
+
+def test_blank_text_has_no_chunks() -> None:
+    assert split(" \n\n ", count_tokens=len, chunk_tokens=5) == []
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "overlap_tokens", "message"),
+    [
+        (0, 0, "chunk_tokens: wanted at least 1, got 0"),
+        (5, 5, "overlap_tokens: wanted at least 0 and less than chunk_tokens=5, got 5"),
+        (5, -1, "overlap_tokens: .* got -1"),
+    ],
+)
+def test_bad_settings_are_refused(chunk_tokens: int, overlap_tokens: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split("text", count_tokens=len, chunk_tokens=chunk_tokens, overlap_tokens=overlap_tokens)
+
+
+def test_a_character_over_the_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="chunk_tokens: wanted at least 4, the size of the indivisible '🙂', got 3"):
+        split("ab 🙂", count_tokens=lambda text: len(text.encode()), chunk_tokens=3)
+
+
+def test_an_error_of_the_counter_is_passed_on() -> None:
+    def broken(text: str) -> int:
+        raise LookupError("tokenizer lost")
+
+    with pytest.raises(LookupError, match="tokenizer lost"):
+        split("some text", count_tokens=broken, chunk_tokens=3)

@@ -1,0 +1,76 @@
+"""KV, records and stores that the store's tests share. Imports no jax."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from store import KVSpec, ShardRecord, StoreIdentity, TieredStore
+
+SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
+BF16 = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="bfloat16")
+OURS = StoreIdentity("model-a")
+OTHERS = StoreIdentity("model-b")
+
+
+def make_kv(variant_id: str, num_tokens: int = 5, kv_spec: KVSpec = SPEC, writer: int = 0) -> np.ndarray:
+    """Signed normal KV that only this variant (and writer) has; any process can make it again."""
+    rng = np.random.default_rng([zlib.crc32(variant_id.encode()), num_tokens, writer])
+    return rng.standard_normal(kv_spec.shape(num_tokens), dtype=np.float32).astype(kv_spec.np_dtype)
+
+
+def make_record(variant_id: str, num_tokens: int = 5, kv_spec: KVSpec = SPEC) -> ShardRecord:
+    meta = {"token_ranking": list(range(num_tokens)), "cci": 0.625, "text": 'é\n"'}
+    return ShardRecord(variant_id, f"chunk-of-{variant_id}", num_tokens, kv_spec.num_bytes(num_tokens), meta)
+
+
+def url_of(path: Path) -> str:
+    return path.as_uri()
+
+
+def open_store(path: Path | None, *, kv_spec: KVSpec = SPEC, identity: StoreIdentity = OURS, **options) -> TieredStore:
+    options = {"host_bytes": 1 << 20} | options
+    url = None if path is None else url_of(path)
+    return TieredStore.open(url, kv_spec=kv_spec, identity=identity, **options)
+
+
+def put(store: TieredStore, variant_id: str, num_tokens: int = 5) -> tuple[str, ...]:
+    """Stores `make_kv` under `variant_id` and waits for the disk."""
+    ticket = store.prepare_store(make_record(variant_id, num_tokens, store.kv_spec))
+    took = store.complete_store(ticket, make_kv(variant_id, num_tokens, store.kv_spec))
+    assert store.flush(30)
+    return took
+
+
+def get(store: TieredStore, variant_id: str, *, ok: bool = True) -> np.ndarray:
+    """The whole KV of a variant."""
+    ticket = store.prepare_load([variant_id])
+    try:
+        return ticket.read_layers(variant_id, 0, store.kv_spec.num_layers)
+    finally:
+        store.complete_load(ticket, ok)
+
+
+def assert_same_bytes(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert actual.tobytes() == expected.tobytes()
+
+
+def namespace_of(path: Path, identity: StoreIdentity = OURS) -> Path:
+    return path / identity.namespace
+
+
+def record_file(path: Path, variant_id: str) -> Path:
+    return namespace_of(path) / "records" / f"{variant_id}.json"
+
+
+def object_files(path: Path) -> list[Path]:
+    return sorted(file for file in (namespace_of(path) / "data").rglob("*") if file.is_file())
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Bytes of all data objects and records of our namespace."""
+    folders = [namespace_of(path) / name for name in ("data", "records")]
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,117 @@
+"""A second process for the store's tests: `python -m tests.store.worker COMMAND PATH ...`; prints one JSON line."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import resource
+import sys
+import time
+from pathlib import Path
+
+from store import KVSpec, StoreUnavailableError, TensorStoreTier
+from tests.store.kv import OURS, SPEC, bytes_on_disk, get, make_kv, make_record, open_store, put, url_of
+
+WIDE = KVSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16")  # 64 tokens = 512 KiB
+WIDE_TOKENS = 64
+
+
+def dump(path: Path) -> None:
+    """variant id -> sha256 of its KV and its metadata."""
+    with open_store(path) as store:
+        print(
+            json.dumps(
+                {
+                    record.variant_id: [
+                        hashlib.sha256(get(store, record.variant_id).tobytes()).hexdigest(),
+                        record.meta,
+                    ]
+                    for record in store.records()
+                }
+            )
+        )
+
+
+def save(path: Path, *variant_ids: str) -> None:
+    """Stores the variants and leaves without `flush` or `close`."""
+    store = open_store(path)
+    for variant_id in variant_ids:
+        ticket = store.prepare_store(make_record(variant_id))
+        store.complete_store(ticket, make_kv(variant_id))
+
+
+def write_forever(path: Path, prefix: str) -> None:
+    tier = TensorStoreTier(url_of(path), WIDE, OURS)
+    print("started", flush=True)
+    for number in itertools.count():
+        variant_id = f"{prefix}-{number}"
+        tier.write(make_record(variant_id, WIDE_TOKENS, WIDE), make_kv(variant_id, WIDE_TOKENS, WIDE))
+
+
+def race(path: Path, writer: str, start_file: str, num_keys: str) -> None:
+    """Writes keys that another process writes too, all at once; prints the keys that it won."""
+    tier = TensorStoreTier(url_of(path), SPEC, OURS)
+    print("started", flush=True)
+    while not Path(start_file).exists():
+        time.sleep(0.001)
+    ids = [f"k{number}" for number in range(int(num_keys))]
+    print(json.dumps([key for key in ids if tier.write(make_record(key), make_kv(key, writer=int(writer)))]))
+
+
+def _report(path: Path, make_space) -> None:
+    """Fills the disk until writes fail, makes space, goes on; every step is reported."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: messages.append(entry.getMessage())
+    logging.getLogger("store").addHandler(handler)
+    with open_store(path, kv_spec=WIDE, host_bytes=0) as store:
+        ids = [f"v{number}" for number in range(6)]
+        for variant_id in ids:
+            put(store, variant_id, WIDE_TOKENS)
+        full = store.usage()["disk"]
+        kept = [record.variant_id for record in store.records()]
+        readable = all(get(store, key).tobytes() == make_kv(key, WIDE_TOKENS, WIDE).tobytes() for key in kept)
+        bytes_full = bytes_on_disk(path)
+        make_space(store)
+        put(store, "after", WIDE_TOKENS)
+        result = {
+            "kept": kept,
+            "failed": full.failed_writes,
+            "used": full.used_bytes,
+            "on_disk": bytes_full,
+            "readable": readable,
+            "after": store.tier_of("after"),
+            "messages": messages,
+        }
+    print(json.dumps(result))
+
+
+def fill_disk(path: Path) -> None:
+    """On a file system of 2 MiB."""
+    _report(path / "kv", lambda store: store.evict("disk", ["v0"]))
+    filler = path / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            reason = error.strerror
+    try:
+        open_store(path / "kv", kv_spec=WIDE)
+    except StoreUnavailableError as error:
+        print(json.dumps({"open": str(error), "reason": reason}))
+
+
+def limit_file_size(path: Path) -> None:
+    """The kernel refuses files over 100 KiB while the limit stands."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    open_store(path, kv_spec=WIDE).close()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, hard))
+    _report(path, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)))
+
+
+if __name__ == "__main__":
+    commands = (dump, save, write_forever, race, fill_disk, limit_file_size)
+    {command.__name__: command for command in commands}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
