@@ -4,6 +4,7 @@ Knows no host memory, no pins, no queue and no eviction order.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import uuid
@@ -23,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 ORPHAN_AGE_S = 3600.0
 """Data objects without a record and temporary files go at open once they are this old: no write takes that long."""
+
+QUARANTINE_AGE_S = 7 * 24 * 3600.0
+"""Damaged records are kept that long for a look."""
 
 # How tensorstore's errors begin when the stored bytes are wrong; others (permissions, I/O, timeouts) do not mean that.
 _BAD_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
@@ -140,7 +144,8 @@ class TensorStoreTier:
         finally:
             if not committed:
                 self.release(record)
-                self._delete_quietly(self._key("data", object_id))
+                with contextlib.suppress(OSError):  # the error on its way says it all; the next open sweeps
+                    self._root.delete(self._key("data", object_id))
         return committed
 
     def open(self, variant_id: str) -> ShardReader:
@@ -161,30 +166,24 @@ class TensorStoreTier:
         """Evicts; returns what went. A variant that could not be deleted stays."""
         return self.erase(self.hide(variant_ids))
 
-    def quarantine(self, variant_id: str) -> bool:
-        """Makes a variant unloadable for ever: its record goes aside, its data is deleted. False when it is unknown."""
-        return bool(self.erase(self.hide([variant_id]), keep_record=True))
-
     def hide(self, variant_ids: Iterable[str]) -> list[StoredShard]:
         """First, instant half of an eviction: the variants that were here are unknown now; `erase` must follow."""
         with self._lock:
             return [shard for key in variant_ids if (shard := self._shards.pop(key, None)) is not None]
 
-    def erase(self, shards: Iterable[StoredShard], *, keep_record: bool = False) -> tuple[str, ...]:
+    def erase(self, shards: Iterable[StoredShard], *, condemned: bool = False) -> tuple[str, ...]:
         """Second half, milliseconds per variant: the record goes first, so that no reader begins what the deletion of
-        the data would cut short. Returns the ids that went; with `keep_record` the record moves to quarantine."""
+        the data would cut short. Returns the ids that went; one that could not be deleted is known again, unless it is
+        `condemned`."""
         gone = []
         for shard in shards:
             variant_id = shard.record.variant_id
             try:
                 if self._record_names(shard):
-                    if keep_record:
-                        self._set_aside(variant_id)
-                    else:
-                        self._root.delete(self._record_key(variant_id))
+                    self._root.delete(self._record_key(variant_id))
             except OSError as error:
-                _log.warning("store: cannot evict variant %s from %s: %s", variant_id, self.url, error)
-                if not keep_record:
+                _log.warning("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
+                if not condemned:
                     self._restore(shard)
                     continue
             self._delete_quietly(self._key("data", shard.object_id))
@@ -200,11 +199,10 @@ class TensorStoreTier:
         Raises:
           OSError: the directory cannot be listed.
         """
-        listed = {name.removesuffix(".json") for name in self._names("records") if name.endswith(".json")}
         with self._lock:
-            known = dict(self._shards)
+            known = dict(self._shards)  # before the listing: what this process commits meanwhile is no removal
+        listed = {name.removesuffix(".json") for name in self._names("records") if name.endswith(".json")}
         added = tuple(variant_id for variant_id in sorted(listed - known.keys()) if self._take_in(variant_id))
-        # A record committed by this process after the listing is no removal: only what was known before it can be gone.
         removed = tuple(sorted(known.keys() - listed))
         for variant_id in removed:
             self._forget(known[variant_id])
@@ -337,7 +335,7 @@ class TensorStoreTier:
             _log.warning("store: cannot delete %s in %s: %s", key, self.url, error)
 
     def _sweep_orphans(self) -> None:
-        """Deletes data objects that no record commits, and temporary files, once they are old enough."""
+        """Deletes data objects that no record commits, temporary files and quarantine, once they are old enough."""
         objects = self._names("data")  # before the records: an object committed in between must not look like an orphan
         self.refresh()
         with self._lock:
@@ -345,6 +343,8 @@ class TensorStoreTier:
         stale = [self._key("data", name) for name in objects if name not in committed]
         for folder in ("", self._namespace, self._key("records")):
             stale += [f"{folder}/{name}".lstrip("/") for name in self._root.names(folder) if name.endswith(".tmp")]
-        for key in stale:
-            if self._root.age_s(key) > ORPHAN_AGE_S:
+        ages = dict.fromkeys(stale, ORPHAN_AGE_S)
+        ages |= {self._key("quarantine", name): QUARANTINE_AGE_S for name in self._names("quarantine")}
+        for key, age_s in ages.items():
+            if self._root.age_s(key) > age_s:
                 self._delete_quietly(key)

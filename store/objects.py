@@ -111,7 +111,7 @@ class FileRoot:
     def delete(self, key: str) -> None:
         """Deletes an object, or everything below a prefix; nothing happens when it is gone."""
         path = self.path / key
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if path.is_dir():
                 shutil.rmtree(path)
             else:

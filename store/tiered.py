@@ -171,12 +171,15 @@ class TieredStore:
                 elif tier == DISK:
                     on_disk.append(variant_id)
             self._pins.update([*sources, *on_disk])
-        for variant_id in on_disk:  # pinned, so this may be outside the lock
+        for position, variant_id in enumerate(on_disk):  # pinned, so this may be outside the lock
             assert self._disk is not None
             try:
                 sources[variant_id] = self._disk.open(variant_id)
             except ShardNotFoundError:  # another process evicted it, and another thread just learnt of that
                 self._unpin([variant_id])
+            except BaseException:  # no memory for the buffer: leave no pin that nobody could take back
+                self._unpin([*sources, *on_disk[position:]])
+                raise
         return LoadTicket(wanted, sources, self.kv_spec.num_layers, self._load_shortfall)
 
     def complete_load(self, ticket: LoadTicket, ok: bool = True) -> tuple[str, ...]:
@@ -290,7 +293,7 @@ class TieredStore:
             hidden = [] if self._disk is None else self._disk.hide([variant_id])
             self._counts[DISK]["discarded"] += len(hidden)
         if hidden and self._disk is not None:
-            self._disk.erase(hidden, keep_record=True)
+            self._disk.erase(hidden, condemned=True)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that."""

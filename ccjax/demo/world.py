@@ -153,7 +153,7 @@ class Town:
 
     def portrait(self, person: Person | None = None, num_facts: int | None = None) -> Story:
         """One passage about one person."""
-        count = min(len(self.relations), num_facts or self.rng.choice((2, 3, 3, 4)))
+        count = min(len(self.relations), num_facts or self.rng.choice((3, 3, 4)))
         person = person or self.person(count, new=True)
         facts, text = self._about(person, count, opening=True)
         title = self.rng.choice(lex.PORTRAIT_TITLES).format(s=person.name)
@@ -170,7 +170,7 @@ class Town:
     def register(self, relation: Relation | None = None, num_people: int | None = None) -> Story:
         """One passage with the same fact about several people."""
         relation = relation or self.rng.choice(self.relations)
-        count = num_people or self.rng.randint(2, 4)
+        count = num_people or self.rng.randint(3, 5)
         people: list[Person] = []
         for person, free in self._free.items():
             if len(people) < count // 2 and relation in free and self.rng.random() < 0.3:
@@ -245,7 +245,7 @@ class Town:
     def _passage(self, title: str, sentences: list[str]) -> Passage:
         """The sentences, with a line or two about the town put in behind the first one."""
         sentences = list(sentences)
-        for _ in range(self.rng.choice((0, 1, 1, 2))):
+        for _ in range(self.rng.choice((1, 1, 2))):
             sentences.insert(self.rng.randint(1, len(sentences)), self.rng.choice(lex.FILLERS))
         return Passage(title, " ".join(dict.fromkeys(sentences)))
 

@@ -48,7 +48,9 @@ class Decoder:
                 where,
                 where,
                 self._slot_positions,
+                None,
                 config=self._config,
+                num_segments=0,
                 implementation=self._implementation,
             )
             x, self._k[number], self._v[number] = out.x, out.k_context, out.v_context

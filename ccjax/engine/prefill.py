@@ -70,7 +70,7 @@ class Prefiller:
         self.params = params
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
-        self._implementation = implementation
+        self.implementation = implementation
 
     def run(
         self,
@@ -133,7 +133,7 @@ class Prefiller:
                 slot_segments if num_segments else None,
                 config=self.config,
                 num_segments=num_segments,
-                implementation=self._implementation,
+                implementation=self.implementation,
             )
             x = out.x
             if plan.focus_window is not None and out.mass is not None:

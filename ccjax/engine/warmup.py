@@ -43,6 +43,7 @@ def warm_up(prefiller: Prefiller, max_model_len: int, progress: Progress | None)
             None if count == 1 else positions,
             config=config,
             num_segments=0 if count == 1 else num_segments,
+            implementation=prefiller.implementation,
         )
         last = select_step(out.x, np.zeros(1, np.int32))
         jax.block_until_ready(logits_step(params, last, config=config))

@@ -126,7 +126,7 @@ def chunk_context_impact(a: float, b: float) -> float:
 
 
 def cache_fix_overhead(cci: float, beta_adjusted: float, alpha: float) -> float:
-    """CFO, the share of a chunk's tokens to recompute, CacheCraft eq. 12: `alpha CCI (1 - beta')`, clipped to [0, 1]."""
+    """CFO, the share of the chunk to recompute, CacheCraft eq. 12: `alpha CCI (1 - beta')`, clipped to [0, 1]."""
     check_ratio("cci", cci)
     check_ratio("beta_adjusted", beta_adjusted)
     check_mass("alpha", alpha)

@@ -13,7 +13,7 @@ from ccjax.types import ChunkId, VariantId, VariantMeta
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VariantChoice:
-    """The chosen variant, its CacheCraft eq. 12 CFO behind the new prefix, and whether its KV is that of a full prefill."""
+    """The chosen variant, its CFO (CacheCraft eq. 12) behind the new prefix, and whether its KV is a full prefill's."""
 
     meta: VariantMeta
     cfo: float
@@ -39,20 +39,17 @@ def choose_variant(
     def rank(meta: VariantMeta) -> tuple[float, bool, bool, float, VariantId]:
         overlap = adjusted_overlap(meta.prefix_ids, meta.inter_by_prefix, prefix)
         unscaled = cache_fix_overhead(meta.cci, overlap, 1.0)
-        approximate = meta.fidelity != "exact"
-        inexact = approximate or meta.prefix_ids != prefix
-        return cache_fix_overhead(meta.cci, overlap, alpha), inexact, approximate, unscaled, meta.variant_id
+        is_approx = meta.fidelity != "exact"
+        is_inexact = is_approx or meta.prefix_ids != prefix
+        return cache_fix_overhead(meta.cci, overlap, alpha), is_inexact, is_approx, unscaled, meta.variant_id
 
-    exact = (
-        [meta for meta in variants if meta.fidelity == "exact" and meta.prefix_ids == prefix]
-        if exact_only
-        else variants
-    )
-    best = min(((rank(meta), meta) for meta in exact), key=lambda pair: pair[0], default=None)
+    ranked = ((rank(meta), meta) for meta in variants)
+    usable = (pair for pair in ranked if not (exact_only and pair[0][1]))
+    best = min(usable, key=lambda pair: pair[0], default=None)
     if best is None:
         return None
-    (cfo, inexact, *_), meta = best
-    return VariantChoice(meta=meta, cfo=cfo, exact=not inexact)
+    (cfo, is_inexact, *_), meta = best
+    return VariantChoice(meta=meta, cfo=cfo, exact=not is_inexact)
 
 
 def reuse_credit(cfo: float, num_tokens: int) -> float:

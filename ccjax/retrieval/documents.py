@@ -114,9 +114,9 @@ def _parse_text(path: Path, data: bytes) -> tuple[None, str]:
 
 
 # Front matter must begin with a key, or a thematic break at the top would swallow what follows it.
-_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=[\w-]+[ \t]*:)((?:[\w-]+[ \t]*:.*\n|[ \t#-].*\n|\n)*?)---[ \t]*(?:\n|\Z)")
+_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=\w)((?:\w[\w-]*[ \t]*:.*\n|[ \t#-].*\n|\n)*?)---[ \t]*(?:\n|\Z)")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-_HEADING = re.compile(r" {0,3}#[ \t]+(.*?)(?:[ \t]+#+)?[ \t]*$")
+_HEADING = re.compile(r" {0,3}#[ \t]+(\S.*)$")
 _UNDERLINE = re.compile(r" {0,3}=+[ \t]*$")
 
 
@@ -146,8 +146,8 @@ def _find_heading(lines: list[str]) -> tuple[int, int, str] | None:
             elif mark[1].startswith(fence) and not line.strip().strip(fence[0]):
                 fence = None
         elif fence is None:
-            if (heading := _HEADING.match(line)) and heading[1]:
-                return index, index + 1, heading[1]
+            if (heading := _HEADING.match(line)) and (words := _without_closing_marks(heading[1].rstrip())):
+                return index, index + 1, words
             if index and _UNDERLINE.match(line) and (above := lines[index - 1].strip()):
                 # An underline makes a heading of the whole paragraph above; only a one-line paragraph is a title.
                 if index == 1 or not lines[index - 2].strip():
@@ -155,16 +155,23 @@ def _find_heading(lines: list[str]) -> tuple[int, int, str] | None:
     return None
 
 
+def _without_closing_marks(heading: str) -> str:
+    """`Title ##` is `Title`, but `C#` stays."""
+    words = heading.rstrip("#")
+    return words.rstrip() if not words or words[-1].isspace() else heading
+
+
 _BLOCKS = (
     "address article aside blockquote caption center dd details dialog div dl dt fieldset figcaption figure footer "
     "form h1 h2 h3 h4 h5 h6 header hr legend li main menu nav ol option p pre section summary table tbody tfoot thead "
     "tr ul"
 ).split()
-_UNSEEN = "head script style noscript template svg iframe object audio video canvas".split()
+_UNSEEN = "head title script style noscript template svg iframe object audio video canvas".split()
 
 
 def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
     import bs4
+    import bs4.exceptions
     from bs4.dammit import EncodingDetector
 
     declared = EncodingDetector.find_declared_encoding(data, is_html=True)
@@ -173,7 +180,10 @@ def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
     markup = _decode(path, data, declared)
     with warnings.catch_warnings():  # about XHTML and about bodies that look like a file name; both are welcome here
         warnings.simplefilter("ignore", bs4.UnusualUsageWarning)  # pyright: ignore[reportAttributeAccessIssue]
-        soup = bs4.BeautifulSoup(markup, "html.parser")
+        try:
+            soup = bs4.BeautifulSoup(markup, "html.parser")
+        except bs4.exceptions.ParserRejectedMarkup as error:
+            raise DocumentError(path, f"broken HTML: {str(error).splitlines()[-1].strip()}") from None
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     if (heading := soup.h1) is not None:
         heading_text = " ".join(heading.get_text(" ").split())
@@ -193,7 +203,7 @@ def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
         space = "\n" if tag.name in ("li", "tr", "dt", "dd", "option") else "\n\n"
         tag.insert_before(space)
         tag.insert_after(space)
-    text = re.sub(r"[ \t]+(?=\n)", "", soup.get_text().replace("\xa0", " "))
+    text = "\n".join(line.rstrip() for line in soup.get_text().replace("\xa0", " ").split("\n"))
     text = re.sub(r"(?<=\n) (?=\S)", "", text)
     return title or None, re.sub(r"\n{3,}", "\n\n", text).strip()
 

@@ -6,6 +6,7 @@ Knows no request text and no tenant: labels come from fixed lists.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -54,7 +55,9 @@ class ServerMetrics:
         self.retrieval_time = histogram("retrieval_seconds", "Search for passages")
         self._info = Gauge("ccjax_build_info", "Always 1", ["version", "model_name"], registry=registry)
 
-    def attach(self, *, version: str, model: str, engine: Engine, worker: EngineWorker, retriever: Retriever | None):
+    def attach(
+        self, *, version: str, model: str, engine: Engine, worker: EngineWorker, retriever: Retriever | None
+    ) -> None:
         """Adds what is read at scrape time; once per server."""
         self._info.labels(version, model).set(1)
         readers: dict[str, tuple[str, Callable[[], float]]] = {
@@ -80,10 +83,8 @@ class ServerMetrics:
             return
         assert job.started_s is not None and job.first_delta_s is not None
         self._queue_time.observe(job.started_s - job.submitted_s)
-        # The first delta may come later than the first token, which then was the end of the answer or half a character.
-        ttft_s = min(job.started_s + job.response.ttft_s, job.first_delta_s) - job.submitted_s
-        self._ttft.observe(ttft_s)
-        self._latency.observe(job.started_s + job.response.total_s - job.submitted_s)
+        self._ttft.observe(job.first_delta_s - job.submitted_s)
+        self._latency.observe(time.perf_counter() - job.submitted_s)
         self._count_response(job.response)
 
     def render(self) -> bytes:

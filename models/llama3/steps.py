@@ -66,20 +66,23 @@ def layer_step(
     q_pos: Int[Array, "N"],
     q_slot: Int[Array, "N"],
     k_pos: Int[Array, "S"],
-    k_segment: Int[Array, "S"] | None = None,
+    k_segment: Int[Array, "S"] | None,
     *,
     config: LlamaConfig,
-    num_segments: int = 0,
-    implementation: str | None = None,
+    num_segments: int,
+    implementation: str | None,
 ) -> LayerOutput:
     """One transformer layer for the computed tokens, over the merged context.
+
+    Nothing has a default: a call that leaves an argument out would be compiled apart from one that names it.
 
     Args:
       k_context, v_context: context of this layer, keys rotated; donated.
       q_pos: ascending positions of the computed tokens; padding rows repeat the last one.
       q_slot: context slot that each computed token is written to; padding rows point past the end and are dropped.
       k_pos: position of every context slot; a slot that is still empty lies behind every query, so none sees it.
-      k_segment, num_segments: segment of every slot, to get the mass per segment.
+      k_segment, num_segments: segment of every slot, to get the mass per segment; None and 0 to leave it out.
+      implementation: of `pallas_kernels.attention.attention`.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)

@@ -139,11 +139,11 @@ def test_the_number_of_compiled_shapes_is_bounded(monkeypatch: pytest.MonkeyPatc
 
     original = model.sentence_embeddings
     monkeypatch.setattr(model, "sentence_embeddings", traced_embeddings)
-    encoder = SentenceEncoder(_tiny_bert(tmp_path))
+    encoder = SentenceEncoder(_tiny_bert(tmp_path, max_seq_length=20))
     for num_texts in (1, 3, 5, 17):
-        for length in (1, 5, 14, 15, 29, 31, 38, 50):
+        for length in (1, 5, 14, 15, 18, 50):
             assert encoder.encode([" ".join(["alpha"] * length)] * num_texts).shape == (num_texts, encoder.dim)
-    assert len(traced) == len(set(traced)) <= encoder.max_traces == 9
+    assert len(traced) == len(set(traced)) <= encoder.max_traces == 6
     assert encoder.encode([]).shape == (0, encoder.dim)
 
 

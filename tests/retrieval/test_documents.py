@@ -31,6 +31,8 @@ def load(tmp_path: Path, name: str, data: bytes | str) -> LoadedDocument:
     [
         ("# Tides\n\nThe moon pulls.\n", "Tides", "The moon pulls."),
         ("# Tides ##\r\n\r\nThe moon pulls.\r\nTwice.", "Tides", "The moon pulls.\nTwice."),
+        ("# Why C#\nIt compiles.", "Why C#", "It compiles."),
+        ("# ##\n# Tides\nThe moon.", "Tides", "# ##\nThe moon."),
         ("\ufeff# Tides\nThe moon.", "Tides", "The moon."),
         ("Tides of the sea\n====\n\nThe moon.", "Tides of the sea", "The moon."),
         ("badge\n\n# Tides\n\nThe moon.", "Tides", "badge\n\n\nThe moon."),
@@ -99,6 +101,11 @@ def test_pdf(tmp_path: Path) -> None:
     assert load(tmp_path, "old_report.pdf", pdf_bytes([["Text."]])) == LoadedDocument("Old report", "Text.")
 
 
+def test_lone_surrogates_of_a_pdf_font_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda page: "E = m\ud835c\x02")
+    assert load(tmp_path, "x.pdf", pdf_bytes([["any"]])).text == "E = mc"
+
+
 def encrypted_pdf(user_password: str) -> bytes:
     writer = pypdf.PdfWriter(clone_from=io.BytesIO(PDF))
     writer.encrypt(user_password, owner_password="owner", algorithm="RC4-128")
@@ -124,6 +131,7 @@ def test_pdf_with_an_empty_user_password_opens(tmp_path: Path) -> None:
         ("a.md", b"# Title alone\n", "no text besides a title"),
         ("a.html", b"<title>x</title><script>y</script>", "no text besides a title"),
         ("a.html", b"<div></div>", "no text"),
+        ("a.html", b"<p>fine</p><![# ", "broken HTML: "),
         ("a.pdf", b"not a pdf at all", "broken PDF: "),
         ("a.pdf", PDF[:60], "broken PDF: "),
         ("a.pdf", pdf_bytes([[""]]), "no text on any page"),
@@ -208,6 +216,16 @@ def test_any_markup_is_parsed_or_refused(suffix: str, parts: list[str]) -> None:
 @pytest.mark.filterwarnings("default")
 def test_a_damaged_pdf_is_parsed_or_refused(at: int, cut: int, put: bytes) -> None:
     assert_clean_or_refused(".pdf", PDF[:at] + put + PDF[at + cut :])
+
+
+def test_long_runs_take_no_more_than_linear_time() -> None:
+    # Each of these hung a version whose patterns could match a line in two ways.
+    lists = "---\na: b\n" + "- x: y\n" * 20_000
+    assert parse_document(Path("x.md"), lists.encode()).title == "X"
+    spaces = "# " + "a" + " " * 200_000 + "b\ntext"
+    assert parse_document(Path("x.md"), spaces.encode()).text == "text"
+    pre = "<pre>a" + " " * 200_000 + "b</pre>" + "<div>" * 3000
+    assert parse_document(Path("x.html"), pre.encode()).title == "X"
 
 
 def test_the_supported_suffixes() -> None:

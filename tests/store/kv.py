@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +31,10 @@ def url_of(path: Path) -> str:
     return path.as_uri()
 
 
-def open_store(path: Path | None, *, kv_spec: KVSpec = SPEC, identity: StoreIdentity = OURS, **options) -> TieredStore:
-    options = {"host_bytes": 1 << 20} | options
+def open_store(
+    path: Path | None, *, kv_spec: KVSpec = SPEC, identity: StoreIdentity = OURS, **options: Any
+) -> TieredStore:
+    options.setdefault("host_bytes", 1 << 20)
     url = None if path is None else url_of(path)
     return TieredStore.open(url, kv_spec=kv_spec, identity=identity, **options)
 

@@ -1,6 +1,7 @@
-"""One suite for host only, disk only and both: what is stored comes back byte for byte, within budgets, until evicted."""
+"""One suite for host, disk and both: what is stored comes back byte for byte, within budgets, until it is evicted."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,10 +39,10 @@ def kv_spec(request):
 def make_store(tiers, tmp_path):
     stores = []
 
-    def make(kv_spec: KVSpec = SPEC, folder: str = "kv", **options) -> TieredStore:
+    def make(kv_spec: KVSpec = SPEC, folder: str = "kv", **options: Any) -> TieredStore:
         path = tmp_path / folder if "disk" in tiers else None
-        host_bytes = 1 << 20 if "host" in tiers else 0
-        stores.append(open_store(path, kv_spec=kv_spec, **({"host_bytes": host_bytes} | options)))
+        options.setdefault("host_bytes", 1 << 20 if "host" in tiers else 0)
+        stores.append(open_store(path, kv_spec=kv_spec, **options))
         return stores[-1]
 
     yield make
@@ -59,7 +60,7 @@ def test_save_load_save_is_byte_equal(make_store, kv_spec, tiers):
         second.complete_store(second.prepare_store(make_record(variant_id, num_tokens, kv_spec)), loaded)
         second.flush()
         assert_same_bytes(get(second, variant_id), make_kv(variant_id, num_tokens, kv_spec))
-        assert first.tier_of(variant_id) == tiers[0]
+        assert first.tier_of(variant_id) == tiers[0] and first.tiers_of(variant_id) == tiers
     assert (
         first.records()
         == second.records()
@@ -115,6 +116,7 @@ def test_non_contiguous_kv_is_stored_in_order(make_store):
     store.complete_store(store.prepare_store(make_record("v")), kv)
     store.flush()
     assert_same_bytes(get(store, "v"), make_kv("v"))
+    assert get(store, "v").flags.c_contiguous
 
 
 def test_missing_variant(make_store):
@@ -295,6 +297,18 @@ def test_whole_disk_reads_are_promoted_where_they_fit(tmp_path):
         assert store.complete_load(again, ok=False) == ()  # a failed prefill promotes nothing
         for variant_id in ("a", "b", "c"):
             assert_same_bytes(get(store, variant_id), make_kv(variant_id))
+
+
+def test_promotion_leaves_announced_room_alone(tmp_path):
+    with open_store(tmp_path, host_bytes=ONE) as store:
+        put(store, "a")
+        store.evict("host", ["a"])
+        announced = store.prepare_store(make_record("b"))
+        ticket = store.prepare_load(["a"])
+        ticket.read_layers("a", 0, 3)
+        assert ticket.shortfall_bytes == {"host": ONE}
+        assert store.complete_load(ticket) == ()
+        assert store.complete_store(announced, make_kv("b")) == ("host", "disk")
 
 
 def test_prefetch_is_waited_for_from_another_thread(tmp_path):

@@ -64,7 +64,7 @@ def _report(path: Path, make_space) -> None:
     """Fills the disk until writes fail, makes space, goes on; every step is reported."""
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda entry: messages.append(entry.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("store").addHandler(handler)
     with open_store(path, kv_spec=WIDE, host_bytes=0) as store:
         ids = [f"v{number}" for number in range(6)]

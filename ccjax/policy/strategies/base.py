@@ -32,7 +32,7 @@ Strategy = Callable[["Sequence[PromptChunk]", Candidates, ReuseMode, "PlannerSet
 def best_choices(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[VariantChoice | None]:
-    """For each chunk the best variant behind the chunks before it (`choose_variant`); in mode `exact`, exact reuse only."""
+    """The best variant of each chunk behind those before it (`choose_variant`); in mode `exact`, exact reuse alone."""
     ids = tuple(chunk.chunk_id for chunk in chunks)
     return [
         choose_variant(candidates.get(own, ()), ids[:index], alpha=settings.alpha, exact_only=mode == "exact")

@@ -1,0 +1,62 @@
+"""The training loss, over the layers of `models.llama3`. Knows no optimiser, curriculum or file.
+
+`models.llama3.forward` is the definition; `training_logits` computes the same with the causal half of each score matrix left
+out, which halves a training step on CPU (0.95 s to 0.50 s at B=16, T=320). A test holds the two equal.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from models.llama3 import LlamaConfig, Params
+from models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
+from pallas_kernels.rope import apply_rope
+
+BLOCK_TOKENS = 96
+
+
+def causal_attention(
+    q: Float[Array, "B T Q H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+) -> Float[Array, "B T Q H"]:
+    """Causal softmax attention, a block of queries at a time over the keys up to the block's end."""
+    num_tokens, head_dim = q.shape[1], q.shape[3]
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (array.swapaxes(1, 2) for array in (q * head_dim**-0.5, k, v))
+    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    blocks = []
+    for start in range(0, num_tokens, BLOCK_TOKENS):
+        end = min(start + BLOCK_TOKENS, num_tokens)
+        scores = jnp.matmul(q[:, :, start:end], k[:, :, :end].swapaxes(2, 3))
+        hidden = jnp.arange(end)[None, :] > jnp.arange(start, end)[:, None]
+        scores = scores + jnp.where(hidden, -1e30, 0.0)[None, None]
+        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+        blocks.append(jnp.matmul(weights, v[:, :, :end]) / weights.sum(-1, keepdims=True))
+    return jnp.concatenate(blocks, axis=2).swapaxes(1, 2)
+
+
+def training_logits(params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """The same next-token logits as `models.llama3.forward`, float32."""
+    num_batch, num_tokens = token_ids.shape
+    positions = jnp.broadcast_to(jnp.arange(num_tokens), (num_batch, num_tokens))
+    frequencies = rope_frequencies(config)
+    x = params.embedding[token_ids]
+    for layer in params.layers:
+        q, k, v = project_qkv(x, layer, config.rms_norm_eps)
+        q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)
+        x = finish_layer(x, causal_attention(q, k, v), layer, config.rms_norm_eps)
+    return unembed(x, params, config.rms_norm_eps)
+
+
+def weighted_loss(
+    params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"], weights: Float[Array, "B T"]
+) -> tuple[Float[Array, ""], Bool[Array, "B T-1"]]:
+    """Weighted mean cross-entropy of each token given those before it, and where the likeliest token was the right one."""
+    logits = training_logits(params, config, token_ids[:, :-1])
+    targets, weights = token_ids[:, 1:], weights[:, 1:]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (losses * weights).sum() / weights.sum(), chosen >= logits.max(-1)

@@ -1,0 +1,232 @@
+"""Trains the demo model: optimiser, curriculum, progress and Orbax checkpoints. Knows no file format of the shipped model.
+
+Step n draws its batch from a generator seeded with (seed, n), so that a resumed run sees what an unbroken one would have.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+
+from ccjax.demo.batches import Stage, exact_matches, stage_batch
+from ccjax.demo.objective import weighted_loss
+from models.llama3 import LlamaConfig, Params, init_params
+
+WINDOW_STEPS = 50
+"""Steps over which accuracy is averaged before the curriculum moves on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """Everything that decides what comes out.
+
+    Attributes:
+      num_steps: steps in all; the learning rate falls over the last fifth.
+      stages: the curriculum, see `ccjax.demo.curriculum`.
+    """
+
+    model: LlamaConfig
+    stages: tuple[Stage, ...]
+    num_steps: int
+    seed: int = 0
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 100
+    checkpoint_steps: int = 250
+
+
+@dataclasses.dataclass(frozen=True)
+class Progression:
+    """Where a run stands: next step, stage, steps in the stage, exact match of the stage's last steps, last loss."""
+
+    step: int = 0
+    stage: int = 0
+    stage_steps: int = 0
+    recent: tuple[float, ...] = ()
+    loss: float = float("inf")
+
+
+def demo_config(vocab_size: int) -> LlamaConfig:
+    """The shipped model's shape: 0.96 M parameters at 1,728 tokens."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        d_model=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        d_ff=352,
+        tie_embeddings=True,
+        max_position_embeddings=2048,
+    )
+
+
+def initial_params(config: LlamaConfig, seed: int) -> Params:
+    """Random weights with embeddings of unit scale, made up for in the final norm.
+
+    A tied embedding drawn small enough for the logits would vanish in the residual stream beside the layers' outputs.
+    """
+    params = init_params(config, jax.random.key(seed))
+    scale = config.d_model**0.5
+    return dataclasses.replace(params, embedding=params.embedding * scale, final_norm=params.final_norm / scale)
+
+
+def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
+    """AdamW; warm-up, then constant, then a linear fall over the last fifth of the steps. Norm weights do not decay."""
+    decay_start = max(config.warmup_steps, config.num_steps * 4 // 5)
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps),
+            optax.constant_schedule(config.learning_rate),
+            optax.linear_schedule(config.learning_rate, config.learning_rate / 20, max(1, config.num_steps - decay_start)),
+        ],
+        [config.warmup_steps, decay_start],
+    )
+    adamw = optax.adamw(
+        schedule,
+        b2=0.95,
+        weight_decay=config.weight_decay,
+        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def make_step(config: TrainingConfig) -> Callable[..., Any]:
+    """The jitted update: (params, optimizer state, token_ids, weights) -> (params, state, loss, correct [B, T - 1])."""
+    optimizer = make_optimizer(config)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Params, state: Any, token_ids: jax.Array, weights: jax.Array) -> tuple[Any, ...]:
+        (loss, correct), gradients = jax.value_and_grad(weighted_loss, has_aux=True)(
+            params, config.model, token_ids, weights
+        )
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss, correct
+
+    return step
+
+
+class Checkpoints:
+    """Orbax checkpoints of a run: parameters, optimiser state and where the curriculum stands."""
+
+    def __init__(self, directory: Path) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest step on disk, None where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, params: Params, state: Any, progression: Progression) -> None:
+        """Writes one checkpoint under the progression's step; an existing one of that step stays."""
+        if self.latest_step == progression.step:
+            return
+        arrays = ocp.args.StandardSave({"params": params, "optimizer": state})
+        where = ocp.args.JsonSave(dataclasses.asdict(progression))
+        self._manager.save(progression.step, args=ocp.args.Composite(arrays=arrays, progression=where))
+
+    def restore(self, params: Params, state: Any) -> tuple[Params, Any, Progression]:
+        """The newest checkpoint, in the shapes of the given trees."""
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"params": params, "optimizer": state})
+        restored = self._manager.restore(
+            self.latest_step,
+            args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target), progression=ocp.args.JsonRestore()),
+        )
+        raw = dict(restored["progression"])
+        arrays = restored["arrays"]
+        return arrays["params"], arrays["optimizer"], Progression(**{**raw, "recent": tuple(raw["recent"])})
+
+    def close(self) -> None:
+        """Waits for open writes."""
+        self._manager.close()
+
+
+def advance(progression: Progression, stages: Sequence[Stage], matched_ratio: float, loss: float) -> Progression:
+    """The progression after one more step; moves to the next stage once the window's exact match is high enough."""
+    stage = stages[progression.stage]
+    recent = (*progression.recent, matched_ratio)[-WINDOW_STEPS:]
+    progression = Progression(
+        progression.step + 1, progression.stage, progression.stage_steps + 1, recent, loss
+    )
+    passed = len(recent) == WINDOW_STEPS and sum(recent) / WINDOW_STEPS >= stage.advance_ratio
+    if passed and progression.stage_steps >= stage.min_steps and progression.stage + 1 < len(stages):
+        return dataclasses.replace(progression, stage=progression.stage + 1, stage_steps=0, recent=())
+    return progression
+
+
+def train(
+    config: TrainingConfig,
+    tokenizer: Tokenizer,
+    directory: Path,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    stop_after: int | None = None,
+) -> tuple[Params, Progression]:
+    """Trained parameters and where the run ended.
+
+    Args:
+      directory: checkpoints go to `directory / "checkpoints"`.
+      resume: go on from the newest checkpoint there.
+      stop_after: leave early, after this step, with a checkpoint written: what an interruption does.
+
+    Raises:
+      ValueError: `resume` without a checkpoint, or a checkpoint without `resume`.
+    """
+    console = console or Console()
+    checkpoints = Checkpoints(directory / "checkpoints")
+    params = initial_params(config.model, config.seed)
+    state = make_optimizer(config).init(params)
+    progression = Progression()
+    if resume != (checkpoints.latest_step is not None):
+        wanted = "a checkpoint to resume from" if resume else "no earlier checkpoints (or --resume)"
+        raise ValueError(f"directory: wanted {wanted} under {directory / 'checkpoints'}, got step {checkpoints.latest_step}")
+    if resume:
+        params, state, progression = checkpoints.restore(params, state)
+    step = make_step(config)
+    end = min(config.num_steps, stop_after or config.num_steps)
+    tally: dict[str, list[bool]] = collections.defaultdict(list)
+    guesses: list[float] = []
+    started = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=config.num_steps, completed=progression.step)
+        while progression.step < end:
+            stage = config.stages[progression.stage]
+            batch = stage_batch(tokenizer, stage, random.Random(f"{config.seed}/{progression.step}"))
+            params, state, loss, correct = step(params, state, jnp.asarray(batch.token_ids), jnp.asarray(batch.weights))
+            matches = exact_matches(jax.device_get(correct), batch.spans)
+            for span, matched in zip(batch.spans, matches, strict=True):
+                tally[span.kind].append(matched)
+                guesses.append(span.guess_ratio)
+            before = progression.stage
+            progression = advance(progression, config.stages, sum(matches) / len(matches), float(loss))
+            bar.update(task, completed=progression.step, description=stage.name)
+            if progression.step % 50 == 0 or progression.stage != before or progression.step == end:
+                kinds = "  ".join(f"{kind} {sum(hits) / len(hits):.3f}" for kind, hits in sorted(tally.items()))
+                console.print(
+                    f"step {progression.step:5d}  {stage.name:14s}  loss {progression.loss:.3f}  {kinds}  "
+                    f"guessing {sum(guesses) / len(guesses):.3f}  {time.monotonic() - started:.0f} s",
+                    highlight=False,
+                )
+                tally.clear()
+                guesses.clear()
+            if progression.step % config.checkpoint_steps == 0 or progression.step == end:
+                checkpoints.save(params, state, progression)
+    checkpoints.close()
+    return params, progression

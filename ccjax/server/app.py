@@ -1,0 +1,216 @@
+"""The HTTP routes: OpenAI's API, health, readiness and metrics. Knows no engine; the service does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+import ccjax
+from ccjax.engine import Delta
+from ccjax.errors import RequestError
+from ccjax.server.body import add_schemas, describe, json_body
+from ccjax.server.errors import ApiError, as_api_error
+from ccjax.server.openai_format import DONE, Formatter, Kind, event
+from ccjax.server.schemas import ChatBody, CompletionBody, Generation, TokenizeBody
+from ccjax.server.service import Service, renamed
+from ccjax.server.worker import Job, JobCancelledError
+
+logger = logging.getLogger(__name__)
+
+_BODIES = (ChatBody, CompletionBody, TokenizeBody)
+_CLIENT_GONE = 499  # nginx's number; nobody reads it
+_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must pass events on one by one
+
+
+def create_app(service: Service) -> FastAPI:
+    """The ASGI application of `service`, which may still be loading; its shutdown closes the service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        fresh = asyncio.create_task(service.keep_fresh())
+        yield
+        fresh.cancel()
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(title="ccjax", version=ccjax.__version__, lifespan=lifespan)
+    app.state.max_body_bytes = service.settings.max_body_bytes
+    _add_error_handlers(app, service)
+    app.include_router(_public_routes(service))
+    app.include_router(_api_routes(service), dependencies=[Depends(_bearer_check(service.settings.api_key))])
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            app.openapi_schema = add_schemas(schema, _BODIES)
+        return app.openapi_schema
+
+    app.openapi = openapi
+    return app
+
+
+def _public_routes(service: Service) -> APIRouter:
+    """What probes and scrapers read, without a key."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        is_ready, status = service.readiness
+        return JSONResponse(status, 200 if is_ready else 503)
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+def _api_routes(service: Service) -> APIRouter:
+    """What clients use, behind the key if there is one."""
+    router = APIRouter()
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": ccjax.__version__}
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service)
+
+    @router.post("/tokenize", openapi_extra=describe(TokenizeBody))
+    async def tokenize(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> dict[str, Any]:
+        return await service.tokenize(body)
+
+    @router.post("/v1/chat/completions", openapi_extra=describe(ChatBody))
+    async def chat(request: Request, body: Annotated[ChatBody, Depends(json_body(ChatBody))]) -> Response:
+        return await _generate(service, request, body, "chat")
+
+    @router.post("/v1/completions", openapi_extra=describe(CompletionBody))
+    async def complete(
+        request: Request, body: Annotated[CompletionBody, Depends(json_body(CompletionBody))]
+    ) -> Response:
+        return await _generate(service, request, body, "completion")
+
+    return router
+
+
+def _model(service: Service) -> dict[str, Any]:
+    backend = service.backend
+    return {
+        "id": backend.model,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "ccjax",
+        "max_model_len": backend.engine.max_model_len,
+    }
+
+
+async def _generate(service: Service, request: Request, body: Generation, kind: Kind) -> Response:
+    job, documents = await service.submit(body, id_prefix="chatcmpl" if kind == "chat" else "cmpl")
+    watcher = asyncio.create_task(_cancel_when_gone(request, job))
+    formatter = Formatter(
+        kind,
+        id=job.request.request_id,
+        model=service.backend.model,
+        created=int(time.time()),
+        documents=documents,
+    )
+    deltas = job.deltas()
+    try:
+        with renamed(body.argument_names()):
+            # A stream, too, starts with the first token only: whatever fails before that has a status of its own.
+            first = await anext(deltas)
+            if body.stream:
+                events = _events(service, job, first, deltas, formatter, body.include_usage, watcher)
+                return StreamingResponse(events, media_type="text/event-stream", headers=_SSE_HEADERS)
+            async for _ in deltas:
+                pass
+    except JobCancelledError:
+        return Response(status_code=_CLIENT_GONE)
+    assert job.response is not None
+    return JSONResponse(formatter.answer(job.response))
+
+
+async def _events(
+    service: Service,
+    job: Job,
+    first: Delta,
+    rest: AsyncIterator[Delta],
+    formatter: Formatter,
+    include_usage: bool,
+    watcher: asyncio.Task[None],
+) -> AsyncIterator[str]:
+    """The stream of one answer; `watcher` is only held so that it lives as long."""
+    try:
+        for chunk in formatter.chunks(first, is_first=True, include_usage=include_usage):
+            yield event(chunk)
+        async for delta in rest:
+            for chunk in formatter.chunks(delta, is_first=False, include_usage=include_usage):
+                yield event(chunk)
+    except JobCancelledError:
+        return
+    except Exception as error:
+        yield event(_refusal(service, error).body())
+    finally:
+        job.cancel()
+    yield DONE
+
+
+async def _cancel_when_gone(request: Request, job: Job) -> None:
+    """Cancels the job when the client hangs up; also returns when the response is complete."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.cancel()
+
+
+def _bearer_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        if api_key is None:
+            return
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), api_key.encode()):
+            message = "wanted the server's API key as 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    return check
+
+
+def _refusal(service: Service, error: Exception) -> ApiError:
+    """What the client is told; counted, and logged where it is the server's fault."""
+    refusal = as_api_error(error)
+    service.metrics.count_error(refusal.reason)
+    if refusal.code == "internal_error":
+        logger.error("request failed", exc_info=error)
+    return refusal
+
+
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
+    async def refuse(_: Request, error: Exception) -> Response:
+        return _refusal(service, error).response()
+
+    async def gone(_: Request, __: Exception) -> Response:
+        service.metrics.count_error("cancelled")
+        return Response(status_code=_CLIENT_GONE)
+
+    for kind in (ApiError, RequestError, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(ClientDisconnect, gone)

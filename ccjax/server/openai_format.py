@@ -1,0 +1,122 @@
+"""Answers in OpenAI's shapes, whole and in chunks. Knows no HTTP and no engine, only their values.
+
+Beside OpenAI's fields stand `reuse` (the reuse report), `ttft_s` (queue left out) and `documents` (the passages of the
+prompt): on the answer, or on the last chunk of a stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from ccjax.engine import Delta, Response, TokenLogprob
+from ccjax.types import Document
+
+Kind = Literal["chat", "completion"]
+DONE = "data: [DONE]\n\n"
+_LOWEST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot hold
+
+
+def event(value: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
+class Formatter:
+    """Shapes one answer; `kind` decides between chat and plain completion."""
+
+    def __init__(self, kind: Kind, *, id: str, model: str, created: int, documents: Sequence[Document]) -> None:
+        self._kind: Kind = kind
+        self._documents = documents
+        self._base = {"id": id, "created": created, "model": model}
+        self._text_offset = 0
+
+    def answer(self, response: Response) -> dict[str, Any]:
+        """The body of an answer in one piece."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": response.finish_reason}
+        if self._kind == "chat":
+            choice["message"] = {"role": "assistant", "content": response.text, "refusal": None}
+        else:
+            choice["text"] = response.text
+        choice["logprobs"] = None if response.logprobs is None else self._logprobs(response.logprobs)
+        return self._object("chat.completion", [choice]) | {"usage": usage(response)} | self._extra(response)
+
+    def chunks(self, delta: Delta, *, is_first: bool, include_usage: bool) -> Iterator[dict[str, Any]]:
+        """The chunks that one delta becomes: text, then the reason to finish, then usage where it was asked for."""
+        null_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        if is_first and self._kind == "chat":
+            yield self._chunk({"role": "assistant", "content": ""}, None, None) | null_usage
+        if delta.text or delta.logprobs:
+            logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+            yield self._chunk({"content": delta.text}, logprobs, None) | null_usage
+        response = delta.response
+        if response is None:
+            return
+        last = self._chunk({}, None, response.finish_reason)
+        if include_usage:
+            yield last | null_usage
+            last = self._object("chat.completion.chunk", []) | {"usage": usage(response)}
+        yield last | self._extra(response)
+
+    def _chunk(self, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._kind == "chat":
+            choice["delta"] = content
+        else:
+            choice["text"] = content.get("content", "")
+        return self._object("chat.completion.chunk", [choice])
+
+    def _object(self, chat_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = chat_name if self._kind == "chat" else "text_completion"
+        return {**self._base, "object": name, "choices": choices}
+
+    def _extra(self, response: Response) -> dict[str, Any]:
+        # Truncation drops passages from the end, so the report tells how many of them are in the prompt.
+        used = sum(document.role == "document" for document in response.reuse.per_document)
+        passages = [
+            {"id": passage.id, "title": passage.title, "version": passage.version, "score": passage.score}
+            for passage in self._documents[:used]
+        ]
+        return {"reuse": response.reuse.to_json(), "ttft_s": response.ttft_s, "documents": passages}
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if self._kind == "chat":
+            return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(self._text_offset)
+            self._text_offset += len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            # Two tokens may read alike (both a half character, say); the likelier one comes first and stays.
+            "top_logprobs": [
+                {text: _finite(logprob) for _, text, logprob in reversed(token.top)} or None for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+def usage(response: Response) -> dict[str, Any]:
+    """OpenAI's usage; tokens whose stored KV was used unchanged are the cached ones."""
+    num_answer_tokens = len(response.token_ids)
+    return {
+        "prompt_tokens": response.num_prompt_tokens,
+        "completion_tokens": num_answer_tokens,
+        "total_tokens": response.num_prompt_tokens + num_answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": response.reuse.reused_tokens},
+    }
+
+
+def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
+    top = [_text_logprob(text, logprob) for _, text, logprob in token.top]
+    return {**_text_logprob(token.text, token.logprob), "top_logprobs": top}
+
+
+def _text_logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)

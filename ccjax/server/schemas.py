@@ -1,0 +1,283 @@
+"""Request bodies: which fields there are, of which type, and the engine request they mean. Knows no engine state.
+
+Types are checked here, ranges by the engine's own `SamplingParams` and `Request`. Unknown fields are ignored, as
+OpenAI-compatible servers do; but a known one that would change the answer and is not supported is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from ccjax.engine import Request, SamplingParams
+from ccjax.errors import RequestError
+from ccjax.server.settings import LARGEST_TOP_K
+from ccjax.types import Document, ReuseMode, document_from_mapping
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+}
+"""Fields of OpenAI's or vLLM's API that are not supported, with the values besides null under which they do nothing."""
+
+
+def _stop(value: Any) -> Any:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        return tuple(value)
+    raise ValueError("wanted a string or a list of strings")
+
+
+def _retrieval(value: Any) -> Any:
+    if isinstance(value, bool | dict | None):
+        return {} if value is True else value
+    raise ValueError('wanted false, true or {"top_k": number}')
+
+
+def _prompt(value: Any) -> Any:
+    """One prompt: a text or token ids, perhaps alone in a list, as OpenAI's clients may send it."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return tuple(value)
+    raise ValueError("wanted one text, or one list of token ids")
+
+
+class Body(BaseModel):
+    """Base of all bodies: JSON types are taken as they are, never converted."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class RetrievalIn(Body):
+    """How to search the server's own documents."""
+
+    top_k: int | None = Field(None, ge=1, le=LARGEST_TOP_K, description="passages to retrieve")
+
+
+class DocumentIn(Body):
+    """A passage that the caller brings along."""
+
+    text: str
+    id: str | int | None = None
+    title: str | None = None
+    version: str | int | None = None
+
+
+class StreamOptions(Body):
+    """OpenAI's options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Generation(Body):
+    """What chats and plain completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = Field(None, description="0, the default, is greedy")
+    top_p: float | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)] = ()
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    documents: list[DocumentIn] | None = Field(None, description="passages in prompt order; none are retrieved then")
+    retrieval: Annotated[
+        RetrievalIn | Literal[False] | None,
+        BeforeValidator(_retrieval, json_schema_input_type=RetrievalIn | bool | None),
+    ] = Field(None, description="search the server's documents; on by default where it has some")
+    reuse: str | None = Field(None, description="off, exact, bounded or fast")
+    truncate: bool | None = Field(None, description="drop passages from the end instead of refusing a long prompt")
+    cache_salt: str | None = None
+
+    def query(self) -> str | None:
+        """The text to search passages by; None where the request has none."""
+        raise NotImplementedError
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """The fields of the engine's `Request` that hold the question."""
+        raise NotImplementedError
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None reports nothing."""
+        raise NotImplementedError
+
+    def answer_limit(self) -> int | None:
+        """Longest answer in tokens; None goes on to the end of the context."""
+        raise NotImplementedError
+
+    def argument_names(self) -> dict[str, str]:
+        """Engine argument -> field of this body, where they differ."""
+        return {"max_new_tokens": "max_tokens"} | ({"prompt": "documents"} if self.documents else {})
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def own_documents(self) -> tuple[Document, ...] | None:
+        """The passages in the body; None where it has no such field.
+
+        Raises:
+          RequestError: one has a blank text.
+        """
+        if self.documents is None:
+            return None
+        return tuple(_document(number, value) for number, value in enumerate(self.documents))
+
+    def to_request(self, documents: Sequence[Document], *, reuse: ReuseMode, request_id: str) -> Request:
+        """The engine's request, with `documents` as passages and `reuse` where the body names no mode.
+
+        Raises:
+          RequestError: a value is out of range or not supported.
+        """
+        self._refuse_unsupported()
+        limit = self.answer_limit()
+        sampling = SamplingParams(
+            max_new_tokens=limit,
+            temperature=self.temperature if self.temperature is not None else 0.0,
+            top_p=self.top_p if self.top_p is not None else 1.0,
+            stop=self.stop,
+            seed=None if self.seed is None else self.seed % 2**64,
+            logprobs=self.num_logprobs(),
+        )
+        return Request(
+            **self.prompt_fields(),
+            documents=documents,
+            sampling=sampling,
+            reuse=self.reuse or reuse,  # type: ignore[arg-type]  # checked by Request
+            truncate=bool(self.truncate),
+            request_id=request_id,
+        )
+
+    def _refuse_unsupported(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            neutral = _NEUTRAL.get(name)
+            if neutral is None or value is None:
+                continue
+            if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
+                shown = " or ".join(repr(other) for other in neutral)
+                raise RequestError(name, f"not supported by this server: wanted {shown}, got {_short(value)}")
+
+
+class ChatBody(Generation):
+    """Body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    def query(self) -> str | None:
+        """Text of the last user message."""
+        contents = [message.get("content") for message in self.messages if message.get("role") == "user"]
+        content = contents[-1] if contents else None
+        if isinstance(content, list):
+            texts = [part.get("text") for part in content if isinstance(part, dict)]
+            content = "\n".join(text for text in texts if isinstance(text, str))
+        return content if isinstance(content, str) and content.strip() else None
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """The messages as they came: the engine checks them."""
+        return {"messages": self.messages}
+
+    def num_logprobs(self) -> int | None:
+        """`top_logprobs` where `logprobs` is on."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs", "wanted only together with logprobs=true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def answer_limit(self) -> int | None:
+        """`max_completion_tokens`, or its older name `max_tokens`."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def argument_names(self) -> dict[str, str]:
+        """As `Generation`; the engine's "prompt" is this body's messages."""
+        names = {"prompt": "messages"} | super().argument_names()
+        if self.max_completion_tokens is not None:
+            names["max_new_tokens"] = "max_completion_tokens"
+        return names
+
+
+class CompletionBody(Generation):
+    """Body of /v1/completions."""
+
+    prompt: Annotated[
+        str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=str | list[str] | list[int])
+    ]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    def query(self) -> str | None:
+        """The prompt, if it is a text."""
+        return self.prompt if isinstance(self.prompt, str) and self.prompt.strip() else None
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """A text, or a question of token ids behind an empty system prompt.
+
+        Raises:
+          RequestError: token ids together with documents.
+        """
+        if isinstance(self.prompt, str):
+            return {"prompt": self.prompt}
+        if self.documents or self.retrieval:
+            raise RequestError("prompt", "wanted a text where there are documents or retrieval, got token ids")
+        return {"segments": ((), self.prompt)}
+
+    def num_logprobs(self) -> int | None:
+        """OpenAI's completions give the number itself."""
+        return self.logprobs
+
+    def answer_limit(self) -> int | None:
+        """`max_tokens`, by default OpenAI's 16."""
+        return self.max_tokens if self.max_tokens is not None else 16
+
+    def argument_names(self) -> dict[str, str]:
+        """As `Generation`; a prompt of token ids is the engine's second segment."""
+        return super().argument_names() | {"segments[1]": "prompt"}
+
+
+class TokenizeBody(Body):
+    """Body of /tokenize: a text, or messages with documents, of which only the number of tokens is told."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    documents: Annotated[list[DocumentIn] | None, WithJsonSchema({"type": "array"})] = None
+    add_special_tokens: bool = True
+
+    def own_documents(self) -> tuple[Document, ...]:
+        """The passages in the body."""
+        return tuple(_document(number, value) for number, value in enumerate(self.documents or ()))
+
+
+def _document(number: int, value: DocumentIn) -> Document:
+    try:
+        return document_from_mapping(value.model_dump(), argument=f"documents[{number}]")
+    except ValueError as error:
+        argument, _, message = str(error).partition(": ")
+        raise RequestError(argument, message) from error
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,360 @@
+"""Serves a model over an OpenAI-compatible HTTP API: `python scripts/serve.py --model demo`.
+
+Listens at once: /health answers while everything loads, /ready turns from 503 to 200 when requests can be answered.
+Wrong arguments end it with one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from ccjax.engine import Engine
+    from ccjax.retrieval import Retriever
+    from ccjax.server import ServerSettings, Service
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_ENGINE_FIELDS = (
+    "dtype",
+    "store",
+    "strategy",
+    "alpha",
+    "recompute_ratio",
+    "focus_window",
+    "focus_rule",
+    "max_model_len",
+    "host_cache_bytes",
+    "disk_cache_bytes",
+    "max_variants",
+    "tenant_salt",
+    "system_prompt",
+)
+_STAGES = {
+    "weights": "Loading weights",
+    "read": "Reading documents",
+    "embed": "Embedding passages",
+    "compile": "Compiling for every prompt size",
+}
+
+
+class StartupError(Exception):
+    """The server cannot start; the message is one line that names the argument."""
+
+
+class _Stopped(Exception):
+    """The server is told to end while it still loads."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until SIGTERM or SIGINT; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return _serve(args)
+    except StartupError as error:
+        print(f"serve.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(args: argparse.Namespace) -> int:
+    listener = _listen(args.host, args.port)  # before the slow imports: a port in use shows at once
+    with _naming(args, ""):
+        settings = _server_settings(args)
+    if args.docs is not None and not args.docs.is_dir():
+        raise StartupError(f"--docs: wanted a directory, got {str(args.docs)!r}")
+
+    import uvicorn
+
+    from ccjax.server import Service, create_app
+
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    _use_compile_cache(args.compile_cache_dir or _user_cache() / "compile")
+    service = Service(settings)
+    config = uvicorn.Config(
+        create_app(service), log_config=None, access_log=False, ws="none", server_header=False, timeout_keep_alive=30
+    )
+    server = uvicorn.Server(config)
+    # uvicorn raises the signals it got once more when it is done; for us they mean a clean end, not a killed process.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{listener.getsockname()[1]}"
+    loader = _Loader(args, service, server, url)
+    loader.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        loader.stop()
+        service.close(drain=False)  # nothing is left unless a second Ctrl-C cut the shutdown short
+    if loader.error is not None:
+        raise loader.error
+    return 0
+
+
+class _Loader(threading.Thread):
+    """Loads model and documents beside the running server and hands them to the service."""
+
+    def __init__(self, args: argparse.Namespace, service: Service, server: uvicorn.Server, url: str) -> None:
+        super().__init__(name="ccjax-load", daemon=True)
+        self.error: Exception | None = None
+        self._args, self._service, self._server, self._url = args, service, server, url
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Loads; on failure keeps the error and ends the server."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        bars = Progress(*columns, console=Console(stderr=True))
+        try:
+            try:
+                engine, retriever = self._load(_Display(bars, self._service, self._stopping))
+            finally:
+                bars.stop()
+            try:
+                self._service.open(engine, retriever)
+            except RuntimeError:  # ended in the meantime
+                engine.close()
+                raise _Stopped from None
+            print(_final_line(self._args, self._service, self._url), flush=True)
+        except _Stopped:
+            pass
+        except Exception as error:
+            self.error = error
+            self._server.should_exit = True
+
+    def stop(self) -> None:
+        """Ends the loading at its next step, and waits for that."""
+        self._stopping.set()
+        self.join()
+
+    def _load(self, progress: _Display) -> tuple[Engine, Retriever | None]:
+        import jax
+
+        from ccjax.engine import Engine
+
+        args = self._args
+        settings = {name: getattr(args, name) for name in _ENGINE_FIELDS if hasattr(args, name)}
+        if settings.get("dtype", "auto") == "auto":
+            settings["dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        with _naming(args, "--model"):
+            engine = Engine.from_pretrained(args.model, progress=progress, **settings)
+        try:
+            retriever = self._open_documents(engine, progress)
+            if args.warmup:
+                engine.warmup(progress)
+        except BaseException:
+            engine.close()
+            raise
+        return engine, retriever
+
+    def _open_documents(self, engine: Engine, progress: _Display) -> Retriever | None:
+        from ccjax.engine.loading import DEMO_CORPUS
+        from ccjax.retrieval import Retriever, default_embedder
+
+        args, tokenizer = self._args, engine.tokenizer
+        docs = args.docs if args.docs is not None else DEMO_CORPUS if args.model == "demo" else None
+        if docs is None or args.no_docs:
+            return None
+        if tokenizer is None:
+            raise StartupError("--docs: wanted a model with tokenizer files, to cut documents into passages")
+        with _naming(args, "--embedder"):
+            embedder = default_embedder(args.embedder)
+        with _naming(args, "--docs"):
+            key = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
+            retriever = Retriever.open(
+                docs,
+                index_dir=args.index_dir or _user_cache() / "index" / key,
+                embedder=embedder,
+                count_tokens=lambda text: len(tokenizer.encode(text, allow_special=False)),
+                chunk_tokens=args.chunk_tokens,
+                overlap_tokens=args.overlap_tokens,
+                progress=progress,
+            )
+            if not retriever.num_passages:
+                failed = retriever.report.failed
+                why = f"; the first of {len(failed)} unusable files: {': '.join(failed[0])}" if failed else ""
+                raise StartupError(f"--docs: wanted a directory with documents, got none in {docs}{why}")
+        return retriever
+
+
+class _Display:
+    """Shows (stage, done, total) as one bar a stage, tells the service, and breaks off when the server ends."""
+
+    def __init__(self, bars: Any, service: Service, stopping: threading.Event) -> None:
+        self._bars, self._service, self._stopping = bars, service, stopping
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+        self._service.progress(stage, done, total)
+        if stage not in self._tasks:
+            self._bars.start()  # not before: a start without any bar would print an empty line
+            self._tasks[stage] = self._bars.add_task(_STAGES.get(stage, stage.capitalize()), total=total)
+        # A stage may turn out to have nothing to do; without a total its bar would seem to run on for ever.
+        self._bars.update(self._tasks[stage], completed=done if total else 1, total=total or 1)
+
+
+@contextlib.contextmanager
+def _naming(args: argparse.Namespace, default: str) -> Iterator[None]:
+    """Turns a refusal into a `StartupError` that names the command-line argument: the one the message begins with,
+    else `default`."""
+    from store.errors import StoreError
+
+    try:
+        yield
+    except (ValueError, OSError, StoreError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        argument, colon, rest = message.partition(": ")
+        renamed = {"docs_dir": "docs", "directory": "embedder"}.get(argument, argument)
+        if colon and (renamed in vars(args) or renamed in _ENGINE_FIELDS):
+            message = f"--{renamed.replace('_', '-')}: {rest}"
+        else:
+            message = f"{'--store' if isinstance(error, StoreError) else default}: {message}"
+        raise StartupError(message) from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"--host: cannot use {host!r}: {error.strerror or error}") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)  # at once: two sockets may bind the same port as long as none listens
+    except OSError as error:
+        listener.close()
+        raise StartupError(f"--port: cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+def _server_settings(args: argparse.Namespace) -> ServerSettings:
+    from ccjax.server import ServerSettings
+
+    return ServerSettings(
+        served_model_name=args.served_model_name,
+        api_key=args.api_key if args.api_key is not None else os.environ.get("CCJAX_API_KEY"),
+        reuse=args.reuse,
+        top_k=args.top_k,
+        max_queue=args.max_queue,
+        max_body_bytes=args.max_body_bytes,
+        refresh_interval_s=args.refresh_interval_s,
+    )
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ccjax"
+
+
+def _use_compile_cache(directory: Path) -> None:
+    """Lets JAX keep compiled steps between runs. Quick compiles count too: there are hundreds of them."""
+    import jax
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"--compile-cache-dir: cannot use {directory}: {error.strerror or error}") from error
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _final_line(args: argparse.Namespace, service: Service, url: str) -> str:
+    backend = service.backend
+    documents = ""
+    if backend.retriever is not None:
+        documents = f" over {backend.retriever.num_passages} passages of {backend.retriever.num_documents} documents"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if service.settings.api_key else ""
+    body = '{"messages": [{"role": "user", "content": "YOUR QUESTION"}], "max_tokens": 64}'
+    return (
+        f"Ready: {backend.model}{documents} on {url}  Try: curl -s {url}/v1/chat/completions"
+        f"{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
+
+
+def num_bytes(text: str) -> int:
+    """The number in "2GiB", "500MB" or "1073741824"; the type of arguments that are sizes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"wanted a size such as 2GiB or 500MB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"wanted 0 (any free port) to 65535, got {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="serve.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    add("--port", type=_port, default=8000, help="port to listen on, 0 for any free one (default 8000)")
+    add("--served-model-name", metavar="NAME", help="the model's name in the API (default: that of its directory)")
+    add("--api-key", metavar="KEY", help="ask clients for this bearer token (default: $CCJAX_API_KEY, else none)")
+    add("--max-queue", type=int, default=128, metavar="N", help="requests that may wait, more get 429 (default 128)")
+    add("--max-body-bytes", type=num_bytes, default=10_000_000, metavar="SIZE", help="longest body (default 10MB)")
+    add("--no-warmup", dest="warmup", action="store_false", help="compile when a request first needs it")
+    add("--compile-cache-dir", type=Path, metavar="DIR", help="compiled steps (default ~/.cache/ccjax/compile)")
+    add("--log-level", default="warning", choices=["debug", "info", "warning", "error"], help="(default warning)")
+
+    add = parser.add_argument_group("documents").add_argument
+    add("--docs", type=Path, metavar="DIR", help="documents to answer from (default with --model demo: its own corpus)")
+    add("--no-docs", action="store_true", help="retrieve nothing, also with --model demo")
+    add("--index-dir", type=Path, metavar="DIR", help="where the index is kept (default below ~/.cache/ccjax/index)")
+    add("--embedder", default="auto", metavar="NAME", help="auto, lexical, or a sentence-transformers directory")
+    add("--top-k", type=int, default=5, metavar="N", help="passages for a question (default 5)")
+    add("--chunk-tokens", type=int, default=200, metavar="N", help="longest passage (default 200)")
+    add("--overlap-tokens", type=int, default=0, metavar="N", help="tokens that neighbours may share (default 0)")
+    add("--refresh-interval-s", type=float, metavar="S", help="look for changed documents this often (default never)")
+
+    group = parser.add_argument_group("model and reuse", "Defaults not given here are those of ccjax.EngineConfig.")
+    add = group.add_argument
+    add("--model", default="demo", metavar="DIR", help='Hugging Face model directory, or "demo" (the default)')
+    add("--reuse", default="bounded", help="mode of requests that name none: off, exact, bounded (default), fast")
+    metavars = {str: "TEXT", int: "N", float: "X", num_bytes: "SIZE"}
+    # Left out of the namespace where not given, so that EngineConfig alone holds the defaults.
+    for flag, kind, text in (
+        ("--dtype", str, "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere (default auto)"),
+        ("--max-model-len", int, "longest prompt plus answer in tokens"),
+        ("--strategy", str, "how chunks are reused: cachecraft, reuse, prefix, full"),
+        ("--alpha", float, "scales the share of tokens that is recomputed"),
+        ("--recompute-ratio", float, "forces that share, 0 to 1"),
+        ("--focus-window", int, "layers after which unfocused passages are dropped"),
+        ("--focus-rule", str, "entropy or largest_gap"),
+        ("--store", str, "URL of the lasting chunk store, such as file:///var/cache/ccjax (default: memory only)"),
+        ("--host-cache-bytes", num_bytes, "memory for chunk-caches, such as 2GiB"),
+        ("--disk-cache-bytes", num_bytes, "room in the store"),
+        ("--max-variants", int, "chunk variants kept"),
+        ("--tenant-salt", str, "separates the chunk-caches of tenants that share a store"),
+        ("--system-prompt", str, "used where a request brings no system message"),
+    ):
+        add(flag, type=kind, default=argparse.SUPPRESS, metavar=metavars[kind], help=text)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

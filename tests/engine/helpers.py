@@ -1,0 +1,121 @@
+"""Small random models and prompts for engine tests, and a slow float64 oracle of selective recompute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.loading import LoadedModel
+from models.llama3 import LlamaConfig
+from models.llama3.params import Params, build_params
+from tests.oracles import head_size, random_llama, rope_frequencies, rotate
+
+TOLERANCE = 2e-5
+"""Largest difference of float32 logits of order one to the float64 oracle; mutants in these tests exceed it."""
+
+
+def params_from_hf(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> Params:
+    """Our parameter tree from weights in Hugging Face names and shapes."""
+
+    def make(name: str, spec: Any) -> Any:
+        weight = weights[name]
+        return jnp.asarray(weight.T.reshape(spec.shape) if spec.layout == "linear" else weight)
+
+    return build_params(config, make)
+
+
+class TinyModel:
+    """A random model in both worlds: weights for the oracle, a LoadedModel for the engine."""
+
+    def __init__(self, seed: int = 0, **changes: Any) -> None:
+        self.weights, self.raw = random_llama(seed, **{"max_position_embeddings": 4096, **changes})
+        self.config = LlamaConfig.from_hf(self.raw)
+        self.loaded = LoadedModel(
+            name="tiny",
+            config=self.config,
+            params=params_from_hf(self.weights, self.config),
+            tokenizer=None,
+            template=None,
+            eos_ids=frozenset(),
+            fingerprint=f"tiny-{seed}",
+        )
+
+    def engine(self, **settings: Any) -> Engine:
+        return Engine(self.loaded, EngineConfig(**{"max_model_len": 4096, **settings}))
+
+
+def draw_segments(
+    random: np.random.Generator, lengths: Sequence[int], *, system: int = 7, question: int = 9, vocab: int = 97
+) -> list[list[int]]:
+    """System, passages of the given lengths, question."""
+    return [[int(token) for token in random.integers(0, vocab, length)] for length in (system, *lengths, question)]
+
+
+def permuted(segments: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:
+    """The same system and question around the passages in another order."""
+    return [segments[0], *(segments[1 + index] for index in order), segments[-1]]
+
+
+def selective_oracle(
+    weights: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    token_ids: Sequence[int],
+    cached: Sequence[tuple[np.ndarray, np.ndarray]],
+    computed: Sequence[np.ndarray],
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Selective recompute token by token, float64: CacheCraft sec. 3.4.3.
+
+    Args:
+      cached: per layer, keys before RoPE and values [n, K, H] of the whole prompt; only rows not computed are read.
+      computed: per layer, ascending prompt offsets that are computed there; each a subset of the layer before.
+
+    Returns:
+      Logits [V] of the last token, and per layer the attention weights [rows, Q, n].
+    """
+    num_kv, head_dim = config["num_key_value_heads"], head_size(config)
+    frequencies, eps = rope_frequencies(config), config["rms_norm_eps"]
+
+    def weight(name: str) -> np.ndarray:
+        return weights[name].astype(np.float64)
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean() + eps) * weight(name)
+
+    hidden = {int(row): weight("model.embed_tokens.weight")[token_ids[row]] for row in computed[0]}
+    attentions = []
+    for number, rows in enumerate(computed):
+        block = f"model.layers.{number}."
+        keys, values = (np.array(part, np.float64) for part in cached[number])
+        queries = {}
+        for row in map(int, rows):
+            normed = norm(hidden[row], block + "input_layernorm.weight")
+            queries[row] = (weight(block + "self_attn.q_proj.weight") @ normed).reshape(-1, head_dim)
+            keys[row] = (weight(block + "self_attn.k_proj.weight") @ normed).reshape(num_kv, head_dim)
+            values[row] = (weight(block + "self_attn.v_proj.weight") @ normed).reshape(num_kv, head_dim)
+        turned = rotate(keys, np.arange(len(token_ids)), frequencies)
+        attention = np.zeros((len(rows), config["num_attention_heads"], len(token_ids)))
+        after = {}
+        for index, row in enumerate(map(int, rows)):
+            query = rotate(queries[row][None], np.array([row]), frequencies)[0]
+            attended = np.zeros_like(query)
+            for head in range(len(query)):
+                kv_head = head * num_kv // len(query)
+                scores = turned[: row + 1, kv_head] @ query[head] / math.sqrt(head_dim)
+                weights_of_head = np.exp(scores - scores.max())
+                weights_of_head /= weights_of_head.sum()
+                attention[index, head, : row + 1] = weights_of_head
+                attended[head] = weights_of_head @ values[: row + 1, kv_head]
+            x = hidden[row] + weight(block + "self_attn.o_proj.weight") @ attended.reshape(-1)
+            normed = norm(x, block + "post_attention_layernorm.weight")
+            gate = weight(block + "mlp.gate_proj.weight") @ normed
+            up = weight(block + "mlp.up_proj.weight") @ normed
+            after[row] = x + weight(block + "mlp.down_proj.weight") @ (gate / (1 + np.exp(-gate)) * up)
+        hidden = after
+        attentions.append(attention)
+    last = norm(hidden[len(token_ids) - 1], "model.norm.weight")
+    return weight("lm_head.weight") @ last, attentions

@@ -1,0 +1,273 @@
+"""The engine as a library user meets it: arguments, errors, reports, variants, restarts, damaged stores."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ccjax.engine import EngineConfig, Request, SamplingParams
+from ccjax.errors import ConfigError, ContextLengthError, RequestError
+from store.errors import StoreIdentityError
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+
+MODEL = TinyModel(seed=2)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def segments_of(lengths, seed=0, **kwargs):
+    return draw_segments(np.random.default_rng(seed), lengths, **kwargs)
+
+
+def test_the_report_adds_up_and_names_every_segment():
+    segments = segments_of([40, 30, 50])
+    with MODEL.engine() as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=2)
+        report = engine.generate_from_tokens(permuted(segments, [2, 0, 1]), max_new_tokens=2).reuse
+    total = sum(map(len, segments))
+    assert report.prompt_tokens == total
+    assert report.computed_tokens + report.recomputed_tokens + report.reused_tokens == total
+    assert report.computed_tokens == len(segments[-1]) and report.recomputed_tokens > 0
+    assert [document.role for document in report.per_document] == ["system", "document", "document", "document"]
+    for document in report.per_document:
+        parts = (document.reused_tokens, document.recomputed_tokens, document.computed_tokens)
+        assert sum(parts) == document.num_tokens and document.tier == "host"
+    assert [document.exact for document in report.per_document] == [True, False, False, False]
+    assert not report.exact and report.loaded_bytes > 0
+    share = (report.computed_tokens + report.recomputed_tokens) / total
+    assert 0 < report.computed_share <= share
+    assert report.to_json()["per_document"][1]["num_tokens"] == 50
+
+
+def test_forced_ratio_recomputes_that_share_of_each_approximate_chunk():
+    segments = segments_of([40, 60, 100])
+    for ratio, counts in ((0.15, [15, 9, 6]), (0.3, [30, 18, 12]), (0.0, [0, 0, 0])):
+        with MODEL.engine(recompute_ratio=ratio) as engine:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+            report = engine.generate_from_tokens(permuted(segments, [2, 1, 0]), max_new_tokens=1).reuse
+        assert [document.recomputed_tokens for document in report.per_document[1:]] == counts
+
+
+def test_fast_recomputes_at_most_five_percent():
+    segments = segments_of([40, 60, 100])
+    with MODEL.engine() as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=1)
+        report = engine.generate_from_tokens(permuted(segments, [2, 1, 0]), max_new_tokens=1, reuse="fast").reuse
+    assert all(d.recomputed_tokens <= 0.05 * d.num_tokens for d in report.per_document)
+    assert report.recomputed_tokens > 0
+
+
+def test_a_repaired_order_is_kept_and_serves_the_same_order_next_time():
+    segments = segments_of([40, 30])
+    shuffled = permuted(segments, [1, 0])
+    with MODEL.engine() as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=2)
+        first = engine.generate_from_tokens(shuffled, max_new_tokens=2)
+        again = engine.generate_from_tokens(shuffled, max_new_tokens=2)
+        assert first.reuse.recomputed_tokens > 0 and again.reuse.recomputed_tokens == 0
+        assert again.token_ids == first.token_ids and not again.reuse.exact
+        exact = engine.generate_from_tokens(shuffled, max_new_tokens=2, reuse="exact")
+        assert exact.reuse.computed_tokens == len(shuffled[-1]) + 70  # approximate variants are no use to `exact`
+
+
+def test_variants_stay_within_their_number_and_bytes():
+    segments = segments_of([40, 30, 50, 20, 60])
+    random = np.random.default_rng(1)
+    with MODEL.engine(max_variants=7) as few, MODEL.engine(host_cache_bytes=90_000) as small:
+        for _ in range(8):
+            shuffled = permuted(segments, random.permutation(5))
+            wanted = small.generate_from_tokens(shuffled, max_new_tokens=3, reuse="off").token_ids
+            for engine in (few, small):
+                got = engine.generate_from_tokens(shuffled, max_new_tokens=3, reuse="exact")
+                assert got.token_ids == wanted
+            assert few.num_variants <= 7
+            usage = small.store_usage()["host"]
+            assert 0 < usage.used_bytes <= usage.budget_bytes == 90_000
+            assert small.num_variants == usage.num_variants
+
+
+def test_read_only_adds_nothing():
+    segments = segments_of([40, 30])
+    with MODEL.engine(read_only=True) as engine:
+        for _ in range(2):
+            report = engine.generate_from_tokens(segments, max_new_tokens=1).reuse
+            assert report.reused_tokens == 0
+        assert engine.num_variants == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"strategy": "magic"}, "strategy"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"alpha": -1.0}, "alpha"),
+        ({"recompute_ratio": 1.5}, "recompute_ratio"),
+        ({"focus_window": 0}, "focus_window"),
+        ({"focus_rule": "middle"}, "focus_rule"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_model_len": 5000}, "max_model_len"),
+        ({"host_cache_bytes": 0}, "host_cache_bytes"),
+        ({"store": "ftp://somewhere"}, "ftp"),
+    ],
+)
+def test_bad_settings_are_named(settings, named):
+    with pytest.raises((ConfigError, ValueError), match=named):
+        MODEL.engine(**settings)
+
+
+@pytest.mark.parametrize(
+    ("segments", "named"),
+    [
+        ([[1, 2]], "segments: wanted at least a system and a question"),
+        ([[1], []], r"segments\[1\]: wanted at least one token"),
+        ([[1], [], [2]], r"segments\[1\]: wanted at least one token"),
+        ([[1], [97]], r"segments\[1\]: wanted token ids from 0 to 96, got 97"),
+        ([[1], [-1]], r"got -1"),
+        ([[1], ["a"]], r"segments\[1\]: wanted integers, got 'a'"),
+        ([[True], [1]], r"segments\[0\]: wanted integers, got True"),
+    ],
+)
+def test_bad_segments_are_named(segments, named):
+    with MODEL.engine() as engine:
+        with pytest.raises(RequestError, match=named):
+            engine.generate_from_tokens(segments)
+        assert engine.generate_from_tokens([[1], [2]], max_new_tokens=1).token_ids
+
+
+def test_too_long_is_an_error_unless_truncated():
+    segments = segments_of([40, 40, 40])
+    with MODEL.engine(max_model_len=100) as engine:
+        with pytest.raises(ContextLengthError, match=r"prompt: wanted at most 100 tokens .* got 136 prompt tokens"):
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+        cut = engine.generate_from_tokens(segments, max_new_tokens=4, truncate=True)
+        assert cut.num_prompt_tokens == 96 and len(cut.token_ids) == 4
+        assert cut.token_ids == engine.generate_from_tokens(permuted(segments, [0, 1]), max_new_tokens=4).token_ids
+        with pytest.raises(ContextLengthError, match="100"):
+            engine.generate_from_tokens([[1], [2] * 120], truncate=True)
+        unbounded = engine.generate_from_tokens(permuted(segments, [0, 1]), max_new_tokens=None)
+        assert len(unbounded.token_ids) == 4 and unbounded.finish_reason == "length"
+        with pytest.raises(ContextLengthError, match="100"):
+            engine.prefill_logits([1] * 101)
+        assert engine.prefill_logits([1] * 100).shape == (100, 97)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": 5.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"stop": ("",)}, "stop"),
+        ({"logprobs": 99}, "logprobs"),
+    ],
+)
+def test_bad_sampling_is_named(sampling, named):
+    with pytest.raises(RequestError, match=named):
+        SamplingParams(**sampling)
+    with pytest.raises(RequestError, match="reuse"):
+        Request(segments=[[1], [2]], reuse="sometimes")  # type: ignore[arg-type]
+
+
+def test_seeds_draw_the_same_and_temperature_draws_variety():
+    segments = segments_of([20])
+    with MODEL.engine() as engine:
+        draws = [
+            engine.generate_from_tokens(segments, max_new_tokens=12, temperature=1.5, seed=seed).token_ids
+            for seed in (1, 1, 2, 3)
+        ]
+        greedy = engine.generate_from_tokens(segments, max_new_tokens=12).token_ids
+        narrow = engine.generate_from_tokens(segments, max_new_tokens=12, temperature=1.0, top_p=1e-9, seed=5).token_ids
+    assert draws[0] == draws[1] and len(set(draws)) == 3
+    assert narrow == greedy
+
+
+def test_a_cancelled_stream_frees_the_engine_and_keeps_what_was_computed():
+    segments = segments_of([30, 30])
+    with MODEL.engine() as engine:
+        stream = engine.stream(Request(segments=segments, sampling=SamplingParams(max_new_tokens=50)))
+        assert next(stream).token_ids
+        stream.close()
+        report = engine.generate_from_tokens(segments, max_new_tokens=1).reuse
+        assert report.computed_tokens == len(segments[-1])
+
+
+def test_streamed_tokens_are_those_of_the_response():
+    segments = segments_of([30])
+    with MODEL.engine() as engine:
+        sampling = SamplingParams(max_new_tokens=7, logprobs=2)
+        deltas = list(engine.stream(Request(segments=segments, sampling=sampling)))
+        response = deltas[-1].response
+    assert response is not None and all(delta.response is None for delta in deltas[:-1])
+    assert tuple(token for delta in deltas for token in delta.token_ids) == response.token_ids
+    assert len(response.token_ids) == 7 and response.ttft_s <= response.total_s
+    assert [len(token.top) for token in response.logprobs] == [2] * 7
+    assert all(token.top[0][0] == token.token_id for token in response.logprobs)  # greedy draws the likeliest
+
+
+def test_a_closed_engine_says_so():
+    engine = MODEL.engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate_from_tokens([[1], [2]])
+
+
+_SERVE_ONCE = """
+import sys
+from tests.engine.helpers import TinyModel
+from tests.engine.test_engine import segments_of
+with TinyModel(seed=2).engine(store=sys.argv[1]) as engine:
+    response = engine.generate_from_tokens(segments_of([40, 30, 50]), max_new_tokens=5)
+    tiers = {document.tier for document in response.reuse.per_document}
+    print(response.reuse.reused_tokens, response.reuse.exact, tiers, *response.token_ids)
+"""
+
+
+def test_a_restarted_process_reuses_what_the_first_one_stored(tmp_path):
+    url = f"file://{tmp_path}/store"
+    lines = []
+    for _ in range(2):
+        command = [sys.executable, "-c", _SERVE_ONCE, url]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        lines.append(done.stdout.split())
+    assert lines[0][:3] == ["0", "True", "{None}"]
+    assert lines[1][:3] == ["127", "True", "{'disk'}"]
+    assert lines[0][3:] == lines[1][3:]
+
+
+def test_a_store_of_another_model_is_refused(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        engine.generate_from_tokens(segments_of([20]), max_new_tokens=1)
+    with pytest.raises(StoreIdentityError, match="tiny-3"):
+        TinyModel(seed=3).engine(store=url)
+
+
+def test_damaged_shards_are_computed_again_with_the_right_answer(tmp_path):
+    url = f"file://{tmp_path}/store"
+    segments = segments_of([40, 30, 50])
+    with MODEL.engine(store=url) as engine:
+        wanted = engine.generate_from_tokens(segments, max_new_tokens=6).token_ids
+    shards = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 10_000]
+    assert len(shards) == 3  # the passages; the system prompt is smaller
+    for path in shards[:2]:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 0x40
+        path.write_bytes(content)
+    with MODEL.engine(store=url) as engine:
+        assert engine.num_variants == 4
+        response = engine.generate_from_tokens(segments, max_new_tokens=6)
+        assert response.token_ids == wanted
+        assert response.reuse.failed_loads == 2 and response.reuse.exact
+        assert engine.store_usage()["disk"].corrupt == 2
+    with MODEL.engine(store=url) as engine:  # what was damaged has been written anew
+        healed = engine.generate_from_tokens(segments, max_new_tokens=6)
+        assert healed.token_ids == wanted and healed.reuse.failed_loads == 0
+        assert healed.reuse.computed_tokens == len(segments[-1])
+
+
+def test_config_defaults_need_no_arguments():
+    assert EngineConfig() == EngineConfig(dtype="float32")

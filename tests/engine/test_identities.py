@@ -1,0 +1,170 @@
+"""Identities that hold on every path: reuse that should change nothing changes nothing."""
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Request, SamplingParams
+from ccjax.engine.prefill import Prefiller
+from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
+from tests.oracles import llama_forward
+
+MODEL = TinyModel()
+CASES = [
+    [1],
+    [300],
+    [5, 1],
+    [40, 40, 41],
+    [16, 128, 3, 77],
+    [90, 1, 1, 200, 33],
+    [10, 20, 30, 40, 50, 60, 70],
+    [300, 1, 250, 2, 180, 96, 31, 64],
+]
+
+
+def answer(engine, segments, reuse, *, tokens=6):
+    """(greedy tokens, their log-probabilities, report)."""
+    sampling = SamplingParams(max_new_tokens=tokens, logprobs=0)
+    response = engine.run(Request(segments=segments, sampling=sampling, reuse=reuse))
+    return response.token_ids, [token.logprob for token in response.logprobs], response.reuse
+
+
+def assert_same(got, wanted):
+    assert got[0] == wanted[0]
+    np.testing.assert_allclose(got[1], wanted[1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", CASES, ids=str)
+def test_full_prefill_is_the_oracle(lengths):
+    segments = draw_segments(np.random.default_rng(len(lengths)), lengths)
+    tokens = [token for segment in segments for token in segment]
+    with MODEL.engine() as engine:
+        logits = engine.prefill_logits(tokens)
+    np.testing.assert_allclose(logits, llama_forward(MODEL.weights, MODEL.raw, tokens)[0], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", CASES, ids=str)
+@pytest.mark.parametrize("reuse", ["exact", "bounded", "fast"])
+def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengths, reuse):
+    segments = draw_segments(np.random.default_rng(sum(lengths)), lengths)
+    total = sum(map(len, segments))
+    with MODEL.engine() as engine:
+        plain = answer(engine, segments, "off")
+        assert (plain[2].computed_tokens, plain[2].reused_tokens, plain[2].exact) == (total, 0, True)
+        cold = answer(engine, segments, reuse)
+        assert_same(cold, plain)
+        assert (cold[2].computed_tokens, cold[2].reused_tokens) == (total, 0)
+        warm = answer(engine, segments, reuse)
+        assert_same(warm, plain)
+        assert warm[2].exact and warm[2].recomputed_tokens == 0
+        assert warm[2].computed_tokens == len(segments[-1])
+        assert warm[2].reused_tokens == total - len(segments[-1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(seed):
+    random = np.random.default_rng(seed)
+    lengths = [int(length) for length in random.integers(1, 120, random.integers(2, 8))]
+    segments = draw_segments(random, lengths)
+    with MODEL.engine(recompute_ratio=1.0) as everything, MODEL.engine() as engine:
+        for _ in range(3):
+            shuffled = permuted(segments, random.permutation(len(lengths)))
+            plain = answer(engine, shuffled, "off")
+            assert_same(answer(everything, shuffled, "bounded"), plain)
+            exact = answer(engine, shuffled, "exact")
+            assert_same(exact, plain)
+            assert exact[2].exact and exact[2].recomputed_tokens == 0
+
+
+def test_naive_reuse_behind_other_chunks_is_not_full_prefill():
+    """The mutant of the identities above: without recompute the tolerance is exceeded by far."""
+    segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
+    shuffled = permuted(segments, [2, 1, 0])
+    with MODEL.engine(strategy="reuse") as engine:
+        answer(engine, segments, "bounded")
+        naive = answer(engine, shuffled, "bounded")
+        plain = answer(engine, shuffled, "off")
+    assert not naive[2].exact and naive[2].reused_tokens > 100
+    assert max(abs(a - b) for a, b in zip(naive[1], plain[1], strict=True)) > 100 * TOLERANCE
+
+
+def test_the_same_chunk_twice_in_one_prompt():
+    segments = draw_segments(np.random.default_rng(3), [30, 20])
+    twice = permuted(segments, [0, 1, 0])
+    with MODEL.engine() as engine:
+        for _ in range(2):
+            assert_same(answer(engine, twice, "bounded"), answer(engine, twice, "off"))
+
+
+def test_an_empty_system_prompt_and_no_passages():
+    random = np.random.default_rng(4)
+    with MODEL.engine() as engine:
+        for segments in ([[], *draw_segments(random, [12, 30])[1:]], draw_segments(random, [])):
+            for _ in range(2):
+                assert_same(answer(engine, segments, "bounded"), answer(engine, segments, "off"))
+
+
+def _plan(lengths, actions):
+    """A plan over passages without a system prompt; `actions`: recompute offsets of a reused one, None = compute."""
+    segments, start = [], 0
+    for number, (length, offsets) in enumerate(zip(lengths, actions, strict=True)):
+        kind = {"action": "compute"}
+        if offsets is not None:
+            kind = {"action": "reuse", "variant_id": VariantId(f"v{number}"), "recompute_offsets": tuple(offsets)}
+        role = "question" if number == len(lengths) - 1 else "document"
+        segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(f"c{number}"), **kind))
+        start += length
+    return PrefillPlan("test", tuple(segments))
+
+
+def test_recomputed_rows_leave_nothing_of_the_cached_ones():
+    """All offsets of a reused chunk recomputed: even NaN in its stored KV must not show."""
+    lengths = [20, 33, 9]
+    tokens = np.random.default_rng(5).integers(0, 97, sum(lengths)).astype(np.int32)
+    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
+    shape = (1, 2, 33, MODEL.config.num_kv_heads, MODEL.config.head_dim)
+    poisoned = prefiller.run(
+        tokens,
+        _plan(lengths, [None, range(33), None]),
+        read_layers=lambda *_: np.full(shape, np.nan, np.float32),
+    )
+    wanted = llama_forward(MODEL.weights, MODEL.raw, tokens)[0][-1]
+    np.testing.assert_allclose(prefiller.last_logits(poisoned), wanted, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("captured_at", [0, 1, 57, 1000])
+def test_a_first_chunk_captured_at_one_position_serves_at_another(captured_at):
+    """Keys rest without RoPE: what was computed at one place is rotated to another (CacheCraft sec. 3.4.3)."""
+    lengths = [41, 9]
+    tokens = np.random.default_rng(6).integers(0, 97, sum(lengths)).astype(np.int32)
+    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
+    result = prefiller.run(tokens, _plan(lengths, [None, None]), collect=False, first_pos=captured_at)
+    collected = prefiller.run(tokens, _plan(lengths, [None, None]), collect=True, first_pos=captured_at)
+    kv = np.stack([np.stack([np.asarray(layer.k)[:41], np.asarray(layer.v)[:41]]) for layer in collected.layers])
+    wanted = llama_forward(MODEL.weights, MODEL.raw, tokens)[0][-1]
+    np.testing.assert_allclose(prefiller.last_logits(result), wanted, atol=TOLERANCE)
+    for first_pos in (0, 333):
+        reused = prefiller.run(
+            tokens, _plan(lengths, [(), None]), read_layers=lambda _, a, b: kv[a:b], first_pos=first_pos
+        )
+        np.testing.assert_allclose(prefiller.last_logits(reused), wanted, atol=TOLERANCE)
+    shifted = np.roll(kv, 1, axis=2)  # the mutant: one position off
+    wrong = prefiller.run(tokens, _plan(lengths, [(), None]), read_layers=lambda _, a, b: shifted[a:b])
+    assert np.abs(prefiller.last_logits(wrong) - wanted).max() > 100 * TOLERANCE
+
+
+def test_off_runs_no_cache_code(monkeypatch):
+    segments = draw_segments(np.random.default_rng(7), [20, 30])
+
+    def refuse(*_, **__):
+        raise AssertionError("cache code ran")
+
+    with MODEL.engine() as engine:
+        wanted = answer(engine, segments, "bounded")
+        for owner, names in ((engine._store, ("prepare_load", "prepare_store")), (engine._variants, ("of_chunks", "add"))):
+            for name in names:
+                monkeypatch.setattr(owner, name, refuse)
+        assert_same(answer(engine, segments, "off"), wanted)
+        with pytest.raises(AssertionError, match="cache code ran"):
+            answer(engine, segments, "bounded")
+        monkeypatch.undo()

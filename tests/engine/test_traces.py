@@ -1,0 +1,56 @@
+"""Compilation stays bounded: random requests use only the listed sizes."""
+
+import numpy as np
+import pytest
+
+from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.warmup import shapes
+from models.llama3 import steps
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+
+
+def test_two_hundred_random_requests_compile_only_listed_sizes():
+    model = TinyModel(seed=9, num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=16)
+    random = np.random.default_rng(0)
+    pool = [draw_segments(random, [int(random.integers(1, 40))])[1] for _ in range(25)]
+    listed = len(shapes(256))
+    sizes = {"layer": steps.layer_step, "rotate": steps.rotate_step, "select": steps.select_step}
+    before = {name: step._cache_size() for name, step in sizes.items()}
+    with model.engine(max_model_len=256, max_variants=40) as engine:
+        for number in range(200):
+            chosen = random.choice(len(pool), random.integers(1, 6), replace=False)
+            segments = [[1, 2, 3], *(pool[index] for index in chosen), draw_segments(random, [])[1]]
+            reuse = ("bounded", "exact", "fast", "off")[number % 4]
+            engine.generate_from_tokens(segments, max_new_tokens=2, reuse=reuse)
+    grown = {name: step._cache_size() - before[name] for name, step in sizes.items()}
+    # With mass and without it (reuse off, and decode); never more, however many requests come.
+    assert 0 < grown["layer"] <= 2 * listed
+    assert grown["rotate"] <= len({slots for _, slots in shapes(256)})
+    assert grown["select"] <= listed
+
+
+def test_warm_up_leaves_nothing_to_compile():
+    model = TinyModel(seed=9, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, intermediate_size=16)
+    random = np.random.default_rng(1)
+    seen = []
+    with model.engine(max_model_len=128) as engine:
+        engine.warmup(lambda stage, done, total: seen.append((stage, done, total)))
+        assert seen[0][1] == 0 and seen[-1][1] == seen[-1][2] == len(shapes(128))
+        steps_run = (steps.layer_step, steps.rotate_step, steps.embed_step, steps.logits_step)
+        before = [step._cache_size() for step in steps_run]
+        segments = draw_segments(random, [30, 24, 36])
+        for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 0, 2]):
+            engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3)
+        assert [step._cache_size() for step in steps_run] == before
+
+
+@pytest.mark.parametrize("bucket", [token_bucket, slot_bucket, segment_bucket])
+def test_buckets_hold_what_they_are_asked_for(bucket):
+    sizes = [bucket(number) for number in range(1, 20000)]
+    assert all(size >= number for number, size in enumerate(sizes, start=1))
+    assert sizes == sorted(sizes) and len(set(sizes)) < 90
+    assert all(bucket(size) == size for size in set(sizes))
+
+
+def test_padding_is_bounded():
+    assert all(token_bucket(number) <= number * 1.125 + 1 for number in range(257, 20000))

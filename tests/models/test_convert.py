@@ -1,0 +1,370 @@
+"""models.llama3.convert against directories that the test writes and the NumPy oracle; no transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.llama3 import LlamaConfig, forward, init_params
+from models.llama3.convert import (
+    CheckpointError,
+    fingerprint,
+    fingerprint_params,
+    load_config,
+    load_params,
+    save_pretrained,
+)
+from tests.conftest import ROOT
+from tests.oracles import llama_forward, random_llama, read_llama2c, read_llama2c_pieces
+
+TOKENS = np.random.default_rng(0).integers(0, 97, 40)
+WQ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def write(directory: Path, weights: dict[str, np.ndarray], config: dict, shards: int = 1) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(weights, directory / "model.safetensors")
+        return directory
+    weight_map = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: w for i, (name, w) in enumerate(weights.items()) if i % shards == number}
+        save_file(part, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+def logits_of(directory: Path, dtype=jnp.float32) -> np.ndarray:
+    params = load_params(directory, dtype=dtype)
+    return np.asarray(forward(params, load_config(directory), jnp.asarray(TOKENS[None], jnp.int32))[0])
+
+
+def assert_same_params(ours, others):
+    assert jax.tree.structure(ours) == jax.tree.structure(others)
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(others), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shape", [{}, {"head_dim": 24}, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}])
+def test_loaded_model_computes_what_the_oracle_computes(tmp_path, shards, tied, shape):
+    weights, config = random_llama(1, tie_word_embeddings=tied, **shape)
+    expected, _ = llama_forward(weights, config, TOKENS)
+    np.testing.assert_allclose(logits_of(write(tmp_path, weights, config, shards)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("swap", [("gate_proj", "up_proj"), ("input_layernorm", "post_attention_layernorm")])
+def test_the_tolerance_notices_swapped_tensors(tmp_path, swap):
+    weights, config = random_llama(1)
+    one, other = swap
+    names = {name: name.replace(one, other) if one in name else name.replace(other, one) for name in weights}
+    swapped = {names[name]: w for name, w in weights.items()}
+    expected, _ = llama_forward(weights, config, TOKENS)
+    assert np.abs(logits_of(write(tmp_path, swapped, config)) - expected).max() > 1e-2
+
+
+@pytest.mark.parametrize("stored", [np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_leaves_are_cast_once_from_the_stored_type(tmp_path, stored, wanted):
+    weights, config = random_llama(2)
+    weights = {name: w.astype(stored) for name, w in weights.items()}
+    params = load_params(write(tmp_path, weights, config), dtype=wanted)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
+    expected = weights[WQ].astype(wanted).reshape(8, 8, 64).transpose(2, 0, 1)
+    np.testing.assert_array_equal(np.asarray(params.layers[1].wq), expected)
+
+
+def test_put_and_progress_see_every_tensor(tmp_path):
+    weights, config = random_llama(3)
+    seen, steps = [], []
+    params = load_params(
+        write(tmp_path, weights, config, 2),
+        dtype=jnp.float32,
+        progress=lambda done, total: steps.append((done, total)),
+        put=lambda spec, host: seen.append((spec.axes, host.flags.c_contiguous)) or host,
+    )
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params))
+    assert len(seen) == len(weights) and all(contiguous for _, contiguous in seen)
+    assert (("embed", "heads", "head_dim"), True) in seen
+    assert len(steps) == len(weights) + 1 and steps == sorted(steps)
+    done, total = steps[-1]
+    assert done == total >= sum(w.nbytes for w in weights.values()) == steps[-2][0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 60_000])
+def test_save_then_load_is_the_same_and_saving_again_is_byte_equal(tmp_path, tied, max_shard_bytes):
+    weights, raw = random_llama(4, tie_word_embeddings=tied, head_dim=24)
+    config = LlamaConfig.from_hf(raw)
+    params = load_params(write(tmp_path / "a", weights, raw), dtype=jnp.float32)
+    for name in ("b", "c"):
+        save_pretrained(params, config, tmp_path / name, max_shard_bytes=max_shard_bytes)
+        assert load_config(tmp_path / name) == config
+        params = load_params(tmp_path / name, dtype=jnp.float32)
+    files = sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "c").iterdir())
+    assert all((tmp_path / "b" / file).read_bytes() == (tmp_path / "c" / file).read_bytes() for file in files)
+    assert ("model.safetensors" in files) == (max_shard_bytes == 10**9)
+    stored = {}
+    for path in (tmp_path / "b").glob("*.safetensors"):
+        stored |= load_file(path)
+    assert stored.keys() == weights.keys()
+    for name, w in weights.items():
+        np.testing.assert_array_equal(stored[name], w)
+    for path in (tmp_path / "b").glob("*-of-*.safetensors"):
+        assert path.stat().st_size < 60_000 + 4096
+
+
+def test_saving_over_an_earlier_save_leaves_one_model(tmp_path):
+    config = LlamaConfig.from_hf(random_llama(0)[1])
+    first, second = (init_params(config, jax.random.key(seed)) for seed in (1, 2))
+    save_pretrained(first, config, tmp_path)
+    save_pretrained(second, config, tmp_path, max_shard_bytes=60_000)
+    assert_same_params(load_params(tmp_path, dtype=jnp.float32), second)
+    assert not (tmp_path / "model.safetensors").exists()
+    save_pretrained(first, config, tmp_path, dtype=jnp.bfloat16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), first)
+    assert_same_params(load_params(tmp_path, dtype=jnp.bfloat16), rounded)
+
+
+def test_saving_what_does_not_fit_the_config_is_refused(tmp_path):
+    config = LlamaConfig.from_hf(random_llama(0)[1])
+    params = init_params(config, jax.random.key(0))
+    with pytest.raises(ValueError, match="params: wanted the tree"):
+        save_pretrained(params, dataclasses.replace(config, num_layers=2), tmp_path)
+    with pytest.raises(ValueError, match=r"gate_proj.*wanted shape \(64, 100\).*got \(64, 112\)"):
+        save_pretrained(params, dataclasses.replace(config, d_ff=100), tmp_path)
+    with pytest.raises(ValueError, match="max_shard_bytes"):
+        save_pretrained(params, config, tmp_path, max_shard_bytes=0)
+    assert not list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob(".*"))
+
+
+def test_tensors_without_weights_are_passed_over(tmp_path):
+    weights, config = random_llama(5, tie_word_embeddings=True)
+    plain = load_params(write(tmp_path / "a", weights, config), dtype=jnp.float32)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    assert_same_params(load_params(write(tmp_path / "b", weights, config), dtype=jnp.float32), plain)
+
+
+def _break_json(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _only_bin(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def _rewrite(change):
+    def run(directory: Path) -> None:
+        weights = load_file(directory / "model.safetensors")
+        change(weights)
+        save_file(weights, directory / "model.safetensors")
+
+    return run
+
+
+def _shard(change):
+    def run(directory: Path) -> None:
+        weights = load_file(directory / "model.safetensors")
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "model.safetensors").unlink()
+        write(directory, weights, config, 2)
+        change(directory)
+
+    return run
+
+
+def _map_to(name: str, file: object):
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        held = index["weight_map"][name]
+        other = next(shard for shard in sorted(set(index["weight_map"].values())) if shard != held)
+        index["weight_map"][name] = other if file == "other" else file
+        path.write_text(json.dumps(index))
+
+    return _shard(change)
+
+
+ERRORS = {
+    "no config": (lambda d: (d / "config.json").unlink(), r"config\.json: wanted a JSON file, got no such file"),
+    "broken config": (_break_json, r"config\.json: wanted a JSON object"),
+    "list config": (lambda d: (d / "config.json").write_text("[1]"), r"config\.json: wanted a JSON object, got list"),
+    "architecture": (
+        lambda d: (d / "config.json").write_text('{"model_type": "gpt2"}'),
+        r"config\.json: .*model_type: wanted one of .*'llama'.*got 'gpt2'",
+    ),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"wanted model\.safetensors or .* got neither"),
+    "bin": (_only_bin, r"got pytorch_model\.bin; convert PyTorch \.bin weights to safetensors"),
+    "truncated": (_truncate, r"model\.safetensors: wanted a whole safetensors file"),
+    "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), r"model\.safetensors: wanted a whole safetensors"),
+    "missing": (_rewrite(lambda w: w.pop(WQ)), rf"wanted tensor '{WQ}', got no such tensor"),
+    "unknown": (
+        _rewrite(lambda w: w.update({f"extra.{i}": np.zeros(2, np.float32) for i in range(10)})),
+        r"model\.safetensors: .*3 llama layers, got tensor 'extra\.0', .* and 2 more",
+    ),
+    "too many layers": (
+        _rewrite(lambda w: w.update({WQ.replace(".1.", ".3."): w[WQ]})),
+        r"3 llama layers, got tensor 'model\.layers\.3\.self_attn",
+    ),
+    "shape": (
+        _rewrite(lambda w: w.update({WQ: np.zeros((64, 32), np.float32)})),
+        rf"model\.safetensors: tensor '{WQ}': wanted shape \[64, 64\], got \[64, 32\]",
+    ),
+    "quantised": (
+        _rewrite(lambda w: w.update({WQ: np.zeros((64, 64), np.int8)})),
+        rf"tensor '{WQ}': wanted one of F64, F32, F16, BF16, got I8",
+    ),
+    "missing shard": (
+        _shard(lambda d: (d / "model-00002-of-00002.safetensors").unlink()),
+        r"model-00002-of-00002\.safetensors: wanted a shard named in model\.safetensors\.index\.json, got no such file",
+    ),
+    "tensor not in its shard": (
+        _map_to(WQ, "other"),
+        rf"model-0000.-of-00002\.safetensors: tensor '{WQ}': wanted here by model\.safetensors\.index\.json, got no",
+    ),
+    "shard outside": (_map_to(WQ, "../x.safetensors"), r"index\.json: tensor .*same directory, got '\.\./x"),
+    "shard number": (_map_to(WQ, 7), r"index\.json: tensor .*wanted a file name .*got 7"),
+    "empty index": (
+        _shard(lambda d: (d / "model.safetensors.index.json").write_text("{}")),
+        r"index\.json: wanted an object under 'weight_map', got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_one_message_names_file_tensor_wanted_and_got(tmp_path, case):
+    weights, config = random_llama(6)
+    write(tmp_path, weights, config)
+    damage, message = ERRORS[case]
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load_params(tmp_path, dtype=jnp.float32)
+
+
+def test_fingerprint_is_of_the_content(tmp_path):
+    weights, config = random_llama(7)
+    original = fingerprint(write(tmp_path / "a", weights, config))
+    assert len(original) == 64
+    assert fingerprint(write(tmp_path / "copy", weights, {**config, "use_cache": True})) == original
+    seen = {original}
+    for name, w in weights.items():  # the last bit of the last element of each tensor
+        changed = w.copy()
+        changed.reshape(-1).view(np.uint32)[-1] ^= 1
+        seen.add(fingerprint(write(tmp_path / "b", {**weights, name: changed}, config)))
+    seen.add(fingerprint(write(tmp_path / "b", weights, {**config, "rope_theta": 10001.0})))
+    seen.add(fingerprint(write(tmp_path / "b", weights, {**config, "rms_norm_eps": 1e-6})))
+    assert len(seen) == len(weights) + 3
+
+
+def test_fingerprint_of_params_without_files():
+    config = LlamaConfig.from_hf(random_llama(0)[1])
+    params = init_params(config, jax.random.key(0))
+    original = fingerprint_params(params, config)
+    assert fingerprint_params(init_params(config, jax.random.key(0)), config) == original
+    bumped = dataclasses.replace(params, final_norm=params.final_norm.at[-1].add(1e-6))
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    others = {
+        fingerprint_params(bumped, config),
+        fingerprint_params(narrow, config),
+        fingerprint_params(params, dataclasses.replace(config, rope_theta=5e5)),
+    }
+    assert len(others | {original}) == 4
+
+
+MEASURE = """
+    import sys, threading, time
+    import jax, jax.numpy as jnp, numpy as np
+    from models.llama3.convert import load_params
+    from safetensors.numpy import load_file
+
+    def anonymous_bytes():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+    jnp.asarray(np.ones((64, 64), np.float32)).block_until_ready()
+    start = peak = anonymous_bytes()
+    done = threading.Event()
+
+    def watch():
+        global peak
+        while not done.wait(0.001):
+            peak = max(peak, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    whole = load_file(sys.argv[1] + "/model.safetensors") if sys.argv[2] == "all at once" else None
+    params = jax.block_until_ready(load_params(sys.argv[1], dtype=jnp.float32))
+    done.set()
+    watcher.join()
+    print(peak - start)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon from Linux's /proc")
+@pytest.mark.parametrize("way", ["leaf by leaf", "all at once"])
+def test_loading_never_holds_the_model_twice(tmp_path, way):
+    weights, config = random_llama(
+        8, vocab_size=1024, hidden_size=1024, num_hidden_layers=5, intermediate_size=2816, head_dim=128
+    )
+    model_bytes = sum(w.nbytes for w in weights.values())
+    assert model_bytes > 200_000_000
+    weights = {name: w.astype(np.float16) for name, w in weights.items()}
+    allowed = model_bytes + 3 * 4 * max(w.size for w in weights.values()) + 20_000_000
+    write(tmp_path, weights, config)
+    del weights
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), way]
+    # So that glibc gives freed tensors back at once; else up to 70 MB of them stay in its heap.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    peak = int(result.stdout)
+    print(f"{peak / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")
+    assert (peak < allowed) == (way == "leaf by leaf")
+
+
+def test_real_trained_weights_write_the_known_story(tmp_path, test_data):
+    """Greedy text of llama2.c's own test (test_all.py, temperature 0) through the oracle and through our forward."""
+    folder = test_data("weights_stories260K")
+    weights, config = read_llama2c(folder / "stories260K.bin")
+    pieces = read_llama2c_pieces(folder / "tok512.bin", config["vocab_size"])
+    params = load_params(write(tmp_path, weights, config | {"hidden_act": "silu"}), dtype=jnp.float32)
+    ours_config = load_config(tmp_path)
+    step = jax.jit(lambda params, ids: forward(params, ours_config, ids))
+    num_tokens = 100
+    ours, oracle = [1], [1]
+    for length in range(1, num_tokens):
+        padded = jnp.asarray([ours + [0] * (num_tokens - length)], jnp.int32)
+        ours.append(int(step(params, padded)[0, length - 1].argmax()))
+        oracle.append(int(llama_forward(weights, config, oracle)[0][-1].argmax()))
+    assert ours == oracle
+    text = b"".join(pieces[token] for token in ours[1:]).decode().strip()
+    assert text.startswith(
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+        "One day, she saw a big, red ball. She wanted to play with it, but it was too high."
+    )
+    logits = np.asarray(step(params, jnp.asarray([ours], jnp.int32))[0])
+    np.testing.assert_allclose(logits, llama_forward(weights, config, ours)[0], atol=2e-4)

@@ -1,0 +1,154 @@
+"""pallas_kernels.rope against complex rotation in float64, and the identities that moving a chunk rests on."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
+from tests import oracles
+
+RANDOM = np.random.default_rng(0)
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def case(num_tokens: int, num_heads: int, head_dim: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    x = RANDOM.standard_normal((num_tokens, num_heads, head_dim)).astype(np.float32)
+    return x, np.sort(RANDOM.integers(0, last, num_tokens)).astype(np.int32)
+
+
+@pytest.mark.parametrize("head_dim", [2, 8, 24, 64, 128])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("scaling", [None, SCALING, SCALING | {"factor": 32.0}])
+def test_frequencies(head_dim, theta, scaling):
+    config = {"head_dim": head_dim, "rope_theta": theta}
+    if scaling is not None:
+        config["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    ours = llama3_frequencies(head_dim, theta, **(scaling or {}))
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, oracles.rope_frequencies(config), rtol=1e-6)
+
+
+def test_theta_is_never_remembered_from_an_earlier_call():
+    first = llama3_frequencies(64, 1e4)
+    assert not np.allclose(first, llama3_frequencies(64, 5e5))
+    np.testing.assert_array_equal(first, llama3_frequencies(64, 1e4))
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 8), (1, 1, 128), (33, 4, 24), (5, 2, 64)])
+def test_apply_is_complex_rotation(shape):
+    x, positions = case(*shape, last=4000)
+    frequencies = llama3_frequencies(shape[-1], 5e5, **SCALING)
+    expected = oracles.rotate(x.astype(np.float64), positions, frequencies.astype(np.float64))
+    ours = apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies)
+    # float32 angles: at position p an angle is off by up to p * 2^-24 rad, here 2.4e-4.
+    np.testing.assert_allclose(ours, expected, atol=2e-3)
+    np.testing.assert_allclose(
+        apply_rope(jnp.asarray(x), jnp.asarray(positions % 16), frequencies),
+        oracles.rotate(x.astype(np.float64), positions % 16, frequencies.astype(np.float64)),
+        atol=2e-5,
+    )
+
+
+def test_batch_axes_are_independent():
+    x = RANDOM.standard_normal((2, 3, 5, 4, 8)).astype(np.float32)
+    positions = RANDOM.integers(0, 50, (2, 3, 5)).astype(np.int32)
+    frequencies = llama3_frequencies(8, 1e4)
+    whole = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies))
+    for i in range(2):
+        for j in range(3):
+            one = apply_rope(jnp.asarray(x[i, j]), jnp.asarray(positions[i, j]), frequencies)
+            np.testing.assert_allclose(whole[i, j], one, atol=1e-6)
+
+
+@pytest.mark.parametrize("last", [16, 8192, 131072])
+def test_remove_undoes_apply(last):
+    x, positions = case(64, 4, 64, last)
+    frequencies = llama3_frequencies(64, 5e5, **SCALING)
+    turned = apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies)
+    assert np.abs(np.asarray(turned) - x).max() > 0.5
+    np.testing.assert_allclose(remove_rope(turned, jnp.asarray(positions), frequencies), x, atol=2e-6)
+
+
+def test_position_zero_changes_nothing():
+    x, _ = case(9, 2, 24, 1)
+    zeros = jnp.zeros(9, jnp.int32)
+    for rotate in (apply_rope, remove_rope):
+        np.testing.assert_array_equal(rotate(jnp.asarray(x), zeros, llama3_frequencies(24, 1e4)), x)
+
+
+@pytest.mark.parametrize("last", [16, 2000])
+def test_move_is_remove_then_apply_and_back_again(last):
+    x, old = case(48, 3, 64, last)
+    new = RANDOM.permutation(old).astype(np.int32)
+    frequencies = llama3_frequencies(64, 1e4)
+    at_old = apply_rope(jnp.asarray(x), jnp.asarray(old), frequencies)
+    moved = move_rope(at_old, jnp.asarray(old), jnp.asarray(new), frequencies)
+    expected = oracles.rotate(x.astype(np.float64), new, frequencies.astype(np.float64))
+    np.testing.assert_allclose(moved, expected, atol=2e-6 * last + 2e-5)
+    back = move_rope(moved, jnp.asarray(new), jnp.asarray(old), frequencies)
+    np.testing.assert_allclose(back, at_old, atol=3e-6)
+
+
+def test_scores_depend_on_distance_alone():
+    """What makes reuse at another position possible at all."""
+    x, _ = case(2, 1, 64, 1)
+    frequencies = llama3_frequencies(64, 1e4)
+
+    def score(query_pos: int, key_pos: int) -> float:
+        turned = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray([query_pos, key_pos], jnp.int32), frequencies))
+        return float(turned[0, 0] @ turned[1, 0])
+
+    assert score(40, 3) == pytest.approx(score(1040, 1003), abs=2e-3)
+    assert abs(score(40, 3) - score(40, 4)) > 0.05
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dtype_is_kept_and_angles_are_not_rounded_to_it(dtype):
+    x, positions = case(32, 2, 64, 8000)
+    frequencies = llama3_frequencies(64, 5e5)
+    narrow = jnp.asarray(x).astype(dtype)
+    ours = apply_rope(narrow, jnp.asarray(positions), frequencies)
+    assert ours.dtype == dtype
+    wide = np.asarray(apply_rope(narrow.astype(jnp.float32), jnp.asarray(positions), frequencies))
+    # One rounding of the result, relative; bfloat16 angles would be off by whole turns (257 becomes 256).
+    np.testing.assert_allclose(np.asarray(ours, np.float32), wide, rtol=2**-8, atol=1e-6)
+
+
+def test_the_inverse_as_cachecraft_prints_it_does_not_undo_apply():
+    """CacheCraft sec. 4 calls "y cos + x sin" the inverse of "x cos - y sin": the two halves of one rotation forward."""
+    x, positions = case(16, 2, 8, 500)
+    frequencies = llama3_frequencies(8, 1e4)
+    turned = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies))
+    angles = positions[:, None, None] * frequencies
+    first, second = turned[..., :4], turned[..., 4:]
+    printed = np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles)], -1
+    )
+    assert np.abs(printed - x).max() > 0.5
+    np.testing.assert_allclose(remove_rope(jnp.asarray(turned), jnp.asarray(positions), frequencies), x, atol=2e-6)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("scaling", [None, SCALING])
+def test_long_positions_match_transformers(scaling):
+    import torch
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=1,
+        head_dim=64,
+        rope_theta=500000.0,
+        rope_scaling=scaling and {"rope_type": "llama3", **scaling},
+        max_position_embeddings=131072,
+    )
+    x, positions = case(64, 1, 64, 131072)
+    cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.from_numpy(positions.astype(np.int64))[None])
+    key = torch.from_numpy(x.transpose(1, 0, 2))[None]
+    theirs = apply_rotary_pos_emb(key, key, cosines, sines)[1][0].numpy().transpose(1, 0, 2)
+    ours = apply_rope(jnp.asarray(x), jnp.asarray(positions), llama3_frequencies(64, 5e5, **(scaling or {})))
+    # One unit in the last place of a frequency is 0.01 rad at position 131,072.
+    np.testing.assert_allclose(ours, theirs, atol=0.05)

@@ -1,0 +1,49 @@
+"""Short ways to build chunks and variants for the policy tests. Holds no expectation of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ccjax.policy.planner import PromptChunk
+from ccjax.types import ChunkId, Fidelity, SegmentRole, VariantId, VariantMeta
+
+
+def ids(text: str) -> tuple[ChunkId, ...]:
+    """One chunk id for each letter."""
+    return tuple(ChunkId(letter) for letter in text)
+
+
+def variant(
+    name: str,
+    prefix: str = "",
+    inter: Sequence[float] | None = None,
+    *,
+    variant_id: str | None = None,
+    cci: float = 0.5,
+    num_tokens: int = 10,
+    ranking: Sequence[int] | None = None,
+    num_bytes: int = 100,
+    f_r: float = 0.0,
+    fidelity: Fidelity = "exact",
+) -> VariantMeta:
+    """A variant of chunk `name` behind the chunks of `prefix`; its last token is its most contextualised by default."""
+    return VariantMeta(
+        variant_id=VariantId(variant_id or f"{name}|{prefix}|{fidelity}"),
+        chunk_id=ChunkId(name),
+        prefix_ids=ids(prefix),
+        inter_by_prefix=tuple(inter) if inter is not None else (1.0,) * len(prefix),
+        a_mean=0.0,
+        b_mean=1.0,
+        cci=cci,
+        token_ranking=tuple(ranking) if ranking is not None else tuple(reversed(range(num_tokens))),
+        num_tokens=num_tokens,
+        num_bytes=num_bytes,
+        frequency_reuse=f_r,
+        fidelity=fidelity,
+    )
+
+
+def prompt(names: str, num_tokens: int = 10, *, system: bool = False) -> list[PromptChunk]:
+    """One chunk for each letter; with `system` the first one is the system prompt."""
+    roles: list[SegmentRole] = ["system" if system and index == 0 else "document" for index in range(len(names))]
+    return [PromptChunk(ChunkId(name), num_tokens, role) for name, role in zip(names, roles, strict=True)]

@@ -1,0 +1,75 @@
+"""The policy equations once more, in exact fractions, NumPy float64 and SciPy. Imports nothing of the project."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+from scipy.special import entr, expit
+from scipy.stats import kendalltau
+
+
+def beta(old: list[str], inter: list[float], new: list[str]) -> Fraction:
+    """CacheCraft eq. 6 in fractions; each new chunk is used up by the first old occurrence that claims it."""
+    left = list(new)
+    common = Fraction(0)
+    for chunk, mass in zip(old, inter, strict=True):
+        if chunk in left:
+            left.remove(chunk)
+            common += Fraction(mass)
+    total = sum(map(Fraction, inter), Fraction(0))
+    return common / total if total else Fraction(0)
+
+
+def gamma(old: list[str], new: list[str]) -> float:
+    """CacheCraft eq. 7 for distinct chunks, from SciPy's tau: distance = (1 - tau) / 2."""
+    common = [chunk for chunk in old if chunk in new]
+    if len(common) < 2:
+        return 0.0
+    tau = kendalltau(range(len(common)), [new.index(chunk) for chunk in common]).statistic
+    return float((1.0 - tau) / 2.0)
+
+
+def cci(a: float, b: float) -> float:
+    """CacheCraft eq. 11 by SciPy's logistic function."""
+    return float(expit(a / b))
+
+
+def cfo(cci_value: float, beta_adjusted: float, alpha: float) -> Fraction:
+    """CacheCraft eq. 12 in fractions, clipped."""
+    return min(Fraction(1), Fraction(alpha) * Fraction(cci_value) * (1 - Fraction(beta_adjusted)))
+
+
+def focused(mass: list[float], rule: str) -> set[int]:
+    """CacheCraft alg. 1 l. 4-9 with every gap a candidate; SciPy's `entr` is -p ln p. For positive, distinct gaps."""
+    order = np.argsort(-np.asarray(mass), kind="stable")
+    gaps = -np.diff(np.asarray(mass, np.float64)[order])
+    p = gaps / gaps.sum()
+    kept = int(np.argmax(entr(p) if rule == "entropy" else p)) + 1
+    return {int(index) for index in order[:kept]}
+
+
+def attention_weights(num_layers: int, num_tokens: int, seed: int) -> np.ndarray:
+    """Random causal softmax weights [layer, query, key], float64: rows sum to 1, nothing above the diagonal."""
+    scores = np.random.default_rng(seed).normal(size=(num_layers, num_tokens, num_tokens)) * 2.0
+    scores[:, ~np.tri(num_tokens, dtype=bool)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def inter(weights: np.ndarray, keys: range, queries: range) -> float:
+    """CacheCraft eq. 3 for one layer's weights [query, key], as the double sum it is."""
+    return float(sum(weights[q, k] for q in queries for k in keys))
+
+
+def intra(weights: np.ndarray, tokens: range) -> float:
+    """CacheCraft eq. 4 for one layer: strictly earlier tokens of the same chunk."""
+    return float(sum(weights[q, k] for q in tokens for k in tokens if k < q))
+
+
+def a_b_mean(weights: np.ndarray, chunks: list[range]) -> tuple[float, float]:
+    """CacheCraft eq. 9-10 for the last chunk, in the paper's order: normalise in each layer, then average."""
+    own = chunks[-1]
+    a = [sum(inter(layer, keys, own) / (len(own) * len(keys)) for keys in chunks[:-1]) for layer in weights]
+    b = [intra(layer, own) / len(own) ** 2 for layer in weights]
+    return float(np.mean(a)), float(np.mean(b))

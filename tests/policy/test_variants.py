@@ -1,0 +1,190 @@
+"""CacheCraft sec. 3.3: choice by least CFO, f_r, eviction. Hand-worked cases and invariants over random variants."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
+from ccjax.policy.variants import choose_variant, choose_victims, reuse_credit, variant_limit
+from tests.policy.builders import ids, variant
+
+
+@st.composite
+def variants_of_one_chunk(draw):
+    built = {}
+    for _ in range(draw(st.integers(0, 6))):
+        prefix = draw(st.text("ABC", max_size=3))
+        inter = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=len(prefix), max_size=len(prefix)))
+        cci = draw(st.sampled_from([0.5, 0.6, 0.9, 1.0]))
+        meta = variant("X", prefix, inter, cci=cci, fidelity=draw(st.sampled_from(["exact", "approx"])))
+        built[meta.variant_id] = meta
+    return list(built.values())
+
+
+@st.composite
+def stored(draw):
+    return [
+        variant("X", variant_id=f"v{i}", num_bytes=draw(st.integers(0, 9)), f_r=float(draw(st.integers(0, 3))))
+        for i in range(draw(st.integers(0, 8)))
+    ]
+
+
+class TestChoice:
+    def test_least_cfo_wins(self):
+        # behind A: overlap of X|AB = 3/4 -> CFO 0.8 * 1/4 = 0.2; of X|A C = 1/2 -> 0.6 * 1/2 = 0.3; X alone: 0.5
+        ab, ac = variant("X", "AB", (3.0, 1.0), cci=0.8), variant("X", "AC", (1.0, 1.0), cci=0.6)
+        choice = choose_variant([variant("X"), ac, ab], ids("AD"), alpha=1.0)
+        assert choice is not None and choice.meta is ab
+        assert choice.cfo == pytest.approx(0.2) and not choice.exact
+
+    def test_equal_prefix_of_an_exact_variant_is_exact_reuse(self):
+        choice = choose_variant([variant("X"), variant("X", "AB", (0.0, 0.0), cci=1.0)], ids("AB"), alpha=1.0)
+        assert choice is not None and choice.meta.prefix_ids == ids("AB")
+        assert choice.cfo == 0.0 and choice.exact
+
+    def test_equal_prefix_of_an_approximate_variant_is_not(self):
+        approx = variant("X", "AB", fidelity="approx")
+        choice = choose_variant([approx], ids("AB"), alpha=1.0)
+        assert choice is not None and choice.cfo == 0.0 and not choice.exact
+        assert choose_variant([approx], ids("AB"), alpha=1.0, exact_only=True) is None
+
+    def test_cfo_0_behind_another_prefix_is_not_exact(self):
+        # eq. 6 as printed: old A within new AB costs nothing, yet B is new to the chunk
+        choice = choose_variant([variant("X", "A")], ids("AB"), alpha=1.0)
+        assert choice is not None and choice.cfo == 0.0 and not choice.exact
+
+    @pytest.mark.parametrize("prefix", ["AB", "ABD"])
+    def test_an_approximate_variant_never_beats_an_exact_one_of_equal_cfo(self, prefix):
+        approx = variant("X", "AB", variant_id="0", fidelity="approx")
+        exact = variant("X", "AB", variant_id="9")
+        choice = choose_variant([approx, exact], ids(prefix), alpha=1.0)
+        assert choice is not None and choice.meta is exact
+
+    def test_an_approximate_variant_of_less_cfo_beats_an_exact_one(self):
+        # exact one encoded alone: CFO 0.5; approximate one shares 3/4 of its mass: 0.5 * 1/4
+        approx = variant("X", "AB", (3.0, 1.0), fidelity="approx")
+        choice = choose_variant([variant("X"), approx], ids("A"), alpha=1.0)
+        assert choice is not None and choice.meta is approx and choice.cfo == pytest.approx(0.125)
+
+    @pytest.mark.parametrize("alpha", [0.0, 4.0])
+    def test_where_alpha_levels_the_cfos_the_unscaled_score_decides(self, alpha):
+        # CCI (1 - beta') = 1.0 and 0.5; times 4, clipped, both 1; times 0 both 0
+        worse, better = variant("X", variant_id="0", cci=1.0), variant("X", "B", variant_id="9", cci=0.5)
+        choice = choose_variant([worse, better], ids("A"), alpha=alpha)
+        assert choice is not None and choice.meta is better
+
+    def test_last_ties_break_by_id(self):
+        twins = [variant("X", "B", variant_id="2"), variant("X", "C", variant_id="1")]
+        choice = choose_variant(twins, ids("A"), alpha=1.0)
+        assert choice is not None and choice.meta.variant_id == "1"
+
+    def test_none_of_none(self):
+        assert choose_variant([], ids("A"), alpha=1.0) is None
+
+    @given(variants_of_one_chunk(), st.text("ABCD", max_size=3), st.sampled_from([0.0, 0.3, 1.0, 3.0]), st.randoms())
+    def test_invariants(self, variants, prefix, alpha, rng: random.Random):
+        choice = choose_variant(variants, ids(prefix), alpha=alpha)
+        shuffled = list(variants)
+        rng.shuffle(shuffled)
+        assert choose_variant(shuffled, ids(prefix), alpha=alpha) == choice
+        assert (choice is None) == (not variants)
+        exact = [m for m in variants if m.fidelity == "exact" and m.prefix_ids == ids(prefix)]
+        only = choose_variant(variants, ids(prefix), alpha=alpha, exact_only=True)
+        assert [only.meta] == exact if only else not exact
+        if choice is None:
+            return
+        cfos = {
+            m.variant_id: cache_fix_overhead(
+                m.cci, adjusted_overlap(m.prefix_ids, m.inter_by_prefix, ids(prefix)), alpha
+            )
+            for m in variants
+        }
+        assert choice.cfo == cfos[choice.meta.variant_id] == min(cfos.values())
+        assert choice.exact == bool(exact) and (not exact or choice.meta in exact)
+        if choice.meta.fidelity == "approx":
+            assert all(cfos[m.variant_id] > choice.cfo for m in variants if m.fidelity == "exact")
+
+
+class TestCredit:
+    @pytest.mark.parametrize(
+        ("cfo", "num_tokens", "expected"),
+        [(0.25, 100, 4.0), (1.0, 100, 1.0), (0.0, 100, 100.0), (0.001, 100, 100.0), (5e-324, 100, 100.0)],
+    )
+    def test_one_by_cfo_floored_at_one_token(self, cfo, num_tokens, expected):
+        assert reuse_credit(cfo, num_tokens) == pytest.approx(expected)
+
+    @pytest.mark.parametrize(("cfo", "num_tokens", "name"), [(1.2, 5, "cfo"), (0.5, 0, "num_tokens")])
+    def test_bad_arguments_are_named(self, cfo, num_tokens, name):
+        with pytest.raises(ValueError, match=name):
+            reuse_credit(cfo, num_tokens)
+
+
+class TestVictims:
+    # in the order of f_r, then id: c (1.0, 5 bytes), a (2.0, 10), d (2.0, 1), b (9.0, 100)
+    STORED = tuple(
+        variant("X", variant_id=name, f_r=f_r, num_bytes=size)
+        for name, f_r, size in [("a", 2.0, 10), ("b", 9.0, 100), ("c", 1.0, 5), ("d", 2.0, 1)]
+    )
+
+    @pytest.mark.parametrize(
+        ("bytes_needed", "count_over", "pinned", "expected"),
+        [
+            (0, 0, (), ()),
+            (5, 0, (), ("c",)),
+            (6, 0, (), ("c", "a")),
+            (16, 0, (), ("c", "a", "d")),
+            (0, 2, (), ("c", "a")),
+            (1, 3, (), ("c", "a", "d")),
+            (17, 1, (), ("c", "a", "d", "b")),
+            (116, 4, (), ("c", "a", "d", "b")),
+            (117, 0, (), None),
+            (0, 5, (), None),
+            (5, 0, ("c",), ("a",)),
+            (17, 0, ("b",), None),
+            (0, 1, ("a", "b", "c", "d"), None),
+        ],
+    )
+    def test_least_f_r_first(self, bytes_needed, count_over, pinned, expected):
+        assert choose_victims(self.STORED, bytes_needed, count_over, pinned=pinned) == expected
+
+    @given(
+        stored(),
+        st.integers(0, 40),
+        st.integers(0, 9),
+        st.sets(st.sampled_from([f"v{i}" for i in range(8)])),
+        st.randoms(),
+    )
+    def test_invariants(self, variants, bytes_needed, count_over, pinned, rng: random.Random):
+        got = choose_victims(variants, bytes_needed, count_over, pinned=pinned)
+        shuffled = list(variants)
+        rng.shuffle(shuffled)
+        assert choose_victims(shuffled, bytes_needed, count_over, pinned=pinned) == got
+        size = {m.variant_id: m.num_bytes for m in variants}
+        f_r = {m.variant_id: m.frequency_reuse for m in variants}
+        free = [v for v in size if v not in pinned]
+        is_possible = sum(size[v] for v in free) >= bytes_needed and len(free) >= count_over
+        assert (got is not None) == is_possible
+        if got is not None:
+            assert not set(got) & pinned and len(set(got)) == len(got)
+            assert sum(size[v] for v in got) >= bytes_needed and len(got) >= count_over
+            assert not got or sum(size[v] for v in got[:-1]) < bytes_needed or len(got) - 1 < count_over
+            assert all(f_r[v] <= f_r[kept] for v in got for kept in free if kept not in got)
+
+    @pytest.mark.parametrize(
+        ("kwargs", "name"), [({"bytes_needed": -1}, "bytes_needed"), ({"count_over": -1}, "count_over")]
+    )
+    def test_negative_needs_are_named(self, kwargs, name):
+        with pytest.raises(ValueError, match=name):
+            choose_victims(self.STORED, **kwargs)
+
+
+def test_variant_limit_is_n_times_m():
+    assert variant_limit(100, 5) == 500
+    with pytest.raises(ValueError, match="variants_per_chunk"):
+        variant_limit(100, 0)
+    with pytest.raises(ValueError, match="num_chunks"):
+        variant_limit(-1, 5)

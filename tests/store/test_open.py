@@ -1,0 +1,138 @@
+"""What `open` refuses and what it says: foreign models, other versions, bad URLs, paths that cannot be used."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from store import FORMAT_VERSION, StoreIdentity, StoreIdentityError, StoreUnavailableError, TensorStoreTier
+from tests.store.kv import (
+    BF16,
+    OTHERS,
+    OURS,
+    SPEC,
+    assert_same_bytes,
+    get,
+    make_kv,
+    make_record,
+    namespace_of,
+    open_store,
+    put,
+)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/kv", "ftp://x", "/tmp/kv", "kv", ""])
+def test_unknown_scheme_lists_the_known_ones(url):
+    with pytest.raises(ValueError, match=re.escape("file:///absolute/path")) as caught:
+        TensorStoreTier(url, SPEC, OURS)
+    assert repr(url) in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["file://host/kv", "file:kv", "file:///kv?x=1", "file:///kv#x"])
+def test_bad_file_url(url):
+    with pytest.raises(ValueError, match="wanted file:///absolute/path"):
+        TensorStoreTier(url, SPEC, OURS)
+
+
+def test_url_with_escaped_characters(tmp_path):
+    path = tmp_path / "a b%c#é"
+    with open_store(path) as store:
+        put(store, "v")
+    assert namespace_of(path).is_dir()
+
+
+def test_path_is_a_file(tmp_path):
+    path = tmp_path / "kv"
+    path.write_text("not a directory")
+    with pytest.raises(StoreUnavailableError, match=f"store: cannot use {path}"):
+        open_store(path)
+    assert path.read_text() == "not a directory"
+
+
+def test_path_below_a_file_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailableError, match=f"store: cannot use {tmp_path}/file/kv.*Not a directory"):
+        open_store(tmp_path / "file" / "kv")
+
+
+def test_path_that_the_kernel_refuses_to_write():
+    with pytest.raises(StoreUnavailableError, match="store: cannot use /proc/kv"):
+        TensorStoreTier("file:///proc/kv", SPEC, OURS)  # not even root may
+
+
+def test_foreign_store_is_refused_with_both_names_and_left_alone(tmp_path):
+    with open_store(tmp_path, identity=OTHERS) as store:
+        put(store, "v")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StoreIdentityError, match="model-b.*model-a.*exclusive=False"):
+        open_store(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    with open_store(tmp_path, exclusive=False) as store:
+        assert store.foreign_fingerprints() == {"model-b"}
+        assert store.prepare_load(["v"]).missing == {"v"}
+        put(store, "v")
+    with open_store(tmp_path) as ours, open_store(tmp_path, identity=OTHERS) as theirs:  # both have variants now
+        assert ours.foreign_fingerprints() == {"model-b"} and theirs.foreign_fingerprints() == {"model-a"}
+        ours.evict("disk", ["v"])
+        assert_same_bytes(get(theirs, "v"), make_kv("v"))
+
+
+def test_empty_namespace_of_another_model_is_not_foreign(tmp_path):
+    open_store(tmp_path, identity=OTHERS).close()
+    with open_store(tmp_path) as store:
+        assert store.foreign_fingerprints() == frozenset()
+
+
+def test_tenants_of_one_model_share_a_directory_but_no_variant(tmp_path):
+    tenant = StoreIdentity(OURS.model_fingerprint, tenant_salt="secret-salt")
+    with open_store(tmp_path, identity=tenant) as theirs, open_store(tmp_path) as ours:
+        put(theirs, "v")
+        ours.refresh()
+        assert ours.prepare_load(["v"]).missing == {"v"} and ours.foreign_fingerprints() == frozenset()
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and b"secret-salt" in file.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps({"format_version": FORMAT_VERSION + 1}), "format version 2.*reads 1: upgrade this program"),
+        (json.dumps({"format_version": 0}), "format version 0.*damaged or older"),
+        ("{", "format version None.*damaged"),
+    ],
+)
+def test_other_format_version(tmp_path, content, message):
+    open_store(tmp_path).close()
+    (tmp_path / "store.json").write_text(content)
+    with pytest.raises(StoreIdentityError, match=message):
+        open_store(tmp_path)
+    assert (tmp_path / "store.json").read_text() == content
+
+
+@pytest.mark.parametrize("other", [BF16, dataclasses.replace(SPEC, num_layers=4)])
+def test_other_shape_under_the_same_fingerprint(tmp_path, other):
+    with open_store(tmp_path) as store:
+        put(store, "v")
+    with pytest.raises(StoreIdentityError, match="one identity must mean one KV shape"):
+        open_store(tmp_path, kv_spec=other)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_damaged_identity_file_is_written_again(tmp_path, content):
+    with open_store(tmp_path) as store:
+        put(store, "v")
+    (namespace_of(tmp_path) / "identity.json").write_bytes(content)
+    with open_store(tmp_path, host_bytes=0) as store:
+        assert_same_bytes(get(store, "v"), make_kv("v"))
+    assert json.loads((namespace_of(tmp_path) / "identity.json").read_bytes())["model_fingerprint"] == "model-a"
+
+
+def test_store_that_is_over_a_smaller_budget_opens_and_says_what_must_go(tmp_path):
+    with open_store(tmp_path) as store:
+        for variant_id in ("a", "b", "c"):
+            put(store, variant_id)
+        room = store.usage()["disk"].used_bytes // 3
+    with open_store(tmp_path, host_bytes=0, disk_bytes=2 * room) as store:
+        assert store.usage()["disk"].used_bytes == 3 * room
+        assert store.prepare_store(make_record("d")).shortfall_bytes == {"disk": 2 * room}
+        assert_same_bytes(get(store, "a"), make_kv("a"))

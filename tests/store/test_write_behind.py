@@ -1,0 +1,101 @@
+"""The write queue: bounded, in order, flushed and closed without loss. The disk is the real one behind a gate."""
+
+import threading
+
+import pytest
+
+from store import HostTier, TensorStoreTier, TieredStore
+from tests.store.kv import OURS, SPEC, assert_same_bytes, bytes_on_disk, get, make_kv, make_record, open_store, url_of
+
+ONE = SPEC.num_bytes(5)
+
+
+class GatedTier(TensorStoreTier):
+    """Writes only while `gate` is open; `entered` says that a write stands before it."""
+
+    def __init__(self, path):
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        super().__init__(url_of(path), SPEC, OURS)
+
+    def write(self, record, kv, *, reserved=False):
+        self.entered.set()
+        assert self.gate.wait(30)
+        return super().write(record, kv, reserved=reserved)
+
+
+@pytest.fixture
+def gated(tmp_path):
+    tier = GatedTier(tmp_path)
+    with TieredStore(SPEC, HostTier(1 << 20), tier, max_pending_bytes=2 * ONE) as store:
+        yield store, tier
+        tier.gate.set()
+
+
+def submit(store, variant_id, **options):
+    return store.complete_store(store.prepare_store(make_record(variant_id)), make_kv(variant_id), **options)
+
+
+def test_queue_is_bounded_and_never_blocks_a_request(gated, tmp_path):
+    store, tier = gated
+    assert [submit(store, key) for key in ("a", "b", "c")] == [("host", "disk"), ("host", "disk"), ("host",)]
+    assert store.usage()["disk"].skipped_writes == 1 and store.tier_of("a") == "host"
+    assert store.usage()["disk"].used_bytes == 2 * tier.charge_bytes(make_record("a"))  # what is under way counts
+    assert store.flush(0.05) is False and bytes_on_disk(tmp_path) == 0
+    tier.gate.set()
+    assert store.flush(30) is True
+    assert [record.variant_id for record in tier.records()] == ["a", "b"]
+    assert store.usage()["disk"].used_bytes == bytes_on_disk(tmp_path)
+
+
+def test_batch_job_waits_for_room_instead(gated):
+    store, tier = gated
+    submit(store, "a")
+    submit(store, "b")
+    took = []
+    thread = threading.Thread(target=lambda: took.append(submit(store, "c", wait=True)))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive() and store.tier_of("c") == "host"  # waits, and does not hold up others
+    tier.gate.set()
+    thread.join(30)
+    assert took == [("host", "disk")] and store.flush(30) and "c" in tier
+
+
+def test_variant_being_written_exists_and_is_not_evicted(gated):
+    store, tier = gated
+    submit(store, "a")
+    assert store.evict("host", ["a"]) == ("a",)
+    assert store.tier_of("a") is None and store.records() == []  # not committed: a reader would wait for the disk
+    assert store.prepare_store(make_record("a")).exists
+    assert store.evict("disk", ["a"]) == ()
+    tier.gate.set()
+    assert store.flush(30) and store.tier_of("a") == "disk"
+    assert_same_bytes(get(store, "a"), make_kv("a"))
+
+
+def test_discarded_while_being_written_never_appears(gated, tmp_path):
+    store, tier = gated
+    submit(store, "a")
+    submit(store, "b")
+    assert tier.entered.wait(30)
+    store.discard("a")  # stands before the gate
+    store.discard("b")  # waits behind it
+    tier.gate.set()
+    assert store.flush(30)
+    assert store.records() == [] and bytes_on_disk(tmp_path) == 0 and store.usage()["disk"].used_bytes == 0
+    submit(store, "a")
+    assert store.flush(30) and "a" in tier
+
+
+def test_close_writes_the_queue_and_takes_no_more(gated, tmp_path):
+    store, tier = gated
+    late = store.prepare_store(make_record("late"))
+    submit(store, "a")
+    submit(store, "b")
+    threading.Timer(0.05, tier.gate.set).start()
+    store.close()
+    assert store.complete_store(late, make_kv("late")) == ()
+    with open_store(tmp_path, host_bytes=0) as again:
+        assert [record.variant_id for record in again.records()] == ["a", "b"]
+        assert_same_bytes(get(again, "b"), make_kv("b"))
