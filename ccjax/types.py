@@ -208,11 +208,10 @@ def document_from_mapping(value: Mapping[str, Any], *, argument: str = "document
     text = value.get("text")
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{argument}: wanted a non-empty string under 'text', got {text!r}")
-    fields: dict[str, str] = {}
+    fields: dict[str, str | None] = {}
     for name in ("id", "title", "version"):
         field = value.get(name)
         if field is not None and not isinstance(field, str | int):
             raise ValueError(f"{argument}: wanted a string under {name!r}, got {type(field).__name__}")
-        if field is not None:
-            fields[name] = str(field)
-    return Document(text=text, **fields)
+        fields[name] = None if field is None else str(field)
+    return Document(text, fields["id"], fields["title"], fields["version"])

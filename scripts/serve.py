@@ -122,12 +122,10 @@ class _Loader(threading.Thread):
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        bars = Progress(*columns, console=Console(stderr=True))
+        display = _Display(Progress(*columns, console=Console(stderr=True)), self._service, self._stopping)
         try:
-            try:
-                engine, retriever = self._load(_Display(bars, self._service, self._stopping))
-            finally:
-                bars.stop()
+            with contextlib.closing(display):
+                engine, retriever = self._load(display)
             try:
                 self._service.open(engine, retriever)
             except RuntimeError:  # ended in the meantime
@@ -207,10 +205,15 @@ class _Display:
             raise _Stopped
         self._service.progress(stage, done, total)
         if stage not in self._tasks:
-            self._bars.start()  # not before: a start without any bar would print an empty line
+            self._bars.start()
             self._tasks[stage] = self._bars.add_task(_STAGES.get(stage, stage.capitalize()), total=total)
         # A stage may turn out to have nothing to do; without a total its bar would seem to run on for ever.
         self._bars.update(self._tasks[stage], completed=done if total else 1, total=total or 1)
+
+    def close(self) -> None:
+        """Leaves the bars as they are."""
+        if self._tasks:  # without any, rich would print an empty line
+            self._bars.stop()
 
 
 @contextlib.contextmanager

@@ -124,8 +124,9 @@ class TieredStore:
         return next(iter(self.tiers_of(variant_id)), None)
 
     def tiers_of(self, variant_id: str) -> tuple[str, ...]:
-        """Every tier that holds the variant, the fastest first."""
-        return tuple(name for name, tier in self._tiers().items() if variant_id in tier)
+        """Every tier that holds the variant, the fastest first; "disk" from the moment that its write is queued."""
+        queued = self._writer is not None and variant_id in self._writer  # first: what leaves the queue is on disk
+        return tuple(name for name, tier in self._tiers().items() if variant_id in tier or (queued and name == DISK))
 
     def usage(self) -> dict[str, TierUsage]:
         """Tier -> usage and counters since open."""
@@ -157,7 +158,8 @@ class TieredStore:
     # -- load --------------------------------------------------------------------------------------------------
 
     def prepare_load(self, variant_ids: Iterable[str]) -> LoadTicket:
-        """Pins the variants in every tier, until `complete_load`. Reads nothing yet."""
+        """Pins the variants in every tier, until `complete_load`. Reads nothing yet. One whose write is still queued is
+        read from the queue's memory."""
         wanted = tuple(dict.fromkeys(variant_ids))
         sources: dict[str, np.ndarray | ShardReader] = {}
         on_disk = []
@@ -168,8 +170,12 @@ class TieredStore:
                 self._count_look_up(tier)
                 if tier == HOST:
                     sources[variant_id] = self._host.get(variant_id)
-                elif tier == DISK:
-                    on_disk.append(variant_id)
+                elif tier == DISK and self._writer is not None:
+                    queued = self._writer.get(variant_id)  # still in memory, so it is served from there
+                    if queued is None:
+                        on_disk.append(variant_id)
+                    else:
+                        sources[variant_id] = queued
             self._pins.update([*sources, *on_disk])
         for position, variant_id in enumerate(on_disk):  # pinned, so this may be outside the lock
             assert self._disk is not None
@@ -215,9 +221,7 @@ class TieredStore:
         with self._lock:
             self._check_open()
             variant_id = record.variant_id
-            exists = bool(
-                self.tier_of(variant_id) or variant_id in self._announced or variant_id in (self._writer or ())
-            )
+            exists = self.tier_of(variant_id) is not None or variant_id in self._announced
             charges = {name: tier.charge_bytes(record) for name, tier in self._tiers().items()}
             fitting = {} if exists else {n: b for n, b in charges.items() if self._budget(n).can_ever_hold(b)}
             ticket = StoreTicket(record, exists, fitting, self._store_shortfall)
@@ -243,6 +247,7 @@ class TieredStore:
             copied = None
             if kv is not None and not ticket.exists:
                 copied = np.array(check_kv(kv, record, self.kv_spec), order="C", copy=True)
+                copied.flags.writeable = False
         except BaseException:
             self._withdraw(ticket)
             raise

@@ -33,7 +33,7 @@ class WriteBehind:
         self.num_failed = 0
         self._tier = tier
         self._max_pending_bytes = max_pending_bytes
-        self._pending: dict[str, ShardRecord] = {}
+        self._pending: dict[str, tuple[ShardRecord, np.ndarray]] = {}
         self._cancelled: set[str] = set()
         self._failing = False
         self._closed = False
@@ -42,7 +42,12 @@ class WriteBehind:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store-write")
 
     def __contains__(self, variant_id: str) -> bool:
-        return variant_id in self._pending
+        return self.get(variant_id) is not None
+
+    def get(self, variant_id: str) -> np.ndarray | None:
+        """The KV of a variant that is on its way to disk, or None; once it is not here, the disk tier knows of it."""
+        pending = self._pending.get(variant_id)
+        return None if pending is None or variant_id in self._cancelled else pending[1]
 
     def submit(self, record: ShardRecord, kv: np.ndarray, *, wait: bool = False) -> bool:
         """Queues a write whose bytes the tier has reserved; `kv` must not change any more.
@@ -54,7 +59,7 @@ class WriteBehind:
                 self._changed.wait_for(lambda: self._closed or self._has_room(record))
             if self._closed or not self._has_room(record):
                 return False
-            self._pending[record.variant_id] = record
+            self._pending[record.variant_id] = (record, kv)
             self._executor.submit(self._write, record, kv)
             return True
 
@@ -67,9 +72,9 @@ class WriteBehind:
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all that was queued is on disk or has failed; False when `timeout_s` passed before that."""
         with self._changed:
-            ours = list(self._pending.values())  # by identity: a later write of the same id is not waited for
+            ours = list(self._pending.items())  # by identity: a later write of the same id is not waited for
             return self._changed.wait_for(
-                lambda: not any(self._pending.get(record.variant_id) is record for record in ours), timeout_s
+                lambda: all(self._pending.get(key) is not entry for key, entry in ours), timeout_s
             )
 
     def close(self) -> None:
@@ -82,7 +87,7 @@ class WriteBehind:
     def _has_room(self, record: ShardRecord) -> bool:
         if record.variant_id in self._pending:
             return False
-        waiting = sum(pending.num_bytes for pending in self._pending.values())
+        waiting = sum(pending.num_bytes for pending, _ in self._pending.values())
         return not waiting or waiting + record.num_bytes <= self._max_pending_bytes
 
     def _write(self, record: ShardRecord, kv: np.ndarray) -> None:

@@ -18,7 +18,7 @@ _PLAIN = _mix(register=1, portrait=3, pair=1)
 _ALL = _mix(register=1, portrait=2, pair=1, follow=2, nickname=1, place=0.7)
 
 STAGES = (
-    Stage("induction", num_tokens=64, batch_size=64, advance_ratio=0.9),
+    Stage("induction", num_tokens=64, batch_size=64, advance_ratio=0.5),
     Stage(
         "register",
         num_tokens=176,
@@ -51,9 +51,9 @@ STAGES = (
         num_tokens=384,
         batch_size=14,
         difficulties=(
-            Difficulty(5, _PLAIN),
-            Difficulty(5, _ALL),
-            Difficulty(5, _ALL, kinds=KINDS),
+            Difficulty(5, _PLAIN, min_words=27),
+            Difficulty(5, _ALL, min_words=27),
+            Difficulty(5, _ALL, min_words=27, kinds=KINDS),
             Difficulty(3, _ALL, num_relations=3, kinds=KINDS),
         ),
         advance_ratio=1.1,

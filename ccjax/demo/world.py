@@ -115,6 +115,7 @@ class Difficulty:
       num_passages: passages per context.
       weights: relative frequency of the stories "register", "portrait", "pair", "follow", "nickname", "place".
       direct_ratio: share of named sentences that put name and value side by side ("Home of Mara Venn: Hazel Lane.").
+      min_words: passages are filled up to this many words.
       num_relations: relations that the people of one context have between them.
       kinds: kinds of question asked.
     """
@@ -123,14 +124,23 @@ class Difficulty:
     weights: tuple[tuple[str, float], ...]
     direct_ratio: float = 0.1
     num_relations: int = 4
+    min_words: int = 0
     kinds: tuple[Kind, ...] = ("single",)
 
 
 class Town:
     """The people of one town and what has been written about them; each fact is written once."""
 
-    def __init__(self, rng: random.Random, *, relations: Sequence[Relation] = RELATIONS, direct_ratio: float = 0.1) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        relations: Sequence[Relation] = RELATIONS,
+        direct_ratio: float = 0.1,
+        min_words: int = 0,
+    ) -> None:
         self.rng = rng
+        self.min_words = min_words
         self.relations = tuple(relations)
         self.direct_ratio = direct_ratio
         firsts = [(name, "she") for name in lex.WOMEN] + [(name, "he") for name in lex.MEN]
@@ -243,11 +253,14 @@ class Town:
         return Story(passages, tuple(facts))
 
     def _passage(self, title: str, sentences: list[str]) -> Passage:
-        """The sentences, with a line or two about the town put in behind the first one."""
+        """The sentences, with lines about the town put in behind the first one: one or two, more up to `min_words`."""
         sentences = list(sentences)
-        for _ in range(self.rng.choice((1, 1, 2))):
-            sentences.insert(self.rng.randint(1, len(sentences)), self.rng.choice(lex.FILLERS))
-        return Passage(title, " ".join(dict.fromkeys(sentences)))
+        fillers = self.rng.sample(lex.FILLERS, len(lex.FILLERS))
+        wanted = self.rng.choice((1, 1, 2))
+        while wanted > 0 or len(" ".join(sentences).split()) < self.min_words:
+            sentences.insert(self.rng.randint(1, len(sentences)), fillers.pop())
+            wanted -= 1
+        return Passage(title, " ".join(sentences))
 
     def _about(
         self, person: Person, num_facts: int, *, opening: bool = False, pronoun_only: bool = False
@@ -349,7 +362,9 @@ def sample_context(rng: random.Random, difficulty: Difficulty, num_questions: in
     names, weights = zip(*difficulty.weights, strict=True)
     while True:
         relations = rng.sample(RELATIONS, difficulty.num_relations)
-        town = Town(rng, relations=relations, direct_ratio=difficulty.direct_ratio)
+        town = Town(
+            rng, relations=relations, direct_ratio=difficulty.direct_ratio, min_words=difficulty.min_words
+        )
         stories: list[Story] = []
         room = difficulty.num_passages
         while room > 0:

@@ -48,7 +48,8 @@ def load_model(path: str | Path, *, dtype: str, progress: Progress | None = None
     if not directory.is_dir():
         raise ConfigError(f'model: wanted "demo" or a directory with a Hugging Face model, got {str(path)!r}')
     config = load_config(directory)
-    params = load_params(directory, config, dtype=jnp.dtype(dtype), progress=progress)
+    on_tensor = None if progress is None else lambda done, total: progress("weights", done, total)
+    params = load_params(directory, config, dtype=jnp.dtype(dtype), progress=on_tensor)
     tokenizer = load_tokenizer(directory)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(

@@ -166,7 +166,8 @@ class Generation(Body):
             documents=documents,
             sampling=sampling,
             reuse=self.reuse or reuse,  # type: ignore[arg-type]  # checked by Request
-            truncate=bool(self.truncate),
+            # Who sends no passages did not choose how long those that were found are.
+            truncate=self.truncate if self.truncate is not None else self.documents is None,
             request_id=request_id,
         )
 

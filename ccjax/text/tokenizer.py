@@ -166,6 +166,8 @@ class TiktokenTokenizer(_BaseTokenizer):
         try:
             pairs = (line.split() for line in content.splitlines() if line)
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+            if not ranks:
+                raise ValueError("an empty file")
         except ValueError as error:
             raise ValueError(
                 f"{path}: wanted lines of 'base64 rank' (tiktoken), got {error}; a SentencePiece model needs a "
@@ -197,9 +199,10 @@ class TiktokenTokenizer(_BaseTokenizer):
         return ids + self._encoding.encode_ordinary(text[start:])
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        if skip_special:
-            ids = [token_id for token_id in ids if token_id not in self.special_ids]
-        return self._encoding.decode(list(ids), errors="replace")
+        # Embeddings are often padded beyond the vocabulary; such ids have no text.
+        left_out = self.special_ids if skip_special else ()
+        known = [token_id for token_id in ids if token_id < self.vocab_size and token_id not in left_out]
+        return self._encoding.decode(known, errors="replace")
 
 
 class HuggingFaceTokenizer(_BaseTokenizer):
@@ -230,9 +233,12 @@ class HuggingFaceTokenizer(_BaseTokenizer):
         # Behind other text, the space that SentencePiece-like tokenizers put before the first word must not come again.
         steps = [*_steps(definition["normalizer"]), *_steps(definition["pre_tokenizer"])]
         self._space_after_control = all(step.get("prepend_scheme") != "first" for step in steps)
-        for step in steps:
-            step.update({key: value for key, value in _NO_PREFIX.items() if key in step})
-        self._continuing = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        changes = [{key: value for key, value in _NO_PREFIX.items() if step.get(key, value) != value} for step in steps]
+        self._continuing = self._plain
+        if any(changes):
+            for step, change in zip(steps, changes, strict=True):
+                step.update(change)
+            self._continuing = tokenizers.Tokenizer.from_str(json.dumps(definition))
         self.special_names = {token.content: token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_names.values())
         self.bos_id: int | None = None

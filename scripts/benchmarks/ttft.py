@@ -145,7 +145,9 @@ def _transformers(config: Any) -> Measure:
 
     torch.set_num_threads(os.cpu_count() or 1)
     raw = {name: value for name, value in config.to_hf().items() if name not in ("architectures", "model_type")}
-    model = LlamaForCausalLM(PeerConfig(**raw, attn_implementation="sdpa")).eval().float()
+    peer_config = PeerConfig(**raw)
+    peer_config._attn_implementation = "sdpa"
+    model = LlamaForCausalLM(peer_config).eval().float()
 
     def measure(segments: list[list[int]]) -> float:
         ids = torch.tensor([[token for segment in segments for token in segment]])
@@ -162,7 +164,7 @@ def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:
     table = Table("context", "strategy", "recompute", "focus cut", "TTFT s", "faster than full")
     for row in rows:
         length = row["context_tokens"]
-        focus = {True: "on", False: "off"}.get(row.get("focus", None), "")
+        focus = "" if "focus" not in row else "on" if row["focus"] else "off"
         speedup = full[length] / row["ttft_s"]
         table.add_row(
             str(length), row["strategy"], f"{row['ratio']:.0%}", focus, f"{row['ttft_s']:.3f}", f"{speedup:.2f}x"

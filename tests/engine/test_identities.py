@@ -161,7 +161,10 @@ def test_off_runs_no_cache_code(monkeypatch):
 
     with MODEL.engine() as engine:
         wanted = answer(engine, segments, "bounded")
-        for owner, names in ((engine._store, ("prepare_load", "prepare_store")), (engine._variants, ("of_chunks", "add"))):
+        for owner, names in (
+            (engine._store, ("prepare_load", "prepare_store")),
+            (engine._variants, ("of_chunks", "add")),
+        ):
             for name in names:
                 monkeypatch.setattr(owner, name, refuse)
         assert_same(answer(engine, segments, "off"), wanted)

@@ -134,9 +134,7 @@ def test_captured_kv_and_metadata_are_the_oracles():
     for name in names:
         role = {"s": "system", "q": "question"}.get(name, "document")
         chunk = None if name == "q" else ChunkId(name)
-        segments.append(
-            Segment(role=role, action="compute", start=start, num_tokens=LENGTHS[name], chunk_id=chunk)
-        )
+        segments.append(Segment(role=role, action="compute", start=start, num_tokens=LENGTHS[name], chunk_id=chunk))
         start += LENGTHS[name]
     plan = PrefillPlan("test", tuple(segments))
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config)

@@ -117,7 +117,7 @@ def test_dtype_is_kept_and_angles_are_not_rounded_to_it(dtype):
 
 
 def test_the_inverse_as_cachecraft_prints_it_does_not_undo_apply():
-    """CacheCraft sec. 4 calls "y cos + x sin" the inverse of "x cos - y sin": the two halves of one rotation forward."""
+    """CacheCraft sec. 4 calls "y cos + x sin" the inverse of "x cos - y sin": they are two halves of one rotation."""
     x, positions = case(16, 2, 8, 500)
     frequencies = llama3_frequencies(8, 1e4)
     turned = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from scipy.special import entr, expit
 from scipy.stats import kendalltau
 
 
-def beta(old: list[str], inter: list[float], new: list[str]) -> Fraction:
+def beta(old: Sequence[str], inter: Sequence[float], new: Sequence[str]) -> Fraction:
     """CacheCraft eq. 6 in fractions; each new chunk is used up by the first old occurrence that claims it."""
     left = list(new)
     common = Fraction(0)
@@ -21,13 +23,13 @@ def beta(old: list[str], inter: list[float], new: list[str]) -> Fraction:
     return common / total if total else Fraction(0)
 
 
-def gamma(old: list[str], new: list[str]) -> float:
+def gamma(old: Sequence[str], new: Sequence[str]) -> float:
     """CacheCraft eq. 7 for distinct chunks, from SciPy's tau: distance = (1 - tau) / 2."""
     common = [chunk for chunk in old if chunk in new]
     if len(common) < 2:
         return 0.0
-    tau = kendalltau(range(len(common)), [new.index(chunk) for chunk in common]).statistic
-    return float((1.0 - tau) / 2.0)
+    tau: Any = kendalltau(range(len(common)), [new.index(chunk) for chunk in common])[0]
+    return (1.0 - float(tau)) / 2.0
 
 
 def cci(a: float, b: float) -> float:

@@ -1,4 +1,4 @@
-"""What is kept after a prefill: metadata against eq. 3-11 summed naively over real softmax weights, ids, the decision."""
+"""What is kept after a prefill: metadata against eq. 3-11 summed naively over softmax weights, ids, the decision."""
 
 from __future__ import annotations
 

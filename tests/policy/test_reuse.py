@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy import reuse
+from ccjax.types import ChunkId
 from tests.policy import oracles_policy as oracle
 from tests.policy.builders import ids
 
@@ -19,8 +20,8 @@ masses = st.floats(0.0, 1e6, allow_subnormal=False)
 
 
 @st.composite
-def old_prefixes(draw, of=prefixes):
-    old = draw(of)
+def old_prefixes(draw) -> tuple[list[ChunkId], list[float]]:
+    old = draw(prefixes)
     return old, draw(st.lists(masses, min_size=len(old), max_size=len(old)))
 
 
@@ -48,9 +49,9 @@ class TestOverlap:
 
     @given(old_prefixes(), prefixes)
     def test_agrees_with_fractions_and_lies_in_0_1(self, old, new):
-        got = reuse.overlap_beta(*old, new)
+        got = reuse.overlap_beta(old[0], old[1], new)
         assert 0.0 <= got <= 1.0
-        assert got == pytest.approx(float(oracle.beta(*old, new)), rel=1e-12)
+        assert got == pytest.approx(float(oracle.beta(old[0], old[1], new)), rel=1e-12)
 
     @pytest.mark.parametrize("bad", [(1.0,), (1.0, -0.1), (1.0, math.nan), (math.inf, 1.0)])
     def test_bad_masses_are_named(self, bad):
@@ -113,8 +114,11 @@ class TestAdjustedOverlap:
 
     @given(old_prefixes(), prefixes)
     def test_between_0_and_beta_unless_equal(self, old, new):
-        got = reuse.adjusted_overlap(*old, new)
-        assert got == 1.0 if old[0] == new else 0.0 <= got <= reuse.overlap_beta(*old, new)
+        got = reuse.adjusted_overlap(old[0], old[1], new)
+        if old[0] == new:
+            assert got == 1.0
+        else:
+            assert 0.0 <= got <= reuse.overlap_beta(old[0], old[1], new)
 
 
 class TestContextImpact:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.policy.strategies import STRATEGIES, get_strategy
 from tests.policy.builders import ids, prompt, variant
 
-# S exact, A exact behind S, B behind another prefix (CFO 0.5 * 1/2 = 0.25 of 10 tokens: 3), C exact behind S A B, D none
+# S exact; A exact behind S; B behind another prefix, CFO 0.5 * 1/2 = 0.25 of 10 tokens: 3; C exact behind S A B; D none
 PROMPT = prompt("SABCD", system=True)
 CANDIDATES = {
     ids("S")[0]: [variant("S")],
@@ -18,7 +20,7 @@ CANDIDATES = {
 }
 
 
-def decided(strategy: str, mode: str = "bounded", **settings) -> list[tuple[str | None, tuple[int, ...]]]:
+def decided(strategy: str, mode: Any = "bounded", **settings) -> list[tuple[str | None, tuple[int, ...]]]:
     plan = plan_prefill("r", PROMPT, 3, CANDIDATES, mode=mode, settings=PlannerSettings(strategy=strategy, **settings))
     return [(segment.variant_id, segment.recompute_offsets) for segment in plan.segments[:-1]]
 

@@ -1,5 +1,6 @@
 """Random traces of operations against a model of a few lines: contents, pins and budgets agree after every step."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -19,7 +20,8 @@ class StoreTrace(RuleBasedStateMachine):
 
     @initialize(host_bytes=st.integers(0, 2500), disk_bytes=st.none() | st.integers(0, 6000))
     def open(self, host_bytes, disk_bytes):
-        self.folder = tempfile.TemporaryDirectory()
+        # In memory where there is such a place: most of a trace on a shared disk is waiting for fsync.
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.path = Path(self.folder.name)
         self.budgets = {"host": host_bytes, "disk": disk_bytes}
         self.held: dict[str, dict[str, int]] = {"host": {}, "disk": {}}

@@ -62,11 +62,16 @@ def test_batch_job_waits_for_room_instead(gated):
     assert took == [("host", "disk")] and store.flush(30) and "c" in tier
 
 
-def test_variant_being_written_exists_and_is_not_evicted(gated):
+def test_variant_being_written_is_served_and_not_evicted(gated):
     store, tier = gated
     submit(store, "a")
     assert store.evict("host", ["a"]) == ("a",)
-    assert store.tier_of("a") is None and store.records() == []  # not committed: a reader would wait for the disk
+    assert store.tier_of("a") == "disk" and store.records() == []  # on its way, not committed
+    ticket = store.prepare_load(["a"])
+    view = ticket.read_layers("a", 0, 3)
+    assert not view.flags.writeable
+    assert_same_bytes(view, make_kv("a"))
+    assert store.complete_load(ticket) == ()
     assert store.prepare_store(make_record("a")).exists
     assert store.evict("disk", ["a"]) == ()
     tier.gate.set()
@@ -81,6 +86,7 @@ def test_discarded_while_being_written_never_appears(gated, tmp_path):
     assert tier.entered.wait(30)
     store.discard("a")  # stands before the gate
     store.discard("b")  # waits behind it
+    assert store.prepare_load(["a", "b"]).missing == {"a", "b"}
     tier.gate.set()
     assert store.flush(30)
     assert store.records() == [] and bytes_on_disk(tmp_path) == 0 and store.usage()["disk"].used_bytes == 0

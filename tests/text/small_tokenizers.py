@@ -25,7 +25,8 @@ MISTRAL_TEMPLATE = (
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 LLAMA2_TEMPLATE = (
-    "{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
     "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' }}"
     "{% if loop.first %}{{ system }}{% endif %}{{ message['content'] | trim + ' [/INST]' }}"
@@ -83,10 +84,16 @@ def word_level(directory: Path) -> Path:
     return _write(directory, tokenizer.to_str(), "<s>", "</s>", None)
 
 
+def _added(content: str) -> dict:
+    """A token as many tokenizer_config.json files spell it."""
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    return {"__type": "AddedToken", "content": content, "special": True, **flags}
+
+
 def _write(directory: Path, definition: str, bos: str, eos: str, template: str | list | None) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(definition)
-    settings: dict = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": {"content": eos}}
+    settings: dict = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": _added(eos)}
     if template is not None:
         settings["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))

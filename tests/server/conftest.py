@@ -1,0 +1,122 @@
+"""A real server on a real socket: uvicorn on a thread, the real engine with a tiny model, documents in an index."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from ccjax.engine import Engine
+from ccjax.retrieval import LexicalEmbedder, Retriever
+from ccjax.server import ServerSettings, Service, create_app
+from tests.server.tiny_model import write_tiny_model
+
+DOCUMENTS = {
+    "anna.md": "# Anna\n\nAnna lives in Paris. She repairs violins in a small shop by the river.",
+    "bob.md": "# Bob\n\nBob works in Rome. He paints houses and drives an old green van.",
+    "carla.md": "# Carla\n\nCarla studies whales. Her boat is called Minerva and sails from Lisbon.",
+    "dino.md": "# Dino\n\nDino bakes bread in Naples. His oven burns olive wood every morning.",
+    "emma.md": "# Emma\n\nEmma teaches chess. Her club meets on Tuesdays in the library of Oslo.",
+}
+MAX_MODEL_LEN = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A running server with what is behind it, for comparison."""
+
+    url: str
+    service: Service
+    engine: Engine
+    retriever: Retriever
+    api_key: str = "none"
+
+    def client(self) -> openai.OpenAI:
+        """OpenAI's own client, without its retries: a test sees the first answer."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(directory, list(DOCUMENTS.values()))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def docs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("docs")
+    for name, text in DOCUMENTS.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    """`start_server(settings)` runs a server of its own as a context manager."""
+
+    @contextlib.contextmanager
+    def start(settings: ServerSettings | None = None) -> Iterator[Server]:
+        settings = settings or ServerSettings(top_k=2)
+        engine = Engine.from_pretrained(tiny_model, max_model_len=MAX_MODEL_LEN, tenant_salt="house")
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None
+        retriever = Retriever.open(
+            docs_dir,
+            embedder=LexicalEmbedder(),
+            count_tokens=lambda text: len(tokenizer.encode(text, allow_special=False)),
+            chunk_tokens=60,
+        )
+        service = Service(settings)
+        with running(service) as url:
+            assert httpx.get(f"{url}/health").json() == {"status": "alive"}
+            assert httpx.get(f"{url}/ready").status_code == 503
+            service.open(engine, retriever)
+            assert httpx.get(f"{url}/ready").status_code == 200
+            yield Server(url, service, engine, retriever, settings.api_key or "none")
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
+    with start_server() as running_server:
+        yield running_server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@contextlib.contextmanager
+def running(service: Service) -> Iterator[str]:
+    """uvicorn on a free port and a thread of its own; yields the URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(service), log_config=None, access_log=False, ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+    """Returns when `condition` holds; fails the test if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)

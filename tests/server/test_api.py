@@ -1,0 +1,291 @@
+"""What the API answers, asked by OpenAI's own client over a socket and compared with the engine behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+import ccjax
+from ccjax.engine import Request, SamplingParams
+from ccjax.server import ServerSettings
+from ccjax.types import Document
+from tests.server.conftest import MAX_MODEL_LEN, Server
+
+QUESTION = [{"role": "user", "content": "Who lives in Paris?"}]
+PASSAGES = [
+    {"id": "p1", "title": "Anna", "text": "Anna lives in Paris and repairs violins.", "version": "3"},
+    {"id": "p2", "title": "Bob", "text": "Bob works in Rome and paints houses all day."},
+    {"id": "p3", "text": "She sails from Lisbon on a boat called Minerva."},
+]
+
+
+def ask(client: openai.OpenAI, documents: list | None = None, *, max_tokens: int | None = 12, extra=None, **more):
+    """A greedy chat answer over `documents`, without the server's own."""
+    body = {"documents": PASSAGES if documents is None else documents, **(extra or {})}
+    return client.chat.completions.create(
+        model="tiny", messages=more.pop("messages", QUESTION), max_tokens=max_tokens, extra_body=body, **more
+    )
+
+
+def expected(server: Server, documents: list[dict], **sampling):
+    """The engine's answer by a full prefill."""
+    sampling = {"max_new_tokens": 12} | sampling
+    passages = [Document(d["text"], d.get("id"), d.get("title"), d.get("version")) for d in documents]
+    return server.engine.run(
+        Request(messages=QUESTION, documents=passages, sampling=SamplingParams(**sampling), reuse="off")
+    )
+
+
+def test_chat_gives_the_answer_and_the_figures_of_the_engine(server: Server, client: openai.OpenAI) -> None:
+    wanted = expected(server, PASSAGES)
+    answer = ask(client, extra={"reuse": "off"})
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason, choice.logprobs) == (wanted.text, "length", None)
+    assert choice.message.role == "assistant"
+    assert answer.model == "tiny" and answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
+    assert answer.usage.prompt_tokens == wanted.num_prompt_tokens
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.total_tokens == wanted.num_prompt_tokens + 12
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.reuse["mode"] == "off" and answer.reuse["prompt_tokens"] == wanted.num_prompt_tokens
+    assert [entry["title"] for entry in answer.reuse["per_document"]][1:] == ["Anna", "Bob", None]
+    assert answer.documents == [
+        {"id": "p1", "title": "Anna", "version": "3", "score": None},
+        {"id": "p2", "title": "Bob", "version": None, "score": None},
+        {"id": "p3", "title": None, "version": None, "score": None},
+    ]
+    assert answer.ttft_s > 0
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_chat_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, include_usage: bool) -> None:
+    fields = {"logprobs": True, "top_logprobs": 2, "extra": {"reuse": "off"}}  # the same sums, not only the same tokens
+    whole = ask(client, **fields)
+    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    chunks = list(ask(client, stream=True, **fields, **options))
+    with_choice = [chunk for chunk in chunks if chunk.choices]
+    assert with_choice[0].choices[0].delta.role == "assistant"
+    assert len(with_choice) == 14  # role, 12 tokens, reason to finish
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in with_choice)
+    assert text == whole.choices[0].message.content
+    logprobs = [
+        entry for chunk in with_choice if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
+    ]
+    assert logprobs == whole.choices[0].logprobs.content and len(logprobs) == 12
+    assert [chunk.choices[0].finish_reason for chunk in with_choice] == [None] * 13 + ["length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    last = chunks[-1]
+    assert last.reuse["prompt_tokens"] == whole.usage.prompt_tokens and last.ttft_s > 0
+    assert [entry["id"] for entry in last.documents] == ["p1", "p2", "p3"]
+    assert not any(hasattr(chunk, "reuse") for chunk in chunks[:-1])
+    if include_usage:
+        assert last.choices == [] and [chunk.usage for chunk in chunks[:-1]] == [None] * 14
+        assert last.usage.prompt_tokens == whole.usage.prompt_tokens and last.usage.completion_tokens == 12
+        assert last.usage.prompt_tokens_details.cached_tokens == 0
+    else:
+        assert last is with_choice[-1] and last.usage is None
+
+
+def test_the_stream_ends_as_openai_ends_it(server: Server) -> None:
+    body = {"prompt": "Anna", "max_tokens": 2, "stream": True}
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.endswith("\n\ndata: [DONE]\n\n")
+
+
+def test_completion_of_token_ids_has_the_logprobs_of_a_full_prefill(server: Server, client: openai.OpenAI) -> None:
+    ids = [5, 77, 301, 12, 44, 45, 46]
+    logits = server.engine.prefill_logits(ids)[-1].astype(np.float64)
+    logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    answer = client.completions.create(model="tiny", prompt=ids, max_tokens=1, logprobs=3)
+    found = answer.choices[0].logprobs
+    assert answer.object == "text_completion" and answer.usage.prompt_tokens == len(ids)
+    np.testing.assert_allclose(found.token_logprobs, [logprobs.max()], atol=1e-5)
+    np.testing.assert_allclose(sorted(found.top_logprobs[0].values()), np.sort(logprobs)[-3:], atol=1e-5)
+    assert found.tokens == [answer.choices[0].text] and found.text_offset == [0]
+
+
+def test_completion_stream_is_the_whole_answer_in_pieces(server: Server, client: openai.OpenAI) -> None:
+    def complete(**more):
+        return client.completions.create(
+            model="tiny", prompt="Bob works", max_tokens=10, logprobs=2, extra_body={"retrieval": False}, **more
+        )
+
+    whole = complete()
+    request = Request(prompt="Bob works", sampling=SamplingParams(max_new_tokens=10), reuse="off")
+    assert whole.choices[0].text == server.engine.run(request).text
+    assert whole.documents == []
+    chunks = list(complete(stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    parts = [chunk.choices[0].logprobs for chunk in chunks[:-1] if chunk.choices[0].logprobs]
+    for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [value for part in parts for value in getattr(part, field)]
+        assert joined == getattr(whole.choices[0].logprobs, field) and len(joined) == 10
+    lengths = [len(token) for token in whole.choices[0].logprobs.tokens]
+    assert whole.choices[0].logprobs.text_offset == [sum(lengths[:n]) for n in range(10)]
+    assert chunks[-1].usage.completion_tokens == 10
+
+
+def test_completions_default_to_openais_16_tokens(client: openai.OpenAI) -> None:
+    assert client.completions.create(model="tiny", prompt="Emma").usage.completion_tokens == 16
+
+
+def test_chat_without_a_limit_goes_on_until_the_model_ends(server: Server, client: openai.OpenAI) -> None:
+    wanted = expected(server, PASSAGES, max_new_tokens=None)
+    answer = ask(client, max_tokens=None, extra={"reuse": "off"})
+    assert answer.choices[0].finish_reason == wanted.finish_reason
+    assert answer.usage.completion_tokens == len(wanted.token_ids) > 64
+
+
+def test_max_completion_tokens_goes_before_its_older_name(client: openai.OpenAI) -> None:
+    assert ask(client, max_tokens=9, max_completion_tokens=3).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_stop_strings_end_the_answer_before_them(client: openai.OpenAI, as_list: bool) -> None:
+    text = ask(client, max_tokens=40).choices[0].message.content
+    stop = re.findall(r"[A-Za-z]{2,}", text)[2]
+    answer = ask(client, max_tokens=40, stop=["never in it", stop] if as_list else stop)
+    assert answer.choices[0].message.content == text.split(stop)[0]
+    assert answer.choices[0].finish_reason == "stop"
+    streamed = ask(client, max_tokens=40, stop=stop, stream=True)
+    parts = [chunk.choices[0].delta.content or "" for chunk in streamed]
+    assert "".join(parts) == text.split(stop)[0]
+
+
+def test_seeds_repeat_the_draw_and_differ_from_each_other(server: Server, client: openai.OpenAI) -> None:
+    def draw(seed: int) -> str:
+        return ask(client, seed=seed, temperature=1.0, top_p=0.9, extra={"reuse": "off"}).choices[0].message.content
+
+    assert draw(7) == draw(7) == expected(server, PASSAGES, seed=7, temperature=1.0, top_p=0.9).text
+    assert len({draw(seed) for seed in (1, 2, 3, -4)}) == 4
+
+
+@pytest.mark.parametrize("reuse", ["exact", "bounded"])
+def test_the_same_question_again_is_served_from_the_cache(client: openai.OpenAI, reuse: str) -> None:
+    passages = [{"text": f"{passage['text']} ({reuse} reuse)"} for passage in PASSAGES]
+    first, second = (ask(client, passages, extra={"reuse": reuse}) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens < second.usage.prompt_tokens_details.cached_tokens
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached == second.reuse["reused_tokens"] > second.usage.prompt_tokens // 2
+    assert second.choices[0].message.content == first.choices[0].message.content
+    assert second.reuse["exact"]
+
+
+def test_permuted_passages_exactly_and_approximately(server: Server, client: openai.OpenAI) -> None:
+    ask(client)
+    permuted = [PASSAGES[2], PASSAGES[0], PASSAGES[1]]
+    bounded = ask(client, permuted, extra={"reuse": "bounded"})
+    assert bounded.usage.prompt_tokens_details.cached_tokens > 0 and not bounded.reuse["exact"]
+    assert bounded.reuse["recomputed_tokens"] > 0
+    off = ask(client, permuted, extra={"reuse": "off"})
+    exact = ask(client, permuted, extra={"reuse": "exact"})
+    assert off.reuse["reused_tokens"] == 0 and exact.reuse["exact"]
+    assert exact.choices[0].message.content == off.choices[0].message.content == expected(server, permuted).text
+
+
+def test_passages_come_from_the_index_unless_told_otherwise(server: Server, client: openai.OpenAI) -> None:
+    def retrieve(**extra):
+        messages = [{"role": "user", "content": "Where does Carla sail with Minerva?"}]
+        return client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, extra_body=extra)
+
+    found = retrieve()
+    wanted = server.retriever.search("Where does Carla sail with Minerva?", 2)
+    assert [entry["id"] for entry in found.documents] == [passage.passage_id for passage in wanted]
+    best = found.documents[0]
+    assert best == {
+        "id": "carla.md#0", "title": "Carla", "version": wanted[0].version, "score": pytest.approx(wanted[0].score)
+    }  # fmt: skip
+    assert [entry["document_id"] for entry in found.reuse["per_document"][1:]] == [
+        entry["id"] for entry in found.documents
+    ]
+    assert [entry["id"] for entry in retrieve(retrieval={"top_k": 1}).documents] == ["carla.md#0"]
+    assert len(retrieve(retrieval=True).documents) == 2
+    for without in (retrieve(retrieval=False), retrieve(documents=[])):
+        assert without.documents == [] and without.usage.prompt_tokens < found.usage.prompt_tokens
+
+
+def test_the_last_user_message_is_the_query(client: openai.OpenAI) -> None:
+    messages = [
+        {"role": "user", "content": "Where does Carla sail with Minerva?"},
+        {"role": "assistant", "content": "From Lisbon."},
+        {"role": "user", "content": [{"type": "text", "text": "And who teaches"}, {"type": "text", "text": "chess?"}]},
+    ]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
+    assert answer.documents[0]["id"] == "emma.md#0"
+
+
+def test_truncate_drops_passages_from_the_end(client: openai.OpenAI) -> None:
+    many = [{"id": str(n), "text": f"Passage {n}: {PASSAGES[0]['text']} {PASSAGES[1]['text']}"} for n in range(40)]
+    answer = ask(client, many, extra={"truncate": True})
+    used = [entry["id"] for entry in answer.documents]
+    assert 5 < len(used) < 40 and used == [str(n) for n in range(len(used))]
+    assert answer.usage.total_tokens <= MAX_MODEL_LEN
+    alone = ask(client, [{"text": "word " * 3000}], extra={"truncate": True})
+    assert alone.documents == [] and alone.usage.completion_tokens == 12
+
+
+def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
+    plain = ask(client).choices[0].message.content
+    extra = {
+        "cache_salt": "house",
+        "no_such_parameter": {"a": 1},
+        "tools": [],
+        "logit_bias": {},
+        "stop": None,
+        "reuse": None,
+    }
+    answer = ask(
+        client, n=1, user="u1", metadata={"k": "v"}, store=False, prompt_cache_key="k", service_tier="auto",
+        frequency_penalty=0, presence_penalty=0.0, response_format={"type": "text"}, extra=extra
+    )  # fmt: skip
+    assert answer.choices[0].message.content == plain
+
+
+def test_models_version_and_tokenize(server: Server, client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "tiny" and model.max_model_len == MAX_MODEL_LEN
+    assert client.models.retrieve("tiny") == model
+    assert httpx.get(f"{server.url}/version").json() == {"version": ccjax.__version__}
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    text = "Anna lives <|end|> in Paris"
+    found = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()
+    assert found["tokens"][0] == tokenizer.bos_id and tokenizer.decode(found["tokens"]) == text
+    assert found["count"] == len(found["tokens"]) and found["max_model_len"] == MAX_MODEL_LEN
+    bare = httpx.post(f"{server.url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert bare["tokens"] == found["tokens"][1:]
+    chat = httpx.post(f"{server.url}/tokenize", json={"messages": QUESTION, "documents": PASSAGES}).json()
+    assert chat["count"] == ask(client).usage.prompt_tokens
+
+
+def test_the_description_of_the_api_names_our_fields_and_resolves(server: Server) -> None:
+    schema = httpx.get(f"{server.url}/openapi.json").json()
+    fields = schema["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"messages", "documents", "retrieval", "reuse", "truncate"} <= fields.keys()
+    for name in re.findall(r'"\$ref": ?"#/components/schemas/(\w+)"', httpx.get(f"{server.url}/openapi.json").text):
+        assert name in schema["components"]["schemas"]
+
+
+def test_an_api_key_guards_all_but_probes_and_metrics(
+    start_server: Callable[..., contextlib.AbstractContextManager[Server]],
+) -> None:
+    with start_server(ServerSettings(api_key="sesame", served_model_name="house-model")) as server:
+        for path in ("health", "ready", "metrics"):
+            assert httpx.get(f"{server.url}/{path}").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
+            for path in ("version", "v1/models"):
+                assert httpx.get(f"{server.url}/{path}", headers=headers).status_code == 401
+            refused = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": QUESTION}, headers=headers)
+            assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        with server.client() as client:
+            assert [model.id for model in client.models.list().data] == ["house-model"]
+            answer = client.chat.completions.create(model="house-model", messages=QUESTION, max_tokens=2)
+            assert answer.usage.completion_tokens == 2

@@ -1,0 +1,217 @@
+"""Bad input gets a 4xx in OpenAI's shape that names the field and the limit, and the next good request is answered."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import MAX_MODEL_LEN, Server
+
+QUESTION = [{"role": "user", "content": "Who lives in Paris?"}]
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def assert_refused(response: httpx.Response, status: int, param: str | None, *words: str) -> dict[str, Any]:
+    """The error, which has the four fields of OpenAI's and says what was wanted."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}
+    error = body["error"]
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    for word in (param or "", *words):
+        assert word in error["message"], error["message"]
+    return error
+
+
+def assert_serves(server: Server) -> None:
+    body = {"messages": QUESTION, "max_tokens": 2, "documents": [{"text": "Anna lives in Paris."}]}
+    response = httpx.post(f"{server.url}{CHAT}", json=body)
+    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 2
+
+
+BAD_FIELDS = [
+    ({"messages": [{"role": "user", "content": " \n"}]}, "messages[0].content", ["question"]),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", ["question"]),
+    ({"messages": []}, "messages", ["user"]),
+    ({"messages": None}, "messages", []),
+    ({"messages": "hello"}, "messages", ["list", "hello"]),
+    ({"messages": ["hello"]}, "messages[0]", []),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ["string", "int"]),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", ["user", "wizard"]),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", ["text", "image"]),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages", ["user"]),
+    ({"documents": [{"text": "fine"}, {"text": "  "}]}, "documents[1]", ["non-empty"]),
+    ({"documents": [{"title": "no text"}]}, "documents[0].text", ["required"]),
+    ({"documents": [{"text": 5}]}, "documents[0].text", ["string", "5"]),
+    ({"documents": ["text"]}, "documents[0]", []),
+    ({"documents": "text"}, "documents", ["list", "text"]),
+    ({"documents": {"text": "x"}}, "documents", ["list"]),
+    ({"documents": [{"text": "x", "id": 1.5}]}, "documents[0].id", ["string", "1.5"]),
+    ({"documents": [{"text": "word " * 3000}]}, "documents", [str(MAX_MODEL_LEN), "1 documents"]),
+    ({"documents": [{"text": "Anna lives in Paris. " * 3}] * 60}, "documents", [str(MAX_MODEL_LEN), "60 documents"]),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", [str(MAX_MODEL_LEN)]),
+    ({"max_tokens": MAX_MODEL_LEN}, "messages", [str(MAX_MODEL_LEN)]),
+    ({"max_tokens": -5}, "max_tokens", ["positive", "-5"]),
+    ({"max_tokens": 0}, "max_tokens", ["positive", "0"]),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", ["positive", "-1"]),
+    ({"max_tokens": "5"}, "max_tokens", ["integer", "'5'"]),
+    ({"max_tokens": 5.5}, "max_tokens", ["integer", "5.5"]),
+    ({"max_tokens": True}, "max_tokens", ["integer", "True"]),
+    ({"temperature": 5}, "temperature", ["0 to 2", "5"]),
+    ({"temperature": -0.1}, "temperature", ["0 to 2", "-0.1"]),
+    ({"temperature": "hot"}, "temperature", ["number", "hot"]),
+    ({"top_p": 0}, "top_p", ["above 0", "0"]),
+    ({"top_p": 1.5}, "top_p", ["at most 1", "1.5"]),
+    ({"stop": 5}, "stop", ["string", "5"]),
+    ({"stop": ["a", 5]}, "stop", ["string"]),
+    ({"stop": ""}, "stop", ["empty"]),
+    ({"stop": ["a"] * 17}, "stop", ["16"]),
+    ({"seed": "x"}, "seed", ["integer"]),
+    ({"seed": 2**63}, "seed", [str(2**63)]),
+    ({"n": 2}, "n", ["1", "2"]),
+    ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
+    ({"response_format": {"type": "json_object"}}, "response_format", ["json_object"]),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", ["0.5"]),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["20"]),
+    ({"top_logprobs": 2}, "top_logprobs", ["logprobs"]),
+    ({"logprobs": 3}, "logprobs", ["boolean"]),
+    ({"reuse": "sometimes"}, "reuse", ["off", "exact", "bounded", "fast", "sometimes"]),
+    ({"reuse": 3}, "reuse", ["string"]),
+    ({"truncate": "yes"}, "truncate", ["boolean", "yes"]),
+    ({"retrieval": 5}, "retrieval", ["top_k", "5"]),
+    ({"retrieval": {"top_k": 0}}, "retrieval.top_k", ["1", "0"]),
+    ({"retrieval": {"top_k": 1000}}, "retrieval.top_k", ["100", "1000"]),
+    ({"retrieval": {"top_k": 2}, "documents": [{"text": "x"}]}, "retrieval", ["both"]),
+    ({"cache_salt": "someone else's"}, "cache_salt", ["server"]),
+    ({"stream": "yes"}, "stream", ["boolean"]),
+    ({"stream": True, "stream_options": True}, "stream_options", []),
+]
+
+
+@pytest.mark.parametrize("fields, param, words", BAD_FIELDS, ids=[f"{n}-{bad[1]}" for n, bad in enumerate(BAD_FIELDS)])
+def test_bad_fields(server: Server, fields: dict[str, Any], param: str, words: list[str]) -> None:
+    body = {"messages": QUESTION, "max_tokens": 2} | fields
+    error = assert_refused(httpx.post(f"{server.url}{CHAT}", json=body), 400, param, *words)
+    assert len(error["message"]) < 500
+    assert (error["code"] == "context_length_exceeded") == ("max_model_len" in error["message"])
+    assert_serves(server)
+
+
+@pytest.mark.parametrize(
+    "fields, param, words",
+    [
+        ({"prompt": ""}, "prompt", ["non-empty"]),
+        ({"prompt": ["one", "two"]}, "prompt", ["one text"]),
+        ({"prompt": {"text": "x"}}, "prompt", ["one text"]),
+        ({"prompt": []}, "prompt", ["one text"]),
+        ({"prompt": [5, -1]}, "prompt", ["token ids", "-1"]),
+        ({"prompt": [5, 10**9]}, "prompt", ["token ids", str(10**9)]),
+        ({"prompt": [5, 6], "documents": [{"text": "x"}]}, "prompt", ["documents"]),
+        ({"prompt": "word " * 3000}, "prompt", [str(MAX_MODEL_LEN)]),
+        ({"prompt": "x", "logprobs": 50}, "logprobs", ["20", "50"]),
+        ({"prompt": "x", "echo": True}, "echo", ["not supported"]),
+        ({"prompt": "x", "best_of": 3}, "best_of", ["not supported"]),
+        ({}, "prompt", ["required"]),
+    ],
+)
+def test_bad_completions(server: Server, fields: dict[str, Any], param: str, words: list[str]) -> None:
+    assert_refused(httpx.post(f"{server.url}{COMPLETIONS}", json=fields), 400, param, *words)
+    assert_serves(server)
+
+
+def test_missing_messages(server: Server) -> None:
+    assert_refused(httpx.post(f"{server.url}{CHAT}", json={"max_tokens": 2}), 400, "messages", "required")
+    assert_serves(server)
+
+
+def test_too_many_documents_are_fine_with_truncate(server: Server) -> None:
+    documents = [{"text": "Anna lives in Paris. " * 3}] * 60
+    body = {"messages": QUESTION, "max_tokens": 2, "documents": documents, "truncate": True}
+    assert httpx.post(f"{server.url}{CHAT}", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("path, body", [(CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x"})])
+def test_an_unknown_model_is_404(server: Server, path: str, body: dict[str, Any]) -> None:
+    error = assert_refused(
+        httpx.post(f"{server.url}{path}", json=body | {"model": "gpt-9"}), 404, "model", "tiny", "gpt-9"
+    )
+    assert error["code"] == "model_not_found"
+    assert_refused(httpx.get(f"{server.url}/v1/models/org/gpt-9"), 404, "model", "tiny", "org/gpt-9")
+    assert_serves(server)
+
+
+@pytest.mark.parametrize(
+    "content, code, words",
+    [
+        (b'{"messages": [', "invalid_json", ["JSON", "EOF"]),
+        (b"", "invalid_json", ["JSON"]),
+        (b"hello", "invalid_json", ["JSON"]),
+        (b"[" * 10_000, "invalid_json", ["recursion"]),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_json", ["JSON"]),
+        (b'{"messages": [{"role": "user", "content": "caf\xe9"}]}', "invalid_encoding", ["UTF-8", "0xe9", "46"]),
+        ('{"messages": []}'.encode("utf-16"), "invalid_encoding", ["UTF-8"]),
+        (b"[1, 2]", None, ["object"]),
+        (b'"text"', None, ["object"]),
+    ],
+)
+def test_broken_bodies(server: Server, content: bytes, code: str | None, words: list[str]) -> None:
+    headers = {"Content-Type": "application/json"}
+    error = assert_refused(httpx.post(f"{server.url}{CHAT}", content=content, headers=headers), 400, None, *words)
+    assert error["code"] == code and "body" in error["message"]
+    assert_serves(server)
+
+
+def test_not_a_number_is_no_temperature(server: Server) -> None:
+    body = json.dumps({"messages": QUESTION, "temperature": float("nan")})
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    assert_refused(httpx.post(f"{server.url}{CHAT}", content=body, headers=headers), 400, "temperature", "0 to 2")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_other_content_types_are_415(server: Server, kind: str | None) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    content = json.dumps({"messages": QUESTION}).encode()
+    response = httpx.post(f"{server.url}{CHAT}", content=content, headers=headers)
+    assert_refused(response, 415, None, "Content-Type", "application/json")
+    assert_serves(server)
+
+
+def test_unknown_paths_and_methods(server: Server) -> None:
+    assert_refused(httpx.get(f"{server.url}/v1/nothing"), 404, None)
+    response = httpx.get(f"{server.url}{CHAT}")
+    assert_refused(response, 405, None)
+    assert response.headers["allow"] == "POST"
+
+
+def test_a_50_mb_body_is_413(server: Server) -> None:
+    content = b'{"messages": "' + b"x" * 50_000_000 + b'"}'
+    response = httpx.post(f"{server.url}{CHAT}", content=content, headers={"Content-Type": "application/json"})
+    error = assert_refused(response, 413, None, "body", "10000000")
+    assert error["code"] == "body_too_large"
+    assert_serves(server)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_413_comes_before_the_body_is_read(server: Server, is_chunked: bool) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    length = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 50000000"
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+        connection.sendall(head.encode())
+        if is_chunked:
+            for _ in range(11):  # just over the limit, and no end to it
+                connection.sendall(b"%x\r\n" % 1_000_000 + b"x" * 1_000_000 + b"\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+    assert_serves(server)
+
+
+def test_tokenize_wants_one_text(server: Server) -> None:
+    for body in ({}, {"prompt": "x", "messages": QUESTION}):
+        assert_refused(httpx.post(f"{server.url}/tokenize", json=body), 400, "prompt", "exactly one")
+    assert_refused(httpx.post(f"{server.url}/tokenize", json={"prompt": 5}), 400, "prompt", "string")
+    assert_refused(httpx.post(f"{server.url}/tokenize", json={"messages": []}), 400, "messages", "user")

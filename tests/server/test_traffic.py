@@ -1,0 +1,195 @@
+"""Many clients at once, clients that leave, a full line, and the metrics that tell of it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ccjax.engine import Request, SamplingParams
+from ccjax.server import ServerSettings
+from ccjax.types import Document
+from tests.server.conftest import Server, wait_until
+
+NAMES = ("Anna", "Bob", "Carla", "Dino")
+
+
+def body(question: str, **more) -> dict:
+    return {"messages": [{"role": "user", "content": question}], "max_tokens": 8, "documents": [], **more}
+
+
+def metrics(server: Server) -> dict[tuple[str, ...], float]:
+    """Value by (sample name, label values...)."""
+    text = httpx.get(f"{server.url}/metrics").text
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+
+@contextlib.contextmanager
+def busy(server: Server) -> Iterator[None]:
+    """While it lasts, the engine is kept by a request that does not come from the server."""
+    held = server.engine.stream(Request(messages=body("x")["messages"], sampling=SamplingParams(max_new_tokens=4)))
+    next(held)
+    try:
+        yield
+    finally:
+        held.close()
+
+
+def test_32_requests_at_once_are_all_answered_right(server: Server) -> None:
+    questions = [f"What does {NAMES[n % 4]} do on day {n}?" for n in range(32)]
+    passages = [{"text": f"{name} sings in the morning."} for name in NAMES]
+    documents = [Document(passage["text"]) for passage in passages]
+    wanted = [
+        server.engine.run(
+            Request(
+                messages=body(question)["messages"],
+                documents=documents,
+                sampling=SamplingParams(max_new_tokens=8),
+                reuse="off",
+            )
+        ).text
+        for question in questions
+    ]
+    assert len(set(wanted)) > 16
+    everyone = threading.Barrier(32)
+
+    def ask(number: int) -> str:
+        with server.client() as client:
+            everyone.wait()
+            answer = client.chat.completions.create(
+                model="tiny",
+                messages=body(questions[number])["messages"],
+                max_tokens=8,
+                extra_body={"documents": passages, "reuse": "exact"},
+                stream=number % 2 == 0,
+            )
+            if number % 2:
+                return answer.choices[0].message.content
+            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(ask, range(32))) == wanted
+
+
+def test_health_and_metrics_answer_while_requests_wait(server: Server) -> None:
+    with busy(server), concurrent.futures.ThreadPoolExecutor(3) as pool:
+        url = f"{server.url}/v1/chat/completions"
+        waiting = [pool.submit(httpx.post, url, json=body(name), timeout=60) for name in NAMES[:3]]
+        worker = server.service.backend.worker
+        wait_until(lambda: worker.num_waiting == 2)
+        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        found = metrics(server)
+        assert found[("ccjax_num_requests_running",)] == 1 and found[("ccjax_num_requests_waiting",)] == 2
+        assert not any(answer.done() for answer in waiting)
+    assert [answer.result().status_code for answer in waiting] == [200] * 3
+
+
+def test_a_full_line_is_429_and_then_serves_again(
+    start_server: Callable[..., contextlib.AbstractContextManager[Server]],
+) -> None:
+    with start_server(ServerSettings(max_queue=1)) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        worker = server.service.backend.worker
+        url = f"{server.url}/v1/chat/completions"
+        with busy(server):
+            taken = []
+            for number in range(2):  # one runs (it waits for the engine), one waits
+                taken.append(pool.submit(httpx.post, url, json=body(NAMES[number]), timeout=60))
+                wait_until(lambda: worker.num_running + worker.num_waiting == len(taken))
+            refused = httpx.post(url, json=body("Who else?"))
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            error = refused.json()["error"]
+            assert error["code"] == "queue_full" and error["type"] == "rate_limit_error" and "1" in error["message"]
+            with server.client() as client, pytest.raises(openai.RateLimitError):
+                client.chat.completions.create(model="tiny", messages=body("And now?")["messages"])
+        assert [answer.result().status_code for answer in taken] == [200, 200]
+        assert httpx.post(url, json=body("Who else?")).status_code == 200
+        assert metrics(server)[("ccjax_request_errors_total", "queue_full")] == 2
+
+
+def test_a_client_that_leaves_mid_stream_frees_the_engine(server: Server) -> None:
+    cancelled = ("ccjax_request_errors_total", "cancelled")
+    before = metrics(server)
+    long_request = body("Who lives in Paris?", max_tokens=440, stream=True, seed=1, temperature=1.3)
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=long_request, timeout=60) as response:
+        assert response.status_code == 200
+        next(response.iter_lines())
+    wait_until(lambda: server.service.backend.worker.num_running == 0)
+    after = metrics(server)
+    assert after[cancelled] == before.get(cancelled, 0) + 1
+    assert after[("ccjax_generation_tokens_total",)] == before[("ccjax_generation_tokens_total",)]
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body("And now?")).status_code == 200
+
+
+def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
+    worker = server.service.backend.worker
+    before = metrics(server)
+    with busy(server), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        url = f"{server.url}/v1/chat/completions"
+        patient = pool.submit(httpx.post, url, json=body("patient"), timeout=60)
+        wait_until(lambda: worker.num_running == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body("impatient"), timeout=0.5)
+        wait_until(lambda: metrics(server).get(("ccjax_request_errors_total", "cancelled"), 0) > 0)
+        assert worker.num_waiting == 0
+    assert patient.result().status_code == 200
+    after = metrics(server)
+    success = ("ccjax_request_success_total", "length")
+    assert after[success] == before.get(success, 0) + 1
+
+
+def test_counters_move_with_the_requests(server: Server) -> None:
+    url = f"{server.url}/v1/chat/completions"
+    passages = [{"text": "A passage about metrics alone."}, {"text": "Another one about counters."}]
+    httpx.post(url, json=body("warm", documents=passages, reuse="bounded"))
+    before = metrics(server)
+    answer = httpx.post(url, json=body("Which?", documents=passages, reuse="exact")).json()
+    assert httpx.post(url, json=body("")).status_code == 400
+    assert httpx.post(url, json=body("x", max_tokens=5000)).status_code == 400
+    after = metrics(server)
+
+    def moved(*key: str) -> float:
+        return after[key] - before.get(key, 0)
+
+    report = answer["reuse"]
+    assert report["reused_tokens"] > 0
+    assert moved("ccjax_request_success_total", answer["choices"][0]["finish_reason"]) == 1
+    assert moved("ccjax_request_reuse_total", "exact", "true") == 1
+    assert moved("ccjax_prompt_tokens_total") == answer["usage"]["prompt_tokens"]
+    assert moved("ccjax_generation_tokens_total") == answer["usage"]["completion_tokens"]
+    assert moved("ccjax_request_errors_total", "invalid_request") == 1
+    assert moved("ccjax_request_errors_total", "context_length_exceeded") == 1
+    for kind in ("reused", "recomputed", "computed"):
+        by_role = {role: moved(f"ccjax_{kind}_tokens_total", role) for role in ("system", "document", "question")}
+        assert sum(by_role.values()) == report[f"{kind}_tokens"]
+        documents = [entry for entry in report["per_document"] if entry["role"] == "document"]
+        assert by_role["document"] == sum(entry[f"{kind}_tokens"] for entry in documents)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert moved(f"ccjax_{name}_count") == 1 and moved(f"ccjax_{name}_sum") > 0
+    host = server.engine.store_usage()["host"]
+    assert after[("ccjax_store_used_bytes", "host")] == host.used_bytes > 0
+    assert after[("ccjax_store_budget_bytes", "host")] == host.budget_bytes
+    assert moved("ccjax_store_hits_total", "host") > 0
+    for name in ("misses", "failed_writes", "corrupt"):
+        assert after[(f"ccjax_store_{name}_total", "host")] == getattr(host, name)
+    assert after[("ccjax_num_variants",)] == server.engine.num_variants
+    assert after[("ccjax_num_documents",)] == 5
+
+
+def test_the_index_follows_its_documents(
+    start_server: Callable[..., contextlib.AbstractContextManager[Server]], docs_dir
+) -> None:
+    added = docs_dir / "fay.md"
+    with start_server(ServerSettings(refresh_interval_s=0.1)) as server:
+        try:
+            added.write_text("# Fay\n\nFay collects meteorites in Chile.")
+            wait_until(lambda: server.retriever.num_documents == 6)
+        finally:
+            added.unlink()
+        wait_until(lambda: server.retriever.num_documents == 5)

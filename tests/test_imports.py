@@ -1,0 +1,116 @@
+"""The arrows between packages: nothing imports upwards or sideways, policy stays free of heavy modules."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Package -> our packages that it may import besides itself; the longest matching name counts.
+ALLOWED = {
+    "scripts": {"ccjax", "models", "store", "pallas_kernels"},
+    "ccjax": {"ccjax.types", "ccjax.errors"},
+    "ccjax.server": {"ccjax.engine", "ccjax.retrieval", "ccjax.types", "ccjax.errors", "ccjax.text"},
+    "ccjax.engine": {"ccjax.policy", "ccjax.text", "ccjax.types", "ccjax.errors", "store", "models", "pallas_kernels"},
+    "ccjax.retrieval": {"models.minilm", "ccjax.types", "ccjax.errors"},
+    "ccjax.text": {"ccjax.types", "ccjax.errors"},
+    "ccjax.policy": {"ccjax.types"},
+    "ccjax.demo": {"ccjax.text", "ccjax.types", "ccjax.errors", "models", "pallas_kernels"},
+    "models.llama3": {"pallas_kernels"},
+    "models.minilm": set(),
+    "pallas_kernels": set(),
+    "store": set(),
+}
+OURS = ("ccjax", "models", "pallas_kernels", "store", "scripts", "tests")
+# `ccjax/__init__` names the engine for type checkers and loads it lazily.
+EXEMPT = {"ccjax"}
+
+
+def _home(module):
+    return max((name for name in ALLOWED if module == name or module.startswith(name + ".")), key=len, default=None)
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def _modules():
+    for package in ("ccjax", "models", "pallas_kernels", "store", "scripts"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def violations(module, imported):
+    """The imports of `module` that its package may not make."""
+    home = _home(module)
+    allowed = {home, *ALLOWED[home]} if home else set()
+    ours = [name for name in imported if name.split(".")[0] in OURS and name != "ccjax"]  # the lazy root: its version
+    return [name for name in ours if not any(name == a or name.startswith(a + ".") for a in allowed)]
+
+
+@pytest.mark.parametrize(
+    ("module", "path"), list(_modules()), ids=lambda value: str(value) if "/" not in str(value) else ""
+)
+def test_imports_follow_the_arrows(module, path):
+    if module not in EXEMPT:
+        assert not violations(module, _imports(path))
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("store.tiered", "ccjax.types"),
+        ("ccjax.policy.reuse", "ccjax.engine"),
+        ("ccjax.retrieval.index", "store.spec"),
+        ("models.llama3.steps", "ccjax.policy.focus"),
+        ("ccjax.engine.engine", "ccjax.server.app"),
+    ],
+)
+def test_a_wrong_arrow_is_seen(module, imported):
+    assert violations(module, [imported]) == [imported]
+
+
+@pytest.mark.parametrize("package", ["ccjax", "ccjax.policy.planner", "ccjax.types", "ccjax.text"])
+def test_light_packages_stay_light(package):
+    heavy = (
+        "('jax', 'numpy', 'tensorstore', 'faiss')" if "policy" in package or "types" in package else "('jax', 'faiss')"
+    )
+    code = f"import sys, {package}; sys.exit(','.join(name for name in {heavy} if name in sys.modules) or None)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["models", "store", "pallas_kernels"])
+def test_a_foreign_package_of_the_same_name_is_named(tmp_path, package):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import ccjax"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"ccjax needs its own package '{package}'" in done.stderr and str(tmp_path / package) in done.stderr
+
+
+def test_jit_lives_in_steps_only():
+    """Serving compiles in one place per model; the demo's training step is the exception."""
+    found = set()
+    for module, path in _modules():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr == "jit":
+                found.add(module)
+    assert found <= {
+        "models.llama3.steps",
+        "models.minilm.encoder",
+        "models.minilm.model",
+        "ccjax.demo.training",
+        "ccjax.demo.objective",
+        "ccjax.demo.evaluate",
+    }
