@@ -1,1 +1,1 @@
-"""The demo world: a made-up harbour town, its tokenizer, and the small Llama trained on it. Imports nothing on its own."""
+"""The demo: a made-up harbour town, its tokenizer and the small Llama trained on it. Imports nothing on its own."""

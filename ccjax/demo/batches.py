@@ -24,7 +24,7 @@ from ccjax.demo.tokenizer import (
 from ccjax.demo.world import Context, Difficulty, Kind, sample_context
 
 CONTEXT_WEIGHT = 0.03
-"""Loss weight of passage tokens; answers weigh 1. Passages are mostly random: at equal weight they drown the answers."""
+"""Loss weight of passage tokens; answers weigh 1. Passages are mostly random: at equal weight they drown the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def make_batch(
     """
     token_ids = np.full((len(contexts), num_tokens), tokenizer.token_to_id(PAD), np.int32)
     weights = np.zeros((len(contexts), num_tokens), np.float32)
-    user = tokenizer.token_to_id("<|user|>")
+    user = tokenizer.encode("<|user|>", add_special_tokens=False).ids
     spans = []
     for row, context in enumerate(contexts):
         ids = tokenize_context(tokenizer, context, system_prompt)
@@ -95,7 +95,7 @@ def make_batch(
         texts = [t for q in context.questions for t in (question_segment(q.text), answer_segment(q.answer))]
         encoded = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
         for turn, question in enumerate(context.questions):
-            asked = ([user] if turn else []) + encoded[2 * turn]
+            asked = (user if turn else []) + encoded[2 * turn]
             start = len(ids) + len(asked)
             end = start + len(encoded[2 * turn + 1])
             if end > num_tokens:

@@ -1,7 +1,7 @@
-"""The order in which the demo model learns: from copying, over short registers, to five passages with all kinds of question.
+"""The order in which the demo model learns: from copying, over short registers, to five passages.
 
-Knows no model and no optimiser. Order and thresholds are measured: started on five passages at once, a model of this size
-stays for thousands of steps at the level of guessing among the values present.
+Knows no model and no optimiser. Order and thresholds are measured: started on five passages at once, a model of this
+size stays for thousands of steps at the level of guessing among the values present.
 """
 
 from __future__ import annotations

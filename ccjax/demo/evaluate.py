@@ -1,7 +1,7 @@
 """Measures the demo model: exact match per kind of question, beside the best guess. Knows no training and no store.
 
-One question behind each context, as served. A question counts when every token of the answer and the end of turn after it
-are the likeliest ones, which is when greedy decoding writes exactly the answer.
+One question behind each context, as served. A question counts when every token of the answer and the end of turn
+after it are the likeliest ones, which is when greedy decoding writes exactly the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAD_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Exact match of `num_questions` questions, and the expected one of guessing among the relation's values present."""
+    """Exact match of `num_questions` questions, and the expected one of guessing among the values present."""
 
     accuracy_ratio: float
     guess_ratio: float
@@ -65,7 +65,7 @@ def score(contexts: Sequence[Context], results: Sequence[bool]) -> Score:
     return Score(sum(results) / len(results), sum(guesses) / len(guesses), len(results))
 
 
-def test_contexts(kind: Kind, num_contexts: int, num_passages: int = 5) -> list[Context]:
+def held_out_contexts(kind: Kind, num_contexts: int, num_passages: int = 5) -> list[Context]:
     """Contexts of towns with a fixed seed that training does not draw from, each with one question of the kind."""
     rng = random.Random(f"{TEST_SEED}/{kind}")
     difficulty = Difficulty(num_passages, TEST_WEIGHTS, min_words=27, kinds=(kind,))
@@ -78,7 +78,7 @@ def evaluate_worlds(
     """Scores per kind over fresh towns, five passages each."""
     scores = {}
     for kind in KINDS:
-        contexts = test_contexts(kind, num_contexts)
+        contexts = held_out_contexts(kind, num_contexts)
         scores[kind] = score(contexts, answered(params, config, tokenizer, contexts))
     return scores
 

@@ -1,7 +1,7 @@
 """The words of the demo world: names, values and sentence templates per relation. Knows no randomness and no tokens.
 
-Every name and value is a list of plain words, so that the tokenizer can give each word one token. In every statement the
-subject stands before the value: a causal model can then mark the value with its owner when it reads it.
+Every name and value is a list of plain words, so that the tokenizer can give each word one token. In every statement
+the subject stands before the value: a causal model can then mark the value with its owner when it reads it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ OPENINGS = (
 class Relation:
     """One kind of fact: its values, and its sentences with `{s}` for the subject and `{v}` for the value.
 
-    `statements` start with the subject, so that a pronoun can take its place; `direct` puts subject and value side by side, for
-    the start of the curriculum.
+    `statements` start with the subject, so that a pronoun can take its place; `direct` puts subject and value side by
+    side, for the start of the curriculum.
     """
 
     name: str
@@ -210,7 +210,12 @@ WORKPLACE = Relation(
 )
 SITE = Relation(
     "site",
-    tuple(f"{first} Quay" for first in "North South Eastern Western Upper Lower Middle Outer Inner Royal Timber Customs Granary Signal".split()),
+    tuple(
+        f"{first} Quay"
+        for first in (
+            "North South Eastern Western Upper Lower Middle Outer Inner Royal Timber Customs Granary Signal"
+        ).split()
+    ),
     ("{s} stands on {v}.", "{s} looks out over {v}."),
     ("The door of {s} opens on {v}.",),
     "Site of {s}: {v}.",

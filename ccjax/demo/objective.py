@@ -1,7 +1,7 @@
 """The training loss, over the layers of `models.llama3`. Knows no optimiser, curriculum or file.
 
-`models.llama3.forward` is the definition; `training_logits` computes the same with the causal half of each score matrix left
-out, which halves a training step on CPU (0.95 s to 0.50 s at B=16, T=320). A test holds the two equal.
+`models.llama3.forward` is the definition; `training_logits` computes the same with the causal half of each score matrix
+left out, which halves a training step on CPU (0.95 s to 0.50 s at B=16, T=320). A test holds the two equal.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def training_logits(params: Params, config: LlamaConfig, token_ids: Int[Array, "
 def weighted_loss(
     params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> tuple[Float[Array, ""], Bool[Array, "B T-1"]]:
-    """Weighted mean cross-entropy of each token given those before it, and where the likeliest token was the right one."""
+    """Weighted mean cross-entropy of each token given those before it, and where the right token was the likeliest."""
     logits = training_logits(params, config, token_ids[:, :-1])
     targets, weights = token_ids[:, 1:], weights[:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-"""Answers and system messages keep the space before their first word: a word is then the same token wherever it stands."""
+"""Answers and system messages keep the space before their first word: a word is then one token wherever it stands."""
 
 
 def train_tokenizer() -> Tokenizer:

@@ -1,6 +1,6 @@
-"""Trains the demo model: optimiser, curriculum, progress and Orbax checkpoints. Knows no file format of the shipped model.
+"""Trains the demo model: optimiser, curriculum, progress and Orbax checkpoints. Knows no file format of the model.
 
-Step n draws its batch from a generator seeded with (seed, n), so that a resumed run sees what an unbroken one would have.
+Step n draws its batch from a generator seeded with (seed, n): a resumed run sees what an unbroken one would have.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
         [
             optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps),
             optax.constant_schedule(config.learning_rate),
-            optax.linear_schedule(config.learning_rate, config.learning_rate / 20, max(1, config.num_steps - decay_start)),
+            optax.linear_schedule(
+                config.learning_rate, config.learning_rate / 20, max(1, config.num_steps - decay_start)
+            ),
         ],
         [config.warmup_steps, decay_start],
     )
@@ -125,6 +127,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
+        self.directory = directory
         self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
 
     @property
@@ -160,13 +163,27 @@ def advance(progression: Progression, stages: Sequence[Stage], matched_ratio: fl
     """The progression after one more step; moves to the next stage once the window's exact match is high enough."""
     stage = stages[progression.stage]
     recent = (*progression.recent, matched_ratio)[-WINDOW_STEPS:]
-    progression = Progression(
-        progression.step + 1, progression.stage, progression.stage_steps + 1, recent, loss
-    )
+    progression = Progression(progression.step + 1, progression.stage, progression.stage_steps + 1, recent, loss)
     passed = len(recent) == WINDOW_STEPS and sum(recent) / WINDOW_STEPS >= stage.advance_ratio
     if passed and progression.stage_steps >= stage.min_steps and progression.stage + 1 < len(stages):
         return dataclasses.replace(progression, stage=progression.stage + 1, stage_steps=0, recent=())
     return progression
+
+
+def restore_or_start(
+    config: TrainingConfig, checkpoints: Checkpoints, *, resume: bool
+) -> tuple[Params, Any, Progression]:
+    """Parameters, optimiser state and place in the curriculum: fresh, or with `resume` from the newest checkpoint.
+
+    Raises:
+      ValueError: `resume` without a checkpoint, or a checkpoint without `resume`.
+    """
+    if resume != (checkpoints.latest_step is not None):
+        wanted = "an earlier checkpoint" if resume else "no earlier checkpoint, or resume"
+        raise ValueError(f"checkpoints: wanted {wanted} in {checkpoints.directory}, got step {checkpoints.latest_step}")
+    params = initial_params(config.model, config.seed)
+    state = make_optimizer(config).init(params)
+    return checkpoints.restore(params, state) if resume else (params, state, Progression())
 
 
 def train(
@@ -186,18 +203,11 @@ def train(
       stop_after: leave early, after this step, with a checkpoint written: what an interruption does.
 
     Raises:
-      ValueError: `resume` without a checkpoint, or a checkpoint without `resume`.
+      ValueError: as `restore_or_start`.
     """
     console = console or Console()
     checkpoints = Checkpoints(directory / "checkpoints")
-    params = initial_params(config.model, config.seed)
-    state = make_optimizer(config).init(params)
-    progression = Progression()
-    if resume != (checkpoints.latest_step is not None):
-        wanted = "a checkpoint to resume from" if resume else "no earlier checkpoints (or --resume)"
-        raise ValueError(f"directory: wanted {wanted} under {directory / 'checkpoints'}, got step {checkpoints.latest_step}")
-    if resume:
-        params, state, progression = checkpoints.restore(params, state)
+    params, state, progression = restore_or_start(config, checkpoints, resume=resume)
     step = make_step(config)
     end = min(config.num_steps, stop_after or config.num_steps)
     tally: dict[str, list[bool]] = collections.defaultdict(list)

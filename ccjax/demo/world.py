@@ -1,9 +1,9 @@
 """Random little towns: passages, and questions that only the passages answer. Knows no tokens, files or training.
 
-Four kinds of question: `single` (one passage), `pronoun` (a passage opens with "She ..."; the person is the last one named in
-the passage before), `alias` (one passage says who is called the Heron, a later one what the Heron does) and `two_hop` (where a
-person works, and where that place stands). Every question has at least `MIN_DISTRACTORS` other values of the same relation in
-its context, so that guessing among the values present stays far below answering.
+Four kinds of question: `single` (one passage), `pronoun` (a passage opens with "She ..."; the person is the last one
+named in the passage before), `alias` (one passage says who is called the Heron, a later one what the Heron does) and
+`two_hop` (where a person works, and where that place stands). Every question has at least `MIN_DISTRACTORS` other
+values of the same relation in its context, so that guessing among the values present stays far below answering.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Town:
         self._free: dict[Person, list[Relation]] = {}
 
     def person(self, num_free: int = 1, *, new: bool = False) -> Person:
-        """Someone with at least `num_free` unwritten relations: often a newcomer, sometimes a person already written about."""
+        """Someone with at least `num_free` unwritten relations: often a newcomer, sometimes a known person."""
         known = [person for person, free in self._free.items() if len(free) >= num_free]
         if self._newcomers and (new or not known or self.rng.random() < 0.7):
             person = self._newcomers.pop()
@@ -278,9 +278,7 @@ class Town:
             text.append(sentence)
         return facts, text
 
-    def _write(
-        self, person: Person, relation: Relation, reference: str, *, opening: bool = False
-    ) -> tuple[Fact, str]:
+    def _write(self, person: Person, relation: Relation, reference: str, *, opening: bool = False) -> tuple[Fact, str]:
         """One sentence that states a fact of `person`, who is called `reference` in it."""
         self._free[person].remove(relation)
         value = self.rng.choice(relation.values)
@@ -299,14 +297,16 @@ def _capital(sentence: str) -> str:
 
 
 def _start(rng: random.Random, sentence: str, reference: str, *, opening: bool) -> str:
-    """The sentence with a capital; at the head of a passage a name is led in by a phrase, so that it keeps its space."""
+    """The sentence with a capital; at the head of a passage a phrase leads in a name, so that it keeps its space."""
     if opening and sentence.startswith(reference):
         return f"{rng.choice(lex.OPENINGS)} {sentence}"
     return _capital(sentence)
 
 
-def order_stories(rng: random.Random, stories: Sequence[Story]) -> tuple[list[Passage], list[tuple[Fact, tuple[int, ...]]]]:
-    """The passages of all stories, shuffled as far as each story's order allows; and each fact with its passages' indices."""
+def order_stories(
+    rng: random.Random, stories: Sequence[Story]
+) -> tuple[list[Passage], list[tuple[Fact, tuple[int, ...]]]]:
+    """The passages of all stories, shuffled as far as their order allows; each fact with its passages' indices."""
     blocks: list[tuple[int, tuple[int, ...]]] = []
     for index, story in enumerate(stories):
         offsets = tuple(range(len(story.passages)))
@@ -362,9 +362,7 @@ def sample_context(rng: random.Random, difficulty: Difficulty, num_questions: in
     names, weights = zip(*difficulty.weights, strict=True)
     while True:
         relations = rng.sample(RELATIONS, difficulty.num_relations)
-        town = Town(
-            rng, relations=relations, direct_ratio=difficulty.direct_ratio, min_words=difficulty.min_words
-        )
+        town = Town(rng, relations=relations, direct_ratio=difficulty.direct_ratio, min_words=difficulty.min_words)
         stories: list[Story] = []
         room = difficulty.num_passages
         while room > 0:

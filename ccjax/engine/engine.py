@@ -31,7 +31,7 @@ from ccjax.policy.planner import plan_prefill
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, PrefillPlan, ReuseMode, ReuseReport, VariantId, document_from_mapping
 from models.llama3.config import LlamaConfig
-from store.errors import ShardCorruptError, ShardNotFoundError, StoreUnavailableError
+from store.errors import ShardCorruptError, ShardNotFoundError, StoreError
 from store.spec import KVSpec, StoreIdentity
 from store.tickets import LoadTicket
 from store.tiered import TieredStore, TierUsage
@@ -42,12 +42,12 @@ _LONGEST_DEFAULT = 8192
 
 
 class _LoadFailedError(Exception):
-    """A planned variant could not be read; it must be dropped and the prefill planned anew."""
+    """A planned variant could not be read; the prefill must be planned anew without it."""
 
-    def __init__(self, variant_id: VariantId, damaged: bool) -> None:
-        super().__init__(variant_id)
+    def __init__(self, variant_id: VariantId, cause: StoreError) -> None:
+        super().__init__(f"variant {variant_id}: {cause}")
         self.variant_id = variant_id
-        self.damaged = damaged
+        self.cause = cause
 
 
 class Engine:
@@ -301,8 +301,8 @@ class Engine:
             ticket = self._store.prepare_load(plan.pin)
             read_layers = _reader(ticket)
             try:
-                if ticket.missing:
-                    raise _LoadFailedError(VariantId(min(ticket.missing)), damaged=True)
+                for variant_id in ticket.missing:
+                    raise _LoadFailedError(VariantId(variant_id), ShardNotFoundError(variant_id))
                 for variant_id in ticket.tiers:
                     ticket.prefetch(variant_id, 0, self.model_config.num_layers)
                 result = self._prefiller.run(
@@ -311,9 +311,11 @@ class Engine:
             except _LoadFailedError as error:
                 self._store.complete_load(ticket, ok=False)
                 failed.add(error.variant_id)
-                logger.warning("variant %s could not be loaded, computing its chunk", error.variant_id)
-                if error.damaged:
+                logger.warning("%s; its chunk is computed instead", error)
+                if isinstance(error.cause, ShardCorruptError):
                     self._variants.discard(error.variant_id)
+                elif isinstance(error.cause, ShardNotFoundError):
+                    self._variants.forget(error.variant_id)
                 continue
             except BaseException:
                 self._store.complete_load(ticket, ok=False)
@@ -364,10 +366,8 @@ def _reader(ticket: LoadTicket) -> ReadLayers:
     def read(variant_id: VariantId, first: int, last: int) -> np.ndarray:
         try:
             return ticket.read_layers(variant_id, first, last)
-        except (ShardCorruptError, ShardNotFoundError) as error:
-            raise _LoadFailedError(variant_id, damaged=True) from error
-        except StoreUnavailableError as error:
-            raise _LoadFailedError(variant_id, damaged=False) from error
+        except StoreError as error:
+            raise _LoadFailedError(variant_id, error) from error
 
     return read
 

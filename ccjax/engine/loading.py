@@ -62,10 +62,20 @@ def load_model(path: str | Path, *, dtype: str, progress: Progress | None = None
         config=config,
         params=params,
         tokenizer=tokenizer,
-        template=ChatTemplate.load(directory) if tokenizer is not None else None,
+        template=_template(directory) if tokenizer is not None else None,
         eos_ids=tokenizer.eos_ids if tokenizer is not None else _eos_ids(directory),
         fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
     )
+
+
+def _template(directory: Path) -> ChatTemplate:
+    """The chat template with its date held still.
+
+    Llama 3.1's and 3.2's templates print a date into the system prompt; today's would change the prefix of every stored
+    chunk at midnight. This one is their own default.
+    """
+    template = ChatTemplate.load(directory)
+    return dataclasses.replace(template, variables={"date_string": "26 Jul 2024", **template.variables})
 
 
 def _eos_ids(directory: Path) -> frozenset[int]:

@@ -72,18 +72,19 @@ class VariantIndex:
     def discard(self, variant_id: VariantId) -> None:
         """Removes a damaged variant from every tier and from the index."""
         self._store.discard(variant_id)
-        self._forget(variant_id)
+        self.forget(variant_id)
 
     def _evict(self, tier: str, victims: Sequence[VariantId]) -> None:
         for variant_id in self._store.evict(tier, victims):
             if self._store.tier_of(variant_id) is None:
-                self._forget(VariantId(variant_id))
+                self.forget(VariantId(variant_id))
 
     def _put(self, meta: VariantMeta) -> None:
         self._by_id[meta.variant_id] = meta
         self._by_chunk.setdefault(meta.chunk_id, {})[meta.variant_id] = meta
 
-    def _forget(self, variant_id: VariantId) -> None:
+    def forget(self, variant_id: VariantId) -> None:
+        """Removes a variant that no tier holds any more from the index."""
         meta = self._by_id.pop(variant_id, None)
         if meta is not None:
             siblings = self._by_chunk[meta.chunk_id]

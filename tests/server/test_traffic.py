@@ -25,7 +25,7 @@ def body(question: str, **more) -> dict:
 
 
 def metrics(server: Server) -> dict[tuple[str, ...], float]:
-    """Value by (sample name, label values...)."""
+    """Value by (sample name, label values...), labels in order of their names."""
     text = httpx.get(f"{server.url}/metrics").text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
@@ -79,7 +79,7 @@ def test_32_requests_at_once_are_all_answered_right(server: Server) -> None:
 
 
 def test_health_and_metrics_answer_while_requests_wait(server: Server) -> None:
-    with busy(server), concurrent.futures.ThreadPoolExecutor(3) as pool:
+    with concurrent.futures.ThreadPoolExecutor(3) as pool, busy(server):
         url = f"{server.url}/v1/chat/completions"
         waiting = [pool.submit(httpx.post, url, json=body(name), timeout=60) for name in NAMES[:3]]
         worker = server.service.backend.worker
@@ -130,7 +130,7 @@ def test_a_client_that_leaves_mid_stream_frees_the_engine(server: Server) -> Non
 def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
     worker = server.service.backend.worker
     before = metrics(server)
-    with busy(server), concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, busy(server):
         url = f"{server.url}/v1/chat/completions"
         patient = pool.submit(httpx.post, url, json=body("patient"), timeout=60)
         wait_until(lambda: worker.num_running == 1)
@@ -160,7 +160,7 @@ def test_counters_move_with_the_requests(server: Server) -> None:
     report = answer["reuse"]
     assert report["reused_tokens"] > 0
     assert moved("ccjax_request_success_total", answer["choices"][0]["finish_reason"]) == 1
-    assert moved("ccjax_request_reuse_total", "exact", "true") == 1
+    assert moved("ccjax_request_reuse_total", "true", "exact") == 1
     assert moved("ccjax_prompt_tokens_total") == answer["usage"]["prompt_tokens"]
     assert moved("ccjax_generation_tokens_total") == answer["usage"]["completion_tokens"]
     assert moved("ccjax_request_errors_total", "invalid_request") == 1
