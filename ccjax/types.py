@@ -54,7 +54,7 @@ class VariantMeta:
       inter_by_prefix: CacheCraft eq. 3, mean over layers: softmax mass that this chunk's queries put on each prefix
         chunk; aligned with `prefix_ids`.
       a_mean, b_mean: CacheCraft eq. 9-10, inter and intra mass normalised by chunk lengths, mean over layers.
-      cci: CacheCraft eq. 11, in [0.5, 1).
+      cci: CacheCraft eq. 11, in [0.5, 1].
       token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.
       frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum of 1/CFO over uses.
       fidelity: `exact` when every KV row is what a full prefill would give, else `approx`.

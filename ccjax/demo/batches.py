@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -54,6 +54,7 @@ class Stage:
     Attributes:
       difficulties: worlds to draw from, each equally often; empty for the induction warm-up.
       num_questions: questions behind each context.
+      recall_ratio: share of them put as a sentence to complete, right behind which the value stands.
       advance_ratio: exact match over the last steps that opens the next stage.
       min_steps: steps before that is asked.
     """
@@ -63,6 +64,7 @@ class Stage:
     batch_size: int
     difficulties: tuple[Difficulty, ...] = ()
     num_questions: int = 8
+    recall_ratio: float = 0.0
     advance_ratio: float = 0.9
     min_steps: int = 150
 
@@ -80,10 +82,12 @@ def make_batch(
     num_tokens: int,
     *,
     system_prompt: str | None = SYSTEM_PROMPT,
+    recall: Callable[[], bool] = lambda: False,
 ) -> Batch:
     """One row per context; questions that do not fit into `num_tokens` are left out.
 
-    A second question follows as a next turn of the same conversation, as the chat template renders it.
+    A second question follows as a next turn of the same conversation, as the chat template renders it. Where `recall()`
+    is true, a line of the user turn states the fact once more instead, and its value counts as the answer.
     """
     token_ids = np.full((len(contexts), num_tokens), tokenizer.token_to_id(PAD), np.int32)
     weights = np.zeros((len(contexts), num_tokens), np.float32)
@@ -92,10 +96,14 @@ def make_batch(
     for row, context in enumerate(contexts):
         ids = tokenize_context(tokenizer, context, system_prompt)
         weights[row, : len(ids)] = CONTEXT_WEIGHT
-        texts = [t for q in context.questions for t in (question_segment(q.text), answer_segment(q.answer))]
+        recalled = [recall() for _ in context.questions]
+        texts = []
+        for question, is_line in zip(context.questions, recalled, strict=True):
+            asked = question.recall if is_line else question_segment(question.text)
+            texts += [asked, f" {question.answer}.\n" if is_line else answer_segment(question.answer)]
         encoded = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
         for turn, question in enumerate(context.questions):
-            asked = (user if turn else []) + encoded[2 * turn]
+            asked = (user if turn and not recalled[turn - 1] else []) + encoded[2 * turn]
             start = len(ids) + len(asked)
             end = start + len(encoded[2 * turn + 1])
             if end > num_tokens:
@@ -132,7 +140,7 @@ def stage_batch(tokenizer: Tokenizer, stage: Stage, rng: random.Random) -> Batch
     contexts = [
         sample_context(rng, rng.choice(stage.difficulties), stage.num_questions) for _ in range(stage.batch_size)
     ]
-    return make_batch(tokenizer, contexts, stage.num_tokens)
+    return make_batch(tokenizer, contexts, stage.num_tokens, recall=lambda: rng.random() < stage.recall_ratio)
 
 
 def exact_matches(correct: np.ndarray, spans: Sequence[Span]) -> list[bool]:

@@ -115,6 +115,7 @@ def question_context(corpus: Corpus, question: CorpusQuestion, rng: random.Rando
         question.kind,
         question.relation,
         tuple(order.index(document_id) for document_id in needed),
+        "",
         guess_ratio(list(values.values())),
     )
     if len(set(values.values())) <= MIN_DISTRACTORS:

@@ -20,13 +20,21 @@ _ALL = _mix(register=1, portrait=2, pair=1, follow=2, nickname=1, place=0.7)
 STAGES = (
     Stage("induction", num_tokens=64, batch_size=64, advance_ratio=0.5),
     Stage(
+        "recall",
+        num_tokens=128,
+        batch_size=32,
+        difficulties=(Difficulty(1, _mix(register=1), direct_ratio=1.0, num_relations=1),),
+        recall_ratio=1.0,
+    ),
+    Stage(
         "register",
         num_tokens=176,
         batch_size=24,
         difficulties=(
             Difficulty(1, _mix(register=1), direct_ratio=1.0, num_relations=1),
-            Difficulty(1, _mix(register=1), direct_ratio=0.3, num_relations=1),
+            Difficulty(1, _mix(register=1), direct_ratio=0.4, num_relations=1),
         ),
+        recall_ratio=0.4,
     ),
     Stage(
         "two passages",

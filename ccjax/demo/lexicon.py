@@ -78,6 +78,11 @@ class Relation:
     questions: tuple[str, ...]
     title: str
 
+    @property
+    def recall(self) -> str:
+        """The direct statement up to its value."""
+        return self.direct.partition(" {v}")[0].removesuffix(" the")
+
 
 RELATIONS = (
     Relation(
@@ -223,6 +228,7 @@ SITE = Relation(
     "Places",
 )
 TWO_HOP_QUESTIONS = ("Where does the workplace of {s} stand?", "On which quay does {s} work?")
+TWO_HOP_RECALL = "Workplace of {s} stands on:"
 ALIAS_STATEMENTS = (
     "Friends call {s} the {v}.",
     "In the harbour {s} is known as the {v}.",

@@ -62,6 +62,7 @@ class Fact:
       holder: the person or place that has the value, whatever the question calls it.
       passage_offsets: passages of the story that are needed, in order; the last one holds the value.
       questions: templates to ask with.
+      recall: the fact as a sentence that breaks off before the value.
     """
 
     subject: str
@@ -71,6 +72,7 @@ class Fact:
     kind: Kind
     passage_offsets: tuple[int, ...]
     questions: tuple[str, ...]
+    recall: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Question:
 
     Attributes:
       passages: indices of the passages needed, in reading order; the last one holds the answer.
+      recall: the same as a sentence to complete: "Home of Mara Venn:".
       guess_ratio: accuracy of the best guess among the same relation's values present, in (0, 1).
     """
 
@@ -96,6 +99,7 @@ class Question:
     kind: Kind
     relation: str
     passages: tuple[int, ...]
+    recall: str
     guess_ratio: float
 
 
@@ -218,7 +222,7 @@ class Town:
             if not definitions and not sentence.startswith(("In the", "The", "Nick", "Friends")):
                 sentence = f"{self.rng.choice(lex.OPENINGS)} {sentence}"
             definitions.append(sentence)
-            facts.append(Fact(person.name, person.name, "nickname", alias, "single", (0,), NICKNAME.questions))
+            facts.append(Fact(person.name, person.name, "nickname", alias, "single", (0,), NICKNAME.questions, NICKNAME.recall))
             used, sentence = self._write(person, self._free[person][0], f"the {alias}")
             gossip.append(sentence)
             facts.append(dataclasses.replace(used, subject=f"the {alias}", passage_offsets=(1,)))
@@ -239,11 +243,11 @@ class Town:
             person, place, site = self.person(1), self._places.pop(), self._sites.pop()
             sentence = self.rng.choice((*WORKPLACE.statements, *WORKPLACE.framed, WORKPLACE.direct))
             staff.append(_start(self.rng, sentence.format(s=person.name, v=place), person.name, opening=not staff))
-            facts.append(Fact(person.name, person.name, "workplace", place, "single", (0,), WORKPLACE.questions))
+            facts.append(Fact(person.name, person.name, "workplace", place, "single", (0,), WORKPLACE.questions, WORKPLACE.recall))
             sentence = self.rng.choice((*SITE.statements, *SITE.framed)).format(s=f"the {place}", v=site)
             sites.append(_capital(sentence))
-            facts.append(Fact(f"the {place}", place, "site", site, "single", (1,), SITE.questions))
-            facts.append(Fact(person.name, place, "site", site, "two_hop", (0, 1), lex.TWO_HOP_QUESTIONS))
+            facts.append(Fact(f"the {place}", place, "site", site, "single", (1,), SITE.questions, SITE.recall))
+            facts.append(Fact(person.name, place, "site", site, "two_hop", (0, 1), lex.TWO_HOP_QUESTIONS, lex.TWO_HOP_RECALL))
             places.append(place)
         title = lex.PLACE_TITLES[0].format(p=" and the ".join(places))
         passages = (
@@ -289,7 +293,7 @@ class Town:
         else:
             template = self.rng.choice(relation.statements)
         sentence = _start(self.rng, template.format(s=reference, v=value), reference, opening=opening)
-        return Fact(person.name, person.name, relation.name, value, "single", (0,), relation.questions), sentence
+        return Fact(person.name, person.name, relation.name, value, "single", (0,), relation.questions, relation.recall), sentence
 
 
 def _capital(sentence: str) -> str:
@@ -352,7 +356,7 @@ def ask(
         fact, passages = rng.choice(open_facts[pools[turn % len(pools)]])
         text = rng.choice(fact.questions).format(s=fact.subject)
         ratio = guess_ratio(list(values[fact.relation].values()))
-        questions.append(Question(text, fact.value, fact.kind, fact.relation, passages, ratio))
+        questions.append(Question(text, fact.value, fact.kind, fact.relation, passages, fact.recall.format(s=fact.subject), ratio))
     rng.shuffle(questions)
     return tuple(questions)
 

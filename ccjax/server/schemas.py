@@ -240,8 +240,9 @@ class CompletionBody(Generation):
         """
         if isinstance(self.prompt, str):
             return {"prompt": self.prompt}
-        if self.documents or self.retrieval:
-            raise RequestError("prompt", "wanted a text where there are documents or retrieval, got token ids")
+        for name in ("documents", "retrieval"):
+            if getattr(self, name):
+                raise RequestError(name, "wanted none behind a prompt of token ids; send the prompt as text")
         return {"segments": ((), self.prompt)}
 
     def num_logprobs(self) -> int | None:

@@ -114,6 +114,11 @@ class EngineWorker:
         # The running one counts whether or not the thread has picked it up yet.
         return self.num_waiting + self.num_running > self._max_queue
 
+    @property
+    def is_closed(self) -> bool:
+        """True once `close` was called."""
+        return self._closed
+
     def submit(self, request: Request) -> Job:
         """The job of a request that is now in line; call it on the event loop that reads the answer.
 

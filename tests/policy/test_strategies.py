@@ -59,7 +59,7 @@ def test_decisions(strategy, mode, expected):
         ("fast", {}, 0),  # 0.05 of 10 is half a token: at most that, so none
         ("fast", {"fast_ratio": 0.1}, 1),
         ("fast", {"fast_ratio": 0.9}, 3),  # CFO asks for less than it may
-        ("fast", {"fast_ratio": 0.1, "recompute_ratio": 1.0}, 1),  # the forced share belongs to `bounded`
+        ("fast", {"fast_ratio": 0.9, "recompute_ratio": 1.0}, 3),  # the forced share belongs to `bounded`
     ],
 )
 def test_cachecraft_recomputes_the_last_tokens_its_ranking_names(mode, settings, num_recomputed):

@@ -1,0 +1,239 @@
+"""scripts/serve.py as users run it: a process of its own, its arguments, its errors, its end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ccjax.engine import Engine
+from ccjax.engine.loading import DEMO_CORPUS, DEMO_MODEL
+from scripts.serve import num_bytes
+from tests.conftest import ROOT
+
+READY_S = 120
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A home of its own: nothing is written to the user's caches."""
+    return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+
+
+def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts/serve.py"), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def refusal(arguments: list[str], environment: dict[str, str]) -> str:
+    """The last line on stderr of a start that must fail."""
+    with start(arguments, environment) as process:
+        output, errors = process.communicate(timeout=READY_S)
+    assert process.returncode == 2, errors
+    assert output == "" and "Traceback" not in errors
+    lines = [line for line in errors.splitlines() if not line.startswith(("usage", " ", "Loading weights"))]
+    assert len(lines) == 1, errors
+    return lines[0]
+
+
+@contextlib.contextmanager
+def serving(arguments: list[str], environment: dict[str, str]) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    """A ready server: its URL, its final line, its process, which is ended if it has not ended."""
+    with start([*arguments, "--port", "0"], environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                assert selector.select(READY_S), "no final line"
+            line = process.stdout.readline()
+            found = re.search(r"http://[\d.]+:\d+", line)
+            assert found is not None, line + process.stderr.read()
+            yield found[0], line, process
+        finally:
+            process.kill()
+
+
+def test_help_is_quick_and_names_every_flag(environment: dict[str, str]) -> None:
+    started = time.monotonic()
+    with start(["--help"], environment) as process:
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and errors == ""
+    assert time.monotonic() - started < 5  # importing jax alone would take most of that on a busy machine
+    for flag in ("--model", "--store", "--strategy", "--docs", "--max-queue", "--no-warmup", "--api-key"):
+        assert flag in output
+    code = (
+        "import sys; import scripts.serve as s; s._parser(); sys.exit('jax' in sys.modules or 'fastapi' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [("0", 0), ("1073741824", 2**30), ("2GiB", 2**31), ("1.5k", 1500), ("500MB", 5 * 10**8), ("3 ti", 3 * 2**40)],
+)
+def test_sizes(text: str, wanted: int) -> None:
+    assert num_bytes(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2XB", "1.2.3", "ten", "1i"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="2GiB"):
+        num_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "no-such-model"], ["--model", "demo", "no-such-model"]),
+        (["--strategy", "magic"], ["--strategy", "cachecraft", "magic"]),
+        (["--alpha", "-1"], ["--alpha", "-1"]),
+        (["--max-model-len", "999999"], ["--max-model-len", "1024", "999999"]),
+        (["--dtype", "float8"], ["--dtype", "bfloat16", "float8"]),
+        (["--docs", "/no/such/folder"], ["--docs", "directory", "/no/such/folder"]),
+        (["--embedder", "/no/such/encoder", "--docs", "."], ["--embedder", "/no/such/encoder"]),
+        (["--store", "carrier-pigeon://coop"], ["--store", "carrier-pigeon"]),
+        (["--reuse", "sometimes"], ["--reuse", "bounded", "sometimes"]),
+        (["--top-k", "0"], ["--top-k", "1", "0"]),
+        (["--host", "no.such.host.invalid"], ["--host", "no.such.host.invalid"]),
+        (["--port", "70000"], ["--port", "65535", "70000"]),
+        (["--host-cache-bytes", "2XB"], ["--host-cache-bytes", "2GiB", "2XB"]),
+        (["--modell", "x"], ["--modell"]),
+    ],
+)
+def test_bad_arguments_end_with_one_line(
+    tiny_model: Path, environment: dict[str, str], arguments: list[str], words: list[str]
+) -> None:
+    defaults = ["--model", str(tiny_model), "--port", "0", "--no-warmup"]
+    line = refusal([*defaults, *arguments], environment)
+    assert line.startswith("serve.py: error: ")
+    for word in words:
+        assert word in line
+
+
+def test_a_port_in_use_is_named(tiny_model: Path, environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        line = refusal(["--model", str(tiny_model), "--port", port], environment)
+    assert "--port" in line and f"127.0.0.1:{port}" in line and "in use" in line
+
+
+def test_a_store_of_another_format_is_named(tiny_model: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    store = tmp_path / "store"
+    Engine.from_pretrained(tiny_model, store=f"file://{store}").close()
+    file = store / "store.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 999}))
+    line = refusal(["--model", str(tiny_model), "--port", "0", "--store", f"file://{store}"], environment)
+    assert "--store" in line and "999" in line
+
+
+def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "blank.txt").write_text(" ")
+    arguments = ["--model", str(tiny_model), "--port", "0", "--embedder", "lexical", "--docs", str(docs)]
+    with start(arguments, environment) as process:
+        _, errors = process.communicate(timeout=READY_S)
+    assert process.returncode == 2 and "Traceback" not in errors
+    assert re.search(r"serve.py: error: --docs: .*blank.txt.*empty", errors)
+
+
+def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path, environment: dict[str, str]) -> None:
+    arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--embedder", "lexical", "--chunk-tokens", "40"]
+    arguments += [
+        "--max-model-len",
+        "128",
+        "--top-k",
+        "1",
+        "--host-cache-bytes",
+        "1MiB",
+        "--served-model-name",
+        "house",
+    ]
+    with serving(arguments, environment) as (url, line, process):
+        assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
+        assert httpx.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}
+        messages = [{"role": "user", "content": "Who bakes bread?"}]
+        body = {"messages": messages, "max_tokens": 60, "stream": True, "seed": 1, "temperature": 1.0}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)  # the answer that runs is finished first
+            rest = list(lines)
+        assert "data: [DONE]" in rest and '"finish_reason":"' in rest[-4]
+        assert '"id":"dino.md#' in rest[-4]
+        assert process.wait(30) == 0
+        assert process.stdout is not None and process.stdout.read() == ""
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        assert "Traceback" not in errors
+        for stage in ("Loading weights", "Reading documents", "Embedding passages", "Compiling"):
+            assert stage in errors
+    cache = Path(environment["XDG_CACHE_HOME"]) / "ccjax"
+    assert any((cache / "compile").iterdir()) and any((cache / "index").iterdir())
+
+
+def test_it_ends_while_it_still_loads(tiny_model: Path, environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    with start(["--model", str(tiny_model), "--port", str(port)], environment) as process:  # a warm-up of a minute
+        deadline = time.monotonic() + READY_S
+        ready = None
+        while time.monotonic() < deadline and (ready is None or ready.json().get("stage") != "compile"):
+            with contextlib.suppress(httpx.TransportError):
+                ready = httpx.get(f"http://127.0.0.1:{port}/ready")
+            time.sleep(0.1)
+        assert ready is not None and ready.status_code == 503 and ready.json()["status"] == "loading"
+        refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "not_ready"
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and output == "" and "Traceback" not in errors
+
+
+def test_a_store_serves_a_second_run(tiny_model: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Who?"}],
+        "documents": [{"text": "Dino bakes bread in Naples, every morning."}],
+        "max_tokens": 4,
+        "reuse": "exact",
+    }
+    arguments = ["--model", str(tiny_model), "--no-warmup", "--store", f"file://{tmp_path / 'store'}"]
+    arguments += ["--max-model-len", "128"]
+    answers = []
+    for _ in range(2):
+        with serving(arguments, environment) as (url, _, process):
+            answers.append(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json())
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+    assert answers[0]["choices"][0]["message"] == answers[1]["choices"][0]["message"]
+    assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert {entry["tier"] for entry in answers[1]["reuse"]["per_document"]} == {"disk"}
+
+
+@pytest.mark.skipif(not DEMO_MODEL.is_dir() or not DEMO_CORPUS.is_dir(), reason="the demo model is not built yet")
+def test_the_demo_runs_without_any_argument(environment: dict[str, str]) -> None:
+    with serving(["--no-warmup", "--embedder", "lexical"], environment) as (url, line, _):
+        assert "demo over" in line
+        messages = [{"role": "user", "content": "What is in the documents?"}]
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 8}, timeout=60)
+        assert answer.status_code == 200 and answer.json()["documents"]

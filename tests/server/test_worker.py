@@ -1,0 +1,170 @@
+"""The line of requests: order, limit, cancelling and ending, with answers that the test steers step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ccjax.engine import Delta, Request, Response, SamplingParams
+from ccjax.server.worker import EngineWorker, Job, JobCancelledError, QueueFullError, WorkerClosedError
+from ccjax.types import ReuseReport
+
+REPORT = ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True)
+
+
+class Steered:
+    """Answers with the prompt's words, one a delta, each only after `step` was released."""
+
+    def __init__(self) -> None:
+        self.step = threading.Semaphore(0)
+        self.log: list[str] = []
+
+    def stream(self, request: Request) -> Iterator[Delta]:
+        assert request.prompt is not None
+        self.log.append(f"start {request.prompt}")
+        try:
+            for word in request.prompt.split():
+                assert self.step.acquire(timeout=10)
+                if word == "boom":
+                    raise ValueError("boom")
+                yield Delta(word, (1,))
+            yield Delta("", response=Response(request.prompt, (1,), "stop", REPORT, 1, 0.1, 0.1))
+            self.log.append(f"end {request.prompt}")
+        finally:
+            self.log.append(f"closed {request.prompt}")
+
+
+def request(prompt: str) -> Request:
+    return Request(prompt=prompt, sampling=SamplingParams())
+
+
+async def text(job: Job) -> str:
+    return " ".join([delta.text async for delta in job.deltas() if delta.text])
+
+
+def run(scenario, *, max_queue: int = 8) -> None:
+    """Runs `scenario(worker, steered, ended)` on an event loop; the worker's thread must end by itself."""
+    steered = Steered()
+    ended: list[Job] = []
+    worker = EngineWorker(steered.stream, max_queue=max_queue, on_end=ended.append)
+    try:
+        asyncio.run(scenario(worker, steered, ended))
+    finally:
+        steered.step.release(100)
+        worker.close()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_requests_run_in_order_of_arrival_and_to_their_end() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c", "d")]
+        steered.step.release(4)
+        assert [await text(job) for job in jobs] == ["a b", "c", "d"]
+        await until(lambda: len(steered.log) == 9)
+        assert steered.log == [
+            f"{what} {prompt}" for prompt in ("a b", "c", "d") for what in ("start", "end", "closed")
+        ]
+        assert ended == jobs and all(job.response is not None and not job.cancelled for job in jobs)
+
+    run(scenario)
+
+
+def test_a_failure_reaches_its_own_client_only() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        bad, good = worker.submit(request("a boom")), worker.submit(request("c"))
+        steered.step.release(3)
+        with pytest.raises(ValueError, match="boom"):
+            await text(bad)
+        assert await text(good) == "c"
+        assert ended == [good]
+
+    run(scenario)
+
+
+def test_the_limit_counts_those_that_wait() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        jobs = [worker.submit(request(prompt)) for prompt in ("a", "b", "c")]  # one runs, two wait
+        assert worker.is_full
+        with pytest.raises(QueueFullError):
+            worker.submit(request("d"))
+        steered.step.release(3)
+        assert [await text(job) for job in jobs] == ["a", "b", "c"]
+        await until(lambda: worker.num_running == 0)
+        assert not worker.is_full
+        steered.step.release()
+        assert await text(worker.submit(request("d"))) == "d"
+
+    run(scenario, max_queue=2)
+
+
+def test_a_running_job_is_cancelled_after_its_step() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        job = worker.submit(request("a b c"))
+        steered.step.release()
+        deltas = job.deltas()
+        assert (await anext(deltas)).text == "a"
+        job.cancel()
+        job.cancel()
+        with pytest.raises(JobCancelledError):
+            await anext(deltas)
+        steered.step.release()
+        await until(lambda: worker.num_running == 0)
+        assert steered.log == ["start a b c", "closed a b c"] and ended == [job] and job.response is None
+
+    run(scenario)
+
+
+def test_a_waiting_job_leaves_the_line_at_once_and_never_runs() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        first, second, third = (worker.submit(request(prompt)) for prompt in ("a", "b", "c"))
+        await until(lambda: worker.num_running == 1)
+        second.cancel()
+        assert worker.num_waiting == 1 and ended == [second]
+        with pytest.raises(JobCancelledError):
+            await text(second)
+        steered.step.release(2)
+        assert [await text(first), await text(third)] == ["a", "c"]
+        assert "start b" not in steered.log
+
+    run(scenario)
+
+
+def test_cancelling_a_complete_answer_changes_nothing() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        job = worker.submit(request("a"))
+        steered.step.release()
+        assert await text(job) == "a"
+        job.cancel()
+        await until(lambda: worker.num_running == 0)
+        assert "end a" in steered.log and not job.cancelled and ended == [job]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_closing_finishes_the_line_or_drops_it(drain: bool) -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
+        await until(lambda: worker.num_running == 1)
+        closing = asyncio.create_task(asyncio.to_thread(worker.close, drain=drain))
+        await until(lambda: worker.is_closed)
+        with pytest.raises(WorkerClosedError):
+            worker.submit(request("d"))
+        steered.step.release(3)
+        outcomes = await asyncio.gather(*(text(job) for job in jobs), return_exceptions=True)
+        await closing
+        if drain:
+            assert outcomes == ["a b", "c"]
+        else:
+            assert all(isinstance(outcome, JobCancelledError) for outcome in outcomes)
+            assert steered.log == ["start a b", "closed a b"] and set(ended) == set(jobs)
+
+    run(scenario)
