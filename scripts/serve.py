@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
@@ -288,11 +289,21 @@ def _final_line(args: argparse.Namespace, service: Service, url: str) -> str:
     if backend.retriever is not None:
         documents = f" over {backend.retriever.num_passages} passages of {backend.retriever.num_documents} documents"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if service.settings.api_key else ""
-    body = '{"messages": [{"role": "user", "content": "YOUR QUESTION"}], "max_tokens": 64}'
+    body = json.dumps({"messages": [{"role": "user", "content": _example_question(args)}], "max_tokens": 64})
     return (
         f"Ready: {backend.model}{documents} on {url}  Try: curl -s {url}/v1/chat/completions"
         f"{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
+
+
+def _example_question(args: argparse.Namespace) -> str:
+    from ccjax.engine.loading import ASSETS
+
+    questions = ASSETS / "demo_questions.jsonl"
+    if args.model != "demo" or args.docs is not None or args.no_docs or not questions.is_file():
+        return "YOUR QUESTION"
+    with questions.open(encoding="utf-8") as lines:
+        return json.loads(next(lines))["question"]
 
 
 def num_bytes(text: str) -> int:

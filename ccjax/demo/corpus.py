@@ -51,7 +51,7 @@ class Corpus:
 def build_corpus() -> Corpus:
     """The town, always the same."""
     rng = random.Random(CORPUS_SEED)
-    town = Town(rng, relations=RELATIONS, direct_ratio=0.1, min_words=27)
+    town = Town(rng, relations=RELATIONS, min_words=27)
     stories: list[Story] = [town.portrait() for _ in range(24)]
     stories += [town.pair() for _ in range(4)]
     stories += [town.follow() for _ in range(10)]

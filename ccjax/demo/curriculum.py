@@ -18,7 +18,7 @@ _PLAIN = _mix(register=1, portrait=3, pair=1)
 _ALL = _mix(register=1, portrait=2, pair=1, follow=2, nickname=1, place=0.7)
 
 STAGES = (
-    Stage("induction", num_tokens=64, batch_size=64, advance_ratio=0.5),
+    Stage("induction", num_tokens=64, batch_size=32, min_steps=50),
     Stage(
         "recall",
         num_tokens=128,

@@ -67,7 +67,7 @@ class Relation:
     """One kind of fact: its values, and its sentences with `{s}` for the subject and `{v}` for the value.
 
     `statements` start with the subject, so that a pronoun can take its place; `direct` puts subject and value side by
-    side, for the start of the curriculum.
+    side: plain induction finds the value then, which starts the curriculum; finished towns do not use it.
     """
 
     name: str
@@ -97,8 +97,8 @@ RELATIONS = (
             for first in names.split()
         ),
         ("{s} lives on {v}.", "{s} has a small house on {v}.", "{s} rents two rooms on {v}."),
-        ("The home of {s} is on {v}.", "The house of {s} stands on {v}."),
-        "Home of {s}: {v}.",
+        ("The home of {s} is on {v}.", "The house of {s} stands on {v}.", "Home of {s}: {v}."),
+        "Home of {s} {v}.",
         ("Where does {s} live?", "Where is the home of {s}?", "On which street does {s} live?"),
         "Homes",
     ),
@@ -109,8 +109,8 @@ RELATIONS = (
             "cobbler potter barber printer surveyor librarian".split()
         ),
         ("{s} works as a {v}.", "{s} earns a living as a {v}.", "{s} is a {v} by trade."),
-        ("The work of {s} is that of a {v}.", "The job of {s} is that of a {v}."),
-        "Job of {s}: {v}.",
+        ("The work of {s} is that of a {v}.", "The job of {s} is that of a {v}.", "Job of {s}: {v}."),
+        "Job of {s} {v}.",
         ("What is the job of {s}?", "What does {s} do for a living?", "What work does {s} do?"),
         "Jobs",
     ),
@@ -121,8 +121,8 @@ RELATIONS = (
             "hamster piglet lizard dove".split()
         ),
         ("{s} keeps a {v}.", "{s} looks after a {v}.", "{s} shares the house with a {v}."),
-        ("The pet of {s} is a {v}.", "The animal of {s} is a {v}."),
-        "Pet of {s}: {v}.",
+        ("The pet of {s} is a {v}.", "The animal of {s} is a {v}.", "Pet of {s}: {v}."),
+        "Pet of {s} {v}.",
         ("What pet does {s} keep?", "What is the pet of {s}?", "Which animal does {s} look after?"),
         "Pets",
     ),
@@ -133,8 +133,8 @@ RELATIONS = (
             "notebook mallet pulley knife wrench".split()
         ),
         ("{s} always carries a {v}.", "{s} never leaves without a {v}.", "{s} owns a good {v}."),
-        ("The tool of {s} is a {v}.", "The best tool of {s} is a {v}."),
-        "Tool of {s}: {v}.",
+        ("The tool of {s} is a {v}.", "The best tool of {s} is a {v}.", "Tool of {s}: {v}."),
+        "Tool of {s} {v}.",
         ("What tool does {s} carry?", "What is the tool of {s}?", "Which tool does {s} own?"),
         "Tools",
     ),
@@ -145,8 +145,8 @@ RELATIONS = (
             "radishes mussels gingerbread pickles turnips sausages pudding".split()
         ),
         ("{s} likes {v} best.", "{s} would eat {v} every day.", "{s} cooks {v} for guests."),
-        ("The favourite dish of {s} is {v}.", "The favourite meal of {s} is {v}."),
-        "Dish of {s}: {v}.",
+        ("The favourite dish of {s} is {v}.", "The favourite meal of {s} is {v}.", "Dish of {s}: {v}."),
+        "Dish of {s} {v}.",
         ("What is the favourite dish of {s}?", "What does {s} like to eat?", "Which dish does {s} like best?"),
         "Dishes",
     ),
@@ -157,8 +157,8 @@ RELATIONS = (
             "tambourine piano violin oboe".split()
         ),
         ("{s} plays the {v}.", "{s} is learning the {v}.", "{s} teaches the {v}."),
-        ("The instrument of {s} is the {v}.", "The first instrument of {s} was the {v}."),
-        "Music of {s}: {v}.",
+        ("The instrument of {s} is the {v}.", "The first instrument of {s} was the {v}.", "Music of {s}: {v}."),
+        "Music of {s} {v}.",
         ("What instrument does {s} play?", "What is the instrument of {s}?", "Which instrument does {s} play?"),
         "Music",
     ),
@@ -169,8 +169,8 @@ RELATIONS = (
             "crimson violet silver bronze".split()
         ),
         ("{s} rows a {v} boat.", "{s} sails a {v} boat.", "{s} owns a {v} boat."),
-        ("The boat of {s} is {v}.", "The boat of {s} is painted {v}."),
-        "Boat of {s}: {v}.",
+        ("The boat of {s} is {v}.", "The boat of {s} is painted {v}.", "Boat of {s}: {v}."),
+        "Boat of {s} {v}.",
         ("What colour is the boat of {s}?", "Which colour is the boat of {s}?", "What colour of boat does {s} row?"),
         "Boats",
     ),
@@ -181,8 +181,8 @@ RELATIONS = (
             "Norbury Oxley Pemby Ravenna Stanmere Trevose".split()
         ),
         ("{s} comes from {v}.", "{s} was born in {v}.", "{s} grew up in {v}."),
-        ("The birthplace of {s} is {v}.", "The family of {s} is from {v}."),
-        "Birthplace of {s}: {v}.",
+        ("The birthplace of {s} is {v}.", "The family of {s} is from {v}.", "Birthplace of {s}: {v}."),
+        "Birthplace of {s} {v}.",
         ("Where was {s} born?", "Where does {s} come from?", "What is the birthplace of {s}?"),
         "Origins",
     ),
@@ -198,8 +198,8 @@ RELATIONS = (
             for first in names.split()
         ),
         ("{s} won the {v}.", "{s} took first place in the {v}.", "{s} is proud of the {v}."),
-        ("The prize of {s} was for the {v}.", "The trophy of {s} is from the {v}."),
-        "Prize of {s}: {v}.",
+        ("The prize of {s} was for the {v}.", "The trophy of {s} is from the {v}.", "Prize of {s}: {v}."),
+        "Prize of {s} {v}.",
         ("What did {s} win?", "What prize did {s} win?", "Which prize did {s} take?"),
         "Prizes",
     ),
@@ -208,8 +208,8 @@ WORKPLACE = Relation(
     "workplace",
     PLACES,
     ("{s} works at the {v}.", "{s} spends the day at the {v}."),
-    ("The workplace of {s} is the {v}.",),
-    "Workplace of {s}: {v}.",
+    ("The workplace of {s} is the {v}.", "Workplace of {s}: {v}."),
+    "Workplace of {s} {v}.",
     ("Where does {s} work?", "What is the workplace of {s}?"),
     "Workplaces",
 )
@@ -222,8 +222,8 @@ SITE = Relation(
         ).split()
     ),
     ("{s} stands on {v}.", "{s} looks out over {v}."),
-    ("The door of {s} opens on {v}.",),
-    "Site of {s}: {v}.",
+    ("The door of {s} opens on {v}.", "Site of {s}: {v}."),
+    "Site of {s} {v}.",
     ("Where does {s} stand?", "On which quay is {s}?"),
     "Places",
 )

@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from optax.contrib import MuonDimensionNumbers, muon
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from ccjax.demo.batches import Stage, exact_matches, stage_batch
+from ccjax.demo.initial import initial_params
 from ccjax.demo.objective import weighted_loss
-from models.llama3 import LlamaConfig, Params, init_params
+from models.llama3 import LayerParams, LlamaConfig, Params
 
 WINDOW_STEPS = 50
 """Steps over which accuracy is averaged before the curriculum moves on."""
@@ -43,9 +45,10 @@ class TrainingConfig:
     stages: tuple[Stage, ...]
     num_steps: int
     seed: int = 0
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.1
-    warmup_steps: int = 100
+    matrix_learning_rate: float = 0.02
+    vector_learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 50
     checkpoint_steps: int = 250
 
 
@@ -61,50 +64,66 @@ class Progression:
 
 
 def demo_config(vocab_size: int) -> LlamaConfig:
-    """The shipped model's shape: 0.96 M parameters at 1,728 tokens."""
+    """The shipped model's shape: 1.15 M parameters at 1,728 tokens."""
+    # theta as in Llama 3: at 10,000 half of a 32-wide head's pairs turn too fast to match words over a hundred tokens, and
+    # copying was learnt several times later (40 % against 6 % after 200 steps).
     return LlamaConfig(
+        rope_theta=500000.0,
         vocab_size=vocab_size,
         d_model=128,
         num_layers=4,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=32,
+        head_dim=64,
         d_ff=352,
         tie_embeddings=True,
         max_position_embeddings=2048,
     )
 
 
-def initial_params(config: LlamaConfig, seed: int) -> Params:
-    """Random weights with embeddings of unit scale, made up for in the final norm.
-
-    A tied embedding drawn small enough for the logits would vanish in the residual stream beside the layers' outputs.
-    """
-    params = init_params(config, jax.random.key(seed))
-    scale = config.d_model**0.5
-    return dataclasses.replace(params, embedding=params.embedding * scale, final_norm=params.final_norm / scale)
+def _muon_axes(params: Params) -> Params:
+    """The matrix that each weight is, for Muon: its input and output axes; None goes to AdamW."""
+    matrix, heads = MuonDimensionNumbers(0, 1), MuonDimensionNumbers(0, (1, 2))
+    layer = LayerParams(
+        attention_norm=None,
+        wq=heads,
+        wk=heads,
+        wv=heads,
+        wo=MuonDimensionNumbers((0, 1), 2),
+        mlp_norm=None,
+        w_gate=matrix,
+        w_up=matrix,
+        w_down=matrix,
+    )  # type: ignore[arg-type]
+    return Params(embedding=None, layers=(layer,) * len(params.layers), final_norm=None, lm_head=None)  # type: ignore[arg-type]
 
 
 def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """AdamW; warm-up, then constant, then a linear fall over the last fifth of the steps. Norm weights do not decay."""
-    decay_start = max(config.warmup_steps, config.num_steps * 4 // 5)
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps),
-            optax.constant_schedule(config.learning_rate),
-            optax.linear_schedule(
-                config.learning_rate, config.learning_rate / 20, max(1, config.num_steps - decay_start)
-            ),
-        ],
-        [config.warmup_steps, decay_start],
-    )
-    adamw = optax.adamw(
-        schedule,
-        b2=0.95,
+    """Muon for the matrices of the layers, AdamW for embedding and norms; both warm up, stay, and fall over the last fifth.
+
+    Measured on the induction warm-up: Muon needs half of AdamW's steps.
+    """
+
+    def schedule(peak: float) -> optax.Schedule:
+        fall_from = max(config.warmup_steps, config.num_steps * 4 // 5)
+        fall_steps = max(1, config.num_steps - fall_from)
+        return optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, peak, config.warmup_steps),
+                optax.constant_schedule(peak),
+                optax.linear_schedule(peak, peak / 20, fall_steps),
+            ],
+            [config.warmup_steps, fall_from],
+        )
+
+    optimizer = muon(
+        schedule(config.matrix_learning_rate),
         weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+        adam_b2=0.95,
+        adam_learning_rate=schedule(config.vector_learning_rate),
+        muon_weight_dimension_numbers=_muon_axes,
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
 
 def make_step(config: TrainingConfig) -> Callable[..., Any]:

@@ -25,8 +25,8 @@ NICKNAME = Relation(
     "nickname",
     lex.ALIASES,
     lex.ALIAS_STATEMENTS,
-    (),
-    "Nickname of {s}: the {v}.",
+    ("Nickname of {s}: the {v}.",),
+    "Nickname of {s} {v}.",
     ("What is the nickname of {s}?", "What do friends call {s}?"),
     "Nicknames",
 )
@@ -90,7 +90,7 @@ class Question:
 
     Attributes:
       passages: indices of the passages needed, in reading order; the last one holds the answer.
-      recall: the same as a sentence to complete: "Home of Mara Venn:".
+      recall: the same as a sentence to complete: "Home of Mara Venn".
       guess_ratio: accuracy of the best guess among the same relation's values present, in (0, 1).
     """
 
@@ -118,7 +118,7 @@ class Difficulty:
     Attributes:
       num_passages: passages per context.
       weights: relative frequency of the stories "register", "portrait", "pair", "follow", "nickname", "place".
-      direct_ratio: share of named sentences that put name and value side by side ("Home of Mara Venn: Hazel Lane.").
+      direct_ratio: share of named sentences that put name and value side by side ("Home of Mara Venn Hazel Lane.").
       min_words: passages are filled up to this many words.
       num_relations: relations that the people of one context have between them.
       kinds: kinds of question asked.
@@ -126,7 +126,7 @@ class Difficulty:
 
     num_passages: int
     weights: tuple[tuple[str, float], ...]
-    direct_ratio: float = 0.1
+    direct_ratio: float = 0.0
     num_relations: int = 4
     min_words: int = 0
     kinds: tuple[Kind, ...] = ("single",)
@@ -140,7 +140,7 @@ class Town:
         rng: random.Random,
         *,
         relations: Sequence[Relation] = RELATIONS,
-        direct_ratio: float = 0.1,
+        direct_ratio: float = 0.0,
         min_words: int = 0,
     ) -> None:
         self.rng = rng
@@ -218,11 +218,13 @@ class Town:
         definitions, gossip = [], []
         for _ in range(count):
             person, alias = self.person(1), self._aliases.pop()
-            sentence = self.rng.choice((*NICKNAME.statements, NICKNAME.direct)).format(s=person.name, v=alias)
+            sentence = self.rng.choice((*NICKNAME.statements, *NICKNAME.framed)).format(s=person.name, v=alias)
             if not definitions and not sentence.startswith(("In the", "The", "Nick", "Friends")):
                 sentence = f"{self.rng.choice(lex.OPENINGS)} {sentence}"
             definitions.append(sentence)
-            facts.append(Fact(person.name, person.name, "nickname", alias, "single", (0,), NICKNAME.questions, NICKNAME.recall))
+            facts.append(
+                Fact(person.name, person.name, "nickname", alias, "single", (0,), NICKNAME.questions, NICKNAME.recall)
+            )
             used, sentence = self._write(person, self._free[person][0], f"the {alias}")
             gossip.append(sentence)
             facts.append(dataclasses.replace(used, subject=f"the {alias}", passage_offsets=(1,)))
@@ -241,13 +243,19 @@ class Town:
         staff, sites, places = [], [], []
         for _ in range(count):
             person, place, site = self.person(1), self._places.pop(), self._sites.pop()
-            sentence = self.rng.choice((*WORKPLACE.statements, *WORKPLACE.framed, WORKPLACE.direct))
+            sentence = self.rng.choice((*WORKPLACE.statements, *WORKPLACE.framed))
             staff.append(_start(self.rng, sentence.format(s=person.name, v=place), person.name, opening=not staff))
-            facts.append(Fact(person.name, person.name, "workplace", place, "single", (0,), WORKPLACE.questions, WORKPLACE.recall))
+            facts.append(
+                Fact(
+                    person.name, person.name, "workplace", place, "single", (0,), WORKPLACE.questions, WORKPLACE.recall
+                )
+            )
             sentence = self.rng.choice((*SITE.statements, *SITE.framed)).format(s=f"the {place}", v=site)
             sites.append(_capital(sentence))
             facts.append(Fact(f"the {place}", place, "site", site, "single", (1,), SITE.questions, SITE.recall))
-            facts.append(Fact(person.name, place, "site", site, "two_hop", (0, 1), lex.TWO_HOP_QUESTIONS, lex.TWO_HOP_RECALL))
+            facts.append(
+                Fact(person.name, place, "site", site, "two_hop", (0, 1), lex.TWO_HOP_QUESTIONS, lex.TWO_HOP_RECALL)
+            )
             places.append(place)
         title = lex.PLACE_TITLES[0].format(p=" and the ".join(places))
         passages = (
@@ -293,7 +301,9 @@ class Town:
         else:
             template = self.rng.choice(relation.statements)
         sentence = _start(self.rng, template.format(s=reference, v=value), reference, opening=opening)
-        return Fact(person.name, person.name, relation.name, value, "single", (0,), relation.questions, relation.recall), sentence
+        return Fact(
+            person.name, person.name, relation.name, value, "single", (0,), relation.questions, relation.recall
+        ), sentence
 
 
 def _capital(sentence: str) -> str:
@@ -356,7 +366,9 @@ def ask(
         fact, passages = rng.choice(open_facts[pools[turn % len(pools)]])
         text = rng.choice(fact.questions).format(s=fact.subject)
         ratio = guess_ratio(list(values[fact.relation].values()))
-        questions.append(Question(text, fact.value, fact.kind, fact.relation, passages, fact.recall.format(s=fact.subject), ratio))
+        questions.append(
+            Question(text, fact.value, fact.kind, fact.relation, passages, fact.recall.format(s=fact.subject), ratio)
+        )
     rng.shuffle(questions)
     return tuple(questions)
 

@@ -186,7 +186,7 @@ class Engine:
           ContextLengthError: more tokens than `max_model_len`.
         """
         sampling = SamplingParams(max_new_tokens=None)
-        prompt = self._assemble(Request(segments=[(), token_ids], sampling=sampling), reserve=0)
+        prompt = self._assemble(Request(segments=[(), token_ids], sampling=sampling), answer=False)
         with self._lock:
             self._check_open()
             result = self._prefiller.run(prompt.token_ids, self._plan(prompt, "off", {}))
@@ -228,13 +228,13 @@ class Engine:
         if self._closed:
             raise RuntimeError("engine: closed already")
 
-    def _assemble(self, request: Request, *, reserve: int = 1) -> Prompt:
+    def _assemble(self, request: Request, *, answer: bool = True) -> Prompt:
         return assemble(
             request,
             self._builder,
             max_model_len=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
-            reserve=reserve,
+            answer=answer,
         )
 
     def _answer(self, request: Request, prompt: Prompt) -> Iterator[Delta]:

@@ -17,6 +17,8 @@ from ccjax.policy.planner import PromptChunk
 from ccjax.text import PromptBuilder
 from ccjax.types import Chunk, ChunkId, Document
 
+_SHORT_ANSWER = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -57,11 +59,12 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
 
 
 def assemble(
-    request: Request, builder: PromptBuilder | None, *, max_model_len: int, vocab_size: int, reserve: int = 1
+    request: Request, builder: PromptBuilder | None, *, max_model_len: int, vocab_size: int, answer: bool = True
 ) -> Prompt:
     """The prompt of a request, cut to length only where the request allows it.
 
-    `reserve` tokens are kept for an answer whose length the request leaves open.
+    An answer of open length gets what the prompt leaves, at least one token; where passages are dropped for it, room
+    for a short answer. Without `answer` the prompt may fill the whole context.
 
     Raises:
       RequestError: something in the request is empty, of the wrong type or outside the vocabulary.
@@ -77,18 +80,19 @@ def assemble(
     head = [Chunk(chunk_id(system), system)] if system else []
     fixed = len(system) + len(question)
     wanted = request.sampling.max_new_tokens
-    reserve = wanted if wanted is not None else reserve
+    reserve = wanted if wanted is not None else int(answer)
     if request.truncate:
-        while chunks and fixed + sum(len(chunk.token_ids) for chunk in chunks) + reserve > max_model_len:
+        room = wanted if wanted is not None else min(_SHORT_ANSWER, max_model_len // 4)
+        while chunks and fixed + sum(len(chunk.token_ids) for chunk in chunks) + room > max_model_len:
             chunks.pop()
     total = fixed + sum(len(chunk.token_ids) for chunk in chunks)
     if total + reserve > max_model_len:
         longest = max((len(chunk.token_ids) for chunk in chunks), default=0)
+        passages = f"; {len(chunks)} documents, the longest of {longest} tokens: send less or set truncate"
         raise ContextLengthError(
             "prompt",
-            f"wanted at most {max_model_len} tokens (max_model_len) with the answer, got {total} prompt tokens "
-            f"({len(chunks)} documents, the longest with {longest}) and {reserve} for the answer; send fewer or "
-            f"shorter documents or set truncate",
+            f"wanted at most {max_model_len} tokens (max_model_len) with the answer, got {total} prompt tokens and "
+            f"{reserve} for the answer{passages if chunks else ''}",
         )
     return Prompt((*head, *chunks), bool(system), question, wanted if wanted is not None else max_model_len - total)
 

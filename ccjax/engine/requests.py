@@ -29,6 +29,8 @@ class SamplingParams:
             raise RequestError("max_new_tokens", f"wanted a positive integer, got {self.max_new_tokens}")
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
             raise RequestError("temperature", f"wanted a number from 0 to 2, got {self.temperature}")
+        if self.seed is not None and self.seed < 0:
+            raise RequestError("seed", f"wanted a non-negative integer, got {self.seed}")
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError("top_p", f"wanted a number above 0 and at most 1, got {self.top_p}")
         if any(not text for text in self.stop) or len(self.stop) > 16:

@@ -6,6 +6,9 @@ import numpy as np
 
 from ccjax.engine.requests import SamplingParams
 
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this draw the likeliest token anyway; dividing by them would overflow."""
+
 
 class Sampler:
     """Draws the tokens of one request; the same seed draws the same tokens."""
@@ -16,7 +19,7 @@ class Sampler:
 
     def draw(self, logits: np.ndarray) -> int:
         """A token id from logits [V]; ties of greedy decoding go to the lowest id."""
-        if self._params.temperature == 0.0:
+        if self._params.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
         order = np.argsort(-logits, kind="stable")
         scaled = logits[order].astype(np.float64) / self._params.temperature

@@ -193,7 +193,7 @@ def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
     for tag in soup.find_all(_UNSEEN):
         tag.decompose()
     for string in soup.find_all(string=True):
-        if type(string) is bs4.NavigableString and string.find_parent("pre") is None:
+        if type(string) is bs4.element.NavigableString and string.find_parent("pre") is None:
             string.replace_with(re.sub(r"\s+", " ", string))
     for tag in soup.find_all("br"):
         tag.replace_with("\n")

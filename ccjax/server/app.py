@@ -125,17 +125,17 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def _generate(service: Service, request: Request, body: Generation, kind: Kind) -> Response:
-    job, documents = await service.submit(body, id_prefix="chatcmpl" if kind == "chat" else "cmpl")
-    watcher = asyncio.create_task(_cancel_when_gone(request, job))
-    formatter = Formatter(
-        kind,
-        id=job.request.request_id,
-        model=service.backend.model,
-        created=int(time.time()),
-        documents=documents,
-    )
-    deltas = job.deltas()
     try:
+        job, documents = await service.submit(body, id_prefix="chatcmpl" if kind == "chat" else "cmpl")
+        watcher = asyncio.create_task(_cancel_when_gone(request, job))
+        formatter = Formatter(
+            kind,
+            id=job.request.request_id,
+            model=service.backend.model,
+            created=int(time.time()),
+            documents=documents,
+        )
+        deltas = job.deltas()
         with renamed(body.argument_names()):
             # A stream, too, starts with the first token only: whatever fails before that has a status of its own.
             first = await anext(deltas)
@@ -144,10 +144,12 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
                 return StreamingResponse(events, media_type="text/event-stream", headers=_SSE_HEADERS)
             async for _ in deltas:
                 pass
+        assert job.response is not None
+        return JSONResponse(formatter.answer(job.response))
     except JobCancelledError:
         return Response(status_code=_CLIENT_GONE)
-    assert job.response is not None
-    return JSONResponse(formatter.answer(job.response))
+    except Exception as error:
+        return _refusal(service, error).response()
 
 
 async def _events(

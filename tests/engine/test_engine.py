@@ -145,6 +145,8 @@ def test_too_long_is_an_error_unless_truncated():
         assert cut.token_ids == engine.generate_from_tokens(permuted(segments, [0, 1]), max_new_tokens=4).token_ids
         with pytest.raises(ContextLengthError, match="100"):
             engine.generate_from_tokens([[1], [2] * 120], truncate=True)
+        roomy = engine.generate_from_tokens(segments, max_new_tokens=None, truncate=True)
+        assert roomy.num_prompt_tokens == 56 and len(roomy.token_ids) == 44  # a quarter of the context, at least
         unbounded = engine.generate_from_tokens(permuted(segments, [0, 1]), max_new_tokens=None)
         assert len(unbounded.token_ids) == 4 and unbounded.finish_reason == "length"
         with pytest.raises(ContextLengthError, match="100"):
@@ -159,6 +161,7 @@ def test_too_long_is_an_error_unless_truncated():
         ({"temperature": 5.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
+        ({"seed": -1}, "seed"),
         ({"stop": ("",)}, "stop"),
         ({"logprobs": 99}, "logprobs"),
     ],

@@ -184,6 +184,7 @@ def test_permuted_passages_exactly_and_approximately(server: Server, client: ope
     bounded = ask(client, permuted, extra={"reuse": "bounded"})
     assert bounded.usage.prompt_tokens_details.cached_tokens > 0 and not bounded.reuse["exact"]
     assert bounded.reuse["recomputed_tokens"] > 0
+    assert ask(client, PASSAGES[::-1], extra={"reuse": "fast"}).reuse["mode"] == "fast"
     off = ask(client, permuted, extra={"reuse": "off"})
     exact = ask(client, permuted, extra={"reuse": "exact"})
     assert off.reuse["reused_tokens"] == 0 and exact.reuse["exact"]
@@ -229,6 +230,26 @@ def test_truncate_drops_passages_from_the_end(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens <= MAX_MODEL_LEN
     alone = ask(client, [{"text": "word " * 3000}], extra={"truncate": True})
     assert alone.documents == [] and alone.usage.completion_tokens == 12
+
+
+def test_retrieved_passages_give_way_to_a_long_question(server: Server, client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Who teaches chess on Tuesdays in Oslo? " * 39}]
+
+    def count(**extra) -> int:
+        return client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=4, extra_body=extra
+        ).usage.prompt_tokens  # fmt: skip
+
+    question_tokens = count(retrieval=False)
+    limit = MAX_MODEL_LEN - question_tokens - 4
+    passages = server.retriever.search(messages[0]["content"], 5)
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    sizes = [len(tokenizer.encode(f"{p.title}\n{p.text}\n\n", allow_special=False)) for p in passages]
+    assert sizes[0] < limit < sum(sizes), "the test wants a question that leaves room for some passages, not for all"
+    assert question_tokens < count(retrieval={"top_k": 5}) <= MAX_MODEL_LEN - 4
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        count(retrieval={"top_k": 5}, truncate=False)
 
 
 def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:

@@ -157,21 +157,13 @@ def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, e
 
 def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path, environment: dict[str, str]) -> None:
     arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--embedder", "lexical", "--chunk-tokens", "40"]
-    arguments += [
-        "--max-model-len",
-        "128",
-        "--top-k",
-        "1",
-        "--host-cache-bytes",
-        "1MiB",
-        "--served-model-name",
-        "house",
-    ]
+    arguments += ["--max-model-len", "128", "--top-k", "1", "--host-cache-bytes", "1MiB", "--system-prompt", "Answer."]
+    arguments += ["--served-model-name", "house"]
     with serving(arguments, environment) as (url, line, process):
         assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
         assert httpx.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}
         messages = [{"role": "user", "content": "Who bakes bread?"}]
-        body = {"messages": messages, "max_tokens": 60, "stream": True, "seed": 1, "temperature": 1.0}
+        body = {"messages": messages, "max_tokens": 40, "stream": True, "seed": 1, "temperature": 1.0}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
@@ -230,7 +222,9 @@ def test_a_store_serves_a_second_run(tiny_model: Path, tmp_path: Path, environme
     assert {entry["tier"] for entry in answers[1]["reuse"]["per_document"]} == {"disk"}
 
 
-@pytest.mark.skipif(not DEMO_MODEL.is_dir() or not DEMO_CORPUS.is_dir(), reason="the demo model is not built yet")
+@pytest.mark.skipif(
+    not (DEMO_MODEL / "config.json").exists() or not DEMO_CORPUS.is_dir(), reason="the demo model is not built yet"
+)
 def test_the_demo_runs_without_any_argument(environment: dict[str, str]) -> None:
     with serving(["--no-warmup", "--embedder", "lexical"], environment) as (url, line, _):
         assert "demo over" in line

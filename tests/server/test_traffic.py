@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -12,7 +13,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ccjax.engine import Request, SamplingParams
+from ccjax.engine import Delta, Request, SamplingParams
 from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.server.conftest import Server, wait_until
@@ -144,6 +145,34 @@ def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
     after = metrics(server)
     success = ("ccjax_request_success_total", "length")
     assert after[success] == before.get(success, 0) + 1
+
+
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_a_failing_engine_is_a_500_and_the_next_request_is_served(
+    server: Server, monkeypatch: pytest.MonkeyPatch, num_good: int
+) -> None:
+    def failing(request: Request) -> Iterator[Delta]:
+        yield from itertools.islice(server.engine.stream(request), num_good)
+        raise RuntimeError("secret inside")
+
+    url = f"{server.url}/v1/chat/completions"
+    failed = ("ccjax_request_errors_total", "internal_error")
+    before = metrics(server).get(failed, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service.backend.worker, "_stream", failing)
+        whole = httpx.post(url, json=body("Who?"))
+        assert whole.status_code == 500 and whole.json()["error"]["code"] == "internal_error"
+        assert whole.json()["error"]["type"] == "server_error" and "secret" not in whole.text
+        streamed = httpx.post(url, json=body("Who?", stream=True))
+        assert "secret" not in streamed.text
+        if num_good == 0:
+            assert streamed.status_code == 500 and streamed.json() == whole.json()
+        else:  # the status is gone: OpenAI's client raises what the stream says
+            assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
+            with server.client() as client, pytest.raises(openai.APIError, match="the server failed"):
+                list(client.chat.completions.create(model="tiny", messages=body("Who?")["messages"], stream=True))
+    assert metrics(server)[failed] == before + 2 + (num_good > 0)
+    assert httpx.post(url, json=body("Who?")).status_code == 200
 
 
 def test_counters_move_with_the_requests(server: Server) -> None:
