@@ -25,7 +25,7 @@ from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import warm_up
+from ccjax.engine.warmup import shapes, warm_up
 from ccjax.errors import ConfigError, RequestError
 from ccjax.policy.planner import plan_prefill
 from ccjax.text import PromptBuilder, Tokenizer
@@ -196,7 +196,7 @@ class Engine:
         """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it."""
         with self._lock:
             self._check_open()
-            warm_up(self._prefiller, self.max_model_len, progress)
+            warm_up(self._prefiller, shapes(self.max_model_len), progress)
 
     def store_usage(self) -> dict[str, TierUsage]:
         """Bytes, variants and counters of every tier."""

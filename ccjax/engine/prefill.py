@@ -99,8 +99,6 @@ class Prefiller:
         segment_of_slot = np.full(num_slots, -1, np.int32)
         for index, segment in enumerate(plan.segments):
             segment_of_slot[segment.start : segment.start + segment.num_tokens] = index
-        want_mass = collect or plan.focus_window is not None
-        num_segments = segment_bucket(len(plan.segments)) if want_mass else 0
 
         offsets = _computed_offsets(plan)
         rows = _Rows(offsets, first_pos, num_slots)
@@ -121,6 +119,7 @@ class Prefiller:
                         offsets, result.focus_cut_layer = offsets[kept], layer
                         rows = _Rows(offsets, first_pos, num_slots)
                         x = select_step(x, _padded(kept, rows.size, int(kept[-1])))
+            want_mass = collect or (plan.focus_window is not None and focus.decided is None)
             k_context, v_context = self._context(layer, num_slots, plan, read_layers, result, slot_positions)
             out = layer_step(
                 self.params.layers[layer],
@@ -130,9 +129,9 @@ class Prefiller:
                 rows.positions,
                 rows.slots,
                 slot_positions,
-                slot_segments if num_segments else None,
+                slot_segments if want_mass else None,
                 config=self.config,
-                num_segments=num_segments,
+                num_segments=segment_bucket(len(plan.segments)) if want_mass else 0,
                 implementation=self.implementation,
             )
             x = out.x

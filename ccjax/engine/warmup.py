@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +34,18 @@ def shapes(max_model_len: int) -> list[tuple[int, int]]:
     ]
 
 
-def warm_up(prefiller: Prefiller, max_model_len: int, progress: Progress | None) -> None:
-    """Runs each step once at every size; all layers share one compiled step. XLA compiles on all cores."""
-    todo = shapes(max_model_len)
+def warm_up(prefiller: Prefiller, sizes: Sequence[tuple[int, int]], progress: Progress | None = None) -> None:
+    """Runs each step once at every (computed tokens, context slots); all layers share one compiled step.
+
+    XLA compiles on all cores.
+    """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = [pool.submit(_run_steps, prefiller, count, size) for count, size in todo]
+        runs = [pool.submit(_run_steps, prefiller, count, size) for count, size in sizes]
         try:
             for done, run in enumerate(concurrent.futures.as_completed(runs)):
                 run.result()
                 if progress is not None:
-                    progress("compile", done + 1, len(todo))
+                    progress("compile", done + 1, len(sizes))
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -7,17 +7,26 @@ eight passages in an order that was never seen before, and a question; weights a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
+import os
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.buckets import slot_bucket
+from ccjax.engine.loading import LoadedModel
+from ccjax.engine.prefill import Prefiller
+from ccjax.engine.warmup import shapes, warm_up
+from ccjax.types import ReuseMode
+from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks.common import environment, median
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 8
@@ -30,47 +39,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave transformers out even where it is installed")
 
 
+@dataclasses.dataclass
+class Case:
+    """One column of the comparison: an engine of its own, and how to call it."""
+
+    engine: Engine
+    reuse: ReuseMode
+    description: dict[str, Any]
+    runs_s: list[float] = dataclasses.field(default_factory=list)
+    shares: list[float] = dataclasses.field(default_factory=list)
+
+    def measure(self, segments: list[list[int]]) -> None:
+        """Runs one prompt and keeps its time to first token."""
+        response = self.engine.generate_from_tokens(segments, max_new_tokens=1, reuse=self.reuse)
+        self.runs_s.append(response.ttft_s)
+        self.shares.append(response.reuse.computed_share)
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all cases in alternation and prints the table."""
-    import jax
-
-    from models.llama3 import LlamaConfig, init_params
-
     lengths = arguments.context_tokens or ([512] if arguments.quick else [2048, 4096])
     repetitions = 2 if arguments.quick else arguments.repetitions
     layers, width = (2, 256) if arguments.quick else (16, 1024)
     config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
     params = init_params(config, jax.random.key(0))
+    peer = None if arguments.no_peers or not _has_transformers() else _transformers(config)
     rows: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
-    with Progress(console=Console(stderr=True)) as progress, tempfile.TemporaryDirectory() as store:
-        task = progress.add_task("ttft", total=len(lengths) * (repetitions + 1))
-        peer = None if arguments.no_peers or not _has_transformers() else _transformers(config)
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("compile, then measure", total=len(lengths) * (repetitions + 2))
         for length in lengths:
-            cases = _cases(params, config, f"file://{store}", length)
-            if peer is not None:
-                cases["transformers"] = ({"name": "transformers"}, peer)
-            seconds: dict[str, list[float]] = {name: [] for name in cases}
             prompts = _Prompts(config.vocab_size, length)
-            for repetition in range(repetitions + 1):
+            cases = _cases(params, config, length, prompts.original())
+            progress.advance(task)
+            peer_s = []
+            for _ in range(repetitions + 1):
                 segments = prompts.shuffled()
-                for name, (_, measure) in cases.items():
-                    taken = measure(segments)
-                    if repetition > 0:  # the first round compiles
-                        seconds[name].append(taken)
+                for case in cases:
+                    case.measure(segments)
+                if peer is not None:
+                    peer_s.append(peer(segments))
                 progress.advance(task)
-            for name, (description, _) in cases.items():
-                row = {
-                    "context_tokens": length,
-                    **description,
-                    "ttft_s": median(seconds[name]),
-                    "runs_s": seconds[name],
-                }
-                (peers if name == "transformers" else rows).append(row)
+            for case in cases:
+                case.engine.close()
+                runs_s = case.runs_s[1:]  # the first run is not counted, for any case
+                figures = {"ttft_s": median(runs_s), "runs_s": runs_s, "computed_share": median(case.shares[1:])}
+                rows.append({"context_tokens": length, **case.description, **figures})
+            if peer is not None:
+                name = {"name": "transformers", "context_tokens": length}
+                peers.append({**name, "ttft_s": median(peer_s[1:]), "runs_s": peer_s[1:]})
     _print(rows, peers)
-    shapes = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff, "dtype": "float32"}
-    shapes |= {"system_tokens": NUM_SYSTEM, "question_tokens": NUM_QUESTION, "passages": NUM_PASSAGES}
-    return {"benchmark": "ttft", **environment(), "shapes": shapes, "cases": rows, "peers": peers}
+    shapes_of = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff}
+    shapes_of |= {"system_tokens": NUM_SYSTEM, "question_tokens": NUM_QUESTION, "passages": NUM_PASSAGES}
+    figures = {"shapes": {**shapes_of, "dtype": "float32"}, "cases": rows, "peers": peers}
+    return {"benchmark": "ttft", **environment(), **figures}
 
 
 class _Prompts:
@@ -96,38 +118,27 @@ class _Prompts:
         return [self.system, *self.passages, self.question]
 
 
-Measure = Callable[[list[list[int]]], float]
+def _cases(params: Params, config: LlamaConfig, length: int, original: list[list[int]]) -> list[Case]:
+    """All ways to answer, each with the passages stored in their original order, and every size compiled."""
+    model = LoadedModel("random", config, params, None, None, frozenset(), "ttft")
 
+    def case(strategy: str, ratio: float, reuse: Any, **settings: Any) -> Case:
+        # Room for the original variants and one answer's repaired ones, so that every prompt is repaired anew.
+        limit = 2 * NUM_PASSAGES + 1
+        engine = Engine(
+            model, EngineConfig(strategy=strategy, max_model_len=length + 1, max_variants=limit, **settings)
+        )
+        if reuse != "off":
+            engine.generate_from_tokens(original, max_new_tokens=1, reuse="exact")
+        return Case(engine, reuse, {"strategy": strategy, "ratio": ratio})
 
-def _cases(params: Any, config: Any, store: str, length: int) -> dict[str, tuple[dict[str, Any], Measure]]:
-    """Case name -> (its description, a function that runs one prompt and returns its TTFT)."""
-    from ccjax.engine import Engine
-    from ccjax.engine.config import EngineConfig
-    from ccjax.engine.loading import LoadedModel
-
-    model = LoadedModel("random", config, params, None, None, frozenset(), f"ttft-{length}")
-
-    def engine(**settings: Any) -> Engine:
-        return Engine(model, EngineConfig(store=store, max_model_len=length + 16, **settings))
-
-    with engine() as filler:
-        filler.generate_from_tokens(_Prompts(config.vocab_size, length).original(), max_new_tokens=1, reuse="exact")
-
-    def measure(reader: Engine, reuse: Any) -> Measure:
-        return lambda segments: reader.generate_from_tokens(segments, max_new_tokens=1, reuse=reuse).ttft_s
-
-    cases: dict[str, tuple[dict[str, Any], Measure]] = {
-        "full": ({"strategy": "full", "ratio": 1.0}, measure(engine(read_only=True), "off")),
-        "reuse": (
-            {"strategy": "reuse", "ratio": 0.0},
-            measure(engine(read_only=True, strategy="reuse"), "bounded"),
-        ),
-    }
+    cases = [case("full", 1.0, "off"), case("reuse", 0.0, "bounded")]
     for ratio in (0.15, 0.30):
-        for focus in (True, False):
-            reader = engine(read_only=True, recompute_ratio=ratio, **({} if focus else {"focus_window": None}))
-            description = {"strategy": "cachecraft", "ratio": ratio, "focus": focus}
-            cases[f"cachecraft {ratio} {focus}"] = (description, measure(reader, "bounded"))
+        cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio))
+        cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio, focus_window=None))
+        cases[-2].description["focus"], cases[-1].description["focus"] = True, False
+    sizes = [(count, slots) for count, slots in shapes(length) if slots == slot_bucket(length)]
+    warm_up(Prefiller(params, config), sizes)  # where the focus cut falls decides which sizes a prompt needs
     return cases
 
 
@@ -135,10 +146,8 @@ def _has_transformers() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
-def _transformers(config: Any) -> Measure:
+def _transformers(config: LlamaConfig) -> Callable[[list[list[int]]], float]:
     """Full prefill of the same shapes in Hugging Face transformers: sdpa attention, float32, all cores."""
-    import os
-
     import torch
     from transformers import LlamaConfig as PeerConfig
     from transformers import LlamaForCausalLM
@@ -161,16 +170,16 @@ def _transformers(config: Any) -> Measure:
 
 def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:
     full = {row["context_tokens"]: row["ttft_s"] for row in rows if row["strategy"] == "full"}
-    table = Table("context", "strategy", "recompute", "focus cut", "TTFT s", "faster than full")
+    table = Table("context", "strategy", "recompute", "focus cut", "computed", "TTFT s", "faster than full")
     for row in rows:
         length = row["context_tokens"]
         focus = "" if "focus" not in row else "on" if row["focus"] else "off"
         speedup = full[length] / row["ttft_s"]
-        table.add_row(
-            str(length), row["strategy"], f"{row['ratio']:.0%}", focus, f"{row['ttft_s']:.3f}", f"{speedup:.2f}x"
-        )
+        share = f"{row['computed_share']:.1%}"
+        ttft = f"{row['ttft_s']:.3f}"
+        table.add_row(str(length), row["strategy"], f"{row['ratio']:.0%}", focus, share, ttft, f"{speedup:.2f}x")
     for row in peers:
         length = row["context_tokens"]
         speedup = full[length] / row["ttft_s"]
-        table.add_row(str(length), row["name"], "", "", f"{row['ttft_s']:.3f}", f"{speedup:.2f}x")
+        table.add_row(str(length), row["name"], "", "", "", f"{row['ttft_s']:.3f}", f"{speedup:.2f}x")
     Console().print(table)
