@@ -31,7 +31,7 @@ test: $(VENV)/.test  ## the whole suite; parity with transformers is skipped unl
 lint: $(VENV)/.test  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 parity: $(VENV)/.peers  ## the model against Hugging Face transformers
 	$(BIN)/python -m pytest -m peers $(ARGS)

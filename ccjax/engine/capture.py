@@ -23,7 +23,8 @@ def capture_variants(
     """Each variant worth keeping with its KV [L, 2, T, K, H], keys before RoPE, one at a time.
 
     Computed chunks are kept as computed, approximately reused ones as repaired (CacheCraft sec. 3.3 adds a variant for
-    each new prefix); `ccjax.policy.capture.should_capture` says which.
+    each new prefix); `ccjax.policy.capture.should_capture` says which. A repair that the focus cut stopped is not kept:
+    it would pass for a finished one when the next question looks at that passage.
     """
     masses = _mean_masses(plan, result)
     before: list[Segment] = []
@@ -31,7 +32,8 @@ def capture_variants(
         if segment.chunk_id is None:
             continue
         prefix_ids = tuple(earlier.chunk_id for earlier in before if earlier.chunk_id is not None)
-        if should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids):
+        is_whole = segment.action == "compute" or index not in result.unrepaired
+        if is_whole and should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids):
             kv = _kv(result, segment, read_layers)
             yield _measured_meta(index, segment, before, prefix_ids, masses, kv.nbytes), kv
         before.append(segment)

@@ -50,8 +50,10 @@ class EngineConfig:
             raise ConfigError(f"dtype: wanted one of {DTYPES}, got {self.dtype!r}")
         for name in ("max_model_len", "host_cache_bytes", "disk_cache_bytes", "max_variants"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
+        if self.store is not None and not isinstance(self.store, str):
+            raise ConfigError(f"store: wanted a URL such as 'file:///path', got {self.store!r}")
         try:
             self.planner_settings()
         except ValueError as error:

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.engine.buckets import slot_bucket
-from ccjax.engine.prefill import PrefillResult
-from models.llama3.config import LlamaConfig
-from models.llama3.params import Params
+from ccjax.engine.prefill import Prefiller, PrefillResult
 from models.llama3.steps import embed_step, layer_step, logits_step
 
 
@@ -18,16 +16,14 @@ class Decoder:
 
     def __init__(
         self,
-        params: Params,
-        config: LlamaConfig,
+        model: Prefiller,
         result: PrefillResult,
         *,
         num_prompt_tokens: int,
         max_new_tokens: int,
-        implementation: str | None = None,
     ) -> None:
         """Takes over the contexts of `result`, which is empty of them afterwards, and makes room for the answer."""
-        self._params, self._config, self._implementation = params, config, implementation
+        self._model = model
         num_slots = slot_bucket(num_prompt_tokens + max_new_tokens)
         self._k = [_grown(context, num_slots) for context in result.k_contexts]
         self._v = [_grown(context, num_slots) for context in result.v_contexts]
@@ -38,8 +34,8 @@ class Decoder:
     def step(self, token_id: int) -> np.ndarray:
         """Logits [V], float32, of the token after `token_id`, which becomes part of the context."""
         where = np.asarray([self._next], np.int32)
-        x = embed_step(self._params, np.asarray([token_id], np.int32))
-        for number, layer in enumerate(self._params.layers):
+        x = embed_step(self._model.top, np.asarray([token_id], np.int32))
+        for number, layer in enumerate(self._model.params.layers):
             out = layer_step(
                 layer,
                 x,
@@ -49,13 +45,13 @@ class Decoder:
                 where,
                 self._slot_positions,
                 None,
-                config=self._config,
+                config=self._model.config,
                 num_segments=0,
-                implementation=self._implementation,
+                implementation=self._model.implementation,
             )
             x, self._k[number], self._v[number] = out.x, out.k_context, out.v_context
         self._next += 1
-        return np.asarray(logits_step(self._params, x, config=self._config))[0]
+        return np.asarray(logits_step(self._model.top, x, config=self._model.config))[0]
 
 
 def _grown(context: jax.Array, num_slots: int) -> jax.Array:

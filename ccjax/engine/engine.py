@@ -5,6 +5,7 @@ The only place where policy, store and models meet. Runs one request at a time; 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -84,6 +85,7 @@ class Engine:
         )
         self._variants = VariantIndex(self._store, max_variants=config.max_variants)
         self._lock = threading.Lock()
+        self._holder: int | None = None
         self._closed = False
 
     @classmethod
@@ -129,8 +131,8 @@ class Engine:
             raise RequestError("question", f"wanted a non-empty string, got {question!r}")
         request = Request(
             messages=[{"role": "user", "content": question}],
-            documents=tuple(_as_document(number, value) for number, value in enumerate(documents)),
-            sampling=SamplingParams(max_new_tokens, temperature, top_p, tuple(stop), seed),
+            documents=_as_documents(documents),
+            sampling=SamplingParams(max_new_tokens, temperature, top_p, _as_stops(stop), seed),
             reuse=reuse,
             truncate=truncate,
         )
@@ -171,12 +173,33 @@ class Engine:
     def stream(self, request: Request) -> Iterator[Delta]:
         """The answer piece by piece; the last delta carries the `Response`. Closing the iterator cancels the request.
 
-        Waits while another request runs.
+        Waits while another request runs, and holds the engine until it is exhausted or closed.
+
+        Raises:
+          RequestError, ContextLengthError: at once.
+          RuntimeError: this thread has another stream that it neither exhausted nor closed.
         """
+        started = time.perf_counter()
         prompt = self._assemble(request)
+        return self._serialized(request, prompt, time.perf_counter() - started)
+
+    def _serialized(self, request: Request, prompt: Prompt, assemble_s: float) -> Iterator[Delta]:
+        with self._exclusive():
+            yield from self._answer(request, prompt, assemble_s)
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One user of the device at a time. A thread that still holds it is told so: waiting would be for ever."""
+        if self._holder == threading.get_ident():
+            raise RuntimeError("engine: this thread has an unfinished stream; exhaust or close it first")
         with self._lock:
-            self._check_open()
-            yield from self._answer(request, prompt)
+            if self._closed:
+                raise RuntimeError("engine: closed already")
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def prefill_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits [num_tokens, vocab], float32, of a plain full prefill; no chunk-cache is read or written.
@@ -185,17 +208,17 @@ class Engine:
           RequestError: no tokens, or an id outside the vocabulary.
           ContextLengthError: more tokens than `max_model_len`.
         """
+        if len(token_ids) == 0:
+            raise RequestError("token_ids", "wanted at least one token")
         sampling = SamplingParams(max_new_tokens=None)
         prompt = self._assemble(Request(segments=[(), token_ids], sampling=sampling), answer=False)
-        with self._lock:
-            self._check_open()
+        with self._exclusive():
             result = self._prefiller.run(prompt.token_ids, self._plan(prompt, "off", {}))
             return self._prefiller.all_logits(result)
 
     def warmup(self, progress: Progress | None = None) -> None:
         """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it."""
-        with self._lock:
-            self._check_open()
+        with self._exclusive():
             warm_up(self._prefiller, shapes(self.max_model_len), progress)
 
     def store_usage(self) -> dict[str, TierUsage]:
@@ -212,21 +235,22 @@ class Engine:
         self._store.flush()
 
     def close(self) -> None:
-        """Writes out what is pending and lets go of the store; the engine answers nothing afterwards."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._store.close()
+        """Waits for a running request, writes out what is pending and lets go of the store. May be called twice.
+
+        Raises:
+          RuntimeError: this thread has a stream that it neither exhausted nor closed.
+        """
+        if self._closed:
+            return
+        with self._exclusive():
+            self._closed = True
+            self._store.close()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("engine: closed already")
 
     def _assemble(self, request: Request, *, answer: bool = True) -> Prompt:
         return assemble(
@@ -237,11 +261,10 @@ class Engine:
             answer=answer,
         )
 
-    def _answer(self, request: Request, prompt: Prompt) -> Iterator[Delta]:
-        started = time.perf_counter()
+    def _answer(self, request: Request, prompt: Prompt, assemble_s: float) -> Iterator[Delta]:
+        started = time.perf_counter() - assemble_s
         mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
         prefilled = self._prefill(prompt, mode)
-        ticket = prefilled.ticket
         try:
             result = prefilled.result
             answer = Answer(request.sampling, self.tokenizer, self._eos_ids, prompt.question)
@@ -249,8 +272,7 @@ class Engine:
             ttft_s = time.perf_counter() - started
             report = self._report(prefilled, prompt, mode, request.reuse)
             decoder = Decoder(
-                self._prefiller.params,
-                self.model_config,
+                self._prefiller,
                 result,
                 num_prompt_tokens=prompt.num_tokens,
                 max_new_tokens=prompt.max_new_tokens,
@@ -271,11 +293,9 @@ class Engine:
             )
         finally:
             # Also when the client went away: what was computed serves the next request.
-            if ticket is not None:
-                try:
-                    self._capture(prefilled, prompt)
-                finally:
-                    self._store.complete_load(ticket)
+            if prefilled.ticket is not None:
+                self._capture(prefilled, prompt)
+                self._store.complete_load(prefilled.ticket)
 
     def _plan(self, prompt: Prompt, mode: ReuseMode, candidates: Mapping[Any, Any]) -> PrefillPlan:
         return plan_prefill(
@@ -301,7 +321,7 @@ class Engine:
             ticket = self._store.prepare_load(plan.pin)
             read_layers = _reader(ticket)
             try:
-                for variant_id in ticket.missing:
+                for variant_id in sorted(ticket.missing):
                     raise _LoadFailedError(VariantId(variant_id), ShardNotFoundError(variant_id))
                 for variant_id in ticket.tiers:
                     ticket.prefetch(variant_id, 0, self.model_config.num_layers)
@@ -309,7 +329,7 @@ class Engine:
                     prompt.token_ids, plan, read_layers=read_layers, collect=not self.config.read_only
                 )
             except _LoadFailedError as error:
-                self._store.complete_load(ticket, ok=False)
+                self._store.complete_load(ticket)  # those that were read whole and sound may stay in host memory
                 failed.add(error.variant_id)
                 logger.warning("%s; its chunk is computed instead", error)
                 if isinstance(error.cause, ShardCorruptError):
@@ -337,16 +357,21 @@ class Engine:
         )
 
     def _capture(self, prefilled: _Prefilled, prompt: Prompt) -> None:
-        """Credits the variants that were used and stores the new ones."""
+        """Credits the used variants and stores the new ones; a failure costs later reuse, never the answer."""
         plan = prefilled.plan
-        for segment in plan.segments:
-            if segment.variant_id is not None:
-                self._variants.credit(segment.variant_id, segment.cfo or 0.0)
-        if self.config.read_only:
-            return
-        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
-        for meta, kv in capture_variants(plan, prefilled.result, known, prefilled.read_layers):
-            self._variants.add(meta, kv, pinned=plan.pin)
+        try:
+            for segment in plan.segments:
+                if segment.variant_id is not None:
+                    self._variants.credit(segment.variant_id, segment.cfo or 0.0)
+            if self.config.read_only:
+                return
+            known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
+            kept = set(plan.pin)  # nor do the new variants of one prompt push each other out
+            for meta, kv in capture_variants(plan, prefilled.result, known, prefilled.read_layers):
+                if self._variants.add(meta, kv, pinned=kept):
+                    kept.add(meta.variant_id)
+        except Exception:
+            logger.exception("the chunk-caches of a prompt could not be stored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,6 +395,16 @@ def _reader(ticket: LoadTicket) -> ReadLayers:
             raise _LoadFailedError(variant_id, error) from error
 
     return read
+
+
+def _as_stops(stop: Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _as_documents(values: Sequence[Document | Mapping[str, Any]]) -> tuple[Document, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RequestError("documents", f"wanted a list of documents, got {type(values).__name__}")
+    return tuple(_as_document(number, value) for number, value in enumerate(values))
 
 
 def _as_document(number: int, value: Document | Mapping[str, Any]) -> Document:

@@ -82,7 +82,10 @@ def _eos_ids(directory: Path) -> frozenset[int]:
     """End-of-text ids that the model files name, for directories without a tokenizer."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
-        value = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        try:
+            value = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"model: wanted a JSON object in {file}, got {error}") from error
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])
     return frozenset()

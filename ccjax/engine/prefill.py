@@ -5,6 +5,7 @@ Knows how to run a plan, not how one is made: no variant is chosen here, nothing
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class PrefillResult:
       computed_token_layers: sum over layers of the tokens computed there.
       focused: indices of the focused documents once alg. 1 decided, else None.
       focus_cut_layer: first layer that ran without the unfocused tokens.
+      unrepaired: segments whose recomputed tokens were dropped there.
     """
 
     hidden: jax.Array
@@ -59,6 +61,7 @@ class PrefillResult:
     computed_token_layers: int
     focused: frozenset[int] | None = None
     focus_cut_layer: int | None = None
+    unrepaired: frozenset[int] = frozenset()
     loaded_bytes: int = 0
     load_wait_s: float = 0.0
 
@@ -68,6 +71,8 @@ class Prefiller:
 
     def __init__(self, params: Params, config: LlamaConfig, *, implementation: str | None = None) -> None:
         self.params = params
+        self.top = dataclasses.replace(params, layers=())
+        """The weights outside the layers: a call flattens every leaf that it is given."""
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
         self.implementation = implementation
@@ -102,23 +107,12 @@ class Prefiller:
 
         offsets = _computed_offsets(plan)
         rows = _Rows(offsets, first_pos, num_slots)
-        x = embed_step(self.params, _padded(token_ids[offsets], rows.size, 0))
+        x = embed_step(self.top, _padded(token_ids[offsets], rows.size, 0))
         result = PrefillResult(x, rows.count, [], [], [], 0)
         focus = FocusState()
-        last_mass: tuple[int, np.ndarray, jax.Array] | None = None
+        pending: collections.deque[tuple[int, np.ndarray, jax.Array]] = collections.deque()
         slot_positions, slot_segments = jax.numpy.asarray(positions), jax.numpy.asarray(segment_of_slot)
         for layer in range(self.config.num_layers):
-            if last_mass is not None and plan.focus_window is not None and focus.decided is None:
-                # Read one layer late: by now the copy to the host is done and the device has not waited for policy.
-                focus = observe(
-                    focus, _question_stats(plan, *last_mass), window=plan.focus_window, rule=plan.focus_rule
-                )
-                if focus.decided is not None:
-                    kept = _focused_rows(plan, offsets, focus.decided)
-                    if len(kept) < len(offsets):
-                        offsets, result.focus_cut_layer = offsets[kept], layer
-                        rows = _Rows(offsets, first_pos, num_slots)
-                        x = select_step(x, _padded(kept, rows.size, int(kept[-1])))
             want_mass = collect or (plan.focus_window is not None and focus.decided is None)
             k_context, v_context = self._context(layer, num_slots, plan, read_layers, result, slot_positions)
             out = layer_step(
@@ -135,25 +129,39 @@ class Prefiller:
                 implementation=self.implementation,
             )
             x = out.x
-            if plan.focus_window is not None and out.mass is not None:
-                out.mass.copy_to_host_async()
-                last_mass = (layer, offsets, out.mass)
             result.k_contexts.append(out.k_context)
             result.v_contexts.append(out.v_context)
             result.computed_token_layers += len(offsets)
             if collect:
                 result.layers.append(LayerRows(offsets, out.k, out.v, out.mass, out.self_mass))
+            if plan.focus_window is None or focus.decided is not None or out.mass is None:
+                continue
+            # Policy reads one layer late: while it looks at the layer before, the device is busy with this one.
+            out.mass.copy_to_host_async()
+            pending.append((layer, offsets, out.mass))
+            if len(pending) < 2 or layer + 1 == self.config.num_layers:
+                continue
+            focus = observe(
+                focus, _question_stats(plan, *pending.popleft()), window=plan.focus_window, rule=plan.focus_rule
+            )
+            if focus.decided is not None:
+                result.unrepaired = _unfocused(plan, focus.decided)
+                kept = _rows_outside(plan, offsets, result.unrepaired)
+                if len(kept) < len(offsets):
+                    offsets, result.focus_cut_layer = offsets[kept], layer + 1
+                    rows = _Rows(offsets, first_pos, num_slots)
+                    x = select_step(x, _padded(kept, rows.size, int(kept[-1])))
         result.hidden, result.num_rows, result.focused = x, rows.count, focus.decided
         return result
 
     def last_logits(self, result: PrefillResult) -> np.ndarray:
         """Logits [V], float32, of the prompt's last token."""
         row = select_step(result.hidden, np.asarray([result.num_rows - 1], np.int32))
-        return np.asarray(logits_step(self.params, row, config=self.config))[0]
+        return np.asarray(logits_step(self.top, row, config=self.config))[0]
 
     def all_logits(self, result: PrefillResult) -> np.ndarray:
         """Logits [n, V], float32, of every row of the last layer."""
-        return np.asarray(logits_step(self.params, result.hidden, config=self.config))[: result.num_rows]
+        return np.asarray(logits_step(self.top, result.hidden, config=self.config))[: result.num_rows]
 
     def _context(
         self,
@@ -223,11 +231,18 @@ def _question_stats(plan: PrefillPlan, layer: int, offsets: np.ndarray, mass: ja
     return LayerStats(layer, tuple(float(value) for value in rows[:, _documents(plan)].sum(0)))
 
 
-def _focused_rows(plan: PrefillPlan, offsets: np.ndarray, focused: frozenset[int]) -> np.ndarray:
-    """Indices of the rows that stay: all but the recomputed tokens of documents outside the focus."""
+def _unfocused(plan: PrefillPlan, focused: frozenset[int]) -> frozenset[int]:
+    """Segments of reused documents outside the focus; `focused` counts documents, the result segments."""
+    return frozenset(
+        index
+        for number, index in enumerate(_documents(plan))
+        if number not in focused and plan.segments[index].recompute_offsets
+    )
+
+
+def _rows_outside(plan: PrefillPlan, offsets: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
+    """Indices of the rows that belong to none of the dropped segments."""
     stays = np.ones(len(offsets), bool)
-    for number, index in enumerate(_documents(plan)):
-        segment = plan.segments[index]
-        if segment.action == "reuse" and number not in focused:
-            stays &= (offsets < segment.start) | (offsets >= segment.start + segment.num_tokens)
+    for segment in (plan.segments[index] for index in dropped):
+        stays &= (offsets < segment.start) | (offsets >= segment.start + segment.num_tokens)
     return np.flatnonzero(stays)

@@ -129,6 +129,8 @@ def _from_segments(segments: Sequence[Sequence[int]], vocab_size: int) -> _Parts
     if len(segments) < 2:
         raise RequestError("segments", f"wanted at least a system and a question segment, got {len(segments)}")
     for number, segment in enumerate(segments):
+        if not isinstance(segment, Sequence | np.ndarray) or isinstance(segment, str | bytes):
+            raise RequestError(f"segments[{number}]", f"wanted a list of token ids, got {segment!r}")
         if number > 0 and len(segment) == 0:
             raise RequestError(f"segments[{number}]", "wanted at least one token")
         bad = next((t for t in segment if isinstance(t, bool) or not isinstance(t, int | np.integer)), None)

@@ -25,6 +25,14 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "seed", "logprobs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise RequestError(name, f"wanted an integer, got {value!r}")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RequestError(name, f"wanted a number, got {value!r}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise RequestError("max_new_tokens", f"wanted a positive integer, got {self.max_new_tokens}")
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
@@ -33,8 +41,9 @@ class SamplingParams:
             raise RequestError("seed", f"wanted a non-negative integer, got {self.seed}")
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError("top_p", f"wanted a number above 0 and at most 1, got {self.top_p}")
-        if any(not text for text in self.stop) or len(self.stop) > 16:
-            raise RequestError("stop", "wanted at most 16 strings, none of them empty")
+        stops = [] if isinstance(self.stop, str) else [text for text in self.stop if isinstance(text, str) and text]
+        if len(stops) != len(self.stop) or len(stops) > 16:
+            raise RequestError("stop", f"wanted a list of at most 16 non-empty strings, got {self.stop!r}")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise RequestError("logprobs", f"wanted 0 to 20 alternatives, got {self.logprobs}")
 

@@ -51,22 +51,19 @@ class VariantIndex:
 
     def add(self, meta: VariantMeta, kv: np.ndarray, *, pinned: Collection[VariantId]) -> bool:
         """Stores a variant, evicting the least reused ones where it needs room; False if it found none."""
-        ticket = self._store.prepare_store(_record_from_meta(meta))
-        if ticket.exists:
-            self._store.complete_store(ticket, None)
+        excess = max(0, len(self._by_id) + 1 - self._max_variants)
+        victims = choose_victims(self._by_id.values(), count_over=excess, pinned=pinned)
+        if victims is None:
             return False
+        for tier in self._store.usage() if victims else ():
+            self._evict(tier, victims)
+        ticket = self._store.prepare_store(_record_from_meta(meta))
         for tier, num_bytes in ticket.shortfall_bytes.items():
             held = [other for other in self._by_id.values() if tier in self._store.tiers_of(other.variant_id)]
-            victims = choose_victims(held, bytes_needed=num_bytes, pinned=pinned)
-            if victims is not None:
-                self._evict(tier, victims)
+            self._evict(tier, choose_victims(held, bytes_needed=num_bytes, pinned=pinned) or ())
         if not self._store.complete_store(ticket, kv):
             return False
         self._put(meta)
-        excess = max(0, len(self._by_id) - self._max_variants)
-        victims = choose_victims(list(self._by_id.values()), count_over=excess, pinned={*pinned, meta.variant_id})
-        for tier in self._store.usage() if victims else ():
-            self._evict(tier, victims or ())
         return True
 
     def discard(self, variant_id: VariantId) -> None:

@@ -51,15 +51,15 @@ def warm_up(prefiller: Prefiller, sizes: Sequence[tuple[int, int]], progress: Pr
 
 
 def _run_steps(prefiller: Prefiller, count: int, size: int) -> None:
-    config, params = prefiller.config, prefiller.params
-    x = embed_step(params, np.zeros(count, np.int32))
+    config = prefiller.config
+    x = embed_step(prefiller.top, np.zeros(count, np.int32))
     shape = (size, config.num_kv_heads, config.head_dim)
     positions = jnp.arange(size, dtype=jnp.int32)
     rows = np.zeros(count, np.int32)
     rotated = rotate_step(jnp.zeros(shape, prefiller.dtype), positions, config=config)
     is_decode = count == 1
     out = layer_step(
-        params.layers[0],
+        prefiller.params.layers[0],
         x,
         rotated,
         jnp.zeros(shape, prefiller.dtype),
@@ -72,4 +72,4 @@ def _run_steps(prefiller: Prefiller, count: int, size: int) -> None:
         implementation=prefiller.implementation,
     )
     last = select_step(out.x, np.zeros(1, np.int32))
-    jax.block_until_ready(logits_step(params, last, config=config))
+    jax.block_until_ready(logits_step(prefiller.top, last, config=config))

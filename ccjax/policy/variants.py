@@ -21,7 +21,12 @@ class VariantChoice:
 
 
 def choose_variant(
-    variants: Iterable[VariantMeta], new_prefix_ids: Sequence[ChunkId], *, alpha: float, exact_only: bool = False
+    variants: Iterable[VariantMeta],
+    new_prefix_ids: Sequence[ChunkId],
+    *,
+    alpha: float,
+    exact_only: bool = False,
+    system_id: ChunkId | None = None,
 ) -> VariantChoice | None:
     """The variant with the least CFO behind `new_prefix_ids` (CacheCraft sec. 3.3), or None where none qualifies.
 
@@ -33,11 +38,14 @@ def choose_variant(
       variants: of one chunk, in any order.
       new_prefix_ids: chunk ids before the chunk in the new prompt, system prompt first.
       exact_only: consider exact reuse alone.
+      system_id: the system prompt of the new prompt. It stands in every prefix, so that by eq. 6 a variant stored
+        behind it alone would have beta' = 1 behind any passages and never be repaired. Reading: such a variant saw no
+        passage, so it is one with an empty prefix and beta' = 0 unless the prefixes are equal.
     """
     prefix = tuple(new_prefix_ids)
 
     def rank(meta: VariantMeta) -> tuple[float, bool, bool, float, VariantId]:
-        overlap = adjusted_overlap(meta.prefix_ids, meta.inter_by_prefix, prefix)
+        overlap = _overlap(meta, prefix, system_id)
         unscaled = cache_fix_overhead(meta.cci, overlap, 1.0)
         is_approx = meta.fidelity != "exact"
         is_inexact = is_approx or meta.prefix_ids != prefix
@@ -50,6 +58,13 @@ def choose_variant(
         return None
     (cfo, is_inexact, *_), meta = best
     return VariantChoice(meta=meta, cfo=cfo, exact=not is_inexact)
+
+
+def _overlap(meta: VariantMeta, prefix: tuple[ChunkId, ...], system_id: ChunkId | None) -> float:
+    """CacheCraft eq. 8; a variant stored behind the system prompt alone counts as one with an empty prefix."""
+    if meta.prefix_ids == (system_id,) and meta.prefix_ids != prefix:
+        return 0.0
+    return adjusted_overlap(meta.prefix_ids, meta.inter_by_prefix, prefix)
 
 
 def reuse_credit(cfo: float, num_tokens: int) -> float:

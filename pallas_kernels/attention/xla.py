@@ -55,8 +55,7 @@ def blocked_attention(
         v = jnp.concatenate([v, jnp.broadcast_to(onehot[:, None, :], (*v.shape[:2], num_segments))], -1)
     value_dim = v.shape[-1]
 
-    # Scores are taken in base 2, whose exponential is the cheaper one.
-    q = (q * jnp.asarray(scale * _LOG2_E, q.dtype)).reshape(num_q_blocks, q_block, num_kv_heads, group, head_dim)
+    q = q.reshape(num_q_blocks, q_block, num_kv_heads, group, head_dim)
     q = q.transpose(0, 2, 3, 1, 4).reshape(num_q_blocks, num_kv_heads, group * q_block, head_dim)
     k = k.reshape(num_k_blocks, k_block, num_kv_heads, head_dim).transpose(0, 2, 3, 1)
     v = v.reshape(num_k_blocks, k_block, num_kv_heads, value_dim).transpose(0, 2, 1, 3)
@@ -81,15 +80,16 @@ def blocked_attention(
             scores = lax.dot_general(
                 queries, k[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
             ).reshape(num_kv_heads, group, q_block, k_block)
-            scores = jnp.where(visible[None, None], scores, _MASKED).reshape(num_kv_heads, -1, k_block)
+            # In base 2, whose exponential is the cheaper one.
+            scores = jnp.where(visible[None, None], scores * (scale * _LOG2_E), _MASKED).reshape(
+                num_kv_heads, -1, k_block
+            )
             new_top = jnp.maximum(top, scores.max(-1))
             # A row that has seen no slot yet keeps top = _MASKED; without the guard its masked scores would count as 1.
-            weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * _MASKED, 0.0, new_top)[..., None])
+            weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * _MASKED, 0.0, new_top)[..., None]).astype(v.dtype)
             decay = jnp.exp2(top - new_top)
-            product = lax.dot_general(
-                weights.astype(v.dtype), v[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
-            )
-            return accumulated * decay[..., None] + product, new_top, total * decay + weights.sum(-1)
+            product = lax.dot_general(weights, v[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+            return accumulated * decay[..., None] + product, new_top, total * decay + weights.sum(-1, dtype=jnp.float32)
 
         rows = (num_kv_heads, group * q_block)
         start = (

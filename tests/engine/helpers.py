@@ -67,12 +67,14 @@ def selective_oracle(
     token_ids: Sequence[int],
     cached: Sequence[tuple[np.ndarray, np.ndarray]],
     computed: Sequence[np.ndarray],
+    contexts: list[tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Selective recompute token by token, float64: CacheCraft sec. 3.4.3.
 
     Args:
       cached: per layer, keys before RoPE and values [n, K, H] of the whole prompt; only rows not computed are read.
       computed: per layer, ascending prompt offsets that are computed there; each a subset of the layer before.
+      contexts: takes each layer's keys before RoPE and values [n, K, H] after the computed rows were written.
 
     Returns:
       Logits [V] of the last token, and per layer the attention weights [rows, Q, n].
@@ -97,6 +99,8 @@ def selective_oracle(
             queries[row] = (weight(block + "self_attn.q_proj.weight") @ normed).reshape(-1, head_dim)
             keys[row] = (weight(block + "self_attn.k_proj.weight") @ normed).reshape(num_kv, head_dim)
             values[row] = (weight(block + "self_attn.v_proj.weight") @ normed).reshape(num_kv, head_dim)
+        if contexts is not None:
+            contexts.append((keys, values))
         turned = rotate(keys, np.arange(len(token_ids)), frequencies)
         attention = np.zeros((len(rows), config["num_attention_heads"], len(token_ids)))
         after = {}

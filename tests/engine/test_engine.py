@@ -109,6 +109,8 @@ def test_read_only_adds_nothing():
         ({"max_model_len": 5000}, "max_model_len"),
         ({"host_cache_bytes": 0}, "host_cache_bytes"),
         ({"store": "ftp://somewhere"}, "ftp"),
+        ({"store": 3}, "store"),
+        ({"max_model_len": True}, "max_model_len"),
     ],
 )
 def test_bad_settings_are_named(settings, named):
@@ -126,6 +128,7 @@ def test_bad_settings_are_named(settings, named):
         ([[1], [-1]], r"got -1"),
         ([[1], ["a"]], r"segments\[1\]: wanted integers, got 'a'"),
         ([[True], [1]], r"segments\[0\]: wanted integers, got True"),
+        ([1, 2, 3], r"segments\[0\]: wanted a list of token ids, got 1"),
     ],
 )
 def test_bad_segments_are_named(segments, named):
@@ -157,6 +160,12 @@ def test_too_long_is_an_error_unless_truncated():
 @pytest.mark.parametrize(
     ("sampling", "named"),
     [
+        ({"max_new_tokens": "5"}, "max_new_tokens: wanted an integer, got '5'"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"temperature": "x"}, "temperature"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop": "END"}, "stop"),
+        ({"stop": (3,)}, "stop"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": 5.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -270,6 +279,100 @@ def test_damaged_shards_are_computed_again_with_the_right_answer(tmp_path):
         healed = engine.generate_from_tokens(segments, max_new_tokens=6)
         assert healed.token_ids == wanted and healed.reuse.failed_loads == 0
         assert healed.reuse.computed_tokens == len(segments[-1])
+
+
+def test_a_first_passage_behind_others_is_repaired():
+    """Its old prefix is the system prompt alone, which stands in every prefix and says nothing about the passages."""
+    segments = segments_of([40, 30, 50])
+    with MODEL.engine() as engine:
+        for first in range(3):  # each passage is stored as the first one
+            engine.generate_from_tokens([segments[0], segments[1 + first], segments[-1]], max_new_tokens=1)
+        report = engine.generate_from_tokens(segments, max_new_tokens=1).reuse
+    assert report.per_document[1].exact
+    assert all(document.recomputed_tokens > 0 for document in report.per_document[2:])
+
+
+def test_a_repair_that_the_focus_cut_stopped_is_not_kept():
+    segments = segments_of([40, 30, 50, 60])
+    with TinyModel(seed=2, num_hidden_layers=6).engine(focus_window=1) as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=1)
+        shuffled = permuted(segments, [3, 2, 1, 0])
+        report = engine.generate_from_tokens(shuffled, max_new_tokens=1).reuse
+        dropped = [d for d in report.per_document[1:] if d.focused is False]
+        assert report.focus_cut_layer == 2 and dropped
+        again = engine.generate_from_tokens(shuffled, max_new_tokens=1).reuse
+        for before, after in zip(report.per_document[1:], again.per_document[1:], strict=True):
+            assert (after.recomputed_tokens > 0) == (before.focused is False)
+
+
+def test_use_earns_credit_and_the_least_used_goes():
+    random = np.random.default_rng(8)
+    popular, rare, fresh = (draw_segments(random, [30], system=0)[1] for _ in range(3))
+    question = [5, 6]
+    with MODEL.engine(max_variants=2) as engine:
+        for passage in (rare, popular, popular, popular):
+            engine.generate_from_tokens([[], passage, question], max_new_tokens=1)
+        credits = sorted(meta.frequency_reuse for meta in engine._variants)
+        assert credits == [0.0, 60.0]  # two exact reuses of 30 tokens, CFO floored at one token
+        engine.generate_from_tokens([[], fresh, question], max_new_tokens=1)
+        reused = [
+            engine.generate_from_tokens([[], passage, question], max_new_tokens=1).reuse.reused_tokens
+            for passage in (popular, fresh, rare)
+        ]
+    assert reused == [30, 30, 0]
+
+
+def test_variants_of_one_prompt_do_not_push_each_other_out():
+    with MODEL.engine(max_variants=6) as engine:
+        for seed in range(2):
+            engine.generate_from_tokens(segments_of([20] * 5, seed=seed, system=0), max_new_tokens=1)
+        report = engine.generate_from_tokens(segments_of([20] * 5, seed=1, system=0), max_new_tokens=1).reuse
+        assert report.reused_tokens == 100 and engine.num_variants == 6
+
+
+def test_pins_are_released_after_answers_cancellations_and_failures(tmp_path, monkeypatch):
+    segments = segments_of([40, 30])
+    with MODEL.engine(store=f"file://{tmp_path}/s") as engine:
+        for _ in range(2):
+            engine.generate_from_tokens(segments, max_new_tokens=2)
+        stream = engine.stream(Request(segments=segments))
+        next(stream)
+        assert engine._store._pins
+        stream.close()
+        monkeypatch.setattr("ccjax.engine.engine.Decoder", None)
+        with pytest.raises(TypeError):
+            engine.generate_from_tokens(segments, max_new_tokens=2)
+        assert not engine._store._pins
+        everything = [meta.variant_id for meta in engine._variants]
+        assert set(engine._store.evict("host", everything)) == set(everything)
+
+
+def test_a_failing_capture_costs_reuse_but_not_the_answer(monkeypatch, caplog):
+    segments = segments_of([40, 30])
+    with MODEL.engine() as engine:
+        wanted = engine.generate_from_tokens(segments, max_new_tokens=3, reuse="off").token_ids
+
+        def fail(*_, **__):
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(engine._variants, "add", fail)
+        assert engine.generate_from_tokens(segments, max_new_tokens=3).token_ids == wanted
+        assert "could not be stored" in caplog.text
+        monkeypatch.undo()
+        assert engine.generate_from_tokens(segments, max_new_tokens=3).token_ids == wanted
+
+
+def test_an_unfinished_stream_is_an_error_not_a_deadlock():
+    segments = segments_of([20])
+    with MODEL.engine() as engine:
+        stream = engine.stream(Request(segments=segments))
+        next(stream)
+        with pytest.raises(RuntimeError, match="unfinished stream"):
+            engine.generate_from_tokens(segments)
+        with pytest.raises(RuntimeError, match="unfinished stream"):
+            engine.close()
+        stream.close()
+        assert engine.generate_from_tokens(segments, max_new_tokens=1).token_ids
 
 
 def test_config_defaults_need_no_arguments():

@@ -132,6 +132,24 @@ def test_recomputed_rows_leave_nothing_of_the_cached_ones():
     np.testing.assert_allclose(prefiller.last_logits(poisoned), wanted, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_recomputing_every_row_of_every_reused_chunk_is_full_prefill(seed):
+    """The merge path itself: k chunks of stored nonsense, each row of each recomputed, beside computed ones."""
+    random = np.random.default_rng(seed)
+    lengths = [int(length) for length in random.integers(1, 300, random.integers(1, 9))] + [9]
+    actions = [range(length) if random.random() < 0.7 else None for length in lengths[:-1]] + [None]
+    tokens = random.integers(0, 97, sum(lengths)).astype(np.int32)
+    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
+    heads = (MODEL.config.num_kv_heads, MODEL.config.head_dim)
+
+    def read_layers(variant, first, last):
+        return random.normal(size=(last - first, 2, lengths[int(variant[1:])], *heads)).astype(np.float32)
+
+    result = prefiller.run(tokens, _plan(lengths, actions), read_layers=read_layers)
+    wanted = llama_forward(MODEL.weights, MODEL.raw, tokens)[0]
+    np.testing.assert_allclose(prefiller.all_logits(result), wanted, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("captured_at", [0, 1, 57, 1000])
 def test_a_first_chunk_captured_at_one_position_serves_at_another(captured_at):
     """Keys rest without RoPE: what was computed at one place is rotated to another (CacheCraft sec. 3.4.3)."""

@@ -6,7 +6,7 @@ import pytest
 from ccjax.engine.capture import capture_variants
 from ccjax.engine.prefill import Prefiller
 from ccjax.policy.focus import FocusState, observe
-from ccjax.types import ChunkId, LayerStats, PrefillPlan, Segment, VariantId
+from ccjax.types import ChunkId, LayerStats, PrefillPlan, Segment, VariantId, VariantMeta
 from tests.engine.helpers import TOLERANCE, TinyModel, selective_oracle
 from tests.oracles import llama_forward
 
@@ -101,13 +101,13 @@ def test_focus_cut_is_the_oracle(window, rule):
     documents = [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
     rows, state, cut = [computed_offsets(plan)] * 5, FocusState(), None
     _, attentions = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows)
-    for layer in range(4):  # what the last layer says comes too late
+    for layer in range(3):  # read one layer late, and what the last two layers say comes too late
         question = attentions[layer].mean(1)[-LENGTHS["q"] :].sum(0)
         spans = [plan.segments[index] for index in documents]
         mass = tuple(float(question[s.start : s.start + s.num_tokens].sum()) for s in spans)
         state = observe(state, LayerStats(layer, mass), window=window, rule=rule)
         if state.decided is not None:
-            cut = layer + 1
+            cut = layer + 2
             break
     assert cut is not None and state.decided is not None
     unfocused = [
@@ -169,3 +169,40 @@ def test_captured_kv_and_metadata_are_the_oracles():
         assert np.all(np.diff(ranked) < 1e-5) and sorted(meta.token_ranking) == list(range(size))
     with_diagonal = np.tril(attention[:, span["b"], span["b"]]).sum((1, 2)).mean() / LENGTHS["b"] ** 2
     assert with_diagonal / captured["b"][0].b_mean > 1.01  # the mutant: eq. 4 with its diagonal
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_repaired_kv_is_captured_as_the_oracle_repairs_it(window):
+    world = World(seed=30)
+    plan = world.plan(0.4, focus_window=window)
+    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
+    result = prefiller.run(world.prompt, plan, read_layers=world.read_layers, collect=True)
+    parents = {name: [_parent(name, world)] for name in "sabcd"}
+    captured = {meta.chunk_id: (meta, kv) for meta, kv in capture_variants(plan, result, parents, world.read_layers)}
+    whole = [str(s.chunk_id) for i, s in enumerate(plan.segments[:-1]) if i not in result.unrepaired]
+    assert (window is None) == (not result.unrepaired)
+    assert sorted(captured) == sorted(name for name in whole if name != "s")
+
+    rows = [computed_offsets(plan)] * 5
+    if window is not None:
+        after = computed_offsets(plan, dropped=result.unrepaired)
+        rows = rows[: result.focus_cut_layer] + [after] * (5 - result.focus_cut_layer)
+    repaired = []
+    selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows, contexts=repaired)
+    for name, (meta, kv) in captured.items():
+        segment = plan.segments[world.order.index(name)]
+        where = slice(segment.start, segment.start + segment.num_tokens)
+        wanted = np.stack([np.stack([keys[where], values[where]]) for keys, values in repaired])
+        np.testing.assert_allclose(kv, wanted, atol=TOLERANCE)
+        assert meta.fidelity == "approx" and meta.prefix_ids == tuple(world.order[: world.order.index(name)])
+        if name != "n":  # a token that was not recomputed has no mass and ranks behind those that were
+            count = len(segment.recompute_offsets)
+            assert sorted(meta.token_ranking[:count]) == list(segment.recompute_offsets)
+            assert np.abs(kv - world.kv[name]).max() > 100 * TOLERANCE  # the mutant: kept as it was read
+
+
+def _parent(name, world):
+    length = LENGTHS[name]
+    return VariantMeta(
+        VariantId(name), ChunkId(name), (ChunkId("z"),), (1.0,), 0.1, 0.1, 0.7, tuple(range(length)), length, 1
+    )

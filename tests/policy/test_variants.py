@@ -188,3 +188,20 @@ def test_variant_limit_is_n_times_m():
         variant_limit(100, 0)
     with pytest.raises(ValueError, match="num_chunks"):
         variant_limit(-1, 5)
+
+
+class TestSystemPrompt:
+    """A variant behind the system prompt alone knows no passage: its overlap with passages is none."""
+
+    def test_it_is_an_empty_prefix_behind_passages(self):
+        choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("SAB"), alpha=1.0, system_id=ids("S")[0])
+        assert choice is not None and choice.cfo == 0.6 and not choice.exact
+
+    def test_it_is_exact_behind_the_system_prompt(self):
+        choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("S"), alpha=1.0, system_id=ids("S")[0])
+        assert choice is not None and choice.cfo == 0.0 and choice.exact
+
+    def test_behind_passages_the_system_prompt_counts(self):
+        # beta = 2 / (2 + 6): the system prompt's mass is common, A's is not; CFO = 0.6 * 3/4
+        choice = choose_variant([variant("X", "SA", (2.0, 6.0), cci=0.6)], ids("SB"), alpha=1.0, system_id=ids("S")[0])
+        assert choice is not None and abs(choice.cfo - 0.45) < 1e-12

@@ -34,7 +34,14 @@ def best_choices(
 ) -> list[VariantChoice | None]:
     """The best variant of each chunk behind those before it (`choose_variant`); in mode `exact`, exact reuse alone."""
     ids = tuple(chunk.chunk_id for chunk in chunks)
+    system_id = ids[0] if chunks and chunks[0].role == "system" else None
     return [
-        choose_variant(candidates.get(own, ()), ids[:index], alpha=settings.alpha, exact_only=mode == "exact")
+        choose_variant(
+            candidates.get(own, ()),
+            ids[:index],
+            alpha=settings.alpha,
+            exact_only=mode == "exact",
+            system_id=system_id,
+        )
         for index, own in enumerate(ids)
     ]
