@@ -15,8 +15,9 @@ from models.llama3 import LlamaConfig
 from models.llama3.params import Params, build_params
 from tests.oracles import head_size, random_llama, rope_frequencies, rotate
 
-TOLERANCE = 2e-5
-"""Largest difference of float32 logits of order one to the float64 oracle; mutants in these tests exceed it."""
+TOLERANCE = 3e-5
+"""Largest difference of float32 logits (up to 5) to the float64 oracle, over prompts of up to 1,100 tokens; measured
+2.2e-5 at worst. Mutants in these tests exceed it a hundredfold."""
 
 
 def params_from_hf(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> Params:
