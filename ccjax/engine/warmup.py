@@ -15,13 +15,13 @@ from ccjax.engine.loading import Progress
 from ccjax.engine.prefill import Prefiller
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
 
-_ALL_SIZES_UP_TO = 2048
+_ALL_SIZES_UP_TO = 1024
 
 
 def shapes(max_model_len: int) -> list[tuple[int, int]]:
     """(computed tokens, context slots) of every size up to `max_model_len`, decode included, small ones first.
 
-    Beyond 2,048 slots only decode, short questions and full prefills: all of them would take minutes, and what is left
+    Beyond 1,024 slots only decode, short questions and full prefills: all of them would take minutes, and what is left
     out compiles once, when a request first needs it.
     """
     slots = sorted({slot_bucket(length) for length in range(1, max_model_len + 1)})
