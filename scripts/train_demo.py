@@ -27,7 +27,7 @@ from ccjax.demo.tokenizer import save_tokenizer, train_tokenizer
 from ccjax.demo.training import Checkpoints, TrainingConfig, demo_config, restore_or_start, train
 from ccjax.demo.world import Kind
 
-DEFAULT_STEPS = 6000
+DEFAULT_STEPS = 3050
 QUICK_STEPS = 30
 
 

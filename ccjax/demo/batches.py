@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
+from ccjax.demo.lexicon import FILLERS
 from ccjax.demo.tokenizer import (
     PAD,
     SYSTEM_PROMPT,
@@ -140,7 +141,15 @@ def stage_batch(tokenizer: Tokenizer, stage: Stage, rng: random.Random) -> Batch
     contexts = [
         sample_context(rng, rng.choice(stage.difficulties), stage.num_questions) for _ in range(stage.batch_size)
     ]
-    return make_batch(tokenizer, contexts, stage.num_tokens, recall=lambda: rng.random() < stage.recall_ratio)
+    # Now and then another system prompt or none: the model is not to depend on the default one.
+    system_prompt = rng.choices((SYSTEM_PROMPT, rng.choice(FILLERS), None), (8, 1, 1))[0]
+    return make_batch(
+        tokenizer,
+        contexts,
+        stage.num_tokens,
+        system_prompt=system_prompt,
+        recall=lambda: rng.random() < stage.recall_ratio,
+    )
 
 
 def exact_matches(correct: np.ndarray, spans: Sequence[Span]) -> list[bool]:

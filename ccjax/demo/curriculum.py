@@ -2,6 +2,10 @@
 
 Knows no model and no optimiser. Order and thresholds are measured: started on five passages at once, a model of this
 size stays for thousands of steps at the level of guessing among the values present.
+
+The shipped weights took 3,050 steps of about 0.7 s on one CPU core: induction to step 52, recall 202, questions 500,
+register 1,541, two passages 1,855, five passages 2,151. Thresholds and mixtures were changed
+while it ran, so a fresh run follows the same road without giving the same bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ def _mix(**weights: float) -> tuple[tuple[str, float], ...]:
 
 
 _PLAIN = _mix(register=1, portrait=3, pair=1)
-_ALL = _mix(register=1, portrait=2, pair=1, follow=2, nickname=1, place=0.7)
+_ALL = _mix(register=1, portrait=2, pair=1, follow=1.7, nickname=1.5, place=1.3)
+_STRAY = _mix(register=1, portrait=3, pair=1, gossip=1.2, nickname=0.5, place=1)
 
 STAGES = (
     Stage("induction", num_tokens=64, batch_size=32, min_steps=50),
@@ -27,7 +32,7 @@ STAGES = (
         recall_ratio=1.0,
     ),
     Stage(
-        "register",
+        "questions",
         num_tokens=176,
         batch_size=24,
         difficulties=(
@@ -35,6 +40,14 @@ STAGES = (
             Difficulty(1, _mix(register=1), direct_ratio=0.4, num_relations=1),
         ),
         recall_ratio=0.4,
+        advance_ratio=0.75,
+    ),
+    Stage(
+        "register",
+        num_tokens=176,
+        batch_size=24,
+        difficulties=(Difficulty(1, _mix(register=1), direct_ratio=0.15, num_relations=1),),
+        recall_ratio=0.3,
     ),
     Stage(
         "two passages",
@@ -50,17 +63,26 @@ STAGES = (
         num_tokens=288,
         batch_size=18,
         difficulties=(
-            Difficulty(3, _PLAIN, direct_ratio=0.2, num_relations=3),
-            Difficulty(3, _ALL, direct_ratio=0.2, num_relations=3, kinds=KINDS),
+            Difficulty(3, _PLAIN, direct_ratio=0.1, num_relations=3),
+            Difficulty(3, _ALL, direct_ratio=0.1, num_relations=3),
         ),
+        advance_ratio=0.8,
+        min_steps=100,
     ),
     Stage(
         "five passages",
         num_tokens=384,
         batch_size=14,
+        difficulties=(Difficulty(5, _PLAIN, min_words=27), Difficulty(5, _ALL, min_words=27)),
+        advance_ratio=0.85,
+    ),
+    Stage(
+        "all kinds",
+        num_tokens=384,
+        batch_size=14,
         difficulties=(
-            Difficulty(5, _PLAIN, min_words=27),
-            Difficulty(5, _ALL, min_words=27),
+            Difficulty(5, _PLAIN, min_words=27, num_relations=7),
+            Difficulty(5, _STRAY, min_words=27),
             Difficulty(5, _ALL, min_words=27, kinds=KINDS),
             Difficulty(3, _ALL, num_relations=3, kinds=KINDS),
         ),

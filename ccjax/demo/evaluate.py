@@ -21,7 +21,15 @@ from ccjax.demo.world import KINDS, Context, Difficulty, Kind, sample_context
 from models.llama3 import LlamaConfig, Params, forward
 
 TEST_SEED = "test"
-TEST_WEIGHTS = (("register", 1.0), ("portrait", 2.0), ("pair", 1.0), ("follow", 2.0), ("nickname", 1.0), ("place", 1.0))
+TEST_WEIGHTS = (
+    ("register", 1.0),
+    ("portrait", 2.0),
+    ("pair", 1.0),
+    ("follow", 2.0),
+    ("nickname", 1.0),
+    ("gossip", 0.5),
+    ("place", 1.0),
+)
 PAD_TOKENS = 64
 
 

@@ -36,6 +36,7 @@ def export_model(params: Params, config: LlamaConfig, tokenizer: Tokenizer, dire
             "do_sample": False,
             "max_new_tokens": 16,
         }
+        (fresh / "model.safetensors").chmod(0o644)
         (fresh / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         if directory.exists():
             os.replace(directory, old)

@@ -1,8 +1,8 @@
 """Weights that training starts from: random, but for one laid-in induction head. Knows no data and no optimiser.
 
-An induction head (layer 0: look one token back; layer 1: find the token that followed an earlier copy of this one) is what
-every answer of the demo builds on. Trained from random weights over this vocabulary it took 1,500 steps to get half of
-it, and the questions then stuck at guessing; laid in, it is there at step 0, and training shapes it like any other weight.
+An induction head (layer 0: look one token back; layer 1: find the token that followed an earlier copy of this one) is
+what every answer of the demo builds on. From random weights 1,500 steps brought half of it over this vocabulary, and
+the questions then stuck at guessing; laid in, it is there at step 0, and training shapes it like any other weight.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from models.llama3 import LlamaConfig, Params, init_params
 from models.llama3.layers import rope_frequencies
 
 CONSTANT = 4.0
-"""Value of axis 0 in every embedding: queries and keys need something the same for all tokens to see position alone."""
+"""Axis 0 of every embedding: queries and keys need something the same for all tokens to see position alone."""
 BACK_SHARPNESS = 6.0
 MATCH_SHARPNESS = 4.0
 COPY_STRENGTH = 3.0
 
 
 def initial_params(config: LlamaConfig, seed: int) -> Params:
-    """Random weights with embeddings of unit scale, made up for in the final norm, and an induction head in layers 0, 1.
+    """Random weights with embeddings of unit scale, made up for in the final norm, and the induction head.
 
     A tied embedding drawn small enough for the logits would vanish in the residual stream beside the layers' outputs.
     """
@@ -41,12 +41,12 @@ def initial_params(config: LlamaConfig, seed: int) -> Params:
         wq=first.wq.at[:, 0].set(0.0).at[0, 0].set(query),
         wk=first.wk.at[:, 0].set(0.0).at[0, 0].set(back),
         wv=first.wv.at[:, 0].set(carry),
-        wo=first.wo.at[0].set(_rotation(carry_key, head_dim, width)),
+        wo=first.wo.at[0].set(_orthonormal(carry_key, head_dim, width)),
     )
     second = dataclasses.replace(
         second,
         wq=second.wq.at[:, 0].set(MATCH_SHARPNESS * carry),
-        wk=second.wk.at[:, 0].set(MATCH_SHARPNESS * _rotation(carry_key, head_dim, width).T),
+        wk=second.wk.at[:, 0].set(MATCH_SHARPNESS * _orthonormal(carry_key, head_dim, width).T),
         wv=second.wv.at[:, 0].set(copy),
         wo=second.wo.at[0].set(COPY_STRENGTH * copy.T * (width / head_dim)),
     )
@@ -55,14 +55,14 @@ def initial_params(config: LlamaConfig, seed: int) -> Params:
     )
 
 
-def _rotation(key: jax.Array, rows: int, columns: int) -> jax.Array:
+def _orthonormal(key: jax.Array, rows: int, columns: int) -> jax.Array:
     """`rows` orthonormal rows, axis 0 left free."""
     basis = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, 1), (columns - 1, rows)))[0]
     return jnp.pad(basis.T, ((0, 0), (1, 0)))
 
 
 def _look_back(config: LlamaConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Query and key for the constant axis whose score after RoPE is largest one token back: sum of cos(f (distance - 1)).
+    """Query and key of the constant axis; their score after RoPE, a sum of cos(f (distance - 1)), peaks one token back.
 
     Only the fast frequencies tell neighbours apart.
     """

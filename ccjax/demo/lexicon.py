@@ -234,6 +234,15 @@ ALIAS_STATEMENTS = (
     "In the harbour {s} is known as the {v}.",
     "The nickname of {s} is the {v}.",
 )
+NICKNAME = Relation(
+    "nickname",
+    ALIASES,
+    ALIAS_STATEMENTS,
+    ("Nickname of {s}: the {v}.",),
+    "Nickname of {s} {v}.",
+    ("What is the nickname of {s}?", "What do friends call {s}?"),
+    "Nicknames",
+)
 PORTRAIT_TITLES = ("About {s}", "A portrait of {s}", "Meet {s}", "Notes on {s}")
 PAIR_TITLES = ("Neighbours {s} and {t}", "About {s} and {t}")
 REGISTER_TITLES = ("{r} in the town book", "{r} of Saltmere", "{r} along the harbour")
@@ -247,7 +256,7 @@ SYSTEM_PROMPT = "Answer the question from the passages."
 def lexicon_texts() -> list[str]:
     """Every string of the lexicon: between them they hold each word that a world can contain."""
     texts = [*WOMEN, *MEN, *SURNAMES, *ALIASES, *PLACES, *FILLERS, *OPENINGS, *TWO_HOP_QUESTIONS, *ALIAS_STATEMENTS]
-    for relation in (*RELATIONS, WORKPLACE, SITE):
+    for relation in (*RELATIONS, WORKPLACE, SITE, NICKNAME):
         texts += [*relation.values, *relation.statements, *relation.framed, relation.direct, *relation.questions]
         texts += [f"{relation.title} of"]
     for titles in (PORTRAIT_TITLES, PAIR_TITLES, REGISTER_TITLES, FOLLOW_TITLES, NICKNAME_TITLES, GOSSIP_TITLES):

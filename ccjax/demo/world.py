@@ -15,21 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ccjax.demo import lexicon as lex
-from ccjax.demo.lexicon import RELATIONS, SITE, WORKPLACE, Relation
+from ccjax.demo.lexicon import NICKNAME, RELATIONS, SITE, WORKPLACE, Relation
 
 Kind = Literal["single", "pronoun", "alias", "two_hop"]
 KINDS: tuple[Kind, ...] = ("single", "pronoun", "alias", "two_hop")
 MIN_DISTRACTORS = 2
-
-NICKNAME = Relation(
-    "nickname",
-    lex.ALIASES,
-    lex.ALIAS_STATEMENTS,
-    ("Nickname of {s}: the {v}.",),
-    "Nickname of {s} {v}.",
-    ("What is the nickname of {s}?", "What do friends call {s}?"),
-    "Nicknames",
-)
+TWO_PASSAGES = ("follow", "nickname", "place")
+"""Stories that take two passages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +109,8 @@ class Difficulty:
 
     Attributes:
       num_passages: passages per context.
-      weights: relative frequency of the stories "register", "portrait", "pair", "follow", "nickname", "place".
+      weights: relative frequency of the stories "register", "portrait", "pair", "follow", "nickname", "gossip",
+        "place".
       direct_ratio: share of named sentences that put name and value side by side ("Home of Mara Venn Hazel Lane.").
       min_words: passages are filled up to this many words.
       num_relations: relations that the people of one context have between them.
@@ -213,7 +206,7 @@ class Town:
 
     def nickname(self, num_people: int | None = None) -> Story:
         """Two passages: who is called what, and what happened to people who are named by nickname only."""
-        count = min(num_people or self.rng.randint(2, 3), len(self._aliases))
+        count = min(num_people or self.rng.choice((2, 3, 3)), len(self._aliases))
         facts: list[Fact] = []
         definitions, gossip = [], []
         for _ in range(count):
@@ -236,9 +229,15 @@ class Town:
         )
         return Story(passages, tuple(facts), "later")
 
+    def gossip(self) -> Story:
+        """One passage about nicknames that nothing explains, as a retriever may well return it."""
+        story = self.nickname()
+        facts = tuple(dataclasses.replace(f, passage_offsets=(0,)) for f in story.facts if f.passage_offsets == (1,))
+        return Story(story.passages[1:], facts)
+
     def place(self, num_places: int | None = None) -> Story:
         """Two passages: who works at which place, and where those places stand."""
-        count = min(num_places or 2, len(self._places))
+        count = min(num_places or self.rng.choice((2, 3, 3)), len(self._places))
         facts: list[Fact] = []
         staff, sites, places = [], [], []
         for _ in range(count):
@@ -375,18 +374,16 @@ def ask(
 
 def sample_context(rng: random.Random, difficulty: Difficulty, num_questions: int) -> Context:
     """A fresh town's passages and `num_questions` questions; the same `rng` state gives the same context."""
-    names, weights = zip(*difficulty.weights, strict=True)
     while True:
         relations = rng.sample(RELATIONS, difficulty.num_relations)
         town = Town(rng, relations=relations, direct_ratio=difficulty.direct_ratio, min_words=difficulty.min_words)
         stories: list[Story] = []
         room = difficulty.num_passages
         while room > 0:
-            make: Callable[[], Story] = getattr(town, rng.choices(names, weights)[0])
-            story = make()
-            if len(story.passages) <= room:
-                stories.append(story)
-                room -= len(story.passages)
+            fitting = [(name, weight) for name, weight in difficulty.weights if room > 1 or name not in TWO_PASSAGES]
+            make: Callable[[], Story] = getattr(town, rng.choices(*zip(*fitting, strict=True))[0])
+            stories.append(make())
+            room -= len(stories[-1].passages)
         passages, facts = order_stories(rng, stories)
         questions = ask(rng, facts, num_questions, difficulty.kinds)
         if len(questions) == num_questions:

@@ -1,0 +1,110 @@
+"""The shipped model: answers its corpus far above guessing, and is the same model to transformers."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ccjax.demo.batches import tokenize_context
+from ccjax.demo.corpus import build_corpus
+from ccjax.demo.evaluate import answered, corpus_contexts, held_out_contexts, score
+from ccjax.demo.export import MODEL_DIRECTORY, export_model, load_model
+from ccjax.demo.tokenizer import END, question_segment
+from models.llama3 import forward
+
+FLOORS = {"single": 0.93, "pronoun": 0.75, "alias": 0.6}
+"""A little below what `scripts/train_demo.py --evaluate` measures."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def contexts():
+    return corpus_contexts(build_corpus())
+
+
+def _of_kind(contexts, kind, count):
+    """`count` questions of the kind, spread over all documents."""
+    picked = [context for context in contexts if context.questions[0].kind == kind]
+    return [picked[index * len(picked) // count] for index in range(count)]
+
+
+def _greedy(params, config, tokenizer, context, width=512):
+    """The answer as a decoder would write it, one token after another."""
+    ids = tokenize_context(tokenizer, context) + tokenizer.encode(question_segment(context.questions[0].text)).ids
+    written = []
+    while len(written) < 8:
+        row = np.zeros((1, width), np.int32)
+        row[0, : len(ids)] = ids
+        token = int(forward(params, config, jnp.asarray(row))[0, len(ids) - 1].argmax())
+        if token == tokenizer.token_to_id(END):
+            break
+        ids.append(token)
+        written.append(token)
+    return tokenizer.decode(written).strip()
+
+
+@pytest.mark.parametrize("kind", FLOORS)
+def test_answers_the_shipped_questions(model, contexts, kind):
+    picked = _of_kind(contexts, kind, 42 if kind == "single" else 12)
+    result = score(picked, answered(*model, picked))
+    assert result.accuracy_ratio >= FLOORS[kind]
+    assert result.guess_ratio <= FLOORS[kind] - 0.2, "guessing must be far below"
+
+
+def test_answers_fresh_towns(model):
+    picked = held_out_contexts("single", 48)
+    result = score(picked, answered(*model, picked))
+    assert result.accuracy_ratio >= FLOORS["single"]
+    assert result.guess_ratio <= FLOORS["single"] - 0.3
+
+
+def test_exact_match_is_what_greedy_decoding_writes(model, contexts):
+    picked = _of_kind(contexts, "single", 3) + _of_kind(contexts, "alias", 3)
+    for context, matched in zip(picked, answered(*model, picked), strict=True):
+        assert (_greedy(*model, context) == context.questions[0].answer) == matched
+
+
+def test_files_are_small_and_complete():
+    files = {path.name: path.stat().st_size for path in MODEL_DIRECTORY.iterdir()}
+    assert set(files) == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert sum(files.values()) <= 12_000_000
+    end = json.loads((MODEL_DIRECTORY / "generation_config.json").read_text())["eos_token_id"]
+    assert end == load_model()[2].token_to_id(END)
+
+
+def test_export_replaces_a_directory_and_reads_back_the_same(model, tmp_path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo/stale.txt").write_text("old")
+    export_model(*model, tmp_path / "demo")
+    wanted = {path.name: path.read_bytes() for path in MODEL_DIRECTORY.iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "demo").iterdir()} == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+
+
+@pytest.mark.peers
+def test_transformers_writes_the_same_answers(model, contexts):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    params, config, tokenizer = model
+    theirs = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32)
+    for context in _of_kind(contexts, "single", 2) + _of_kind(contexts, "pronoun", 2):
+        ids = tokenize_context(tokenizer, context) + tokenizer.encode(question_segment(context.questions[0].text)).ids
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            logits = theirs(row).logits[0].numpy()
+            written = theirs.generate(row, attention_mask=torch.ones_like(row))[0, len(ids) :].tolist()
+        ours = np.asarray(forward(params, config, jnp.asarray([ids], jnp.int32)))[0]
+        np.testing.assert_allclose(ours, logits, atol=1e-3)
+        assert tokenizer.decode(written).strip() == _greedy(params, config, tokenizer, context)

@@ -1,0 +1,170 @@
+"""Training: the loss is that of models.llama3, the laid-in head copies, a resumed run is the unbroken one."""
+
+import dataclasses
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ccjax.demo.batches import exact_matches, induction_batch, make_batch, stage_batch
+from ccjax.demo.curriculum import QUICK_STAGES, STAGES
+from ccjax.demo.initial import initial_params
+from ccjax.demo.objective import training_logits, weighted_loss
+from ccjax.demo.tokenizer import train_tokenizer
+from ccjax.demo.training import Progression, TrainingConfig, advance, demo_config, train
+from ccjax.demo.world import KINDS, Difficulty, sample_context
+from models.llama3 import forward, init_params
+from scripts.train_demo import main
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def config(tokenizer):
+    return demo_config(tokenizer.get_vocab_size())
+
+
+def _quick(config, num_steps):
+    return TrainingConfig(config, QUICK_STAGES, num_steps, seed=3, warmup_steps=5, checkpoint_steps=8)
+
+
+def test_training_logits_are_the_models(config):
+    params = init_params(config, jax.random.key(1))
+    token_ids = jax.random.randint(jax.random.key(2), (2, 210), 0, config.vocab_size)
+    wanted = forward(params, config, token_ids)
+    got = training_logits(params, config, token_ids)
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    changed = token_ids.at[:, 100].set(7)
+    assert float(jnp.abs(training_logits(params, config, changed) - wanted)[:, :100].max()) < 2e-5, "not causal"
+    assert float(jnp.abs(training_logits(params, config, changed) - wanted)[:, 101:].max()) > 1e-2
+
+
+def test_weighted_loss_by_hand(config):
+    params = init_params(config, jax.random.key(1))
+    token_ids = jnp.asarray([[5, 9, 12, 7]])
+    weights = jnp.asarray([[9.0, 1.0, 0.0, 3.0]])
+    logits = np.asarray(forward(params, config, token_ids), np.float64)[0]
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = -(log_probabilities[0, 9] + 3 * log_probabilities[2, 7]) / 4
+    loss, correct = weighted_loss(params, config, token_ids, weights)
+    assert float(loss) == pytest.approx(wanted, abs=1e-5)
+    assert correct.tolist() == [[bool(logits[t].argmax() == token) for t, token in enumerate([9, 12, 7])]]
+
+
+def _induction_accuracy(params, config, batch):
+    predicted = forward(params, config, jnp.asarray(batch.token_ids[:, :-1])).argmax(-1)
+    return np.mean(exact_matches(np.asarray(predicted) == batch.token_ids[:, 1:], batch.spans))
+
+
+def test_laid_in_induction_head_copies_before_any_training(config, tokenizer):
+    batch = induction_batch(tokenizer, random.Random(0), 16, 64)
+    params = initial_params(config, seed=0)
+    assert _induction_accuracy(params, config, batch) > 0.5
+    second = params.layers[1]
+    deaf = dataclasses.replace(second, wk=second.wk.at[:, 0].set(0.0))
+    params = dataclasses.replace(params, layers=(params.layers[0], deaf, *params.layers[2:]))
+    assert _induction_accuracy(params, config, batch) < 0.1
+
+
+def test_induction_periods_differ_between_rows(tokenizer):
+    batch = induction_batch(tokenizer, random.Random(0), 16, 64)
+    periods = {int(np.argmax(row > 0)) - 1 for row in batch.weights}
+    assert len(periods) > 5
+    for row, weights in zip(batch.token_ids, batch.weights, strict=True):
+        period = int(np.argmax(weights > 0)) - 1
+        assert (row[period:] == row[:-period]).all() and len(set(row[:period].tolist())) == period
+
+
+def test_batch_weighs_answers_and_nothing_of_the_questions(tokenizer):
+    weights = (("portrait", 1.0), ("register", 1.0))
+    context = sample_context(random.Random(4), Difficulty(4, weights, kinds=KINDS), 3)
+    batch = make_batch(tokenizer, [context], 512)
+    assert len(batch.spans) == 3
+    for span, question in zip(batch.spans, context.questions, strict=True):
+        ids = batch.token_ids[0, span.start : span.end].tolist()
+        assert tokenizer.decode(ids, skip_special_tokens=False) == f" {question.answer}<|end|>"
+        assert (batch.weights[0, span.start : span.end] == 1).all()
+        assert (batch.weights[0, span.start - 4 : span.start] == 0).all()
+    assert (batch.token_ids[0, batch.spans[-1].end :] == 0).all()
+    assert (batch.weights[0, batch.spans[-1].end :] == 0).all()
+    cut = make_batch(tokenizer, [context], batch.spans[1].end)
+    assert cut.spans == batch.spans[:2]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_every_stage_makes_full_batches(tokenizer, stage):
+    batch = stage_batch(tokenizer, stage, random.Random(0))
+    assert batch.token_ids.shape == (stage.batch_size, stage.num_tokens)
+    asked = {span.row for span in batch.spans}
+    assert asked == set(range(stage.batch_size)), "a row without a question teaches nothing"
+    again = stage_batch(tokenizer, stage, random.Random(0))
+    np.testing.assert_array_equal(batch.token_ids, again.token_ids)
+
+
+def test_exact_match_wants_every_token_of_the_answer(tokenizer):
+    weights = (("register", 1.0),)
+    context = sample_context(random.Random(4), Difficulty(1, weights, num_relations=1), 1)
+    batch = make_batch(tokenizer, [context], 128)
+    correct = np.ones((1, 127), bool)
+    assert exact_matches(correct, batch.spans) == [True]
+    correct[0, batch.spans[0].end - 2] = False
+    assert exact_matches(correct, batch.spans) == [False]
+
+
+def test_curriculum_moves_on_when_the_window_is_good_enough():
+    stages = STAGES[:2]
+    good = Progression(stage_steps=500)
+    for _ in range(49):
+        good = advance(good, stages, 1.0, 0.1)
+        assert good.stage == 0
+    good = advance(good, stages, 1.0, 0.1)
+    assert (good.stage, good.stage_steps, good.recent) == (1, 0, ())
+    bad = Progression(stage_steps=500)
+    for _ in range(100):
+        bad = advance(bad, stages, stages[0].advance_ratio - 0.01, 0.1)
+    assert bad.stage == 0 and bad.step == 100
+    last = Progression(stage=1, stage_steps=500)
+    for _ in range(100):
+        last = advance(last, stages, 1.0, 0.1)
+    assert last.stage == 1, "the last stage has no next one"
+
+
+def test_smoke_training_lowers_the_loss_and_resumes_to_the_same_weights(config, tokenizer, tmp_path):
+    _, first = train(_quick(config, 24), tokenizer, tmp_path / "early", stop_after=1)
+    whole, end = train(_quick(config, 24), tokenizer, tmp_path / "whole")
+    train(_quick(config, 24), tokenizer, tmp_path / "broken", stop_after=13)
+    resumed, resumed_end = train(_quick(config, 24), tokenizer, tmp_path / "broken", resume=True)
+    assert end.loss < 0.7 * first.loss
+    assert end == resumed_end
+    jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+    with pytest.raises(ValueError, match="wanted no earlier checkpoint, or resume"):
+        train(_quick(config, 24), tokenizer, tmp_path / "broken")
+    with pytest.raises(ValueError, match="wanted an earlier checkpoint"):
+        train(_quick(config, 24), tokenizer, tmp_path / "nothing", resume=True)
+
+
+def test_command_line_trains_and_writes_a_model(tmp_path, capsys):
+    main(["--out", str(tmp_path), "--quick", "--steps", "3"])
+    model = tmp_path / "model"
+    assert {path.name for path in model.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert json.loads((model / "config.json").read_text())["model_type"] == "llama"
+    assert "step     3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--out", "x", "--steps", "0"]])
+def test_command_line_names_the_bad_argument(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert ("--steps" if arguments else "--out") in capsys.readouterr().err

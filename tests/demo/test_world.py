@@ -1,0 +1,177 @@
+"""Towns: no answer by elimination, every answer stands in the text, one seed gives one town."""
+
+import random
+import re
+
+import pytest
+
+from ccjax.demo.lexicon import MEN, NICKNAME, RELATIONS, SITE, SURNAMES, WOMEN, WORKPLACE
+from ccjax.demo.world import KINDS, MIN_DISTRACTORS, Difficulty, Town, ask, guess_ratio, sample_context
+
+WEIGHTS = (
+    ("register", 1.0),
+    ("portrait", 1.0),
+    ("pair", 1.0),
+    ("follow", 2.0),
+    ("nickname", 1.0),
+    ("gossip", 0.5),
+    ("place", 1.0),
+)
+VALUES = {relation.name: relation.values for relation in (*RELATIONS, WORKPLACE, SITE, NICKNAME)}
+
+
+def _contexts(count=60, **changes):
+    rng = random.Random("towns of the test")
+    difficulty = Difficulty(**{"num_passages": 5, "weights": WEIGHTS, "min_words": 27, "kinds": KINDS, **changes})
+    return [sample_context(rng, difficulty, 6) for _ in range(count)]
+
+
+def _has(text, word):
+    return re.search(rf"\b{re.escape(word)}\b", text) is not None
+
+
+@pytest.fixture(scope="module")
+def contexts():
+    return _contexts()
+
+
+def test_every_question_has_distractors_of_its_relation_in_the_text(contexts):
+    for context in contexts:
+        text = "\n".join(passage.text for passage in context.passages)
+        for question in context.questions:
+            present = {value for value in VALUES[question.relation] if _has(text, value)}
+            assert question.answer in present
+            assert len(present - {question.answer}) >= MIN_DISTRACTORS
+            assert question.guess_ratio < 0.75
+
+
+def test_mean_guess_is_far_below_answering(contexts):
+    ratios = [question.guess_ratio for context in contexts for question in context.questions]
+    assert sum(ratios) / len(ratios) < 0.42
+
+
+def test_answer_stands_in_the_last_passage_needed(contexts):
+    for context in contexts:
+        assert len(context.passages) == 5
+        for question in context.questions:
+            assert _has(context.passages[question.passages[-1]].text, question.answer)
+
+
+def _person(question):
+    names = re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+", re.sub(r"^\w+ ", "", question.text))
+    return names[0] if names else None
+
+
+def test_single_questions_name_their_subject_in_the_passage(contexts):
+    checked = 0
+    for context in contexts:
+        for question in context.questions:
+            if question.kind == "single" and (name := _person(question)):
+                checked += 1
+                passage = context.passages[question.passages[0]]
+                assert name in passage.text + passage.title
+    assert checked > 50
+
+
+def test_pronoun_questions_need_the_passage_right_before(contexts):
+    found = 0
+    for context in contexts:
+        for question in context.questions:
+            if question.kind != "pronoun":
+                continue
+            found += 1
+            before, after = question.passages
+            name = _person(question)
+            assert after == before + 1
+            assert re.match(r"(He|She) ", context.passages[after].text)
+            assert name not in context.passages[after].text
+            assert _names(context.passages[before].text)[-1] == name, "the pronoun stands for the last person named"
+    assert found >= 10
+
+
+def _names(text):
+    """Full names in the text, in order."""
+    return [
+        f"{a} {b}" for a, b in re.findall(r"([A-Z][a-z]+) ([A-Z][a-z]+)", text) if a in WOMEN + MEN and b in SURNAMES
+    ]
+
+
+def test_alias_is_defined_before_it_is_used(contexts):
+    found = 0
+    for context in contexts:
+        for question in context.questions:
+            if question.kind != "alias":
+                continue
+            found += 1
+            first, second = question.passages
+            assert first < second
+            name = _person(question)
+            assert name in context.passages[first].text
+            assert name not in context.passages[second].text
+            aliases = [alias for alias in NICKNAME.values if _has(context.passages[first].text, alias)]
+            assert any(_has(context.passages[second].text, alias) for alias in aliases)
+    assert found >= 10
+
+
+def test_two_hop_needs_both_passages(contexts):
+    found = 0
+    for context in contexts:
+        for question in context.questions:
+            if question.kind != "two_hop":
+                continue
+            found += 1
+            staff, place = (context.passages[index].text for index in question.passages)
+            name = _person(question)
+            assert name in staff and name not in place
+            assert any(_has(staff, value) and _has(place, value) for value in WORKPLACE.values)
+    assert found >= 10
+
+
+def test_same_seed_same_towns_other_seed_other_towns():
+    assert _contexts(3) == _contexts(3)
+    other = random.Random("another seed")
+    assert sample_context(other, Difficulty(5, WEIGHTS, min_words=27, kinds=KINDS), 6) not in _contexts(3)
+
+
+def test_people_and_surnames_are_unique_within_a_town():
+    town = Town(random.Random(1))
+    people = [town.person(new=True) for _ in range(64)]
+    assert len({person.first for person in people}) == len({person.surname for person in people}) == 64
+
+
+def test_a_fact_is_written_once():
+    town = Town(random.Random(2))
+    stories = (
+        [town.portrait() for _ in range(10)]
+        + [town.register() for _ in range(10)]
+        + [town.nickname() for _ in range(3)]
+    )
+    stated = [(fact.holder, fact.relation) for story in stories for fact in story.facts if fact.kind != "alias"]
+    aliased = [(fact.holder, fact.relation) for story in stories for fact in story.facts if fact.kind == "alias"]
+    assert len(stated) == len(set(stated))
+    assert set(aliased) <= set(stated)
+
+
+def test_facts_without_enough_distractors_are_not_asked():
+    town = Town(random.Random(3))
+    story = town.portrait()
+    facts = [(fact, (0,)) for fact in story.facts]
+    assert ask(random.Random(0), facts, 5, KINDS) == ()
+
+
+@pytest.mark.parametrize(("values", "ratio"), [(["a", "b", "c", "d"], 0.25), (["a", "a", "b"], 2 / 3), (["a"], 1.0)])
+def test_guess_ratio_by_hand(values, ratio):
+    assert guess_ratio(values) == pytest.approx(ratio)
+
+
+def test_value_sets_do_not_overlap():
+    seen = [value for values in VALUES.values() for value in values]
+    assert len(seen) == len(set(seen))
+
+
+def test_no_town_runs_out_of_names():
+    """Stories used to be written and thrown away where they did not fit, until aliases and places were used up."""
+    weights = (("nickname", 1.0), ("gossip", 1.0), ("place", 1.0), ("follow", 1.0))
+    for context in _contexts(300, weights=weights):
+        assert len(context.passages) == 5
+        assert all(passage.text for passage in context.passages)
