@@ -24,13 +24,13 @@ from ccjax.engine.loading import LoadedModel, Progress, load_model
 from ccjax.engine.prefill import Prefiller, PrefillResult, ReadLayers
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.report import build_report
-from ccjax.engine.requests import Delta, Request, Response, SamplingParams
+from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import shapes, warm_up
 from ccjax.errors import ConfigError, RequestError
 from ccjax.policy.planner import plan_prefill
 from ccjax.text import PromptBuilder, Tokenizer
-from ccjax.types import Document, PrefillPlan, ReuseMode, ReuseReport, VariantId, document_from_mapping
+from ccjax.types import Document, PrefillPlan, ReuseMode, ReuseReport, VariantId
 from models.llama3.config import LlamaConfig
 from store.errors import ShardCorruptError, ShardNotFoundError, StoreError
 from store.spec import KVSpec, StoreIdentity
@@ -131,8 +131,8 @@ class Engine:
             raise RequestError("question", f"wanted a non-empty string, got {question!r}")
         request = Request(
             messages=[{"role": "user", "content": question}],
-            documents=_as_documents(documents),
-            sampling=SamplingParams(max_new_tokens, temperature, top_p, _as_stops(stop), seed),
+            documents=documents_from(documents),
+            sampling=SamplingParams(max_new_tokens, temperature, top_p, stops_from(stop), seed),
             reuse=reuse,
             truncate=truncate,
         )
@@ -395,25 +395,3 @@ def _reader(ticket: LoadTicket) -> ReadLayers:
             raise _LoadFailedError(variant_id, error) from error
 
     return read
-
-
-def _as_stops(stop: Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def _as_documents(values: Sequence[Document | Mapping[str, Any]]) -> tuple[Document, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise RequestError("documents", f"wanted a list of documents, got {type(values).__name__}")
-    return tuple(_as_document(number, value) for number, value in enumerate(values))
-
-
-def _as_document(number: int, value: Document | Mapping[str, Any]) -> Document:
-    if isinstance(value, Document):
-        return value
-    if not isinstance(value, Mapping):
-        raise RequestError(f"documents[{number}]", f"wanted a mapping with 'text', got {type(value).__name__}")
-    try:
-        return document_from_mapping(value, argument=f"documents[{number}]")
-    except ValueError as error:
-        argument, _, message = str(error).partition(": ")
-        raise RequestError(argument, message) from error

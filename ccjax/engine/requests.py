@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ccjax.errors import RequestError
-from ccjax.types import REUSE_MODES, Document, ReuseMode, ReuseReport
+from ccjax.types import REUSE_MODES, Document, ReuseMode, ReuseReport, document_from_mapping
 
 FinishReason = Literal["stop", "length"]
 
@@ -116,3 +116,27 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     response: Response | None = None
+
+
+def stops_from(stop: Sequence[str]) -> tuple[str, ...]:
+    """Stop strings as a tuple; a single string is one of them, not its letters."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def documents_from(values: Sequence[Document | Mapping[str, Any]]) -> tuple[Document, ...]:
+    """Documents given as `Document`s or mappings; RequestError names the one that is neither."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RequestError("documents", f"wanted a list of documents, got {type(values).__name__}")
+    return tuple(_as_document(number, value) for number, value in enumerate(values))
+
+
+def _as_document(number: int, value: Document | Mapping[str, Any]) -> Document:
+    if isinstance(value, Document):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError(f"documents[{number}]", f"wanted a mapping with 'text', got {type(value).__name__}")
+    try:
+        return document_from_mapping(value, argument=f"documents[{number}]")
+    except ValueError as error:
+        argument, _, message = str(error).partition(": ")
+        raise RequestError(argument, message) from error

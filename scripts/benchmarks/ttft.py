@@ -148,9 +148,9 @@ def _has_transformers() -> bool:
 
 def _transformers(config: LlamaConfig) -> Callable[[list[list[int]]], float]:
     """Full prefill of the same shapes in Hugging Face transformers: sdpa attention, float32, all cores."""
-    import torch
-    from transformers import LlamaConfig as PeerConfig
-    from transformers import LlamaForCausalLM
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import LlamaConfig as PeerConfig  # pyright: ignore[reportMissingImports]
+    from transformers import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(os.cpu_count() or 1)
     raw = {name: value for name, value in config.to_hf().items() if name not in ("architectures", "model_type")}
