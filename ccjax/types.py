@@ -107,8 +107,9 @@ class PrefillPlan:
       focus_window: CacheCraft alg. 1 `w`: layers for which the focused set must stay unchanged before tokens of
         unfocused chunks are dropped; None switches the cut off.
       focus_rule: which gap rule alg. 1 uses (see ccjax.policy.focus).
-      hkvd_counts_by_layer: CacheBlend sec. 4.3 tokens kept per layer; empty where the strategy does not filter.
-      preload_depth: CacheCraft eq. 16, layers loaded before the first layer runs.
+      hkvd_counts_by_layer: CacheBlend sec. 4.3 tokens kept per layer; no strategy filters yet, so it is empty.
+      preload_depth: CacheCraft eq. 16, layers loaded before the first layer runs; the engine does not read it yet and
+        starts all reads at once.
       pin: variants that must stay in their tier until the prefill is done.
     """
 
