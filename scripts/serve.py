@@ -263,6 +263,8 @@ def _server_settings(args: argparse.Namespace) -> ServerSettings:
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,
         refresh_interval_s=args.refresh_interval_s,
+        store_refresh_interval_s=args.store_refresh_interval_s or None,
+        repair_when_idle=args.repair,
     )
 
 
@@ -349,12 +351,15 @@ def _parser() -> argparse.ArgumentParser:
     add = group.add_argument
     add("--model", default="demo", metavar="DIR", help='Hugging Face model directory, or "demo" (the default)')
     add("--reuse", default="bounded", help="mode of requests that name none: off, exact, bounded (default), fast")
+    add("--no-repair", dest="repair", action="store_false", help="leave approximate variants as they are in idle time")
+    text = "look this often for what others did to the store, 0 for never (default 10)"
+    add("--store-refresh-interval-s", type=float, default=10.0, metavar="S", help=text)
     metavars = {str: "TEXT", int: "N", float: "X", num_bytes: "SIZE"}
     # Left out of the namespace where not given, so that EngineConfig alone holds the defaults.
     for flag, kind, text in (
         ("--dtype", str, "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere (default auto)"),
         ("--max-model-len", int, "longest prompt plus answer in tokens"),
-        ("--strategy", str, "how chunks are reused: cachecraft, reuse, prefix, full"),
+        ("--strategy", str, "how chunks are reused: cachecraft, reuse, prefix, full, legolink, random"),
         ("--alpha", float, "scales the share of tokens that is recomputed"),
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
         ("--focus-window", int, "layers after which unfocused passages are dropped"),

@@ -23,11 +23,15 @@ from ccjax.demo.corpus import CORPUS_DIRECTORY, QUESTIONS_FILE, build_corpus, wr
 from ccjax.demo.curriculum import QUICK_STAGES, STAGES
 from ccjax.demo.evaluate import Score, evaluate_corpus, evaluate_worlds
 from ccjax.demo.export import MODEL_DIRECTORY, export_model, load_model
+from ccjax.demo.reuse import QUICK_WAYS
 from ccjax.demo.tokenizer import save_tokenizer, train_tokenizer
 from ccjax.demo.training import Checkpoints, TrainingConfig, demo_config, restore_or_start, train
 from ccjax.demo.world import Kind
+from ccjax.engine.loading import load_model as load_engine_model
+from scripts.benchmarks.quality import measured
+from scripts.benchmarks.quality import table as reuse_table
 
-DEFAULT_STEPS = 3050
+DEFAULT_STEPS = 4200
 QUICK_STEPS = 30
 
 
@@ -53,10 +57,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _evaluate(model: Path, console: Console, *, quick: bool) -> None:
     started = time.monotonic()
     params, config, tokenizer = load_model(model)
-    table = Table("questions", "kind", "exact match", "guessing", "count", title=f"{model}, float32, 5 passages")
+    table = Table("questions", "kind", "exact match", "guessing", "count", title=f"{model}, float32, full prefill")
+    corpus, count = build_corpus(), 20 if quick else 100
     sets: list[tuple[str, dict[Kind, Score]]] = [
-        ("demo_questions.jsonl", evaluate_corpus(params, config, tokenizer, build_corpus(), orders=1 if quick else 3)),
-        ("fresh towns", evaluate_worlds(params, config, tokenizer, 20 if quick else 200)),
+        ("shipped documents, 5 passages", evaluate_corpus(params, config, tokenizer, corpus, orders=1 if quick else 3)),
+        ("fresh towns, 4 passages", evaluate_worlds(params, config, tokenizer, count, 4)),
+        ("fresh towns, 8 passages", evaluate_worlds(params, config, tokenizer, count, 8)),
     ]
     for name, scores in sets:
         for kind, score in scores.items():
@@ -64,6 +70,9 @@ def _evaluate(model: Path, console: Console, *, quick: bool) -> None:
                 name, kind, f"{score.accuracy_ratio:.3f}", f"{score.guess_ratio:.3f}", str(score.num_questions)
             )
     console.print(table)
+    count = 4 if quick else 24
+    outcomes = measured(load_engine_model(model, dtype="float32"), QUICK_WAYS, count, 4, "reuse")
+    console.print(reuse_table(outcomes, f"fresh towns, 4 passages, {count} questions of each kind, through the engine"))
     console.print(f"{time.monotonic() - started:.0f} s")
 
 

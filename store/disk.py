@@ -5,10 +5,12 @@ Knows no host memory, no pins, no queue and no eviction order.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -207,6 +209,23 @@ class TensorStoreTier:
         for variant_id in removed:
             self._forget(known[variant_id])
         return added, removed
+
+    def read_hints(self) -> dict[str, Any]:
+        """What `write_hints` noted last; empty where there is nothing or it cannot be read."""
+        try:
+            hints = json.loads(self._root.read(self._key("hints.json")) or b"{}")
+        except (OSError, ValueError, RecursionError) as error:
+            _log.warning("store: cannot read the hints in %s: %s", self.url, error)
+            return {}
+        return hints if isinstance(hints, dict) else {}
+
+    def write_hints(self, hints: Mapping[str, Any]) -> None:
+        """Replaces JSON values that may be lost, or be another process's, without harm. A refusal of the disk is
+        logged."""
+        try:
+            self._root.replace(self._key("hints.json"), json.dumps(dict(hints)).encode())
+        except OSError as error:
+            _log.warning("store: cannot write the hints in %s: %s", self.url, error)
 
     # -- records -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 ROOT/store.json                         format version of everything below
 ROOT/NAMESPACE/identity.json            whose namespace it is, and its KV shape
+ROOT/NAMESPACE/hints.json               what the owner notes between runs, replaced as a whole
 ROOT/NAMESPACE/records/VARIANT.json     written last, create-if-absent: this commits
 ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant, fresh random name
 ROOT/NAMESPACE/quarantine/              records that failed their check; nothing reads them

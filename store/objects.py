@@ -1,4 +1,4 @@
-"""Small objects under one root: read, create-if-absent, list, move, delete. Knows nothing of KV, records or
+"""Small objects under one root: read, create-if-absent, replace, list, move, delete. Knows nothing of KV, records or
 tensorstore's arrays; a bucket needs one more class with these methods and one more line in `_ROOTS`."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import shutil
 import time
 import urllib.parse
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +56,37 @@ class FileRoot:
     def create(self, key: str, data: bytes) -> bool:
         """Writes `data` whole and durably, or not at all; False when the key existed already (it stays as it was)."""
         final = self.path / key
-        temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}.tmp")
         try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(temporary, final)  # atomic, and refuses to replace: rename would let the second writer win
+            with self._temporary(final, data) as temporary:
+                os.link(temporary, final)  # atomic, and refuses to replace: rename would let the second writer win
         except FileExistsError:
             return False
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
         try:
             self.sync(os.path.dirname(key))
         except OSError:
             final.unlink(missing_ok=True)  # an error must mean that nothing was created
             raise
         return True
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Writes `data` over whatever was there; a reader sees the old bytes or the new ones, never a mixture."""
+        final = self.path / key
+        with self._temporary(final, data) as temporary:
+            os.replace(temporary, final)
+
+    @contextlib.contextmanager
+    def _temporary(self, final: Path, data: bytes) -> Iterator[Path]:
+        """A file beside `final` that durably holds `data`; gone afterwards, under this name."""
+        temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def make_prefix(self, prefix: str) -> None:
         """Makes the prefix exist, durably."""

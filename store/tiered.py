@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,15 @@ class TieredStore:
         except OSError as error:
             _log.warning("store: cannot refresh %s: %s", self._disk.url if self._disk else None, error)
             return (), ()
+
+    def read_hints(self) -> dict[str, Any]:
+        """What `write_hints` noted last; empty without a disk."""
+        return {} if self._disk is None else self._disk.read_hints()
+
+    def write_hints(self, hints: Mapping[str, Any]) -> None:
+        """Notes JSON values beside the disk tier, if there is one (`TensorStoreTier.write_hints`)."""
+        if self._disk is not None:
+            self._disk.write_hints(hints)
 
     # -- load --------------------------------------------------------------------------------------------------
 

@@ -41,11 +41,33 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """token_ids [B, T] int32, padded on the right; weights [B, T] float32, the loss weight of predicting each token."""
+    """One step's rows.
+
+    Attributes:
+      token_ids: [B, T] int32, padded on the right.
+      weights: [B, T] float32, the loss weight of predicting each token.
+      hints: [B, P, 2] int32, per question the place that predicts the answer's first token, and the token that the
+        layers halfway should have found there: the bridge's first, of a question over two passages, else the answer's.
+        Both 0 where there is none.
+    """
 
     token_ids: np.ndarray
     weights: np.ndarray
+    hints: np.ndarray
     spans: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The shape of a batch and the worlds that fill it.
+
+    Attributes:
+      difficulties: worlds to draw from, each equally often; empty for the induction warm-up.
+    """
+
+    num_tokens: int
+    batch_size: int
+    difficulties: tuple[Difficulty, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +75,23 @@ class Stage:
     """One step of the curriculum.
 
     Attributes:
-      difficulties: worlds to draw from, each equally often; empty for the induction warm-up.
+      rows: one of them makes each batch, drawn equally often.
       num_questions: questions behind each context.
       recall_ratio: share of them put as a sentence to complete, right behind which the value stands.
       advance_ratio: exact match over the last steps that opens the next stage.
       min_steps: steps before that is asked.
+      max_steps: steps after which the next stage opens whatever the exact match; None waits.
+      hint_weight: loss weight of a batch's hints.
     """
 
     name: str
-    num_tokens: int
-    batch_size: int
-    difficulties: tuple[Difficulty, ...] = ()
+    rows: tuple[Rows, ...]
     num_questions: int = 8
     recall_ratio: float = 0.0
     advance_ratio: float = 0.9
     min_steps: int = 150
+    max_steps: int | None = None
+    hint_weight: float = 0.0
 
 
 def tokenize_context(tokenizer: Tokenizer, context: Context, system_prompt: str | None = SYSTEM_PROMPT) -> list[int]:
@@ -92,6 +116,7 @@ def make_batch(
     """
     token_ids = np.full((len(contexts), num_tokens), tokenizer.token_to_id(PAD), np.int32)
     weights = np.zeros((len(contexts), num_tokens), np.float32)
+    hints = np.zeros((len(contexts), max(len(context.questions) for context in contexts), 2), np.int32)
     user = tokenizer.encode("<|user|>", add_special_tokens=False).ids
     spans = []
     for row, context in enumerate(contexts):
@@ -111,10 +136,11 @@ def make_batch(
                 break
             ids += asked + encoded[2 * turn + 1]
             weights[row, start:end] = 1.0
+            hints[row, turn] = start - 1, tokenizer.encode(f" {question.bridge or question.answer}").ids[0]
             spans.append(Span(row, start, end, question.kind, question.guess_ratio))
         ids = ids[:num_tokens]
         token_ids[row, : len(ids)] = ids
-    return Batch(token_ids, weights, tuple(spans))
+    return Batch(token_ids, weights, hints, tuple(spans))
 
 
 def induction_batch(tokenizer: Tokenizer, rng: random.Random, batch_size: int, num_tokens: int) -> Batch:
@@ -131,22 +157,21 @@ def induction_batch(tokenizer: Tokenizer, rng: random.Random, batch_size: int, n
         token_ids[row] = np.resize(np.asarray(rng.sample(words, period), np.int32), num_tokens)
         weights[row, period + 1 :] = 1.0
         spans += [Span(row, at, at + 1, "single", 0.0) for at in range(period + 1, num_tokens)]
-    return Batch(token_ids, weights, tuple(spans))
+    return Batch(token_ids, weights, np.zeros((batch_size, 1, 2), np.int32), tuple(spans))
 
 
 def stage_batch(tokenizer: Tokenizer, stage: Stage, rng: random.Random) -> Batch:
     """A fresh batch of the stage; the same `rng` state gives the same batch."""
-    if not stage.difficulties:
-        return induction_batch(tokenizer, rng, stage.batch_size, stage.num_tokens)
-    contexts = [
-        sample_context(rng, rng.choice(stage.difficulties), stage.num_questions) for _ in range(stage.batch_size)
-    ]
+    rows = rng.choice(stage.rows)
+    if not rows.difficulties:
+        return induction_batch(tokenizer, rng, rows.batch_size, rows.num_tokens)
+    contexts = [sample_context(rng, rng.choice(rows.difficulties), stage.num_questions) for _ in range(rows.batch_size)]
     # Now and then another system prompt or none: the model is not to depend on the default one.
     system_prompt = rng.choices((SYSTEM_PROMPT, rng.choice(FILLERS), None), (8, 1, 1))[0]
     return make_batch(
         tokenizer,
         contexts,
-        stage.num_tokens,
+        rows.num_tokens,
         system_prompt=system_prompt,
         recall=lambda: rng.random() < stage.recall_ratio,
     )

@@ -88,7 +88,31 @@ def question_context(corpus: Corpus, question: CorpusQuestion, rng: random.Rando
     """The documents a question needs among others with the same relation, `num_passages` in all, in random order.
 
     A document that opens with a pronoun stands right behind the one it goes on from, and is no distractor elsewhere.
+    Drawn anew until more than `MIN_DISTRACTORS` values of the relation are among them.
     """
+    while True:
+        order = _draw_documents(corpus, question, rng, num_passages)
+        values = {
+            (fact.holder, fact.value): fact.value
+            for fact, ids in corpus.facts
+            if fact.relation == question.relation and ids[-1] in order
+        }
+        if len(set(values.values())) > MIN_DISTRACTORS:
+            break
+    asked = Question(
+        question.question,
+        question.answers[0],
+        question.kind,
+        question.relation,
+        tuple(order.index(document_id) for document_id in question.document_ids),
+        "",
+        guess_ratio(list(values.values())),
+    )
+    return Context(tuple(corpus.documents[document_id] for document_id in order), (asked,))
+
+
+def _draw_documents(corpus: Corpus, question: CorpusQuestion, rng: random.Random, num_passages: int) -> list[str]:
+    """Ids in prompt order."""
     needed = question.document_ids
     sequels = {ids[-1] for fact, ids in corpus.facts if fact.kind == "pronoun"}
     related = {ids[-1] for fact, ids in corpus.facts if fact.relation == question.relation} - sequels - set(needed)
@@ -103,24 +127,7 @@ def question_context(corpus: Corpus, question: CorpusQuestion, rng: random.Rando
         slots = sorted(blocks.index((document_id,)) for document_id in needed)
         for slot, document_id in zip(slots, needed, strict=True):
             blocks[slot] = (document_id,)
-    order = [document_id for block in blocks for document_id in block]
-    values = {
-        (fact.holder, fact.value): fact.value
-        for fact, ids in corpus.facts
-        if fact.relation == question.relation and ids[-1] in order
-    }
-    asked = Question(
-        question.question,
-        question.answers[0],
-        question.kind,
-        question.relation,
-        tuple(order.index(document_id) for document_id in needed),
-        "",
-        guess_ratio(list(values.values())),
-    )
-    if len(set(values.values())) <= MIN_DISTRACTORS:
-        raise ValueError(f"question: wanted more than {MIN_DISTRACTORS} values of {question.relation!r}, got {values}")
-    return Context(tuple(corpus.documents[document_id] for document_id in order), (asked,))
+    return [document_id for block in blocks for document_id in block]
 
 
 def markdown(passage: Passage) -> str:

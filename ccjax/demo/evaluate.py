@@ -20,7 +20,7 @@ from ccjax.demo.corpus import Corpus, question_context
 from ccjax.demo.world import KINDS, Context, Difficulty, Kind, sample_context
 from models.llama3 import LlamaConfig, Params, forward
 
-TEST_SEED = "test"
+TEST_SEED, VALIDATION_SEED = "test", "validation"
 TEST_WEIGHTS = (
     ("register", 1.0),
     ("portrait", 2.0),
@@ -73,20 +73,20 @@ def score(contexts: Sequence[Context], results: Sequence[bool]) -> Score:
     return Score(sum(results) / len(results), sum(guesses) / len(guesses), len(results))
 
 
-def held_out_contexts(kind: Kind, num_contexts: int, num_passages: int = 5) -> list[Context]:
+def held_out_contexts(kind: Kind, num_contexts: int, num_passages: int = 4, *, seed: str = TEST_SEED) -> list[Context]:
     """Contexts of towns with a fixed seed that training does not draw from, each with one question of the kind."""
-    rng = random.Random(f"{TEST_SEED}/{kind}")
-    difficulty = Difficulty(num_passages, TEST_WEIGHTS, min_words=27, kinds=(kind,))
+    rng = random.Random(f"{seed}/{kind}")
+    difficulty = Difficulty(num_passages, TEST_WEIGHTS, min_words=24, max_words=80, kinds=(kind,))
     return [sample_context(rng, difficulty, 1) for _ in range(num_contexts)]
 
 
 def evaluate_worlds(
-    params: Params, config: LlamaConfig, tokenizer: Tokenizer, num_contexts: int = 200
+    params: Params, config: LlamaConfig, tokenizer: Tokenizer, num_contexts: int = 200, num_passages: int = 4
 ) -> dict[Kind, Score]:
-    """Scores per kind over fresh towns, five passages each."""
+    """Scores per kind over fresh towns."""
     scores = {}
     for kind in KINDS:
-        contexts = held_out_contexts(kind, num_contexts)
+        contexts = held_out_contexts(kind, num_contexts, num_passages)
         scores[kind] = score(contexts, answered(params, config, tokenizer, contexts))
     return scores
 

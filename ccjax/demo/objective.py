@@ -17,6 +17,7 @@ from models.llama3.layers import finish_layer, project_qkv, rope_frequencies, un
 from pallas_kernels.rope import apply_rope
 
 BLOCK_TOKENS = 96
+HINT_LAYERS = 4
 
 
 def causal_attention(
@@ -38,25 +39,44 @@ def causal_attention(
     return jnp.concatenate(blocks, axis=2).swapaxes(1, 2)
 
 
-def training_logits(params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """The same next-token logits as `models.llama3.forward`, float32."""
+def training_logits(
+    params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T D"]]:
+    """The same next-token logits as `models.llama3.forward`, float32, and the hidden states behind `HINT_LAYERS`."""
     num_batch, num_tokens = token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(num_tokens), (num_batch, num_tokens))
     frequencies = rope_frequencies(config)
-    x = params.embedding[token_ids]
-    for layer in params.layers:
+    x = halfway = params.embedding[token_ids]
+    for number, layer in enumerate(params.layers):
         q, k, v = project_qkv(x, layer, config.rms_norm_eps)
         q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)
         x = finish_layer(x, causal_attention(q, k, v), layer, config.rms_norm_eps)
-    return unembed(x, params, config.rms_norm_eps)
+        halfway = x if number + 1 == HINT_LAYERS else halfway
+    return unembed(x, params, config.rms_norm_eps), halfway
 
 
 def weighted_loss(
-    params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"], weights: Float[Array, "B T"]
+    params: Params,
+    config: LlamaConfig,
+    token_ids: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    hints: Int[Array, "B P 2"] | None = None,
+    hint_weight: float = 0.0,
 ) -> tuple[Float[Array, ""], Bool[Array, "B T-1"]]:
-    """Weighted mean cross-entropy of each token given those before it, and where the right token was the likeliest."""
-    logits = training_logits(params, config, token_ids[:, :-1])
+    """Weighted mean cross-entropy of each token given those before it, and where the right token was the likeliest.
+
+    With a `hint_weight`, the mean cross-entropy of the hints (`Batch.hints`) is added, read off the hidden states
+    behind `HINT_LAYERS` layers as if they were the last: else the first of two hops is found too late for the second.
+    """
+    logits, halfway = training_logits(params, config, token_ids[:, :-1])
     targets, weights = token_ids[:, 1:], weights[:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return (losses * weights).sum() / weights.sum(), chosen >= logits.max(-1)
+    loss = (losses * weights).sum() / weights.sum()
+    if hint_weight and hints is not None:
+        places, tokens = hints[..., 0], hints[..., 1]
+        halfway = jnp.take_along_axis(halfway, places[..., None], axis=1)
+        hinted = optax.softmax_cross_entropy_with_integer_labels(unembed(halfway, params, config.rms_norm_eps), tokens)
+        has_hint = (tokens > 0).astype(hinted.dtype)
+        loss += hint_weight * (hinted * has_hint).sum() / has_hint.sum()
+    return loss, chosen >= logits.max(-1)

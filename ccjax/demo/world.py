@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from ccjax.demo import lexicon as lex
@@ -55,6 +55,7 @@ class Fact:
       passage_offsets: passages of the story that are needed, in order; the last one holds the value.
       questions: templates to ask with.
       recall: the fact as a sentence that breaks off before the value.
+      bridge: what leads from the subject to the value where that takes two passages: the alias, the workplace.
     """
 
     subject: str
@@ -65,6 +66,7 @@ class Fact:
     passage_offsets: tuple[int, ...]
     questions: tuple[str, ...]
     recall: str
+    bridge: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Question:
       passages: indices of the passages needed, in reading order; the last one holds the answer.
       recall: the same as a sentence to complete: "Home of Mara Venn".
       guess_ratio: accuracy of the best guess among the same relation's values present, in (0, 1).
+      bridge: as in `Fact`.
     """
 
     text: str
@@ -93,6 +96,7 @@ class Question:
     passages: tuple[int, ...]
     recall: str
     guess_ratio: float
+    bridge: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +117,7 @@ class Difficulty:
         "place".
       direct_ratio: share of named sentences that put name and value side by side ("Home of Mara Venn Hazel Lane.").
       min_words: passages are filled up to this many words.
+      max_words: where above `min_words`, each passage draws its own number between the two, small ones more often.
       num_relations: relations that the people of one context have between them.
       kinds: kinds of question asked.
     """
@@ -122,6 +127,7 @@ class Difficulty:
     direct_ratio: float = 0.0
     num_relations: int = 4
     min_words: int = 0
+    max_words: int = 0
     kinds: tuple[Kind, ...] = ("single",)
 
 
@@ -135,9 +141,11 @@ class Town:
         relations: Sequence[Relation] = RELATIONS,
         direct_ratio: float = 0.0,
         min_words: int = 0,
+        max_words: int = 0,
     ) -> None:
         self.rng = rng
         self.min_words = min_words
+        self.max_words = max_words
         self.relations = tuple(relations)
         self.direct_ratio = direct_ratio
         firsts = [(name, "she") for name in lex.WOMEN] + [(name, "he") for name in lex.MEN]
@@ -148,10 +156,12 @@ class Town:
         self._places = rng.sample(lex.PLACES, len(lex.PLACES))
         self._sites = rng.sample(SITE.values, len(SITE.values))
         self._free: dict[Person, list[Relation]] = {}
+        self._nicknamed: set[Person] = set()
+        self._employed: set[Person] = set()
 
-    def person(self, num_free: int = 1, *, new: bool = False) -> Person:
+    def person(self, num_free: int = 1, *, new: bool = False, other_than: Collection[Person] = ()) -> Person:
         """Someone with at least `num_free` unwritten relations: often a newcomer, sometimes a known person."""
-        known = [person for person, free in self._free.items() if len(free) >= num_free]
+        known = [p for p, free in self._free.items() if len(free) >= num_free and p not in other_than]
         if self._newcomers and (new or not known or self.rng.random() < 0.7):
             person = self._newcomers.pop()
             self._free[person] = self.rng.sample(self.relations, len(self.relations))
@@ -210,8 +220,9 @@ class Town:
         facts: list[Fact] = []
         definitions, gossip = [], []
         for _ in range(count):
-            person, alias = self.person(1), self._aliases.pop()
-            sentence = self.rng.choice((*NICKNAME.statements, *NICKNAME.framed)).format(s=person.name, v=alias)
+            person, alias = self.person(1, other_than=self._nicknamed), self._aliases.pop()
+            self._nicknamed.add(person)
+            sentence = self._template(NICKNAME).format(s=person.name, v=alias)
             if not definitions and not sentence.startswith(("In the", "The", "Nick", "Friends")):
                 sentence = f"{self.rng.choice(lex.OPENINGS)} {sentence}"
             definitions.append(sentence)
@@ -221,7 +232,9 @@ class Town:
             used, sentence = self._write(person, self._free[person][0], f"the {alias}")
             gossip.append(sentence)
             facts.append(dataclasses.replace(used, subject=f"the {alias}", passage_offsets=(1,)))
-            facts.append(dataclasses.replace(used, subject=person.name, kind="alias", passage_offsets=(0, 1)))
+            facts.append(
+                dataclasses.replace(used, subject=person.name, kind="alias", passage_offsets=(0, 1), bridge=alias)
+            )
         self.rng.shuffle(gossip)
         passages = (
             self._passage(self.rng.choice(lex.NICKNAME_TITLES), definitions),
@@ -241,20 +254,20 @@ class Town:
         facts: list[Fact] = []
         staff, sites, places = [], [], []
         for _ in range(count):
-            person, place, site = self.person(1), self._places.pop(), self._sites.pop()
-            sentence = self.rng.choice((*WORKPLACE.statements, *WORKPLACE.framed))
+            person, place, site = self.person(1, other_than=self._employed), self._places.pop(), self._sites.pop()
+            self._employed.add(person)
+            sentence = self._template(WORKPLACE)
             staff.append(_start(self.rng, sentence.format(s=person.name, v=place), person.name, opening=not staff))
             facts.append(
                 Fact(
                     person.name, person.name, "workplace", place, "single", (0,), WORKPLACE.questions, WORKPLACE.recall
                 )
             )
-            sentence = self.rng.choice((*SITE.statements, *SITE.framed)).format(s=f"the {place}", v=site)
+            sentence = self._template(SITE).format(s=f"the {place}", v=site)
             sites.append(_capital(sentence))
             facts.append(Fact(f"the {place}", place, "site", site, "single", (1,), SITE.questions, SITE.recall))
-            facts.append(
-                Fact(person.name, place, "site", site, "two_hop", (0, 1), lex.TWO_HOP_QUESTIONS, lex.TWO_HOP_RECALL)
-            )
+            asked = (lex.TWO_HOP_QUESTIONS, lex.TWO_HOP_RECALL)
+            facts.append(Fact(person.name, place, "site", site, "two_hop", (0, 1), *asked, bridge=place))
             places.append(place)
         title = lex.PLACE_TITLES[0].format(p=" and the ".join(places))
         passages = (
@@ -267,11 +280,19 @@ class Town:
         """The sentences, with lines about the town put in behind the first one: one or two, more up to `min_words`."""
         sentences = list(sentences)
         fillers = self.rng.sample(lex.FILLERS, len(lex.FILLERS))
-        wanted = self.rng.choice((1, 1, 2))
-        while wanted > 0 or len(" ".join(sentences).split()) < self.min_words:
+        wanted, num_words = self.rng.choice((1, 1, 2)), self.min_words
+        if self.max_words > num_words:
+            num_words += int((self.max_words - num_words) * self.rng.random() ** 3)
+        while wanted > 0 or len(" ".join(sentences).split()) < num_words:
             sentences.insert(self.rng.randint(1, len(sentences)), fillers.pop())
             wanted -= 1
         return Passage(title, " ".join(sentences))
+
+    def _template(self, relation: Relation) -> str:
+        """One of a relation's sentences; the direct one with the town's share."""
+        if self.rng.random() < self.direct_ratio:
+            return relation.direct
+        return self.rng.choice((*relation.statements, *relation.framed))
 
     def _about(
         self, person: Person, num_facts: int, *, opening: bool = False, pronoun_only: bool = False
@@ -293,7 +314,8 @@ class Town:
         """One sentence that states a fact of `person`, who is called `reference` in it."""
         self._free[person].remove(relation)
         value = self.rng.choice(relation.values)
-        if reference == person.name and self.rng.random() < self.direct_ratio:
+        is_named = reference not in (person.first, person.pronoun)
+        if is_named and self.rng.random() < self.direct_ratio:
             template = relation.direct
         elif reference != person.pronoun and self.rng.random() < 0.3:
             template = self.rng.choice(relation.framed)
@@ -365,9 +387,8 @@ def ask(
         fact, passages = rng.choice(open_facts[pools[turn % len(pools)]])
         text = rng.choice(fact.questions).format(s=fact.subject)
         ratio = guess_ratio(list(values[fact.relation].values()))
-        questions.append(
-            Question(text, fact.value, fact.kind, fact.relation, passages, fact.recall.format(s=fact.subject), ratio)
-        )
+        recall = fact.recall.format(s=fact.subject)
+        questions.append(Question(text, fact.value, fact.kind, fact.relation, passages, recall, ratio, fact.bridge))
     rng.shuffle(questions)
     return tuple(questions)
 
@@ -376,7 +397,13 @@ def sample_context(rng: random.Random, difficulty: Difficulty, num_questions: in
     """A fresh town's passages and `num_questions` questions; the same `rng` state gives the same context."""
     while True:
         relations = rng.sample(RELATIONS, difficulty.num_relations)
-        town = Town(rng, relations=relations, direct_ratio=difficulty.direct_ratio, min_words=difficulty.min_words)
+        town = Town(
+            rng,
+            relations=relations,
+            direct_ratio=difficulty.direct_ratio,
+            min_words=difficulty.min_words,
+            max_words=difficulty.max_words,
+        )
         stories: list[Story] = []
         room = difficulty.num_passages
         while room > 0:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,38 +16,25 @@ from typing import Any
 import numpy as np
 
 from ccjax.engine.answer import Answer
-from ccjax.engine.capture import capture_variants
+from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.decode import Decoder
 from ccjax.engine.loading import LoadedModel, Progress, load_model
-from ccjax.engine.prefill import Prefiller, PrefillResult, ReadLayers
+from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
+from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import shapes, warm_up
+from ccjax.engine.warmup import BackgroundCompiler, shapes, warm_up
 from ccjax.errors import ConfigError, RequestError
-from ccjax.policy.planner import plan_prefill
 from ccjax.text import PromptBuilder, Tokenizer
-from ccjax.types import Document, PrefillPlan, ReuseMode, ReuseReport, VariantId
+from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
-from store.errors import ShardCorruptError, ShardNotFoundError, StoreError
 from store.spec import KVSpec, StoreIdentity
-from store.tickets import LoadTicket
 from store.tiered import TieredStore, TierUsage
 
-logger = logging.getLogger(__name__)
-
 _LONGEST_DEFAULT = 8192
-
-
-class _LoadFailedError(Exception):
-    """A planned variant could not be read; the prefill must be planned anew without it."""
-
-    def __init__(self, variant_id: VariantId, cause: StoreError) -> None:
-        super().__init__(f"variant {variant_id}: {cause}")
-        self.variant_id = variant_id
-        self.cause = cause
 
 
 class Engine:
@@ -84,6 +70,12 @@ class Engine:
             disk_bytes=config.disk_cache_bytes,
         )
         self._variants = VariantIndex(self._store, max_variants=config.max_variants)
+        self._prefill = CachedPrefill(
+            self._prefiller, self._store, self._variants, self._settings, read_only=config.read_only
+        )
+        self._maintenance = Maintenance(
+            self._prefill, self._variants, BackgroundCompiler(self._prefiller), max_model_len=limit
+        )
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._closed = False
@@ -170,10 +162,14 @@ class Engine:
         """Number of prompt tokens of a request that could run; raises what `run` would raise before its first step."""
         return self._assemble(request).num_tokens
 
-    def stream(self, request: Request) -> Iterator[Delta]:
+    def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
         """The answer piece by piece; the last delta carries the `Response`. Closing the iterator cancels the request.
 
         Waits while another request runs, and holds the engine until it is exhausted or closed.
+
+        Args:
+          is_cancelled: asked between the layers of the prefill, when there is no delta yet to close the iterator at.
+            Once it returns True the stream ends without any delta, and nothing that was computed is kept.
 
         Raises:
           RequestError, ContextLengthError: at once.
@@ -181,25 +177,32 @@ class Engine:
         """
         started = time.perf_counter()
         prompt = self._assemble(request)
-        return self._serialized(request, prompt, time.perf_counter() - started)
+        return self._serialized(request, prompt, time.perf_counter() - started, is_cancelled)
 
-    def _serialized(self, request: Request, prompt: Prompt, assemble_s: float) -> Iterator[Delta]:
+    def _serialized(
+        self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
+    ) -> Iterator[Delta]:
         with self._exclusive():
-            yield from self._answer(request, prompt, assemble_s)
+            with contextlib.suppress(PrefillCancelledError):
+                yield from self._answer(request, prompt, assemble_s, is_cancelled)
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One user of the device at a time. A thread that still holds it is told so: waiting would be for ever."""
+    def _exclusive(self, *, wait: bool = True) -> Iterator[bool]:
+        """One user of the device at a time; without `wait`, False where there is another one. A thread that still holds
+        it is told so: waiting would be for ever."""
         if self._holder == threading.get_ident():
             raise RuntimeError("engine: this thread has an unfinished stream; exhaust or close it first")
-        with self._lock:
+        if not self._lock.acquire(blocking=wait):
+            yield False
+            return
+        try:
             if self._closed:
                 raise RuntimeError("engine: closed already")
             self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
+            yield True
+        finally:
+            self._holder = None
+            self._lock.release()
 
     def prefill_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits [num_tokens, vocab], float32, of a plain full prefill; no chunk-cache is read or written.
@@ -213,7 +216,7 @@ class Engine:
         sampling = SamplingParams(max_new_tokens=None)
         prompt = self._assemble(Request(segments=[(), token_ids], sampling=sampling), answer=False)
         with self._exclusive():
-            result = self._prefiller.run(prompt.token_ids, self._plan(prompt, "off", {}))
+            result = self._prefiller.run(prompt.token_ids, self._prefill.plan(prompt, "off", {}))
             return self._prefiller.all_logits(result)
 
     def warmup(self, progress: Progress | None = None) -> None:
@@ -230,9 +233,49 @@ class Engine:
         """Chunk variants that can be reused now."""
         return len(self._variants)
 
+    @property
+    def maintenance_counts(self) -> MaintenanceCounts:
+        """What `repair_one` and `refresh` did so far."""
+        return self._maintenance.counts
+
+    def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
+        """Uses idle time: computes one approximate variant anew and puts the exact one in its place.
+
+        An approximate variant is what a repaired chunk was stored as; exact ones can be reused behind their prefix in
+        every mode, and no error builds up on them.
+
+        Args:
+          is_cancelled: asked before every layer; once it returns True all is left as it was.
+
+        Returns:
+          Whether a variant was dealt with, so that there may be another one. False where there is none, where the
+          engine is in use, cancelled, `read_only`, or never reuses anything.
+
+        Raises:
+          RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
+        """
+        if self.config.read_only or self._settings.strategy == "full":
+            return False
+        with self._exclusive(wait=False) as is_ours:
+            return is_ours and self._maintenance.repair_one(is_cancelled)
+
+    def refresh(self) -> None:
+        """Takes in what other processes stored in and took out of the same store since the last look.
+
+        The disk is read beside a running request; only the index is changed between two requests.
+
+        Raises:
+          RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
+        """
+        added, removed = self._store.refresh()
+        if added or removed:
+            with self._exclusive():
+                self._maintenance.follow(added, removed)
+
     def flush(self) -> None:
         """Waits until the disk tier has taken everything."""
         self._store.flush()
+        self._save_frequencies()
 
     def close(self) -> None:
         """Waits for a running request, writes out what is pending and lets go of the store. May be called twice.
@@ -245,6 +288,7 @@ class Engine:
         with self._exclusive():
             self._closed = True
             self._store.close()
+            self._save_frequencies()
 
     def __enter__(self) -> Engine:
         return self
@@ -261,16 +305,18 @@ class Engine:
             answer=answer,
         )
 
-    def _answer(self, request: Request, prompt: Prompt, assemble_s: float) -> Iterator[Delta]:
+    def _answer(
+        self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
+    ) -> Iterator[Delta]:
         started = time.perf_counter() - assemble_s
         mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
-        prefilled = self._prefill(prompt, mode)
+        prefilled = self._prefill.run(prompt, mode, is_cancelled=is_cancelled)
         try:
             result = prefilled.result
             answer = Answer(request.sampling, self.tokenizer, self._eos_ids, prompt.question)
             delta = answer.push(self._prefiller.last_logits(result))
             ttft_s = time.perf_counter() - started
-            report = self._report(prefilled, prompt, mode, request.reuse)
+            report = self._report(prefilled, mode, request.reuse)
             decoder = Decoder(
                 self._prefiller,
                 result,
@@ -292,60 +338,12 @@ class Engine:
                 total_s=time.perf_counter() - started,
             )
         finally:
-            # Also when the client went away: what was computed serves the next request.
-            if prefilled.ticket is not None:
-                self._capture(prefilled, prompt)
-                self._store.complete_load(prefilled.ticket)
+            self._prefill.finish(prefilled)  # also when the client went away: what was computed serves the next request
 
-    def _plan(self, prompt: Prompt, mode: ReuseMode, candidates: Mapping[Any, Any]) -> PrefillPlan:
-        return plan_prefill(
-            "", prompt.planned_chunks, len(prompt.question), candidates, mode=mode, settings=self._settings
-        )
-
-    def _prefill(self, prompt: Prompt, mode: ReuseMode) -> _Prefilled:
-        """Plan, load and compute; a variant that cannot be read is dropped and the prompt planned again without it."""
-        started = time.perf_counter()
-        if mode == "off":
-            plan = self._plan(prompt, mode, {})
-            planned = time.perf_counter()
-            result = self._prefiller.run(prompt.token_ids, plan)
-            return _Prefilled(plan, result, None, None, planned - started, planned, 0)
-        failed: set[VariantId] = set()
-        while True:
-            known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
-            usable = {
-                chunk: tuple(meta for meta in metas if meta.variant_id not in failed) for chunk, metas in known.items()
-            }
-            plan = self._plan(prompt, mode, usable)
-            planned = time.perf_counter()
-            ticket = self._store.prepare_load(plan.pin)
-            read_layers = _reader(ticket)
-            try:
-                for variant_id in sorted(ticket.missing):
-                    raise _LoadFailedError(VariantId(variant_id), ShardNotFoundError(variant_id))
-                for variant_id in ticket.tiers:
-                    ticket.prefetch(variant_id, 0, self.model_config.num_layers)
-                result = self._prefiller.run(
-                    prompt.token_ids, plan, read_layers=read_layers, collect=not self.config.read_only
-                )
-            except _LoadFailedError as error:
-                self._store.complete_load(ticket)  # those that were read whole and sound may stay in host memory
-                failed.add(error.variant_id)
-                logger.warning("%s; its chunk is computed instead", error)
-                if isinstance(error.cause, ShardCorruptError):
-                    self._variants.discard(error.variant_id)
-                elif isinstance(error.cause, ShardNotFoundError):
-                    self._variants.forget(error.variant_id)
-                continue
-            except BaseException:
-                self._store.complete_load(ticket, ok=False)
-                raise
-            return _Prefilled(plan, result, ticket, read_layers, planned - started, planned, len(failed))
-
-    def _report(self, prefilled: _Prefilled, prompt: Prompt, mode: ReuseMode, wanted: ReuseMode) -> ReuseReport:
+    def _report(self, prefilled: Prefilled, mode: ReuseMode, wanted: ReuseMode) -> ReuseReport:
         return build_report(
             prefilled.plan,
-            prompt,
+            prefilled.prompt,
             prefilled.result,
             mode=wanted,
             strategy="full" if mode == "off" else self._settings.strategy,
@@ -356,42 +354,6 @@ class Engine:
             failed_loads=prefilled.failed_loads,
         )
 
-    def _capture(self, prefilled: _Prefilled, prompt: Prompt) -> None:
-        """Credits the used variants and stores the new ones; a failure costs later reuse, never the answer."""
-        plan = prefilled.plan
-        try:
-            for segment in plan.segments:
-                if segment.variant_id is not None:
-                    self._variants.credit(segment.variant_id, segment.cfo or 0.0)
-            if self.config.read_only:
-                return
-            known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
-            kept = set(plan.pin)  # nor do the new variants of one prompt push each other out
-            for meta, kv in capture_variants(plan, prefilled.result, known, prefilled.read_layers):
-                if self._variants.add(meta, kv, pinned=kept):
-                    kept.add(meta.variant_id)
-        except Exception:
-            logger.exception("the chunk-caches of a prompt could not be stored")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prefilled:
-    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off."""
-
-    plan: PrefillPlan
-    result: PrefillResult
-    ticket: LoadTicket | None
-    read_layers: ReadLayers | None
-    plan_s: float
-    planned_at: float
-    failed_loads: int
-
-
-def _reader(ticket: LoadTicket) -> ReadLayers:
-    def read(variant_id: VariantId, first: int, last: int) -> np.ndarray:
-        try:
-            return ticket.read_layers(variant_id, first, last)
-        except StoreError as error:
-            raise _LoadFailedError(variant_id, error) from error
-
-    return read
+    def _save_frequencies(self) -> None:
+        if not self.config.read_only:
+            self._variants.save_frequencies()

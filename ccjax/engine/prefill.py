@@ -23,6 +23,16 @@ from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step
 ReadLayers = Callable[[VariantId, int, int], np.ndarray]
 """(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""
 
+IsCancelled = Callable[[], bool]
+"""True once nobody wants the result any more; asked often, from the thread that works."""
+
+Size = tuple[int, int, int]
+"""What a layer step is compiled for: rows, context slots, columns of the mass output (0 without)."""
+
+
+class PrefillCancelledError(Exception):
+    """`is_cancelled` said so between two layers; nothing of the run is kept."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
@@ -51,6 +61,7 @@ class PrefillResult:
       focused: indices of the focused documents once alg. 1 decided, else None.
       focus_cut_layer: first layer that ran without the unfocused tokens.
       unrepaired: segments whose recomputed tokens were dropped there.
+      has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
     """
 
     hidden: jax.Array
@@ -62,12 +73,13 @@ class PrefillResult:
     focused: frozenset[int] | None = None
     focus_cut_layer: int | None = None
     unrepaired: frozenset[int] = frozenset()
+    has_new_sizes: bool = False
     loaded_bytes: int = 0
     load_wait_s: float = 0.0
 
 
 class Prefiller:
-    """Runs prefills of one model; stateless between runs."""
+    """Runs prefills of one model; between runs it only remembers which sizes it has run."""
 
     def __init__(self, params: Params, config: LlamaConfig, *, implementation: str | None = None) -> None:
         self.params = params
@@ -76,6 +88,16 @@ class Prefiller:
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
         self.implementation = implementation
+        self._sizes: set[Size] = set()
+
+    def size_of(self, plan: PrefillPlan) -> Size:
+        """The size that a collecting run of the plan begins with."""
+        num_rows = token_bucket(len(_computed_offsets(plan)))
+        return num_rows, slot_bucket(plan.num_tokens), segment_bucket(len(plan.segments))
+
+    def has_run(self, size: Size) -> bool:
+        """True if `run` used that size before, so that it is compiled."""
+        return size in self._sizes
 
     def run(
         self,
@@ -85,6 +107,8 @@ class Prefiller:
         read_layers: ReadLayers | None = None,
         collect: bool = False,
         first_pos: int = 0,
+        is_cancelled: IsCancelled | None = None,
+        queued_layers: int = 1,
     ) -> PrefillResult:
         """The plan carried out over the prompt `token_ids` [n], int32.
 
@@ -92,6 +116,12 @@ class Prefiller:
           read_layers: source of the reused variants' KV; whatever it raises ends the run.
           collect: keep computed KV and masses of every layer, for capture.
           first_pos: RoPE position of the prompt's first token.
+          is_cancelled: asked before every layer.
+          queued_layers: layers that may wait behind the one that runs while that is asked: 1 keeps the device busy, 0
+            stops soonest.
+
+        Raises:
+          PrefillCancelledError: `is_cancelled` returned True.
         """
         num_tokens = plan.num_tokens
         if token_ids.shape != (num_tokens,):
@@ -112,9 +142,19 @@ class Prefiller:
         focus = FocusState()
         pending: collections.deque[tuple[int, np.ndarray, jax.Array]] = collections.deque()
         slot_positions, slot_segments = jax.numpy.asarray(positions), jax.numpy.asarray(segment_of_slot)
+        sizes: set[Size] = set()
+        under_way: collections.deque[jax.Array] = collections.deque()
         for layer in range(self.config.num_layers):
             want_mass = collect or (plan.focus_window is not None and focus.decided is None)
+            num_segments = segment_bucket(len(plan.segments)) if want_mass else 0
             k_context, v_context = self._context(layer, num_slots, plan, read_layers, result, slot_positions)
+            if is_cancelled is not None:
+                # The host runs ahead of the device: without this wait every layer is queued before the first answer.
+                under_way.append(x)
+                if len(under_way) > queued_layers:
+                    under_way.popleft().block_until_ready()
+                if is_cancelled():
+                    raise PrefillCancelledError
             out = layer_step(
                 self.params.layers[layer],
                 x,
@@ -125,9 +165,10 @@ class Prefiller:
                 slot_positions,
                 slot_segments if want_mass else None,
                 config=self.config,
-                num_segments=segment_bucket(len(plan.segments)) if want_mass else 0,
+                num_segments=num_segments,
                 implementation=self.implementation,
             )
+            sizes.add((rows.size, num_slots, num_segments))
             x = out.x
             result.k_contexts.append(out.k_context)
             result.v_contexts.append(out.v_context)
@@ -152,6 +193,8 @@ class Prefiller:
                     rows = _Rows(offsets, first_pos, num_slots)
                     x = select_step(x, _padded(kept, rows.size, int(kept[-1])))
         result.hidden, result.num_rows, result.focused = x, rows.count, focus.decided
+        result.has_new_sizes = not sizes <= self._sizes
+        self._sizes |= sizes
         return result
 
     def last_logits(self, result: PrefillResult) -> np.ndarray:

@@ -1,18 +1,23 @@
 """The engine's index of chunk variants: what is stored, how useful each has been, what goes when room is needed.
 
-Keeps metadata only. Bytes are the store's, choices are policy's; this class carries one to the other.
+Keeps metadata and token ids, no KV. Bytes are the store's, choices are policy's; this class carries one to the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from ccjax.engine.chunk_tokens import ChunkTokens
+from ccjax.engine.prompts import Prompt
+from ccjax.policy.capture import make_variant_id
 from ccjax.policy.variants import choose_victims, reuse_credit
-from ccjax.types import ChunkId, VariantId, VariantMeta
+from ccjax.types import ChunkId, Fidelity, VariantId, VariantMeta
 from store.spec import ShardRecord
 from store.tiered import TieredStore
 
@@ -20,27 +25,44 @@ logger = logging.getLogger(__name__)
 
 
 class VariantIndex:
-    """Variants by chunk, rebuilt from the store's records at start; not thread-safe, the engine's lock guards it."""
+    """Variants by chunk, rebuilt from the store's records at start; not thread-safe, the engine's lock guards it.
+
+    Attributes:
+      tokens: token ids of the chunks that the held variants are made of, as far as they are known.
+    """
 
     def __init__(self, store: TieredStore, *, max_variants: int) -> None:
+        self.tokens = ChunkTokens()
         self._store = store
         self._max_variants = max_variants
         self._by_id: dict[VariantId, VariantMeta] = {}
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta]] = {}
+        self._with_system: set[VariantId] = set()
+        frequencies = self._stored_frequencies()
         for record in store.records():
-            meta = _meta_from_record(record)
-            if meta is None:
-                logger.warning("variant %s: unreadable metadata, dropped from the store", record.variant_id)
-                store.discard(record.variant_id)
-            else:
-                self._put(meta)
+            self._take_in(record, frequencies.get(record.variant_id, 0.0))
 
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def __contains__(self, variant_id: object) -> bool:
+        return variant_id in self._by_id
+
+    def __iter__(self) -> Iterator[VariantMeta]:
+        return iter(tuple(self._by_id.values()))
+
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """Known variants of each chunk; chunks without any are left out."""
         return {chunk: tuple(self._by_chunk[chunk].values()) for chunk in chunk_ids if chunk in self._by_chunk}
+
+    def prompt_of(self, meta: VariantMeta) -> Prompt:
+        """The prompt that computes a held variant anew: its prefix, its chunk, and one token in place of a question.
+
+        Raises:
+          KeyError: the token ids of one of these chunks are not known.
+        """
+        chunks = tuple(self.tokens.chunk(key) for key in (*meta.prefix_ids, meta.chunk_id))
+        return Prompt(chunks, meta.variant_id in self._with_system, chunks[-1].token_ids[-1:], max_new_tokens=1)
 
     def credit(self, variant_id: VariantId, cfo: float) -> None:
         """CacheCraft sec. 3.3: one more use of a variant, worth 1/CFO."""
@@ -49,56 +71,126 @@ class VariantIndex:
             gain = reuse_credit(cfo, meta.num_tokens)
             self._put(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
 
-    def add(self, meta: VariantMeta, kv: np.ndarray, *, pinned: Collection[VariantId]) -> bool:
-        """Stores a variant, evicting the least reused ones where it needs room; False if it found none."""
+    def add(self, meta: VariantMeta, kv: np.ndarray, prompt: Prompt, *, pinned: Collection[VariantId]) -> bool:
+        """Stores a variant computed in `prompt`, evicting the least reused ones where it needs room; False if it found
+        none. An exact variant takes the place of the approximate one behind the same prefix, and its `f_r`."""
+        meta = self._in_place_of_approximate(meta)
         excess = max(0, len(self._by_id) + 1 - self._max_variants)
         victims = choose_victims(self._by_id.values(), count_over=excess, pinned=pinned)
         if victims is None:
             return False
         for tier in self._store.usage() if victims else ():
             self._evict(tier, victims)
-        ticket = self._store.prepare_store(_record_from_meta(meta))
+        ticket = self._store.prepare_store(_record_from_meta(meta, prompt))
         for tier, num_bytes in ticket.shortfall_bytes.items():
             held = [other for other in self._by_id.values() if tier in self._store.tiers_of(other.variant_id)]
             self._evict(tier, choose_victims(held, bytes_needed=num_bytes, pinned=pinned) or ())
-        if not self._store.complete_store(ticket, kv):
+        took = self._store.complete_store(ticket, kv)
+        if not took and not ticket.exists:  # it may exist: written anew by another process, which a failed read showed
             return False
-        self._put(meta)
+        self._put(meta, has_system=prompt.has_system)
+        for chunk in prompt.chunks:
+            self.tokens.learn(chunk.chunk_id, chunk.token_ids)
         return True
 
     def discard(self, variant_id: VariantId) -> None:
-        """Removes a damaged variant from every tier and from the index."""
+        """Removes a damaged or replaced variant from every tier and from the index."""
         self._store.discard(variant_id)
         self.forget(variant_id)
+
+    def forget(self, variant_id: VariantId) -> None:
+        """Removes a variant that no tier holds any more from the index."""
+        meta = self._by_id.pop(variant_id, None)
+        if meta is not None:
+            self._with_system.discard(variant_id)
+            self.tokens.release(meta)
+            siblings = self._by_chunk[meta.chunk_id]
+            del siblings[variant_id]
+            if not siblings:
+                del self._by_chunk[meta.chunk_id]
+
+    def replaces_approximate(self, meta: VariantMeta) -> bool:
+        """True if `add` of this exact variant would replace an approximate one."""
+        return meta.fidelity == "exact" and _twin_id(meta, "approx") in self._by_id
+
+    def drop_if_replaced(self, meta: VariantMeta) -> bool:
+        """Removes an approximate variant for which there is an exact one behind the same prefix, say of another
+        process; False if there is none."""
+        exact = self._by_id.get(_twin_id(meta, "exact"))
+        if exact is None:
+            return False
+        self._put(self._in_place_of_approximate(exact))
+        return True
+
+    def follow(self, added: Collection[str], removed: Collection[str]) -> tuple[int, int]:
+        """Takes in what the disk gained and lost by other processes; the numbers of variants that became known and
+        unknown here by that."""
+        before = set(self._by_id)
+        records = {record.variant_id: record for record in self._store.records()} if added else {}
+        for variant_id in added:
+            if variant_id in records and variant_id not in self._by_id:
+                self._take_in(records[variant_id], 0.0)
+        for variant_id in removed:
+            if self._store.tier_of(variant_id) is None:
+                self.forget(VariantId(variant_id))
+        return len(self._by_id.keys() - before), len(before - self._by_id.keys())
+
+    def save_frequencies(self) -> None:
+        """Writes `f_r` beside the store, so that after a restart the least used variants still go first."""
+        earlier = self._stored_frequencies()  # of another process on the same store; `f_r` only grows
+        held = {meta.variant_id: max(meta.frequency_reuse, earlier.get(meta.variant_id, 0.0)) for meta in self}
+        self._store.write_hints({"frequency_reuse": {key: value for key, value in held.items() if value}})
+
+    def _stored_frequencies(self) -> dict[str, float]:
+        values = self._store.read_hints().get("frequency_reuse")
+        items = values.items() if isinstance(values, dict) else ()
+        return {key: float(value) for key, value in items if _is_frequency(value)}
+
+    def _in_place_of_approximate(self, meta: VariantMeta) -> VariantMeta:
+        if not self.replaces_approximate(meta):
+            return meta
+        twin = self._by_id[_twin_id(meta, "approx")]
+        self.discard(twin.variant_id)
+        return dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + twin.frequency_reuse)
+
+    def _take_in(self, record: ShardRecord, frequency_reuse: float) -> None:
+        meta = _meta_from_record(record)
+        if meta is None:
+            logger.warning("variant %s: unreadable metadata, dropped from the store", record.variant_id)
+            self._store.discard(record.variant_id)
+            return
+        self._put(
+            dataclasses.replace(meta, frequency_reuse=frequency_reuse), has_system=record.meta.get("has_system") is True
+        )
+        self.tokens.learn(meta.chunk_id, _token_ids(record))
 
     def _evict(self, tier: str, victims: Sequence[VariantId]) -> None:
         for variant_id in self._store.evict(tier, victims):
             if self._store.tier_of(variant_id) is None:
                 self.forget(VariantId(variant_id))
 
-    def _put(self, meta: VariantMeta) -> None:
+    def _put(self, meta: VariantMeta, *, has_system: bool = False) -> None:
+        if meta.variant_id not in self._by_id:
+            self.tokens.hold(meta)
+            if has_system:
+                self._with_system.add(meta.variant_id)
         self._by_id[meta.variant_id] = meta
         self._by_chunk.setdefault(meta.chunk_id, {})[meta.variant_id] = meta
 
-    def forget(self, variant_id: VariantId) -> None:
-        """Removes a variant that no tier holds any more from the index."""
-        meta = self._by_id.pop(variant_id, None)
-        if meta is not None:
-            siblings = self._by_chunk[meta.chunk_id]
-            del siblings[variant_id]
-            if not siblings:
-                del self._by_chunk[meta.chunk_id]
-
-    def __iter__(self) -> Iterator[VariantMeta]:
-        return iter(tuple(self._by_id.values()))
-
 
 _STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
-"""Metadata that lasts; `frequency_reuse` steers eviction only and starts anew."""
+"""Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
 
 
-def _record_from_meta(meta: VariantMeta) -> ShardRecord:
-    lasting = {name: getattr(meta, name) for name in _STORED_FIELDS}
+def _twin_id(meta: VariantMeta, fidelity: Fidelity) -> VariantId:
+    return make_variant_id(meta.chunk_id, meta.prefix_ids, fidelity)
+
+
+def _record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
+    """The record of a variant computed in `prompt`, with what it takes to compute it again."""
+    lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
+    lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
+    lasting["has_system"] = prompt.has_system
     return ShardRecord(
         variant_id=meta.variant_id,
         chunk_id=meta.chunk_id,
@@ -134,3 +226,15 @@ def _meta_from_record(record: ShardRecord) -> VariantMeta | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _token_ids(record: ShardRecord) -> list[int]:
+    """The chunk's token ids; none in records of older stores."""
+    ids = record.meta.get("token_ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
+        return []
+    return ids
+
+
+def _is_frequency(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0.0

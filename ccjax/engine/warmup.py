@@ -1,4 +1,5 @@
-"""Compiles the model's steps for every listed size before the first request. Knows no request and no store."""
+"""Compiles the model's steps: every listed size before the first request, single ones beside it. Knows no request and
+no store."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ import numpy as np
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.loading import Progress
-from ccjax.engine.prefill import Prefiller
+from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
 
 _ALL_SIZES_UP_TO = 1024
+_POLL_S = 0.05
 
 
 def shapes(max_model_len: int) -> list[tuple[int, int]]:
@@ -40,7 +42,10 @@ def warm_up(prefiller: Prefiller, sizes: Sequence[tuple[int, int]], progress: Pr
     XLA compiles on all cores.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = [pool.submit(_run_steps, prefiller, count, size) for count, size in sizes]
+        runs = [
+            pool.submit(_run_steps, prefiller, (count, slots, 0 if count == 1 else segment_bucket(1)))
+            for count, slots in sizes
+        ]
         try:
             for done, run in enumerate(concurrent.futures.as_completed(runs)):
                 run.result()
@@ -50,14 +55,38 @@ def warm_up(prefiller: Prefiller, sizes: Sequence[tuple[int, int]], progress: Pr
             pool.shutdown(cancel_futures=True)
 
 
-def _run_steps(prefiller: Prefiller, count: int, size: int) -> None:
+class BackgroundCompiler:
+    """Compiles on a thread of its own: a compilation cannot be stopped, but need not be waited for."""
+
+    def __init__(self, prefiller: Prefiller) -> None:
+        self._prefiller = prefiller
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ccjax-compile")
+        self._runs: dict[Size, concurrent.futures.Future[None]] = {}
+
+    def wait_for(self, size: Size, is_cancelled: IsCancelled | None) -> None:
+        """Returns once the steps of a size are compiled.
+
+        Raises:
+          PrefillCancelledError: `is_cancelled` returned True first; the compilation goes on.
+        """
+        if self._prefiller.has_run(size):
+            return
+        if size not in self._runs:
+            self._runs[size] = self._pool.submit(_run_steps, self._prefiller, size)
+        while not concurrent.futures.wait([self._runs[size]], timeout=_POLL_S).done:
+            if is_cancelled is not None and is_cancelled():
+                raise PrefillCancelledError
+        self._runs[size].result()
+
+
+def _run_steps(prefiller: Prefiller, size: Size) -> None:
+    num_rows, num_slots, num_segments = size
     config = prefiller.config
-    x = embed_step(prefiller.top, np.zeros(count, np.int32))
-    shape = (size, config.num_kv_heads, config.head_dim)
-    positions = jnp.arange(size, dtype=jnp.int32)
-    rows = np.zeros(count, np.int32)
+    x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
+    shape = (num_slots, config.num_kv_heads, config.head_dim)
+    positions = jnp.arange(num_slots, dtype=jnp.int32)
+    rows = np.zeros(num_rows, np.int32)
     rotated = rotate_step(jnp.zeros(shape, prefiller.dtype), positions, config=config)
-    is_decode = count == 1
     out = layer_step(
         prefiller.params.layers[0],
         x,
@@ -66,9 +95,9 @@ def _run_steps(prefiller: Prefiller, count: int, size: int) -> None:
         rows,
         rows,
         positions,
-        None if is_decode else positions,
+        positions if num_segments else None,
         config=config,
-        num_segments=0 if is_decode else segment_bucket(1),
+        num_segments=num_segments,
         implementation=prefiller.implementation,
     )
     last = select_step(out.x, np.zeros(1, np.int32))

@@ -36,7 +36,7 @@ class PlannerSettings:
       fast_ratio: in mode `fast`, the largest share of an approximately reused chunk that is recomputed.
       focus_window: CacheCraft alg. 1 w, in layers; None switches the focus cut off.
       focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
-      preload_depth: CacheCraft eq. 16, layers loaded before the first one runs; passed on in the plan.
+      preload_depth: CacheCraft eq. 16 (see `preload`), layers loaded before the first one runs; passed on in the plan.
     """
 
     strategy: str = "cachecraft"

@@ -1,5 +1,5 @@
-"""Which variant of a chunk to reuse, what a use is worth, which to evict (CacheCraft sec. 3.3). Knows no tier, no bytes
-beyond their number, and no prompt beyond the chunk's prefix."""
+"""Which variant of a chunk to reuse, what a use is worth, which to evict (CacheCraft sec. 3.3), and which to replace in
+idle time. Knows no tier, no bytes beyond their number, and no prompt beyond the chunk's prefix."""
 
 from __future__ import annotations
 
@@ -113,3 +113,21 @@ def choose_victims(
         victims.append(meta.variant_id)
         freed_bytes += meta.num_bytes
     return tuple(victims) if freed_bytes >= bytes_needed and len(victims) >= count_over else None
+
+
+def choose_repair(variants: Iterable[VariantMeta], known_chunk_ids: Collection[ChunkId]) -> VariantMeta | None:
+    """The approximate variant to compute anew next, so that an exact one takes its place: the one with the greatest
+    `f_r`, ties by id; None where there is none.
+
+    CacheCraft is silent on variants that were computed on top of approximate KV. Reading: they serve until there is
+    idle time, and are replaced then, the most useful first, so that error does not stay.
+
+    Args:
+      known_chunk_ids: chunks whose token ids are known. A variant is passed over unless its own chunk and every chunk
+        of its prefix are among them.
+    """
+    known = frozenset(known_chunk_ids)
+    repairable = (
+        meta for meta in variants if meta.fidelity == "approx" and known.issuperset((meta.chunk_id, *meta.prefix_ids))
+    )
+    return min(repairable, key=lambda meta: (-meta.frequency_reuse, meta.variant_id), default=None)

@@ -19,6 +19,13 @@ from ccjax.server.worker import EngineWorker, Job
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STORE_GAUGES = ("used_bytes", "budget_bytes", "num_variants")
 
+_MAINTENANCE_COUNTERS = {
+    "repaired": "Approximate variants replaced by exact ones in idle time",
+    "repair_failed": "Approximate variants that could not be computed anew",
+    "adopted": "Variants that another process stored in the same store",
+    "vanished": "Variants that another process took out of the same store",
+}
+
 
 class ServerMetrics:
     """Counts requests, tokens and reuse; reads the store, the queue and the index when it is scraped."""
@@ -71,6 +78,7 @@ class ServerMetrics:
         for name, (text, read) in readers.items():
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
         self._registry.register(_StoreCollector(engine))
+        self._registry.register(_MaintenanceCollector(engine))
 
     def count_error(self, reason: str) -> None:
         """One more request that got no whole answer; `reason` is an `ApiError.reason` or "cancelled"."""
@@ -125,3 +133,15 @@ class _StoreCollector:
                 value = getattr(values, name)
                 metric.add_metric([tier], float("inf") if value is None else value)  # None: no limit
             yield metric
+
+
+class _MaintenanceCollector:
+    """What idle time and other processes did to the variants, read at every scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._engine.maintenance_counts
+        for name, text in _MAINTENANCE_COUNTERS.items():
+            yield CounterMetricFamily(f"ccjax_variants_{name}", text, value=getattr(counts, name))

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ccjax
@@ -24,7 +24,7 @@ from ccjax.server.errors import ApiError, as_api_error
 from ccjax.server.metrics import ServerMetrics
 from ccjax.server.schemas import Generation, TokenizeBody
 from ccjax.server.settings import ServerSettings
-from ccjax.server.worker import EngineWorker, Job, QueueFullError, WorkerClosedError
+from ccjax.server.worker import EngineWorker, IdleWork, Job, QueueFullError, WorkerClosedError
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,12 @@ class Service:
         with self._lock:
             if self._closed or self._backend is not None:
                 raise RuntimeError("service: opened or closed already")
-            worker = EngineWorker(engine.stream, max_queue=self.settings.max_queue, on_end=self.metrics.end)
+            worker = EngineWorker(
+                engine.stream,
+                max_queue=self.settings.max_queue,
+                on_end=self.metrics.end,
+                idle_work=_repairs(engine) if self.settings.repair_when_idle else None,
+            )
             model = self.settings.served_model_name or engine.model_name
             self._backend = Backend(engine, worker, retriever, model)
             self.metrics.attach(
@@ -162,25 +167,23 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def keep_fresh(self) -> None:
-        """Looks for changed documents every `refresh_interval_s`, until cancelled."""
-        interval = self.settings.refresh_interval_s
-        while interval is not None:
-            await asyncio.sleep(interval)
-            retriever = self._backend.retriever if self._backend is not None else None
-            if retriever is None:
+        """Looks for changed documents every `refresh_interval_s`, and at the store every `store_refresh_interval_s`,
+        until cancelled."""
+        await asyncio.gather(
+            self._repeat(self.settings.refresh_interval_s, _refresh_documents),
+            self._repeat(self.settings.store_refresh_interval_s, _refresh_store),
+        )
+
+    async def _repeat(self, interval_s: float | None, look: Callable[[Backend], None]) -> None:
+        while interval_s is not None:
+            await asyncio.sleep(interval_s)
+            if self._backend is None:
                 continue
             try:
-                report = await asyncio.to_thread(retriever.refresh)
+                await asyncio.to_thread(look, self._backend)
             except Exception:
-                logger.exception("documents: the look for changes failed, the index stays as it was")
-                continue
-            if report.added or report.changed or report.removed:
-                logger.info(
-                    "documents: %d added, %d changed, %d removed",
-                    len(report.added),
-                    len(report.changed),
-                    len(report.removed),
-                )
+                if not self._closed:
+                    logger.exception("the look for changes failed, everything stays as it was")
 
     def _check_access(self, body: Generation) -> None:
         self.check_model(body.model)
@@ -210,6 +213,27 @@ class Service:
             Document(passage.text, passage.passage_id, passage.title, passage.version, passage.score)
             for passage in passages
         )
+
+
+def _repairs(engine: Engine) -> IdleWork:
+    return lambda is_cancelled: engine.repair_one(is_cancelled=is_cancelled)
+
+
+def _refresh_documents(backend: Backend) -> None:
+    if backend.retriever is None:
+        return
+    report = backend.retriever.refresh()
+    if report.added or report.changed or report.removed:
+        logger.info(
+            "documents: %d added, %d changed, %d removed",
+            len(report.added),
+            len(report.changed),
+            len(report.removed),
+        )
+
+
+def _refresh_store(backend: Backend) -> None:
+    backend.engine.refresh()
 
 
 @contextlib.contextmanager

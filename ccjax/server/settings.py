@@ -23,6 +23,8 @@ class ServerSettings:
       max_queue: requests that may wait behind the running one; more are refused with 429.
       max_body_bytes: longest request body; more is refused with 413.
       refresh_interval_s: pause between looks for changed documents; None never looks.
+      store_refresh_interval_s: pause between looks at what other processes did to the store; None never looks.
+      repair_when_idle: replace approximate chunk variants by exact ones while no request waits.
     """
 
     served_model_name: str | None = None
@@ -32,6 +34,8 @@ class ServerSettings:
     max_queue: int = 128
     max_body_bytes: int = 10_000_000
     refresh_interval_s: float | None = None
+    store_refresh_interval_s: float | None = 10.0
+    repair_when_idle: bool = True
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key"):
@@ -45,6 +49,7 @@ class ServerSettings:
             raise ConfigError(f"max_queue: wanted 0 or more requests, got {self.max_queue}")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes: wanted a positive number of bytes, got {self.max_body_bytes}")
-        interval = self.refresh_interval_s
-        if interval is not None and not (math.isfinite(interval) and interval > 0):
-            raise ConfigError(f"refresh_interval_s: wanted a positive number of seconds, got {interval}")
+        for name in ("refresh_interval_s", "store_refresh_interval_s"):
+            interval = getattr(self, name)
+            if interval is not None and not (math.isfinite(interval) and interval > 0):
+                raise ConfigError(f"{name}: wanted a positive number of seconds, got {interval}")

@@ -1,4 +1,5 @@
-"""Runs one request after the other on a thread of its own, in order of arrival. Knows no HTTP and no model.
+"""Runs one request after the other on a thread of its own, in order of arrival; idle time goes to other work. Knows no
+HTTP and no model.
 
 Verbs: `submit` puts a request in line, `Job.deltas` follows its answer, `Job.cancel` takes it out of line or stops it,
 `close` ends the thread.
@@ -12,10 +13,23 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Protocol
 
 from ccjax.engine import Delta, Request, Response
 
 logger = logging.getLogger(__name__)
+
+_IDLE_AFTER_S = 0.1
+"""Without a request for this long, idle work begins: not in the moment between two requests of one client."""
+
+IdleWork = Callable[[Callable[[], bool]], bool]
+"""Does a piece of work, asks its argument often and stops once that returns True; returns whether more may be left."""
+
+
+class Stream(Protocol):
+    """Answers a request; stops between two steps once `is_cancelled` returns True."""
+
+    def __call__(self, request: Request, *, is_cancelled: Callable[[], bool]) -> Iterator[Delta]: ...
 
 
 class QueueFullError(Exception):
@@ -63,7 +77,7 @@ class Job:
                 return
 
     def cancel(self) -> None:
-        """Takes the job out of line, or stops it after the step that runs; no effect on a complete answer."""
+        """Takes the job out of line, or stops it after the layer or token that runs; no effect on a complete answer."""
         self._worker._cancel(self)
 
     def _emit(self, event: Delta | Exception) -> None:
@@ -78,17 +92,20 @@ class EngineWorker:
 
     def __init__(
         self,
-        stream: Callable[[Request], Iterator[Delta]],
+        stream: Stream,
         *,
         max_queue: int,
         on_end: Callable[[Job], None] = lambda job: None,
+        idle_work: IdleWork | None = None,
     ) -> None:
         """
         Args:
-          stream: answers a request; if it returns a generator, closing that must cancel the request.
+          stream: if it returns a generator, closing that must cancel the request, too.
           on_end: called when a job has its response or is cancelled.
+          idle_work: done on the same thread whenever no request came for a while, until nothing is left to do.
         """
         self._stream = stream
+        self._idle_work = idle_work
         self._max_queue = max_queue
         self._on_end = on_end
         self._changed = threading.Condition()
@@ -158,19 +175,39 @@ class EngineWorker:
             self._on_end(job)
 
     def _run(self) -> None:
+        while (job := self._next_job()) is not None:
+            self._answer(job)
+
+    def _next_job(self) -> Job | None:
+        """The next one in line, None once there is none and never will be. Waits, and works meanwhile."""
+        is_more_to_do = self._idle_work is not None
         while True:
             with self._changed:
                 self._running = None
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                job = self._running = self._waiting.popleft()
-            self._answer(job)
+                self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S if is_more_to_do else None)
+                if self._waiting:
+                    self._running = self._waiting.popleft()
+                    return self._running
+                if self._closed:
+                    return None
+            is_more_to_do = self._work_idly()
+
+    def _is_wanted(self) -> bool:
+        """True when the thread has better to do than wait or idle work."""
+        return bool(self._waiting) or self._closed
+
+    def _work_idly(self) -> bool:
+        assert self._idle_work is not None
+        try:
+            return self._idle_work(self._is_wanted)
+        except Exception:
+            logger.exception("idle work failed")
+            return False
 
     def _answer(self, job: Job) -> None:
         job.started_s = time.perf_counter()
         try:
-            deltas = self._stream(job.request)
+            deltas = self._stream(job.request, is_cancelled=lambda: job.cancelled)
             for delta in deltas:
                 job.first_delta_s = job.first_delta_s or time.perf_counter()
                 job.response = delta.response

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.attention.blocks import MOSAIC_TPU, TRITON, chip_of
+from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
 from pallas_kernels.attention.output import AttentionOutput
 from pallas_kernels.attention.reference import reference_attention
+from pallas_kernels.attention.triton import triton_attention
 from pallas_kernels.attention.xla import blocked_attention
 
-IMPLEMENTATIONS = {"reference": reference_attention, "xla": blocked_attention}
+PLAIN = {"reference": reference_attention, "xla": blocked_attention}
+KERNELS = {"triton": (triton_attention, TRITON), "mosaic_tpu": (mosaic_tpu_attention, MOSAIC_TPU)}
+BEST = {"cpu": "xla", "gpu": "triton", "tpu": "mosaic_tpu"}
+"""Platform -> the implementation that `None` stands for."""
 
 
 def attention(
@@ -24,6 +36,7 @@ def attention(
     num_segments: int = 0,
     q_request: Int[Array, "N"] | None = None,
     k_request: Int[Array, "S"] | None = None,
+    k_frequencies: Float[Array, "half"] | np.ndarray | None = None,
     implementation: str | None = None,
 ) -> AttentionOutput:
     """Masked partial prefill (CacheCraft sec. 3.4.3): queries are any subset of the context's tokens.
@@ -32,22 +45,26 @@ def attention(
     Causality is by position, not by index. Query heads are grouped: head `q` reads kv head `q // (Q / K)`.
 
     Args:
-      q, k: rotated queries and keys.
+      q, k: rotated queries and keys; with `k_frequencies`, keys before RoPE.
       q_pos: ascending positions; repeat the last one for padding rows.
       k_pos: positions of the context slots, in any order; INT32_MAX marks an unused slot, whose key and value may hold
-        anything finite.
+        anything, NaN included. A slot that is only behind every query must hold finite values.
       scale: factor on the dot products, usually H ** -0.5; required on purpose.
       k_segment: segment (chunk) of each slot in [0, num_segments); other values belong to no segment.
       num_segments: static; 0 leaves the mass out.
       q_request, k_request: request ids of a packed batch; both or none.
-      implementation: "reference", "xla", or None for the best one on this platform.
+      k_frequencies: inverse RoPE frequencies [H / 2]: the call rotates the keys to `k_pos`, in float32, rounded to
+        their dtype as `apply_rope` does.
+      implementation: None for the platform's own: "xla" on CPU, "triton" on NVIDIA GPUs, "mosaic_tpu" on TPUs. Or by
+        name: "reference", "xla", "triton", "mosaic_tpu"; "triton:h100" to compile for a chip that is not at hand;
+        "triton_interpret", "mosaic_tpu_interpret" to run a kernel's very operations without its chip, slowly.
 
     Returns:
       AttentionOutput; rows that see no slot are 0 with lse = -inf.
 
     Raises:
       ValueError: arguments that do not fit together.
-      NotImplementedError: a named implementation does not exist.
+      NotImplementedError: no such implementation, or it cannot do this: no other one takes its place.
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"q: wanted a multiple of {k.shape[1]} kv heads, got {q.shape[1]} query heads")
@@ -55,10 +72,9 @@ def attention(
         raise ValueError(f"k_segment and num_segments={num_segments}: wanted both or neither")
     if (q_request is None) != (k_request is None):
         raise ValueError("q_request and k_request: wanted both or neither")
-    name = implementation or "xla"
-    if name not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"implementation: wanted one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
-    return IMPLEMENTATIONS[name](
+    if k_frequencies is not None and k_frequencies.shape != (q.shape[2] // 2,):
+        raise ValueError(f"k_frequencies: wanted shape ({q.shape[2] // 2},), got {k_frequencies.shape}")
+    return _implementation(implementation)(
         q,
         k,
         v,
@@ -69,4 +85,29 @@ def attention(
         num_segments=num_segments,
         q_request=q_request,
         k_request=k_request,
+        k_frequencies=None if k_frequencies is None else jnp.asarray(k_frequencies, jnp.float32),
     )
+
+
+def _implementation(name: str | None) -> Callable[..., AttentionOutput]:
+    """The function behind a name, with the block sizes of its chip."""
+    if name is None:
+        platform = jax.default_backend()
+        if platform not in BEST:
+            raise NotImplementedError(f"platform {platform!r}: wanted one of {sorted(BEST)}, or a named implementation")
+        name = BEST[platform]
+    if name in PLAIN:
+        return PLAIN[name]
+    is_interpreted = name.endswith("_interpret")
+    base, _, chip = name.removesuffix("_interpret").partition(":")
+    if base not in KERNELS or (is_interpreted and chip):
+        names = [*PLAIN, *KERNELS, *(f"{kernel}_interpret" for kernel in KERNELS)]
+        raise NotImplementedError(f"implementation: wanted one of {sorted(names)}, got {name!r}")
+    function, table = KERNELS[base]
+    chip = "interpret" if is_interpreted else chip or chip_of(jax.devices()[0].device_kind)
+    if chip not in table:
+        raise NotImplementedError(
+            f"implementation {name!r}: wanted a chip of {sorted(set(table) - {'interpret'})}, got {chip!r}; "
+            "another implementation has to be named"
+        )
+    return functools.partial(function, blocks=table[chip], interpret=is_interpreted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 from jaxtyping import Float
@@ -20,3 +20,11 @@ class AttentionOutput(NamedTuple):
     out: Float[Array, "N Q H"]
     mass: Float[Array, "N Q C"] | None
     lse: Float[Array, "N Q"]
+
+
+class OutputParts(NamedTuple):
+    """The same three while a kernel is set up and run: their block specs, shapes or refs; `mass` may be None."""
+
+    out: Any
+    mass: Any
+    lse: Any

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.attention.bounds import UNUSED, used_values
 from pallas_kernels.attention.output import AttentionOutput
+from pallas_kernels.rope import apply_rope
 
 
 def reference_attention(
@@ -25,10 +27,13 @@ def reference_attention(
     num_segments: int = 0,
     q_request: Int[Array, "N"] | None = None,
     k_request: Int[Array, "S"] | None = None,
+    k_frequencies: Float[Array, "half"] | None = None,
 ) -> AttentionOutput:
     """See `pallas_kernels.attention.attention`."""
     group = q.shape[1] // k.shape[1]
-    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
+    if k_frequencies is not None:
+        k = apply_rope(k, jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, used_values(v, k_pos)))
     wide_k, wide_v = jnp.repeat(wide_k, group, axis=1), jnp.repeat(wide_v, group, axis=1)
     visible = k_pos[None, :] <= q_pos[:, None]
     if q_request is not None and k_request is not None:

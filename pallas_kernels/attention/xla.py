@@ -13,19 +13,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, used_values
 from pallas_kernels.attention.output import AttentionOutput
+from pallas_kernels.rope import apply_rope
 
 QUERY_BLOCK = 64
 KEY_BLOCK = 512
-_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
-_UNUSED = jnp.iinfo(jnp.int32).max
-_LOG2_E = 1.4426950408889634
-
-
-def _pad(x: Array, multiple: int, fill: int = 0) -> Array:
-    """`x` padded at the end of its first axis to a multiple."""
-    extra = -x.shape[0] % multiple
-    return jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if extra else x
 
 
 def blocked_attention(
@@ -40,6 +33,7 @@ def blocked_attention(
     num_segments: int = 0,
     q_request: Int[Array, "N"] | None = None,
     k_request: Int[Array, "S"] | None = None,
+    k_frequencies: Float[Array, "half"] | None = None,
 ) -> AttentionOutput:
     """See `pallas_kernels.attention.attention`."""
     num_queries, num_heads, head_dim = q.shape
@@ -47,11 +41,14 @@ def blocked_attention(
     group = num_heads // num_kv_heads
     q_block, k_block = min(QUERY_BLOCK, num_queries), min(KEY_BLOCK, num_slots)
 
-    q_pos, k_pos = _pad(q_pos, q_block, -1), _pad(k_pos, k_block, _UNUSED)
-    q, k, v = _pad(q, q_block), _pad(k, k_block), _pad(v, k_block)
+    if k_frequencies is not None:
+        k = apply_rope(k, jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
+    v = used_values(v, k_pos)
+    q_pos, k_pos = padded(q_pos, q_block, -1), padded(k_pos, k_block, UNUSED)
+    q, k, v = padded(q, q_block), padded(k, k_block), padded(v, k_block)
     num_q_blocks, num_k_blocks = q.shape[0] // q_block, k.shape[0] // k_block
     if k_segment is not None:
-        onehot = (_pad(k_segment, k_block, -1)[:, None] == jnp.arange(num_segments)[None, :]).astype(v.dtype)
+        onehot = (padded(k_segment, k_block, -1)[:, None] == jnp.arange(num_segments)[None, :]).astype(v.dtype)
         v = jnp.concatenate([v, jnp.broadcast_to(onehot[:, None, :], (*v.shape[:2], num_segments))], -1)
     value_dim = v.shape[-1]
 
@@ -59,15 +56,12 @@ def blocked_attention(
     q = q.transpose(0, 2, 3, 1, 4).reshape(num_q_blocks, num_kv_heads, group * q_block, head_dim)
     k = k.reshape(num_k_blocks, k_block, num_kv_heads, head_dim).transpose(0, 2, 3, 1)
     v = v.reshape(num_k_blocks, k_block, num_kv_heads, value_dim).transpose(0, 2, 1, 3)
-    q_pos, k_pos = q_pos.reshape(num_q_blocks, q_block), k_pos.reshape(num_k_blocks, k_block)
     requests = None
     if q_request is not None and k_request is not None:
-        requests = (
-            _pad(q_request, q_block, -1).reshape(num_q_blocks, q_block),
-            _pad(k_request, k_block, -2).reshape(num_k_blocks, k_block),
-        )
-    reachable = k_pos.min(-1)[None, :] <= q_pos.max(-1)[:, None]
-    num_needed = jnp.max(jnp.where(reachable, jnp.arange(num_k_blocks)[None, :] + 1, 0), -1)
+        q_request, k_request = padded(q_request, q_block, None), padded(k_request, k_block, None)
+        requests = q_request.reshape(num_q_blocks, q_block), k_request.reshape(num_k_blocks, k_block)
+    bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=q_block, k_block=k_block)
+    q_pos, k_pos = q_pos.reshape(num_q_blocks, q_block), k_pos.reshape(num_k_blocks, k_block)
 
     def attend(block: Array) -> tuple[Array, Array]:
         queries = q[block]
@@ -81,12 +75,12 @@ def blocked_attention(
                 queries, k[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
             ).reshape(num_kv_heads, group, q_block, k_block)
             # In base 2, whose exponential is the cheaper one.
-            scores = jnp.where(visible[None, None], scores * (scale * _LOG2_E), _MASKED).reshape(
+            scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED).reshape(
                 num_kv_heads, -1, k_block
             )
             new_top = jnp.maximum(top, scores.max(-1))
-            # A row that has seen no slot yet keeps top = _MASKED; without the guard its masked scores would count as 1.
-            weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * _MASKED, 0.0, new_top)[..., None]).astype(v.dtype)
+            # A row that has seen no slot yet keeps top = MASKED; without the guard its masked scores would count as 1.
+            weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * MASKED, 0.0, new_top)[..., None]).astype(v.dtype)
             decay = jnp.exp2(top - new_top)
             product = lax.dot_general(weights, v[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
             return accumulated * decay[..., None] + product, new_top, total * decay + weights.sum(-1, dtype=jnp.float32)
@@ -94,12 +88,12 @@ def blocked_attention(
         rows = (num_kv_heads, group * q_block)
         start = (
             jnp.zeros((*rows, value_dim), jnp.float32),
-            jnp.full(rows, _MASKED, jnp.float32),
+            jnp.full(rows, MASKED, jnp.float32),
             jnp.zeros(rows, jnp.float32),
         )
-        accumulated, top, total = lax.fori_loop(0, num_needed[block], step, start)
+        accumulated, top, total = lax.fori_loop(bounds.first[block], bounds.last[block], step, start)
         safe_total = jnp.where(total == 0.0, 1.0, total)
-        lse = jnp.where(total == 0.0, -jnp.inf, (top + jnp.log2(safe_total)) / _LOG2_E)
+        lse = jnp.where(total == 0.0, -jnp.inf, (top + jnp.log2(safe_total)) / LOG2_E)
         return accumulated / safe_total[..., None], lse
 
     out, lse = lax.map(attend, jnp.arange(num_q_blocks))

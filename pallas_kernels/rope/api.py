@@ -49,6 +49,14 @@ def _angles(positions: Array, frequencies: Array | np.ndarray) -> Array:
     return positions.astype(jnp.float32)[..., None, None] * frequencies
 
 
+def rotation_table(
+    positions: Int[Array, "N"], frequencies: Float[Array, "half"] | np.ndarray
+) -> tuple[Float[Array, "N half"], Float[Array, "N half"]]:
+    """Cosine and sine of every position's angles, float32: what a kernel needs to rotate keys itself."""
+    angles = _angles(positions, frequencies)[:, 0]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def apply_rope(
     x: Float[Array, "*B N A H"], positions: Int[Array, "*B N"], frequencies: Float[Array, "half"] | np.ndarray
 ) -> Float[Array, "*B N A H"]:

@@ -12,11 +12,12 @@ import pytest
 from ccjax.demo.batches import exact_matches, induction_batch, make_batch, stage_batch
 from ccjax.demo.curriculum import QUICK_STAGES, STAGES
 from ccjax.demo.initial import initial_params
-from ccjax.demo.objective import training_logits, weighted_loss
+from ccjax.demo.objective import HINT_LAYERS, training_logits, weighted_loss
 from ccjax.demo.tokenizer import train_tokenizer
 from ccjax.demo.training import Progression, TrainingConfig, advance, demo_config, train
 from ccjax.demo.world import KINDS, Difficulty, sample_context
 from models.llama3 import forward, init_params
+from models.llama3.layers import unembed
 from scripts.train_demo import main
 
 
@@ -38,11 +39,16 @@ def test_training_logits_are_the_models(config):
     params = init_params(config, jax.random.key(1))
     token_ids = jax.random.randint(jax.random.key(2), (2, 210), 0, config.vocab_size)
     wanted = forward(params, config, token_ids)
-    got = training_logits(params, config, token_ids)
+    got, halfway = training_logits(params, config, token_ids)
     np.testing.assert_allclose(got, wanted, atol=2e-5)
     changed = token_ids.at[:, 100].set(7)
-    assert float(jnp.abs(training_logits(params, config, changed) - wanted)[:, :100].max()) < 2e-5, "not causal"
-    assert float(jnp.abs(training_logits(params, config, changed) - wanted)[:, 101:].max()) > 1e-2
+    difference = jnp.abs(training_logits(params, config, changed)[0] - wanted)
+    assert float(difference[:, :100].max()) < 2e-5, "not causal"
+    assert float(difference[:, 101:].max()) > 1e-2
+    shallow = dataclasses.replace(params, layers=params.layers[:HINT_LAYERS])
+    np.testing.assert_allclose(
+        unembed(halfway, params, config.rms_norm_eps), forward(shallow, config, token_ids), atol=2e-5
+    )
 
 
 def test_weighted_loss_by_hand(config):
@@ -55,6 +61,21 @@ def test_weighted_loss_by_hand(config):
     loss, correct = weighted_loss(params, config, token_ids, weights)
     assert float(loss) == pytest.approx(wanted, abs=1e-5)
     assert correct.tolist() == [[bool(logits[t].argmax() == token) for t, token in enumerate([9, 12, 7])]]
+
+
+def test_hints_are_read_off_the_layers_halfway(config):
+    params = init_params(config, jax.random.key(1))
+    token_ids = jnp.asarray([[5, 9, 12, 7], [8, 6, 11, 10]])
+    weights = jnp.ones((2, 4))
+    hints = jnp.asarray([[[1, 30], [0, 0]], [[0, 41], [2, 50]]])  # (place, token); (0, 0) is none
+    shallow = dataclasses.replace(params, layers=params.layers[:HINT_LAYERS])
+    logits = np.asarray(forward(shallow, config, token_ids), np.float64)
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    hinted = -(log_probabilities[0, 1, 30] + log_probabilities[1, 0, 41] + log_probabilities[1, 2, 50]) / 3
+    plain, _ = weighted_loss(params, config, token_ids, weights)
+    loss, _ = weighted_loss(params, config, token_ids, weights, hints, 0.5)
+    assert float(loss) == pytest.approx(float(plain) + 0.5 * hinted, abs=1e-5)
+    assert float(weighted_loss(params, config, token_ids, weights, hints, 0.0)[0]) == float(plain)
 
 
 def _induction_accuracy(params, config, batch):
@@ -93,16 +114,22 @@ def test_batch_weighs_answers_and_nothing_of_the_questions(tokenizer):
         assert (batch.weights[0, span.start - 4 : span.start] == 0).all()
     assert (batch.token_ids[0, batch.spans[-1].end :] == 0).all()
     assert (batch.weights[0, batch.spans[-1].end :] == 0).all()
+    for (place, token), span, question in zip(batch.hints[0], batch.spans, context.questions, strict=True):
+        assert place == span.start - 1, "the place that predicts the answer's first token"
+        assert f" {question.bridge or question.answer}".startswith(tokenizer.decode([token]))
     cut = make_batch(tokenizer, [context], batch.spans[1].end)
+    assert cut.hints[0, 2].tolist() == [0, 0]
     assert cut.spans == batch.spans[:2]
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_every_stage_makes_full_batches(tokenizer, stage):
+    for rows in stage.rows:
+        batch = stage_batch(tokenizer, dataclasses.replace(stage, rows=(rows,)), random.Random(0))
+        assert batch.token_ids.shape == (rows.batch_size, rows.num_tokens)
+        asked = {span.row for span in batch.spans}
+        assert asked == set(range(rows.batch_size)), "a row without a question teaches nothing"
     batch = stage_batch(tokenizer, stage, random.Random(0))
-    assert batch.token_ids.shape == (stage.batch_size, stage.num_tokens)
-    asked = {span.row for span in batch.spans}
-    assert asked == set(range(stage.batch_size)), "a row without a question teaches nothing"
     again = stage_batch(tokenizer, stage, random.Random(0))
     np.testing.assert_array_equal(batch.token_ids, again.token_ids)
 

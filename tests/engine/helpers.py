@@ -50,6 +50,17 @@ class TinyModel:
         return Engine(self.loaded, EngineConfig(**{"max_model_len": 4096, **settings}))
 
 
+class After:
+    """`is_cancelled` that is False so many times."""
+
+    def __init__(self, num_asked: int) -> None:
+        self.left = num_asked
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
 def draw_segments(
     random: np.random.Generator, lengths: Sequence[int], *, system: int = 7, question: int = 9, vocab: int = 97
 ) -> list[list[int]]:

@@ -22,6 +22,7 @@ from ccjax.policy.strategies.base import Decision, best_choices
 from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, Segment, VariantMeta
 from tests.policy.builders import ids, prompt, variant
 
+FIXING = ["cachecraft", "legolink", "random"]
 LENGTHS = {"S": 3, "A": 1, "B": 2, "C": 7, "D": 20}
 
 
@@ -98,7 +99,7 @@ class TestIdentities:
         assert all(s.cfo is None and s.variant_id is None for s in got.segments)
 
     @pytest.mark.parametrize("mode", ["exact", "bounded", "fast"])
-    @pytest.mark.parametrize("strategy", ["prefix", "reuse", "cachecraft"])
+    @pytest.mark.parametrize("strategy", sorted(set(strategies.STRATEGIES) - {"full"}))
     def test_the_same_prompt_again_recomputes_nothing(self, mode, strategy):
         stored = [variant("S", cci=1.0), variant("A", "S", cci=1.0), variant("B", "SA", cci=1.0)]
         got = plan("SAB", stored, mode=mode, strategy=strategy, system=True, recompute_ratio=1.0, alpha=9.0)
@@ -106,9 +107,16 @@ class TestIdentities:
         assert got.pin == ("S||exact", "A|S|exact", "B|SA|exact")
         assert [s.cfo for s in got.segments] == [0.0, 0.0, 0.0, None]
 
-    def test_recompute_all_is_a_full_prefill(self):
+    @pytest.mark.parametrize("strategy", FIXING)
+    def test_recompute_all_is_a_full_prefill(self, strategy):
         stored = [variant("A", "X"), variant("B"), variant("C", "AB", fidelity="approx")]
-        assert plan("ABC", stored, recompute_ratio=1.0) == plan("ABC", stored, mode="off")
+        assert plan("ABC", stored, strategy=strategy, recompute_ratio=1.0) == plan("ABC", stored, mode="off")
+
+    @pytest.mark.parametrize("strategy", FIXING)
+    def test_recompute_nothing_is_naive_reuse(self, strategy):
+        stored = [variant("A", "X"), variant("B"), variant("C", "AB", fidelity="approx")]
+        got = plan("ABC", stored, strategy=strategy, recompute_ratio=0.0)
+        assert got == plan("ABC", stored, strategy="reuse") and len(got.pin) == 3
 
     def test_a_cfo_of_1_computes_the_chunk_as_a_whole(self):
         got = plan("AB", [variant("B", "X", cci=1.0)])
@@ -213,11 +221,16 @@ class TestInvariants:
                 meta, count = by_id[segment.variant_id], len(segment.recompute_offsets)
                 is_true_reuse = meta.fidelity == "exact" and meta.prefix_ids == prefix
                 assert segment.fidelity == ("exact" if is_true_reuse else "approx")
-                assert segment.recompute_offsets == tuple(sorted(meta.token_ranking[:count]))
+                assert segment.recompute_offsets == tuple(sorted(set(segment.recompute_offsets)))
+                assert set(segment.recompute_offsets) <= set(range(segment.num_tokens))
+                if settings.strategy == "cachecraft":
+                    assert segment.recompute_offsets == tuple(sorted(meta.token_ranking[:count]))
+                if settings.strategy == "legolink":
+                    assert segment.recompute_offsets == tuple(range(count))
                 assert count < segment.num_tokens
                 assert not is_true_reuse or (count == 0 and segment.cfo == 0.0)
                 assert mode != "fast" or count <= settings.fast_ratio * segment.num_tokens
-                if settings.strategy == "cachecraft" and mode == "bounded" and not is_true_reuse:
+                if settings.strategy in FIXING and mode == "bounded" and not is_true_reuse:
                     share = segment.cfo if settings.recompute_ratio is None else settings.recompute_ratio
                     assert count == math.ceil(round(share * segment.num_tokens, 9))
             is_exact = is_exact and segment.fidelity == "exact"
@@ -242,6 +255,20 @@ class TestInvariants:
         for one, *others in zip(exact.segments, bounded.segments, fast.segments, strict=True):
             if one.action == "reuse":
                 assert others == [one, one]
+
+    @given(cases())
+    def test_strategies_that_fix_differ_in_the_offsets_alone(self, case):
+        chunks, question_tokens, variants, mode, settings = case
+        plans = [
+            run((chunks, question_tokens, variants, mode, dataclasses.replace(settings, strategy=name)))
+            for name in FIXING
+        ]
+        sizes = [[len(s.recompute_offsets) for s in got.segments] for got in plans]
+        bare = [
+            dataclasses.replace(got, segments=tuple(dataclasses.replace(s, recompute_offsets=()) for s in got.segments))
+            for got in plans
+        ]
+        assert sizes == [sizes[0]] * 3 and bare == [bare[0]] * 3
 
     @given(cases(), st.randoms())
     def test_the_order_of_candidates_does_not_matter(self, case, rng: random.Random):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.policy.strategies import STRATEGIES, get_strategy
+from ccjax.types import VariantMeta
 from tests.policy.builders import ids, prompt, variant
 
+ROOT = Path(__file__).resolve().parents[2]
 # S exact; A exact behind S; B behind another prefix, CFO 0.5 * 1/2 = 0.25 of 10 tokens: 3; C exact behind S A B; D none
 PROMPT = prompt("SABCD", system=True)
 CANDIDATES = {
@@ -26,6 +34,8 @@ def decided(strategy: str, mode: Any = "bounded", **settings) -> list[tuple[str 
 
 
 COMPUTE = (None, ())
+# for i in $(seq 0 9); do echo $(printf 'ccjax-random-1/B|SX|exact/%s' $i | sha256sum) $i; done | sort
+DRAWN = (8, 0, 7, 3, 1, 5, 2, 6, 4, 9)
 S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
 
 
@@ -42,6 +52,12 @@ S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
         ("cachecraft", "bounded", [S, A, ("B|SX|exact", (7, 8, 9)), C, COMPUTE]),
         ("cachecraft", "exact", [S, A, COMPUTE, C, COMPUTE]),
         ("cachecraft", "off", [COMPUTE] * 5),
+        ("legolink", "bounded", [S, A, ("B|SX|exact", (0, 1, 2)), C, COMPUTE]),
+        ("legolink", "exact", [S, A, COMPUTE, C, COMPUTE]),
+        ("legolink", "off", [COMPUTE] * 5),
+        ("random", "bounded", [S, A, ("B|SX|exact", (0, 7, 8)), C, COMPUTE]),  # DRAWN[:3]
+        ("random", "exact", [S, A, COMPUTE, C, COMPUTE]),
+        ("random", "off", [COMPUTE] * 5),
         ("reuse", "off", [COMPUTE] * 5),
     ],
 )
@@ -49,6 +65,7 @@ def test_decisions(strategy, mode, expected):
     assert decided(strategy, mode) == expected
 
 
+@pytest.mark.parametrize("strategy", ["cachecraft", "legolink", "random"])
 @pytest.mark.parametrize(
     ("mode", "settings", "num_recomputed"),
     [
@@ -62,11 +79,54 @@ def test_decisions(strategy, mode, expected):
         ("fast", {"fast_ratio": 0.9, "recompute_ratio": 1.0}, 3),  # the forced share belongs to `bounded`
     ],
 )
-def test_cachecraft_recomputes_the_last_tokens_its_ranking_names(mode, settings, num_recomputed):
-    assert decided("cachecraft", mode, **settings)[2] == (
-        "B|SX|exact",
-        tuple(range(10 - num_recomputed, 10)),
-    )
+def test_how_many_tokens_are_recomputed_and_which(strategy, mode, settings, num_recomputed):
+    order = {"cachecraft": range(9, -1, -1), "legolink": range(10), "random": DRAWN}[strategy]
+    assert decided(strategy, mode, **settings)[2] == ("B|SX|exact", tuple(sorted(order[:num_recomputed])))
+
+
+class TestRandom:
+    def offsets(self, meta: VariantMeta, ratio: float) -> tuple[int, ...]:
+        settings = PlannerSettings(strategy="random", recompute_ratio=ratio)
+        chunks = prompt(f"S{meta.chunk_id}", meta.num_tokens, system=True)
+        plan = plan_prefill("r", chunks, 3, {meta.chunk_id: [meta]}, mode="bounded", settings=settings)
+        return plan.segments[1].recompute_offsets
+
+    def test_variants_of_one_chunk_are_drawn_apart(self):
+        drawn = {self.offsets(variant("B", prefix, num_tokens=40), 0.5) for prefix in ("X", "Y", "XY", "YX")}
+        assert len(drawn) == 4
+
+    def test_masses_and_ranking_do_not_sway_the_draw(self):
+        drawn = {
+            self.offsets(variant("B", "X", [mass], num_tokens=10, ranking=ranking), 0.3)
+            for mass in (0.5, 2.0)
+            for ranking in (range(10), range(9, -1, -1))
+        }
+        assert len(drawn) == 1
+
+    def test_a_larger_share_recomputes_what_a_smaller_one_did(self):
+        draws = [set(self.offsets(variant("B", "X", num_tokens=40), ratio)) for ratio in (0.1, 0.15, 0.3, 0.5, 0.9)]
+        assert [len(draw) for draw in draws] == [4, 6, 12, 20, 36]
+        assert all(small < large for small, large in pairwise(draws))
+
+    def test_every_token_is_drawn_about_as_often(self):
+        num_variants, num_tokens = 2000, 20
+        counts = Counter(
+            offset
+            for index in range(num_variants)
+            for offset in self.offsets(variant("B", "X", variant_id=f"v{index}", num_tokens=num_tokens), 0.3)
+        )
+        # drawn from 2000 variants at 0.3: 600 of each token, standard deviation sqrt(2000 * 0.3 * 0.7) = 20.5
+        assert set(counts) == set(range(num_tokens)) and counts.total() == 12_000
+        assert all(abs(count - 600) < 4 * 20.5 for count in counts.values())
+
+    def test_other_processes_draw_the_same(self):
+        code = "from tests.policy.test_strategies import decided; print(decided('random', recompute_ratio=0.5)[2][1])"
+        for seed in ("1", "2"):
+            environment = {**os.environ, "PYTHONHASHSEED": seed}
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+            )
+            assert done.stdout.strip() == str(tuple(sorted(DRAWN[:5])))
 
 
 def test_the_naive_strategy_ignores_a_forced_share():
@@ -86,7 +146,8 @@ def test_prefix_stops_at_the_first_gap_even_where_an_exact_variant_follows():
 
 
 def test_registry_is_by_exact_name_and_lists_what_it_knows():
-    assert set(STRATEGIES) == {"full", "prefix", "reuse", "cachecraft"}
+    names = ["full", "prefix", "reuse", "cachecraft", "legolink", "random"]
+    assert list(STRATEGIES) == names
     for name in ("Full", "cacheblend", "cache", ""):
-        with pytest.raises(ValueError, match=f"strategy: wanted one of full, prefix, reuse, cachecraft, got '{name}'"):
+        with pytest.raises(ValueError, match=f"strategy: wanted one of {', '.join(names)}, got '{name}'"):
             get_strategy(name)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
-from ccjax.policy.variants import choose_variant, choose_victims, reuse_credit, variant_limit
+from ccjax.policy.variants import choose_repair, choose_variant, choose_victims, reuse_credit, variant_limit
 from tests.policy.builders import ids, variant
 
 
@@ -205,3 +205,39 @@ class TestSystemPrompt:
         # beta = 2 / (2 + 6): the system prompt's mass is common, A's is not; CFO = 0.6 * 3/4
         choice = choose_variant([variant("X", "SA", (2.0, 6.0), cci=0.6)], ids("SB"), alpha=1.0, system_id=ids("S")[0])
         assert choice is not None and abs(choice.cfo - 0.45) < 1e-12
+
+
+class TestRepair:
+    # approximate ones, all of S, A, B known but C not: d (7.0), then a and b (5.0), then e (0.0)
+    STORED = (
+        variant("B", "SA", variant_id="b", f_r=5.0, fidelity="approx"),
+        variant("A", "SB", variant_id="a", f_r=5.0, fidelity="approx"),
+        variant("A", "SBC", variant_id="c", f_r=9.0, fidelity="approx"),
+        variant("C", "S", variant_id="f", f_r=8.0, fidelity="approx"),
+        variant("A", "S", variant_id="x", f_r=99.0, fidelity="exact"),
+        variant("B", "", variant_id="d", f_r=7.0, fidelity="approx"),
+        variant("B", "S", variant_id="e", fidelity="approx"),
+    )
+
+    def test_greatest_f_r_first_ties_by_id(self):
+        left, chosen = list(self.STORED), []
+        while (meta := choose_repair(left, ids("SAB"))) is not None:
+            chosen.append(meta.variant_id)
+            left.remove(meta)
+        assert chosen == ["d", "a", "b", "e"]
+
+    def test_prefix_and_own_chunk_must_be_known(self):
+        known = {"c": ids("SABC"), "d": ids("B"), None: ids("SA")}
+        for wanted, chunk_ids in known.items():
+            meta = choose_repair(self.STORED, chunk_ids)
+            assert (meta.variant_id if meta else None) == wanted
+
+    def test_none_of_none_and_none_of_exact_ones(self):
+        assert choose_repair([], ids("SAB")) is None
+        assert choose_repair([variant("A", "S")], ids("SA")) is None
+
+    @given(variants_of_one_chunk(), st.randoms())
+    def test_the_order_of_the_variants_does_not_matter(self, variants, rng: random.Random):
+        shuffled = list(variants)
+        rng.shuffle(shuffled)
+        assert choose_repair(shuffled, ids("XABC")) == choose_repair(variants, ids("XABC"))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -62,12 +63,12 @@ def docs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.AbstractContextManager[Server]]:
-    """`start_server(settings)` runs a server of its own as a context manager."""
+    """`start_server(settings, **engine_settings)` runs a server of its own as a context manager."""
 
     @contextlib.contextmanager
-    def start(settings: ServerSettings | None = None) -> Iterator[Server]:
+    def start(settings: ServerSettings | None = None, **engine_settings: Any) -> Iterator[Server]:
         settings = settings or ServerSettings(top_k=2)
-        engine = Engine.from_pretrained(tiny_model, max_model_len=MAX_MODEL_LEN, tenant_salt="house")
+        engine = Engine.from_pretrained(tiny_model, max_model_len=MAX_MODEL_LEN, tenant_salt="house", **engine_settings)
         tokenizer = engine.tokenizer
         assert tokenizer is not None
         retriever = Retriever.open(

@@ -112,6 +112,7 @@ def test_bad_sizes(text: str) -> None:
         (["--store", "carrier-pigeon://coop"], ["--store", "carrier-pigeon"]),
         (["--reuse", "sometimes"], ["--reuse", "bounded", "sometimes"]),
         (["--top-k", "0"], ["--top-k", "1", "0"]),
+        (["--store-refresh-interval-s", "-1"], ["--store-refresh-interval-s", "positive", "-1"]),
         (["--host", "no.such.host.invalid"], ["--host", "no.such.host.invalid"]),
         (["--port", "70000"], ["--port", "65535", "70000"]),
         (["--host-cache-bytes", "2XB"], ["--host-cache-bytes", "2GiB", "2XB"]),
@@ -209,7 +210,7 @@ def test_a_store_serves_a_second_run(tiny_model: Path, tmp_path: Path, environme
         "reuse": "exact",
     }
     arguments = ["--model", str(tiny_model), "--no-warmup", "--store", f"file://{tmp_path / 'store'}"]
-    arguments += ["--max-model-len", "128"]
+    arguments += ["--max-model-len", "128", "--no-repair", "--store-refresh-interval-s", "0"]
     answers = []
     for _ in range(2):
         with serving(arguments, environment) as (url, _, process):

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from ccjax.engine import Delta, Request, Response, SamplingParams
-from ccjax.server.worker import EngineWorker, Job, JobCancelledError, QueueFullError, WorkerClosedError
+from ccjax.server.worker import EngineWorker, IdleWork, Job, JobCancelledError, QueueFullError, WorkerClosedError
 from ccjax.types import ReuseReport
 
 REPORT = ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True)
 
 
 class Steered:
-    """Answers with the prompt's words, one a delta, each only after `step` was released."""
+    """Answers with the prompt's words, one a delta, each only after `step` was released.
+
+    The word "layers" stands for a prefill: a layer for each release, until the request is cancelled.
+    """
 
     def __init__(self) -> None:
         self.step = threading.Semaphore(0)
         self.log: list[str] = []
 
-    def stream(self, request: Request) -> Iterator[Delta]:
+    def stream(self, request: Request, *, is_cancelled: Callable[[], bool]) -> Iterator[Delta]:
         assert request.prompt is not None
         self.log.append(f"start {request.prompt}")
         try:
             for word in request.prompt.split():
                 assert self.step.acquire(timeout=10)
+                while word == "layers":
+                    if is_cancelled():
+                        return
+                    self.log.append("layer")
+                    assert self.step.acquire(timeout=10)
                 if word == "boom":
                     raise ValueError("boom")
                 yield Delta(word, (1,))
@@ -45,11 +53,11 @@ async def text(job: Job) -> str:
     return " ".join([delta.text async for delta in job.deltas() if delta.text])
 
 
-def run(scenario, *, max_queue: int = 8) -> None:
+def run(scenario, *, max_queue: int = 8, idle_work: IdleWork | None = None) -> None:
     """Runs `scenario(worker, steered, ended)` on an event loop; the worker's thread must end by itself."""
     steered = Steered()
     ended: list[Job] = []
-    worker = EngineWorker(steered.stream, max_queue=max_queue, on_end=ended.append)
+    worker = EngineWorker(steered.stream, max_queue=max_queue, on_end=ended.append, idle_work=idle_work)
     try:
         asyncio.run(scenario(worker, steered, ended))
     finally:
@@ -122,6 +130,91 @@ def test_a_running_job_is_cancelled_after_its_step() -> None:
     run(scenario)
 
 
+def test_a_job_is_cancelled_between_the_layers_of_its_prefill() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        job, other = worker.submit(request("layers a")), worker.submit(request("b"))
+        steered.step.release(2)
+        await until(lambda: steered.log.count("layer") == 2)
+        job.cancel()
+        with pytest.raises(JobCancelledError):
+            await text(job)
+        assert ended == []  # it still holds the engine
+        steered.step.release(2)
+        assert await text(other) == "b"
+        assert steered.log[:4] == ["start layers a", "layer", "layer", "closed layers a"]
+        assert ended == [job, other] and job.response is None and job.first_delta_s is None
+
+    run(scenario)
+
+
+class Idle:
+    """Idle work of so many pieces."""
+
+    def __init__(self, pieces: int) -> None:
+        self.left, self.done = pieces, 0
+
+    def __call__(self, is_wanted: Callable[[], bool]) -> bool:
+        if not self.left:
+            return False
+        self.left, self.done = self.left - 1, self.done + 1
+        return True
+
+
+def test_idle_time_goes_to_idle_work_before_and_after_requests() -> None:
+    idle = Idle(3)
+
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        await until(lambda: idle.done == 3)
+        assert worker.num_running == 0
+        steered.step.release()
+        assert await text(worker.submit(request("a"))) == "a"
+        idle.left = 2  # left behind by the request
+        await until(lambda: idle.done == 5)
+        steered.step.release()
+        assert await text(worker.submit(request("b"))) == "b"
+
+    run(scenario, idle_work=idle)
+
+
+def test_idle_work_gives_way_to_a_request() -> None:
+    begun = threading.Event()
+
+    def endless(is_wanted: Callable[[], bool]) -> bool:
+        begun.set()
+        while not is_wanted():
+            threading.Event().wait(0.001)
+        return True
+
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        for prompt in ("a", "b"):
+            begun.clear()
+            await until(begun.is_set)
+            steered.step.release()
+            assert await text(worker.submit(request(prompt))) == prompt
+        begun.clear()
+        await until(begun.is_set)  # and `close` ends it
+
+    run(scenario, idle_work=endless)
+
+
+def test_idle_work_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    begun = threading.Event()
+
+    def failing(is_wanted: Callable[[], bool]) -> bool:
+        begun.set()
+        raise OSError("no disk today")
+
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        await until(begun.is_set)
+        steered.step.release()
+        assert await text(worker.submit(request("a"))) == "a"
+        begun.clear()
+        await until(begun.is_set)
+
+    run(scenario, idle_work=failing)
+    assert "no disk today" in caplog.text
+
+
 def test_a_waiting_job_leaves_the_line_at_once_and_never_runs() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         first, second, third = (worker.submit(request(prompt)) for prompt in ("a", "b", "c"))
@@ -155,7 +248,7 @@ def test_closing_finishes_the_line_or_drops_it(drain: bool) -> None:
         jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
         await until(lambda: worker.num_running == 1)
         closing = asyncio.create_task(asyncio.to_thread(worker.close, drain=drain))
-        await until(lambda: worker.is_closed)
+        await until(lambda: worker.is_closed and (drain or all(job.cancelled for job in jobs)))
         with pytest.raises(WorkerClosedError):
             worker.submit(request("d"))
         steered.step.release(3)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from ccjax.policy.strategies import cachecraft, full, prefix, reuse
+from ccjax.policy.strategies import cachecraft, full, legolink, prefix, random_tokens, reuse
 from ccjax.policy.strategies.base import Strategy
 
 STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
-    {"full": full.decide, "prefix": prefix.decide, "reuse": reuse.decide, "cachecraft": cachecraft.decide}
+    {
+        "full": full.decide,
+        "prefix": prefix.decide,
+        "reuse": reuse.decide,
+        "cachecraft": cachecraft.decide,
+        "legolink": legolink.decide,
+        "random": random_tokens.decide,
+    }
 )
 
 

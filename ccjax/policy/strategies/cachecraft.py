@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ccjax.policy.reuse import max_recompute_tokens, most_contextualised, num_recompute_tokens
-from ccjax.policy.strategies.base import Candidates, Decision, best_choices
-from ccjax.policy.variants import VariantChoice
-from ccjax.types import ReuseMode
+from ccjax.policy.reuse import most_contextualised
+from ccjax.policy.strategies.base import Candidates, Decision
+from ccjax.policy.strategies.fixing import fix_choices
+from ccjax.types import ReuseMode, VariantMeta
 
 if TYPE_CHECKING:
     from ccjax.policy.planner import PlannerSettings, PromptChunk
@@ -17,22 +17,9 @@ if TYPE_CHECKING:
 def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
-    """Exact reuse unchanged; approximate reuse with its most contextualised tokens recomputed (eq. 14).
+    """Exact reuse unchanged; approximate reuse with its most contextualised tokens recomputed (eq. 14)."""
+    return fix_choices(chunks, candidates, mode, settings, _offsets)
 
-    How many: `ceil(CFO |C|)`; in mode `bounded` with `settings.recompute_ratio` that share instead of CFO; in mode
-    `fast` CFO's number or `settings.fast_ratio` of the chunk, whichever is less.
-    """
 
-    def decision(choice: VariantChoice | None) -> Decision:
-        if choice is None or choice.exact:
-            return Decision(choice)
-        meta = choice.meta
-        if mode == "bounded" and settings.recompute_ratio is not None:
-            count = num_recompute_tokens(settings.recompute_ratio, meta.num_tokens)
-        else:
-            count = num_recompute_tokens(choice.cfo, meta.num_tokens)
-        if mode == "fast":
-            count = min(count, max_recompute_tokens(settings.fast_ratio, meta.num_tokens))
-        return Decision(choice, most_contextualised(meta.token_ranking, meta.num_tokens, count))
-
-    return [decision(choice) for choice in best_choices(chunks, candidates, mode, settings)]
+def _offsets(meta: VariantMeta, count: int) -> tuple[int, ...]:
+    return most_contextualised(meta.token_ranking, meta.num_tokens, count)

@@ -1,0 +1,173 @@
+"""Prefills over stored chunks: plan, load, compute, then keep what is new. Knows no request, no text and no answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+import jax
+
+from ccjax.engine.capture import capture_variants
+from ccjax.engine.prefill import IsCancelled, Prefiller, PrefillResult, ReadLayers, Size
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.reads import BoundedReader, ComputeRate, LoadFailedError
+from ccjax.engine.variants import VariantIndex
+from ccjax.policy.planner import PlannerSettings, plan_prefill
+from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
+from store.errors import ShardCorruptError, ShardNotFoundError
+from store.tickets import LoadTicket
+from store.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefilled:
+    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off."""
+
+    prompt: Prompt
+    plan: PrefillPlan
+    result: PrefillResult
+    ticket: LoadTicket | None
+    read_layers: ReadLayers | None
+    plan_s: float
+    planned_at: float
+    failed_loads: int
+
+
+class CachedPrefill:
+    """Runs prefills of one model over one store; not thread-safe, the engine's lock guards it.
+
+    Every `Prefilled` with a ticket must come back, through `finish` or `replace_approximate`, which unpin its variants.
+    """
+
+    def __init__(
+        self,
+        prefiller: Prefiller,
+        store: TieredStore,
+        variants: VariantIndex,
+        settings: PlannerSettings,
+        *,
+        read_only: bool,
+    ) -> None:
+        self._prefiller = prefiller
+        self._store = store
+        self._variants = variants
+        self._settings = settings
+        self._read_only = read_only
+        self._rate = ComputeRate()
+
+    def plan(self, prompt: Prompt, mode: ReuseMode, candidates: Mapping[ChunkId, Sequence[VariantMeta]]) -> PrefillPlan:
+        """Policy's decisions for a prompt."""
+        return plan_prefill(
+            "", prompt.planned_chunks, len(prompt.question), candidates, mode=mode, settings=self._settings
+        )
+
+    def size_of(self, prompt: Prompt, mode: ReuseMode) -> Size:
+        """The size that `run` will begin with, if it captures and all loads succeed."""
+        return self._prefiller.size_of(self.plan(prompt, mode, self._usable(prompt, frozenset())))
+
+    def run(
+        self, prompt: Prompt, mode: ReuseMode, *, is_cancelled: IsCancelled | None = None, queued_layers: int = 1
+    ) -> Prefilled:
+        """Plans, loads and computes. Variants that cannot be read, or not in time, are left out and the prompt planned
+        again without them.
+
+        Args:
+          is_cancelled, queued_layers: as `Prefiller.run`.
+
+        Raises:
+          PrefillCancelledError: `is_cancelled` returned True; nothing stays pinned.
+        """
+        started = time.perf_counter()
+        compute = functools.partial(
+            self._prefiller.run, prompt.token_ids, is_cancelled=is_cancelled, queued_layers=queued_layers
+        )
+        if mode == "off":
+            plan = self.plan(prompt, mode, {})
+            planned = time.perf_counter()
+            result = compute(plan)
+            self._measure(result, planned, waited_s=0.0)
+            return Prefilled(prompt, plan, result, None, None, planned - started, planned, 0)
+        failed: set[VariantId] = set()
+        lost_s = 0.0
+        while True:
+            plan = self.plan(prompt, mode, self._usable(prompt, failed))
+            planned = time.perf_counter()
+            ticket = self._store.prepare_load(plan.pin)
+            sizes = {segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id}
+            read_layers = BoundedReader(ticket, sizes, self._rate.seconds_per_token, is_cancelled)
+            try:
+                read_layers.start(self._prefiller.config.num_layers)
+                result = compute(plan, read_layers=read_layers, collect=not self._read_only)
+            except LoadFailedError as error:
+                self._store.complete_load(ticket)  # those that were read whole and sound may stay in host memory
+                failed.update(error.causes)
+                lost_s += read_layers.waited_s
+                self._leave_out(error)
+                continue
+            except BaseException:
+                self._store.complete_load(ticket, ok=False)
+                raise
+            result.load_wait_s += lost_s
+            self._measure(result, planned, read_layers.waited_s)
+            return Prefilled(prompt, plan, result, ticket, read_layers, planned - started, planned, len(failed))
+
+    def finish(self, prefilled: Prefilled) -> None:
+        """Credits the used variants, stores the new ones and unpins; a failure costs later reuse, never the answer."""
+        if prefilled.ticket is None:
+            return
+        try:
+            for segment in prefilled.plan.segments:
+                if segment.variant_id is not None:
+                    self._variants.credit(segment.variant_id, segment.cfo or 0.0)
+            if not self._read_only:
+                self._capture(prefilled, only_replacing=False)
+        except Exception:
+            logger.exception("the chunk-caches of a prompt could not be stored")
+        finally:
+            self._store.complete_load(prefilled.ticket)
+
+    def replace_approximate(self, prefilled: Prefilled) -> int:
+        """Of the computed chunks, stores those that take the place of an approximate variant, and unpins; how many."""
+        assert prefilled.ticket is not None
+        try:
+            return self._capture(prefilled, only_replacing=True)
+        finally:
+            self._store.complete_load(prefilled.ticket)
+
+    def _capture(self, prefilled: Prefilled, *, only_replacing: bool) -> int:
+        """Stores variants of a prefill; how many."""
+        prompt, plan = prefilled.prompt, prefilled.plan
+        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
+        kept = set(plan.pin)  # nor do the new variants of one prompt push each other out
+        count = 0
+        for meta, kv in capture_variants(plan, prefilled.result, known, prefilled.read_layers):
+            if only_replacing and not self._variants.replaces_approximate(meta):
+                continue
+            if self._variants.add(meta, kv, prompt, pinned=kept):
+                kept.add(meta.variant_id)
+                count += 1
+        return count
+
+    def _usable(self, prompt: Prompt, failed: Collection[VariantId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
+        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
+        return {chunk: tuple(meta for meta in metas if meta.variant_id not in failed) for chunk, metas in known.items()}
+
+    def _leave_out(self, error: LoadFailedError) -> None:
+        """Drops what is damaged or gone; what was only late, or behind a failing disk, stays for later requests."""
+        for variant_id, cause in error.causes.items():
+            logger.warning("variant %s: %s; its chunk is computed instead", variant_id, cause)
+            if isinstance(cause, ShardCorruptError):
+                self._variants.discard(variant_id)
+            elif isinstance(cause, ShardNotFoundError):
+                self._variants.forget(variant_id)
+
+    def _measure(self, result: PrefillResult, planned: float, waited_s: float) -> None:
+        """Waits for the device, so that the clock tells what computing took."""
+        jax.block_until_ready(result.hidden)
+        seconds = time.perf_counter() - planned
+        self._rate.observe(result, self._prefiller.config.num_layers, seconds, waited_s)

@@ -1,0 +1,104 @@
+"""Work for idle time: replaces approximate variants by exact ones, and follows what other processes did to the store.
+
+Knows no request and no clock; whoever calls decides when there is time, and takes it back between two layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from ccjax.engine.cached_prefill import CachedPrefill
+from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
+from ccjax.engine.variants import VariantIndex
+from ccjax.engine.warmup import BackgroundCompiler
+from ccjax.policy.variants import choose_repair
+from ccjax.types import VariantId, VariantMeta
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MaintenanceCounts:
+    """What was done since the engine started.
+
+    Attributes:
+      repaired: approximate variants that exact ones took the place of.
+      repair_failed: approximate variants that could not be computed anew; they stay.
+      adopted, vanished: variants that other processes stored in, or took out of, the same store.
+    """
+
+    repaired: int = 0
+    repair_failed: int = 0
+    adopted: int = 0
+    vanished: int = 0
+
+
+class Maintenance:
+    """Tends the variants of one engine; not thread-safe, the engine's lock guards it.
+
+    Attributes:
+      counts: a new value after each change.
+    """
+
+    def __init__(
+        self, prefill: CachedPrefill, variants: VariantIndex, compiler: BackgroundCompiler, *, max_model_len: int
+    ) -> None:
+        self.counts = MaintenanceCounts()
+        self._prefill = prefill
+        self._compiler = compiler
+        self._variants = variants
+        self._max_model_len = max_model_len
+        self._given_up: set[VariantId] = set()
+
+    def repair_one(self, is_cancelled: IsCancelled | None) -> bool:
+        """Computes the most useful approximate variant behind its own prefix and puts the exact one in its place.
+
+        Approximate variants of chunks in that prefix are replaced along the way. A variant whose repair fails is not
+        tried again. False if there was nothing to do or `is_cancelled` returned True.
+        """
+        meta = self._choose()
+        if meta is None:
+            return False
+        try:
+            repaired = self._repair(meta, is_cancelled)
+        except PrefillCancelledError:
+            return False
+        except Exception:
+            logger.exception("variant %s: could not be computed anew, it stays approximate", meta.variant_id)
+            self._given_up.add(meta.variant_id)
+            self._count(repair_failed=1)
+        else:
+            self._count(repaired=repaired)
+        return True
+
+    def follow(self, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
+        """Takes in what `TieredStore.refresh` found."""
+        adopted, vanished = self._variants.follow(added, removed)
+        self._count(adopted=adopted, vanished=vanished)
+
+    def _choose(self) -> VariantMeta | None:
+        held = tuple(self._variants)
+        self._given_up.intersection_update(meta.variant_id for meta in held)
+        candidates = (meta for meta in held if meta.variant_id not in self._given_up and self._fits(meta))
+        return choose_repair(candidates, self._variants.tokens.known())
+
+    def _fits(self, meta: VariantMeta) -> bool:
+        """True unless the prompt, with its one-token question, is longer than allowed: an engine with a larger limit
+        may have stored the variant."""
+        prefix = self._variants.tokens.num_tokens(meta.prefix_ids)
+        return prefix + meta.num_tokens + 1 <= self._max_model_len
+
+    def _repair(self, meta: VariantMeta, is_cancelled: IsCancelled | None) -> int:
+        if self._variants.drop_if_replaced(meta):
+            return 1
+        prompt = self._variants.prompt_of(meta)
+        self._compiler.wait_for(self._prefill.size_of(prompt, "exact"), is_cancelled)
+        prefilled = self._prefill.run(prompt, "exact", is_cancelled=is_cancelled, queued_layers=0)
+        repaired = self._prefill.replace_approximate(prefilled)
+        assert meta.variant_id not in self._variants
+        return repaired
+
+    def _count(self, **more: int) -> None:
+        grown = {name: getattr(self.counts, name) + number for name, number in more.items()}
+        self.counts = dataclasses.replace(self.counts, **grown)

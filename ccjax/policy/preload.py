@@ -1,0 +1,37 @@
+"""How many layers to load before the first one runs (CacheCraft eq. 16). Knows no tier and times nothing.
+
+The engine starts all reads at once and does not ask for this depth.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ccjax.policy._checks import check_count, check_mass
+
+# Layers hidden this close (relatively) below a whole number are meant to be one: 4 * (0.3 / 0.4) is below 3 in binary.
+_WHOLE_REL_TOL = 1e-9
+
+
+def preload_depth(num_layers: int, prefill_s: float, load_s: float) -> int:
+    """Layers to load ahead, in [1, num_layers], so that no later layer waits for its KV.
+
+    CacheCraft eq. 16: `Lp = (L-1) (1 - Tprefill/Tload) + 1`, rounded up; 1 where loading takes no longer than computing
+    (alg. 2 l. 1). While L-1 layers run, `(L-1) Tprefill/Tload` layers load unseen; the others must be there before.
+    Every layer is taken to need the same times. The paper's example: L = 5 and 1:2 give 3.
+
+    Args:
+      num_layers: L.
+      prefill_s: Tprefill, computing all layers, in seconds.
+      load_s: Tload, loading the KV of all layers, in seconds.
+
+    Raises:
+      ValueError: no layers, or a time that is negative or not finite.
+    """
+    check_count("num_layers", num_layers)
+    check_mass("prefill_s", prefill_s)
+    check_mass("load_s", load_s)
+    if prefill_s >= load_s:
+        return 1
+    num_hidden = (num_layers - 1) * (prefill_s / load_s)
+    return num_layers - math.floor(num_hidden * (1.0 + _WHOLE_REL_TOL))

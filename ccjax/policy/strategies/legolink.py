@@ -1,0 +1,29 @@
+"""`legolink`: recomputes the head of each approximately reused chunk (EPIC's LegoLink). Looks at no token ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ccjax.policy.strategies.base import Candidates, Decision
+from ccjax.policy.strategies.fixing import fix_choices
+from ccjax.types import ReuseMode, VariantMeta
+
+if TYPE_CHECKING:
+    from ccjax.policy.planner import PlannerSettings, PromptChunk
+
+
+def decide(
+    chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
+) -> list[Decision]:
+    """Exact reuse unchanged; approximate reuse with its first k tokens recomputed.
+
+    A chunk computed alone uses its first tokens as the attention sink, which they are not behind other chunks. EPIC
+    (arXiv 2410.15332) takes one k for all chunks and keeps each chunk's KV as computed alone. To compare at equal
+    cost, k and the variant are here those of `cachecraft`, so k grows with the chunk.
+    """
+    return fix_choices(chunks, candidates, mode, settings, _offsets)
+
+
+def _offsets(meta: VariantMeta, count: int) -> tuple[int, ...]:
+    return tuple(range(count))

@@ -1,0 +1,254 @@
+"""Partial-prefill attention for TPUs in Pallas-Mosaic. Knows no chip: block sizes are an argument.
+
+The grid is (kv head, query block, key block), key blocks innermost; the running softmax rests in scratch memory between
+the steps of one query block. All query heads of one kv head are rows of the same products.
+  - The bounds of each query block are prefetched scalars. A step outside them does nothing, and its block index repeats
+    its neighbour's, so nothing is loaded for it either.
+  - Blocks that every query sees whole take a branch without a mask.
+  - The segment mass is one more product per step, P @ onehot(segment), which shares the softmax.
+  - A fused rotation turns a key block once for all query heads of its kv head.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Int
+
+from pallas_kernels.attention.blocks import MosaicBlocks
+from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two, used_values
+from pallas_kernels.attention.output import AttentionOutput, OutputParts
+from pallas_kernels.rope import rotation_table
+
+_LANES = 128
+_LEAST_QUERIES = 16
+"""Rows of one tile of bfloat16."""
+_A_BT = (((1,), (1,)), ((), ()))
+_A_B = (((1,), (0,)), ((), ()))
+
+
+class _Inputs(NamedTuple):
+    """What a step is given; refs inside the kernel, None where a call has no such input.
+
+    Attributes:
+      q: [G, B, H], the query heads of one kv head; q_pos, q_request: [B, 1].
+      k, v: [T, H] of a key block; k_pos, k_segment, k_request: [1, T].
+      cos, sin: [T, H / 2] float32, of each slot's position.
+    """
+
+    q: Any
+    q_pos: Any
+    k: Any
+    v: Any
+    k_pos: Any
+    k_segment: Any = None
+    q_request: Any = None
+    k_request: Any = None
+    cos: Any = None
+    sin: Any = None
+
+
+class _Scratch(NamedTuple):
+    """Running softmax of R = G * B rows: weighted values [R, H], weighted one-hots [R, C] or None, and top score and
+    sum [R, 128], the same in all lanes."""
+
+    values: Any
+    top: Any
+    total: Any
+    mass: Any = None
+
+
+def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratch, *, scale: float) -> None:
+    group, block, head_dim = inputs.q.shape
+    keys = inputs.k.shape[0]
+    rows = group * block
+    # Without the request float32 products would be rounded to bfloat16.
+    precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
+    product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    i, j = pl.program_id(1), pl.program_id(2)
+    first, full_first, full_last, last = (bounds[n, i] for n in range(4))
+
+    @pl.when(j == 0)
+    def _start() -> None:
+        scratch.top[...] = jnp.full_like(scratch.top, MASKED)
+        scratch.total[...] = jnp.zeros_like(scratch.total)
+        scratch.values[...] = jnp.zeros_like(scratch.values)
+        if scratch.mass is not None:
+            scratch.mass[...] = jnp.zeros_like(scratch.mass)
+
+    def rotated_keys() -> Array:
+        if inputs.cos is None:
+            return inputs.k[...]
+        half = head_dim // 2
+        wide, cos, sin = inputs.k[...].astype(jnp.float32), inputs.cos[...], inputs.sin[...]
+        x, y = wide[:, :half], wide[:, half:]
+        return jnp.concatenate([x * cos - y * sin, x * sin + y * cos], -1).astype(inputs.k.dtype)
+
+    def step(is_masked: bool) -> None:
+        # In base 2, whose exponential is the cheaper one.
+        scores = product(inputs.q[...].reshape(rows, head_dim), rotated_keys(), _A_BT) * (scale * LOG2_E)
+        if is_masked:
+            visible = inputs.k_pos[...] <= inputs.q_pos[...]
+            if inputs.q_request is not None:
+                visible &= inputs.k_request[...] == inputs.q_request[...]
+            scores = jnp.where(visible[None], scores.reshape(group, block, keys), MASKED).reshape(rows, keys)
+        old_top = scratch.top[:, :1]
+        top = jnp.maximum(old_top, scores.max(-1, keepdims=True))
+        # A row that has seen no slot yet keeps top = MASKED; without the guard its masked scores would count as 1.
+        origin = jnp.where(top <= 0.5 * MASKED, 0.0, top) if is_masked else top
+        weights = jnp.exp2(scores - origin)
+        decay = jnp.exp2(old_top - top)
+        total = scratch.total[:, :1] * decay + weights.sum(-1, keepdims=True)
+        scratch.total[...] = jnp.broadcast_to(total, scratch.total.shape)
+        scratch.top[...] = jnp.broadcast_to(top, scratch.top.shape)
+        weights = weights.astype(inputs.v.dtype)
+        scratch.values[...] = scratch.values[...] * decay + product(weights, inputs.v[...], _A_B)
+        if scratch.mass is not None:
+            columns = scratch.mass.shape[1]
+            segments = lax.broadcasted_iota(jnp.int32, (columns, keys), 0)
+            onehot = (segments == inputs.k_segment[...]).astype(inputs.v.dtype)
+            scratch.mass[...] = scratch.mass[...] * decay + product(weights, onehot, _A_BT)
+
+    is_full = (j >= full_first) & (j < full_last)
+    pl.when(is_full)(lambda: step(False))
+    pl.when((j >= first) & (j < last) & ~is_full)(lambda: step(True))
+
+    @pl.when(j == pl.num_programs(2) - 1)
+    def _finish() -> None:
+        is_empty = scratch.total[...] == 0.0
+        total = jnp.where(is_empty, 1.0, scratch.total[...])
+        lse = jnp.where(is_empty, -jnp.inf, (scratch.top[...] + jnp.log2(total)) / LOG2_E)
+        inverse = 1.0 / total[:, :1]
+        outputs.out[...] = (scratch.values[...] * inverse).reshape(group, block, head_dim).astype(outputs.out.dtype)
+        outputs.lse[...] = lse.T[:1]
+        if scratch.mass is not None:
+            outputs.mass[...] = (scratch.mass[...] * inverse).reshape(group, block, scratch.mass.shape[1])
+
+
+def mosaic_tpu_attention(
+    q: Float[Array, "N Q H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K H"],
+    *,
+    q_pos: Int[Array, "N"],
+    k_pos: Int[Array, "S"],
+    scale: float,
+    k_segment: Int[Array, "S"] | None = None,
+    num_segments: int = 0,
+    q_request: Int[Array, "N"] | None = None,
+    k_request: Int[Array, "S"] | None = None,
+    k_frequencies: Float[Array, "half"] | None = None,
+    blocks: MosaicBlocks,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> AttentionOutput:
+    """See `pallas_kernels.attention.attention`.
+
+    Args:
+      blocks: sizes for the chip at hand, from `pallas_kernels.attention.blocks`.
+      interpret: run the kernel as XLA operations, on any platform; `pltpu.InterpretParams` simulates the memories too.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    query_block = min(max(blocks.rows // group, _LEAST_QUERIES), power_of_two(num_queries, _LEAST_QUERIES))
+    # The sizes are for two bytes; wider elements take shorter steps, for the same VMEM.
+    key_block = min(max(_LANES, blocks.keys * 2 // k.dtype.itemsize), power_of_two(k.shape[0], _LANES))
+    columns = -(-num_segments // _LANES) * _LANES
+
+    v = used_values(v, k_pos)
+    k, v = (padded(x, key_block).transpose(1, 0, 2) for x in (k, v))
+    k_pos = padded(k_pos, key_block, UNUSED)
+    # Copies of the last row keep a block's smallest position where it is, and so its unmasked branch.
+    q, q_pos = padded(q, query_block), padded(q_pos, query_block, None)
+    num_rows, num_slots = q.shape[0], k.shape[1]
+    q = q.reshape(num_rows, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
+    if q_request is not None and k_request is not None:
+        q_request, k_request = padded(q_request, query_block, None), padded(k_request, key_block, None)
+    bounds = jnp.stack(block_bounds(q_pos, k_pos, q_request, k_request, q_block=query_block, k_block=key_block))
+    inputs = _Inputs(q, q_pos[:, None], k, v, k_pos[None])
+    if q_request is not None and k_request is not None:
+        inputs = inputs._replace(q_request=q_request[:, None], k_request=k_request[None])
+    if k_segment is not None:
+        inputs = inputs._replace(k_segment=padded(k_segment, key_block, -1)[None])
+    if k_frequencies is not None:
+        cos, sin = rotation_table(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
+        inputs = inputs._replace(cos=cos, sin=sin)
+
+    def key_index(i: Array, j: Array, bounds: Any) -> Array:
+        return jnp.clip(j, bounds[0, i], jnp.maximum(bounds[3, i] - 1, bounds[0, i]))
+
+    def queries(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, group, query_block, width), lambda head, i, j, bounds: (head, 0, i, 0))
+
+    def slots(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((key_block, width), lambda head, i, j, bounds: (key_index(i, j, bounds), 0))
+
+    query_column = pl.BlockSpec((query_block, 1), lambda head, i, j, bounds: (i, 0))
+    slot_row = pl.BlockSpec((1, key_block), lambda head, i, j, bounds: (0, key_index(i, j, bounds)))
+    head_slots = pl.BlockSpec(
+        (None, key_block, head_dim), lambda head, i, j, bounds: (head, key_index(i, j, bounds), 0)
+    )
+    specs = _Inputs(
+        q=queries(head_dim),
+        q_pos=query_column,
+        k=head_slots,
+        v=head_slots,
+        k_pos=slot_row,
+        k_segment=slot_row,
+        q_request=query_column,
+        k_request=slot_row,
+        cos=slots(head_dim // 2),
+        sin=slots(head_dim // 2),
+    )
+    specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    rows, num_blocks = group * query_block, num_rows // query_block
+    shape, memory = jax.ShapeDtypeStruct, functools.partial(pltpu.VMEM, dtype=jnp.float32)
+    (result,) = pl.pallas_call(
+        functools.partial(_kernel, scale=scale),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(num_kv_heads, num_blocks, num_slots // key_block),
+            in_specs=[specs],
+            out_specs=[
+                OutputParts(
+                    queries(head_dim),
+                    queries(columns) if columns else None,
+                    pl.BlockSpec((None, None, 1, rows), lambda head, i, j, bounds: (head, i, 0, 0)),
+                )
+            ],
+            scratch_shapes=[
+                _Scratch(
+                    memory((rows, head_dim)),
+                    memory((rows, _LANES)),
+                    memory((rows, _LANES)),
+                    memory((rows, columns)) if columns else None,
+                )
+            ],
+        ),
+        out_shape=[
+            OutputParts(
+                shape(q.shape, q.dtype),
+                shape((*q.shape[:3], columns), jnp.float32) if columns else None,
+                shape((num_kv_heads, num_blocks, 1, rows), jnp.float32),
+            )
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name="partial_prefill",
+    )(bounds, inputs)
+
+    def by_query(x: Array) -> Array:
+        return x.transpose(2, 0, 1, 3).reshape(num_rows, num_heads, -1)[:num_queries]
+
+    lse = result.lse.reshape(num_kv_heads, num_blocks, group, query_block).transpose(1, 3, 0, 2)
+    return AttentionOutput(
+        by_query(result.out),
+        by_query(result.mass)[..., :num_segments] if columns else None,
+        lse.reshape(num_rows, num_heads)[:num_queries],
+    )

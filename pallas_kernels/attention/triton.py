@@ -1,0 +1,252 @@
+"""Partial-prefill attention for NVIDIA GPUs in Pallas-Triton. Knows no chip: block sizes are an argument.
+
+One program owns a block of queries of one head and walks over key blocks with a running softmax in registers:
+  - blocks beyond the last position of its queries, or of other requests alone, are never loaded;
+  - blocks that every query sees whole run in a loop without a mask;
+  - the segment mass is one more product per step, P @ onehot(segment), which shares the softmax.
+Triton can neither slice nor join values, so a fused rotation keeps the halves of a head apart and adds two products.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int
+
+from pallas_kernels.attention.blocks import TritonBlocks
+from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two
+from pallas_kernels.attention.output import AttentionOutput, OutputParts
+from pallas_kernels.rope import apply_rope, rotation_table
+
+_LEAST = 16
+"""Triton multiplies no matrices that are smaller than this in any dimension."""
+_A_BT = (((1,), (1,)), ((), ()))
+_A_B = (((1,), (0,)), ((), ()))
+
+
+class _Inputs(NamedTuple):
+    """What a program is given; refs inside the kernel, None where a call has no such input.
+
+    Attributes:
+      bounds: [4], the query block's `BlockBounds`.
+      q: [B, H]; q_pos, q_request: [B].
+      k, v: [S, H] of the kv head; k_pos, k_segment, k_request: [S].
+      cos, sin: [S, H / 2] float32, of each slot's position.
+    """
+
+    bounds: Any
+    q: Any
+    q_pos: Any
+    k: Any
+    v: Any
+    k_pos: Any
+    k_segment: Any = None
+    q_request: Any = None
+    k_request: Any = None
+    cos: Any = None
+    sin: Any = None
+
+
+class _Carry(NamedTuple):
+    """Running softmax of B rows: weighted values [B, H], weighted one-hots [B, C] or None, top score and sum [B]."""
+
+    values: Array
+    mass: Array | None
+    top: Array
+    total: Array
+
+
+def _kernel(inputs: _Inputs, outputs: OutputParts, *, scale: float, keys: int, columns: int) -> None:
+    block, head_dim = inputs.q.shape
+    half = head_dim // 2
+    # Without the request float32 products would be rounded to TF32.
+    precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
+    product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    q_pos = inputs.q_pos[...]
+
+    def scores_of(slots: Any) -> Array:
+        if inputs.cos is None:
+            return product(inputs.q[...], inputs.k[slots, :], _A_BT)
+        cos, sin = inputs.cos[slots, :], inputs.sin[slots, :]
+        first, second = (inputs.k[slots, part].astype(jnp.float32) for part in (pl.ds(0, half), pl.ds(half, half)))
+        turned = (
+            (first * cos - second * sin).astype(inputs.k.dtype),
+            (first * sin + second * cos).astype(inputs.k.dtype),
+        )
+        return product(inputs.q[:, pl.ds(0, half)], turned[0], _A_BT) + product(
+            inputs.q[:, pl.ds(half, half)], turned[1], _A_BT
+        )
+
+    def step(j: Array, carry: _Carry, *, is_masked: bool) -> _Carry:
+        slots = pl.ds(j * keys, keys)
+        # In base 2, whose exponential is the cheaper one.
+        scores = scores_of(slots) * (scale * LOG2_E)
+        v = inputs.v[slots, :]
+        if is_masked:
+            k_pos = inputs.k_pos[slots]
+            visible = k_pos[None, :] <= q_pos[:, None]
+            if inputs.q_request is not None:
+                visible &= inputs.k_request[slots][None, :] == inputs.q_request[...][:, None]
+            scores = jnp.where(visible, scores, MASKED)
+            v = jnp.where((k_pos != UNUSED)[:, None], v, jnp.zeros((), v.dtype))
+        top = jnp.maximum(carry.top, scores.max(1))
+        # A row that has seen no slot yet keeps top = MASKED; without the guard its masked scores would count as 1.
+        origin = jnp.where(top <= 0.5 * MASKED, 0.0, top) if is_masked else top
+        weights = jnp.exp2(scores - origin[:, None])
+        decay = jnp.exp2(carry.top - top)
+        total = carry.total * decay + weights.sum(1)
+        weights = weights.astype(v.dtype)
+        values = carry.values * decay[:, None] + product(weights, v, _A_B)
+        mass = carry.mass
+        if mass is not None:
+            segments = jnp.arange(columns, dtype=jnp.int32)
+            onehot = (inputs.k_segment[slots][:, None] == segments[None, :]).astype(v.dtype)
+            mass = mass * decay[:, None] + product(weights, onehot, _A_B)
+        return _Carry(values, mass, top, total)
+
+    carry = _Carry(
+        jnp.zeros((block, head_dim), jnp.float32),
+        jnp.zeros((block, columns), jnp.float32) if columns else None,
+        jnp.full((block,), MASKED, jnp.float32),
+        jnp.zeros((block,), jnp.float32),
+    )
+    first, full_first, full_last, last = (inputs.bounds[n] for n in range(4))
+    masked, unmasked = (functools.partial(step, is_masked=is_masked) for is_masked in (True, False))
+    carry = lax.fori_loop(first, full_first, masked, carry)
+    carry = lax.fori_loop(full_first, full_last, unmasked, carry)
+    carry = lax.fori_loop(full_last, last, masked, carry)
+    is_empty = carry.total == 0.0
+    total = jnp.where(is_empty, 1.0, carry.total)
+    outputs.out[...] = (carry.values / total[:, None]).astype(outputs.out.dtype)
+    outputs.lse[...] = jnp.where(is_empty, -jnp.inf, (carry.top + jnp.log2(total)) / LOG2_E)
+    if carry.mass is not None:
+        outputs.mass[...] = carry.mass / total[:, None]
+
+
+def triton_attention(
+    q: Float[Array, "N Q H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K H"],
+    *,
+    q_pos: Int[Array, "N"],
+    k_pos: Int[Array, "S"],
+    scale: float,
+    k_segment: Int[Array, "S"] | None = None,
+    num_segments: int = 0,
+    q_request: Int[Array, "N"] | None = None,
+    k_request: Int[Array, "S"] | None = None,
+    k_frequencies: Float[Array, "half"] | None = None,
+    blocks: TritonBlocks,
+    interpret: bool = False,
+) -> AttentionOutput:
+    """See `pallas_kernels.attention.attention`.
+
+    Args:
+      blocks: sizes for the chip at hand, from `pallas_kernels.attention.blocks`.
+      interpret: run the kernel as XLA operations, on any platform.
+
+    Raises:
+      NotImplementedError: a head dimension that is no power of two from 16 to 256.
+    """
+    num_queries, num_slots, head_dim = q.shape[0], k.shape[0], q.shape[2]
+    if head_dim not in (16, 32, 64, 128, 256):
+        raise NotImplementedError(f"triton: wanted a head dimension of 16, 32, 64, 128 or 256, got {head_dim}")
+    query_block = min(blocks.queries, power_of_two(num_queries, _LEAST))
+    # The sizes are for two bytes. Float32 takes a quarter: twice the shared memory, and products outside the tensor
+    # cores, whose operands need registers (at half, H100 spilled 32 kB per thread).
+    key_block = min(max(_LEAST, blocks.keys * 4 // k.dtype.itemsize**2), power_of_two(num_slots, _LEAST))
+    if k_frequencies is not None and not blocks.rotates:
+        k = apply_rope(k, jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
+        k_frequencies = None
+    k, v = padded(k, key_block), padded(v, key_block)
+    k_pos = padded(k_pos, key_block, UNUSED)
+    # Copies of the last row keep a block's smallest position where it is, and so its unmasked loop.
+    q, q_pos = padded(q, query_block), padded(q_pos, query_block, None)
+    if q_request is not None and k_request is not None:
+        q_request, k_request = padded(q_request, query_block, None), padded(k_request, key_block, None)
+    bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=query_block, k_block=key_block)
+    inputs = _Inputs(jnp.stack(bounds, -1), q, q_pos, k, v, k_pos, q_request=q_request, k_request=k_request)
+    if k_frequencies is not None:
+        cos, sin = rotation_table(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
+        inputs = inputs._replace(cos=cos, sin=sin)
+    if k_segment is None:
+        result = _call(inputs, 0, query_block, key_block, scale, blocks, interpret)
+        return AttentionOutput(result.out[:num_queries], None, result.lse[:, :num_queries].T)
+    k_segment = padded(k_segment, key_block, -1)
+    columns = min(blocks.max_segments, power_of_two(num_segments, _LEAST))
+    passes = [
+        _call(inputs._replace(k_segment=k_segment - start), columns, query_block, key_block, scale, blocks, interpret)
+        for start in range(0, num_segments, columns)
+    ]
+    mass = jnp.concatenate([result.mass for result in passes], -1)[:num_queries, :, :num_segments]
+    return AttentionOutput(passes[0].out[:num_queries], mass, passes[0].lse[:, :num_queries].T)
+
+
+def _call(
+    inputs: _Inputs,
+    columns: int,
+    query_block: int,
+    key_block: int,
+    scale: float,
+    blocks: TritonBlocks,
+    interpret: bool,
+) -> Any:
+    """One launch over all heads and query blocks; `lse` comes as [Q, N], which the programs write in rows."""
+    num_queries, num_heads, head_dim = inputs.q.shape
+    num_slots, num_kv_heads, _ = inputs.k.shape
+    group = num_heads // num_kv_heads
+
+    def queries(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((query_block, None, width), lambda i, head: (i, head, 0))
+
+    query_row = pl.BlockSpec((query_block,), lambda i, head: (i,))
+    slots = pl.BlockSpec((num_slots, None, head_dim), lambda i, head: (0, head // group, 0))
+    slot_row = pl.BlockSpec((num_slots,), lambda i, head: (0,))
+    table = pl.BlockSpec((num_slots, head_dim // 2), lambda i, head: (0, 0))
+    specs = _Inputs(
+        bounds=pl.BlockSpec((None, 4), lambda i, head: (i, 0)),
+        q=queries(head_dim),
+        q_pos=query_row,
+        k=slots,
+        v=slots,
+        k_pos=slot_row,
+        k_segment=slot_row,
+        q_request=query_row,
+        k_request=slot_row,
+        cos=table,
+        sin=table,
+    )
+    specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    shape = jax.ShapeDtypeStruct
+    (result,) = pl.pallas_call(
+        functools.partial(_kernel, scale=scale, keys=key_block, columns=columns),
+        grid=(num_queries // query_block, num_heads),
+        in_specs=[specs],
+        out_specs=[
+            OutputParts(
+                queries(head_dim),
+                queries(columns) if columns else None,
+                pl.BlockSpec((None, query_block), lambda i, head: (head, i)),
+            )
+        ],
+        out_shape=[
+            OutputParts(
+                shape(inputs.q.shape, inputs.q.dtype),
+                shape((num_queries, num_heads, columns), jnp.float32) if columns else None,
+                shape((num_heads, num_queries), jnp.float32),
+            )
+        ],
+        # Fewer rows than 64 do not feed eight warps.
+        compiler_params=plt.CompilerParams(
+            num_warps=blocks.num_warps if query_block >= 64 else 4, num_stages=blocks.num_stages
+        ),
+        interpret=interpret,
+        name="partial_prefill",
+    )(inputs)
+    return result

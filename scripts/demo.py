@@ -1,0 +1,93 @@
+"""Three questions to the embedded model, each answered three ways over the same stored passages: python scripts/demo.py
+
+The passages are computed and stored one by one first, as an offline job would. Then every question is answered by full
+prefill, by naive reuse (nothing recomputed) and by Cache-Craft, with the reuse report of the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table
+
+from ccjax.demo.corpus import Corpus, CorpusQuestion, build_corpus, question_context
+from ccjax.demo.world import Kind
+from ccjax.engine import Engine, Response
+
+WAYS = {"full prefill": "full", "naive reuse": "reuse", "Cache-Craft": "cachecraft"}
+ABOUT: Mapping[Kind, str] = {
+    "single": "one passage holds the answer",
+    "pronoun": "the passage opens with a pronoun; the name stands in the passage before",
+    "alias": "one passage explains the nickname that another one uses",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line; `argv` defaults to the process's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=0, help="which question of each kind (default 0, the first)")
+    number = parser.parse_args(argv).number
+    console = Console(width=None if sys.stdout.isatty() else 118)
+    corpus = build_corpus()
+    for kind in ABOUT:
+        of_kind = [question for question in corpus.questions if question.kind == kind]
+        if not 0 <= number < len(of_kind):
+            parser.error(f"--number: wanted 0 to {len(of_kind) - 1}, got {number}")
+        ask(console, corpus, of_kind[number])
+
+
+def ask(console: Console, corpus: Corpus, question: CorpusQuestion) -> dict[str, Response]:
+    """Prints and returns the answers to one question, one per way."""
+    context = question_context(corpus, question, random.Random(question.question))
+    documents = [{"title": passage.title, "text": passage.text} for passage in context.passages]
+    console.print(f"\n[bold]{question.question}[/bold]  ({ABOUT[question.kind]})")
+    for index in context.questions[0].passages:
+        console.print(f"  [{index + 1}] {context.passages[index].title}: {context.passages[index].text}", markup=False)
+    answers: dict[str, Response] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        store = Path(directory).as_uri()
+        with Engine.from_pretrained("demo", store=store) as engine:
+            for document in documents:
+                engine.generate("Who?", [document], max_new_tokens=1)
+        for way, strategy in WAYS.items():
+            with Engine.from_pretrained("demo", store=store, strategy=strategy, read_only=True) as engine:
+                answers[way] = engine.generate(question.question, documents)
+    console.print(_answers(answers, question.answers[0]))
+    console.print(_report(answers["Cache-Craft"]))
+    return answers
+
+
+def _answers(answers: Mapping[str, Response], expected: str) -> Table:
+    table = Table("way", "answer", "", "reused", "recomputed", "computed", "tokens")
+    for way, response in answers.items():
+        text, reuse = response.text.strip(), response.reuse
+        counts: Sequence[int] = (
+            reuse.reused_tokens,
+            reuse.recomputed_tokens,
+            reuse.computed_tokens,
+            reuse.prompt_tokens,
+        )
+        table.add_row(way, text, "right" if text == expected else f"wrong: {expected}", *map(str, counts))
+    return table
+
+
+def _report(response: Response) -> Table:
+    table = Table("passage", "tier", "CFO", "reused", "recomputed", "in focus", title="Cache-Craft, passage by passage")
+    for part in response.reuse.per_document:
+        focused = "" if part.focused is None else "yes" if part.focused else "no"
+        cfo = "" if part.cfo is None else f"{part.cfo:.2f}"
+        name = part.title or part.role
+        table.add_row(name, part.tier or "", cfo, str(part.reused_tokens), str(part.recomputed_tokens), focused)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The attention calls that serving makes, as abstract shapes. Knows no chip and no compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of `pallas_kernels.attention`; the defaults are Llama-3-8B on one chip, 15 % of 16k computed."""
+
+    name: str
+    num_queries: int = 2560
+    num_slots: int = 16384
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    num_segments: int = 16
+    is_packed: bool = False
+    is_rotated: bool = False
+    dtype: str = "bfloat16"
+
+    def arrays(self, sharding: Sharding) -> dict[str, jax.ShapeDtypeStruct]:
+        """The array arguments, by name."""
+
+        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        n, s, h, dtype = self.num_queries, self.num_slots, self.head_dim, jnp.dtype(self.dtype)
+        arrays = {
+            "q": array(n, self.num_heads, h, dtype=dtype),
+            "k": array(s, self.num_kv_heads, h, dtype=dtype),
+            "v": array(s, self.num_kv_heads, h, dtype=dtype),
+            "q_pos": array(n),
+            "k_pos": array(s),
+        }
+        if self.num_segments:
+            arrays["k_segment"] = array(s)
+        if self.is_packed:
+            arrays |= {"q_request": array(n), "k_request": array(s)}
+        if self.is_rotated:
+            arrays["k_frequencies"] = array(h // 2, dtype=jnp.float32)
+        return arrays
+
+    def statics(self) -> dict[str, Any]:
+        """The other arguments."""
+        return {"scale": self.head_dim**-0.5, "num_segments": self.num_segments}
+
+
+# Query heads and kv heads of one chip.
+_MODELS = {"8B TP1": (32, 8), "8B TP4": (8, 2), "70B TP8": (8, 1)}
+# Computed tokens, padded to the engine's buckets, and context slots: 15 % and 100 % of 2k and 16k.
+_SIZES = {"15 % of 2k": (320, 2048), "2k": (2048, 2048), "15 % of 16k": (2560, 16384), "16k": (16384, 16384)}
+
+CASES = tuple(
+    Case(f"{model}, {size}", num_queries, num_slots, num_heads, num_kv_heads)
+    for model, (num_heads, num_kv_heads) in _MODELS.items()
+    for size, (num_queries, num_slots) in _SIZES.items()
+) + (
+    Case("no mass", num_segments=0),
+    Case("64 segments", num_segments=64),
+    Case("packed", is_packed=True),
+    Case("rotated", is_rotated=True),
+    Case("packed, rotated, 64 segments", num_segments=64, is_packed=True, is_rotated=True),
+    Case("one token", num_queries=1, num_segments=0),
+    Case("32 tokens", num_queries=32),
+    Case("heads of 64", head_dim=64),
+    Case("float32", dtype="float32"),
+)
+STEP = Case("layer step, 8B TP1, 15 % of 16k")
+"""Compiled as the engine's whole layer step, not as the kernel alone."""

@@ -1,0 +1,75 @@
+"""Figures of the TPU kernel from libtpu's ahead-of-time compiler, without a TPU. Knows no gate and no table."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PLATFORM = "tpu"
+CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+"""Chip -> the topology that it is compiled for."""
+PACKAGES = ("jax", "libtpu")
+LIMITS = {"vmem_bytes": {"v5e": 16 << 20, "v6e": 32 << 20}}
+"""What the compiler grants one kernel unless asked for more."""
+
+
+def set_environment(dump: Path) -> None:
+    """To be called before jax is imported: schedules are written to `dump`."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    # One pass alone: the texts of all passes are 200 MB for one kernel.
+    os.environ["LIBTPU_INIT_ARGS"] = (
+        f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
+        "--xla_jf_dump_llo_pass_label_regex=hlo-static-per-bundle-utilization"
+    )
+
+
+def device_of(chip: str) -> Any:
+    """A described device of the chip."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(CHIPS[chip], platform=PLATFORM).devices[0]
+
+
+def implementation(chip: str) -> str:
+    """The name that `attention` knows the kernel by."""
+    return f"mosaic_tpu:{chip}"
+
+
+def options() -> None:
+    """Compiler options: none."""
+
+
+def figures(executable: Any, dump: Path, chip: str) -> dict[str, int]:
+    """VMEM of the kernel, bundles of its static schedule (both branches, start and end), store slots that spill."""
+    from scripts.kernels.compiling import KERNEL_NAME
+
+    calls = [line for line in executable.as_text().splitlines() if "tpu_custom_call" in line and KERNEL_NAME in line]
+    sizes = [re.search(r'scoped_memory_configs":\[\{[^\]]*"size":"(\d+)"', line) for line in calls]
+    schedules = [path for path in dump.glob(f"*{KERNEL_NAME}*final_hlo-static-per-bundle-utilization*")]
+    if len(calls) != 1 or sizes[0] is None or len(schedules) != 1:
+        raise ValueError(f"compiler output: wanted one kernel and its schedule, got {len(calls)} and {len(schedules)}")
+    header, *_ = schedules[0].read_text().splitlines()[1:]
+    columns = [name.strip() for name in header.split(",")]
+    rows = [line.split() for line in schedules[0].read_text().split("UTILIZATION:")[1].splitlines() if line.strip()]
+    spills = columns.index("VSTORE:SPILL")
+    return {
+        "vmem_bytes": int(sizes[0].group(1)),
+        "bundles": len(rows),
+        "spilling_stores": sum(int(row[spills]) for row in rows),
+    }
+
+
+def controls() -> Iterator[tuple[str, str, Any, str]]:
+    """(name, chip, attention function, what the error must say): kernels that must not compile."""
+    from pallas_kernels.attention.blocks import MosaicBlocks
+    from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
+
+    for chip in CHIPS:
+        too_large = functools.partial(mosaic_tpu_attention, blocks=MosaicBlocks(rows=4096, keys=4096))
+        yield "blocks of 4096 x 4096 exceed VMEM", chip, too_large, "(?i)vmem"

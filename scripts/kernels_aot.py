@@ -1,0 +1,125 @@
+"""Compiles every kernel for chips that are not at hand: `python scripts/kernels_aot.py tpu|gpu [--only PART]`.
+
+Needs no TPU and no GPU, only their compilers: `pip install -e .[aot-tpu]` or `.[aot-gpu]`, each in its own environment.
+Each kernel is compiled at serving shapes; a kernel over a chip's limits, a register spill on a GPU, or a figure more
+than 5 % above pallas_kernels/aot_table.json fails, and so does a control that ought to fail and does not. `--update`
+writes the table. What compiles is neither right nor fast: tests/pallas_kernels show the one, only the chip the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+TABLE = ROOT / "pallas_kernels" / "aot_table.json"
+SLACK = 1.05
+
+
+def violations(chip: str, name: str, figures: dict[str, int], limits: Any, known: dict[str, int] | None) -> list[str]:
+    """What is wrong with a kernel's figures, in words; `known` are the committed ones."""
+    wrong = [
+        f"{chip}, {name}: {figure} is {figures[figure]:,}, the limit is {by_chip[chip]:,}"
+        for figure, by_chip in limits.items()
+        if figures[figure] > by_chip[chip]
+    ]
+    if known is None:
+        return [*wrong, f"{chip}, {name}: not in {TABLE.name}; --update adds it"]
+    return wrong + [
+        f"{chip}, {name}: {figure} rose from {known[figure]:,} to {value:,}"
+        for figure, value in figures.items()
+        if value > SLACK * known[figure]
+    ]
+
+
+def main() -> int:
+    """Exit status 0 if every gate holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("tpu", "gpu"))
+    parser.add_argument("--only", metavar="PART", default="", help="cases with this part in their name")
+    parser.add_argument("--update", action="store_true", help="write the figures to the committed table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    arguments = parser.parse_args()
+    target = importlib.import_module(f"scripts.kernels.{arguments.kind}")
+    tables = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    versions = {package: importlib.metadata.version(package) for package in target.PACKAGES}
+    table = tables.get(arguments.kind, {"versions": versions, "figures": {}})
+    if arguments.update and arguments.only and table["versions"] != versions:
+        parser.error(f"--update: wanted every case, or the table's own {table['versions']}, got --only and {versions}")
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder)
+        target.set_environment(dump)
+        known = None if arguments.update else table["figures"]
+        found, wrong = _compile_all(target, dump, arguments.only, known)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"versions": versions, "figures": found}, indent=1) + "\n")
+    if arguments.update and not wrong:
+        kept = table["figures"] if arguments.only else {}
+        merged = {chip: kept.get(chip, {}) | figures for chip, figures in found.items()}
+        tables[arguments.kind] = {"versions": versions, "figures": merged}
+        TABLE.write_text(json.dumps(tables, indent=1, sort_keys=True) + "\n")
+    print(" ".join(f"{package} {version}" for package, version in versions.items()))
+    for line in wrong:
+        print(f"FAILED {line}")
+    return 1 if wrong else 0
+
+
+def _compile_all(target: Any, dump: Path, only: str, known: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """Figures by chip and case, and what is wrong with them; prints a row as each comes.
+
+    `known`: committed figures by chip and case; None holds the limits alone against them.
+    """
+    # Here and not above: jax reads the environment when it is first imported.
+    from pallas_kernels.attention import attention
+    from scripts.kernels.cases import CASES, STEP
+    from scripts.kernels.compiling import compile_case, compile_layer_step
+
+    cases = [case for case in (*CASES, STEP) if only in case.name]
+    found: dict[str, Any] = {chip: {} for chip in target.CHIPS}
+    wrong: list[str] = []
+    for chip in target.CHIPS:
+        device, implementation = target.device_of(chip), target.implementation(chip)
+        attend = functools.partial(attention, implementation=implementation)
+        for case in cases:
+            _empty(dump)
+            if case is STEP:
+                executable = compile_layer_step(implementation, case, device, target.PLATFORM, target.options())
+            else:
+                executable = compile_case(attend, case, device, target.PLATFORM, target.options())
+            figures = target.figures(executable, dump, chip)
+            found[chip][case.name] = figures
+            earlier = figures if known is None else known.get(chip, {}).get(case.name)
+            wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
+            print(f"{chip:5} {case.name:34}", *(f"{name} {value:>10,} " for name, value in figures.items()), flush=True)
+    for name, chip, attend, message in target.controls():
+        _empty(dump)
+        try:
+            executable = compile_case(attend, CASES[2], target.device_of(chip), target.PLATFORM, target.options())
+            figures = target.figures(executable, dump, chip)
+            outcome = str(violations(chip, name, figures, target.LIMITS, figures))
+        except Exception as error:  # the compilers raise JaxRuntimeError, lowering ValueError and others
+            outcome = str(error)
+        failed = re.search(message, outcome) is not None
+        print(f"{chip:5} {name:50} {'fails, as it must' if failed else 'DOES NOT FAIL'}", flush=True)
+        if not failed:
+            wrong.append(f"{chip}, control {name!r}: wanted an error matching {message!r}, got {outcome[:200]!r}")
+    return found, wrong
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Fixtures that several engine tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+from ccjax.engine import prefill
+from models.llama3.steps import LayerOutput, layer_step
+
+
+class _Pending:
+    """Hidden states of a layer that tell when they are waited for."""
+
+    def __init__(self, array, number: int, events: list[str]) -> None:
+        self.array, self.number, self.events = array, number, events
+
+    def block_until_ready(self):
+        self.events.append(f"wait{self.number}")
+        return self.array.block_until_ready()
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the host does during prefills, in order: "run0" when layer 0 is handed to the device, "wait0" when the host
+    waits for it. Layers are counted through, over all prefills; logits cannot be computed meanwhile."""
+    seen: list[str] = []
+
+    def step(layer, x, *args, **kwargs) -> LayerOutput:
+        number = sum(event.startswith("run") for event in seen)
+        seen.append(f"run{number}")
+        out = layer_step(layer, x.array if isinstance(x, _Pending) else x, *args, **kwargs)
+        return out._replace(x=_Pending(out.x, number, seen))
+
+    monkeypatch.setattr(prefill, "layer_step", step)
+    return seen

@@ -1,0 +1,480 @@
+"""Idle time: approximate variants become exact ones, what other processes did is followed, `f_r` outlives a restart."""
+
+import json
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Request, warmup
+from ccjax.engine import variants as variants_module
+from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.chunk_tokens import ChunkTokens
+from ccjax.engine.maintenance import MaintenanceCounts
+from ccjax.engine.prompts import chunk_id
+from ccjax.types import ChunkId
+from tests.engine.helpers import TOLERANCE, After, TinyModel, draw_segments, permuted
+from tests.oracles import llama_forward
+from tests.policy.builders import variant
+
+MODEL = TinyModel(seed=6)
+SEGMENTS = draw_segments(np.random.default_rng(6), [40, 30, 50])
+SHUFFLED = permuted(SEGMENTS, [2, 1, 0])
+
+
+def approximate(engine):
+    return [meta for meta in engine._variants if meta.fidelity == "approx"]
+
+
+def fill(engine):
+    """The passages in one order, then repaired in another one: three approximate variants."""
+    engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+    engine.generate_from_tokens(SHUFFLED, max_new_tokens=1)
+    assert len(approximate(engine)) == 3
+
+
+def repair_all(engine) -> int:
+    """Repairs until there is nothing left; how many times."""
+    for count in range(20):
+        if not engine.repair_one():
+            return count
+    raise AssertionError("repairs without end")
+
+
+def kv_of(engine, variant_id):
+    """KV [L, 2, T, K, H] as the store has it."""
+    ticket = engine._store.prepare_load([variant_id])
+    kv = ticket.read_layers(variant_id, 0, MODEL.config.num_layers)
+    engine._store.complete_load(ticket)
+    return kv
+
+
+def distance_to_full_prefill(engine, meta, segments) -> float:
+    """Largest difference of a variant's KV to a float64 full prefill of its prefix and chunk."""
+    tokens = {chunk_id(segment): segment for segment in segments[:-1]}
+    prompt = [token for key in (*meta.prefix_ids, meta.chunk_id) for token in tokens[key]]
+    _, layers = llama_forward(MODEL.weights, MODEL.raw, prompt)
+    wanted = np.stack([np.stack([layer.key, layer.value]) for layer in layers])[:, :, -meta.num_tokens :]
+    return float(np.abs(kv_of(engine, meta.variant_id) - wanted).max())
+
+
+def test_a_repaired_variant_is_what_a_full_prefill_behind_its_prefix_gives():
+    with MODEL.engine() as engine:
+        fill(engine)
+        before = {(meta.chunk_id, meta.prefix_ids) for meta in engine._variants}
+        for meta in approximate(engine):
+            assert distance_to_full_prefill(engine, meta, SEGMENTS) > 100 * TOLERANCE  # there is something to repair
+        assert repair_all(engine) >= 1
+        assert {(meta.chunk_id, meta.prefix_ids) for meta in engine._variants} == before
+        for meta in engine._variants:
+            assert meta.fidelity == "exact"
+            assert distance_to_full_prefill(engine, meta, SEGMENTS) < TOLERANCE
+        assert engine.maintenance_counts == MaintenanceCounts(repaired=3) and not engine._store._pins
+        report = engine.generate_from_tokens(SHUFFLED, max_new_tokens=1, reuse="exact").reuse
+        assert report.exact and report.computed_tokens == len(SHUFFLED[-1])
+        assert not engine.repair_one()
+
+
+@pytest.mark.parametrize("has_system", [True, False])
+def test_the_metadata_is_that_of_a_request_with_these_passages(has_system):
+    """The system prompt is left out of the ranking; where there is none, the first passage must not be taken for it."""
+    order = [*SEGMENTS[:3], SEGMENTS[3], SEGMENTS[-1]] if has_system else [[], *SEGMENTS[1:]]
+    shuffled = permuted(order, [2, 1, 0])
+    with MODEL.engine() as engine, MODEL.engine() as fresh:
+        engine.generate_from_tokens(order, max_new_tokens=1)
+        engine.generate_from_tokens(shuffled, max_new_tokens=1)
+        repair_all(engine)
+        fresh.generate_from_tokens(shuffled, max_new_tokens=1)
+        wanted = {meta.variant_id: meta for meta in fresh._variants}
+        got = {meta.variant_id: meta for meta in engine._variants}
+        assert wanted.keys() <= got.keys() and len(wanted) == 3 + has_system
+        for variant_id, meta in wanted.items():
+            assert got[variant_id].token_ranking == meta.token_ranking
+            np.testing.assert_allclose(got[variant_id].inter_by_prefix, meta.inter_by_prefix, atol=1e-4)
+            np.testing.assert_allclose(got[variant_id].cci, meta.cci, rtol=1e-4)
+
+
+def test_the_most_used_comes_first_and_f_r_is_taken_over():
+    with MODEL.engine() as engine:
+        fill(engine)
+        earlier = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._variants}
+        engine.generate_from_tokens(permuted(SHUFFLED, [0]), max_new_tokens=1)  # the first one is used once more
+        metas = {(meta.chunk_id, meta.prefix_ids): meta for meta in engine._variants}
+        first = max(approximate(engine), key=lambda meta: meta.frequency_reuse)
+        assert first.frequency_reuse > 0 and len(first.prefix_ids) == 1
+        assert engine.repair_one()
+        assert first.variant_id not in engine._variants and len(approximate(engine)) == 2
+        repair_all(engine)
+        for meta in engine._variants:
+            assert meta.frequency_reuse == metas[meta.chunk_id, meta.prefix_ids].frequency_reuse
+        assert earlier != {key: meta.frequency_reuse for key, meta in metas.items()}
+
+
+def test_approximate_variants_of_the_prefix_are_replaced_along_the_way():
+    with MODEL.engine() as engine:
+        fill(engine)
+        last = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
+        engine._variants.credit(last.variant_id, 1.0)
+        assert engine.repair_one() and approximate(engine) == []
+        assert engine.maintenance_counts.repaired == 3 and engine.num_variants == 7
+
+
+def test_an_exact_variant_of_a_request_takes_the_place_of_the_approximate_one():
+    with MODEL.engine() as engine:
+        fill(engine)
+        engine.generate_from_tokens(SHUFFLED, max_new_tokens=1)
+        used = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in approximate(engine)}
+        assert min(used.values()) > 0
+        engine.generate_from_tokens(SHUFFLED, max_new_tokens=1, reuse="exact")
+        assert approximate(engine) == [] and engine.num_variants == 7
+        got = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._variants}
+        assert {key: got[key] for key in used} == used
+
+
+def test_repair_stays_within_the_number_of_variants_and_pushes_nothing_out():
+    with MODEL.engine(max_variants=7) as engine:
+        fill(engine)
+        kept = {meta.variant_id for meta in engine._variants if meta.fidelity == "exact"}
+        repair_all(engine)
+        assert engine.num_variants == 7 and kept <= {meta.variant_id for meta in engine._variants}
+
+
+@pytest.mark.parametrize("num_layers", range(3))
+def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers):
+    with MODEL.engine() as engine:
+        fill(engine)
+        before = set(engine._variants)
+        assert not engine.repair_one(is_cancelled=After(num_layers))
+        assert set(engine._variants) == before and not engine._store._pins
+        assert engine.maintenance_counts == MaintenanceCounts()
+        assert engine.repair_one(is_cancelled=After(MODEL.config.num_layers))
+
+
+def test_nothing_waits_behind_the_layer_that_runs(request):
+    """A request that comes waits for one layer at most: none is handed over before the one before it is done."""
+    with MODEL.engine() as engine:
+        fill(engine)
+        events = request.getfixturevalue("events")  # from here on
+        assert engine.repair_one(is_cancelled=lambda: False)
+        assert events == ["run0", "wait0", "run1", "wait1", "run2", "wait2"]
+
+
+def test_a_compilation_is_not_waited_for_when_a_request_comes(monkeypatch):
+    """A step cannot be stopped while it compiles; requests are answered meanwhile, and it is not begun twice."""
+    compiling, done, sizes = threading.Event(), threading.Event(), []
+
+    def hang(prefiller, size):
+        sizes.append(size)
+        compiling.set()
+        assert done.wait(20)
+
+    monkeypatch.setattr(warmup, "_run_steps", hang)
+    with MODEL.engine() as engine:
+        fill(engine)
+        last = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
+        engine._variants.credit(last.variant_id, 1.0)
+        for _ in range(2):
+            assert not engine.repair_one(is_cancelled=compiling.is_set)
+            assert len(approximate(engine)) == 3 and not engine._store._pins
+            assert engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="off").token_ids
+        done.set()
+        assert engine.repair_one() and approximate(engine) == []
+        # 50 + 30 + 40 tokens and one in place of a question, behind a reused system prompt of 7
+        assert sizes == [(token_bucket(121), slot_bucket(128), segment_bucket(5))]
+
+
+def test_a_failed_compilation_is_a_failed_repair(monkeypatch, caplog):
+    def fail(*_):
+        raise MemoryError("no room to compile")
+
+    monkeypatch.setattr(warmup, "_run_steps", fail)
+    with MODEL.engine() as engine:
+        fill(engine)
+        assert repair_all(engine) == 3
+        assert engine.maintenance_counts == MaintenanceCounts(repair_failed=3)
+        assert caplog.text.count("could not be computed anew") == 3
+
+
+def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
+    with MODEL.engine() as engine:
+        fill(engine)
+        doomed = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
+        run, tried = engine._prefill.run, []
+
+        def fail(prompt, *args, **kwargs):
+            tried.append(prompt.chunks[-1].chunk_id)
+            if tried[-1] == doomed.chunk_id:
+                raise MemoryError("no room")
+            return run(prompt, *args, **kwargs)
+
+        engine._variants.credit(doomed.variant_id, 1.0)  # it is tried first
+        with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+            patch.setattr(engine._prefill, "run", fail)
+            assert engine.repair_one()
+            assert len(approximate(engine)) == 3 and doomed.variant_id in caplog.text
+            repair_all(engine)
+        assert [meta.variant_id for meta in approximate(engine)] == [doomed.variant_id]
+        assert tried.count(doomed.chunk_id) == 1
+        assert engine.maintenance_counts.repair_failed == 1 and not engine._store._pins
+        assert engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("settings", [{"read_only": True}, {"strategy": "full"}])
+def test_some_engines_never_repair(tmp_path, settings):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        fill(engine)
+    with MODEL.engine(store=url, **settings) as engine:
+        assert not engine.repair_one() and len(approximate(engine)) == 3
+
+
+def test_an_engine_in_use_is_left_alone():
+    with MODEL.engine() as engine:
+        fill(engine)
+        stream = engine.stream(Request(segments=SEGMENTS))
+        next(stream)
+        with pytest.raises(RuntimeError, match="unfinished stream"):
+            engine.repair_one()
+        outcomes: list = []
+        other = threading.Thread(target=lambda: outcomes.append(engine.repair_one()))
+        other.start()
+        other.join(20)
+        assert outcomes == [False]
+        stream.close()
+        assert engine.repair_one()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.repair_one()
+
+
+def test_a_restarted_engine_repairs_what_the_store_holds(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        fill(engine)
+    with MODEL.engine(store=url) as engine:
+        assert len(approximate(engine)) == 3 and repair_all(engine) >= 1
+        engine.flush()
+        for meta in engine._variants:
+            assert distance_to_full_prefill(engine, meta, SEGMENTS) < TOLERANCE
+    with MODEL.engine(store=url) as engine:
+        assert engine.num_variants == 7 and approximate(engine) == []
+
+
+def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/store"
+    record_from_meta = variants_module._record_from_meta
+
+    def older(meta, prompt):
+        record = record_from_meta(meta, prompt)
+        lasting = {name: value for name, value in record.meta.items() if name not in ("token_ids", "has_system")}
+        return type(record)(record.variant_id, record.chunk_id, record.num_tokens, record.num_bytes, lasting)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(variants_module, "_record_from_meta", older)
+        with MODEL.engine(store=url) as engine:
+            fill(engine)
+    with MODEL.engine(store=url) as engine:
+        assert engine.num_variants == 7 and not engine.repair_one()
+        assert engine.maintenance_counts == MaintenanceCounts()
+        assert engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse.recomputed_tokens == 0
+
+
+def test_token_ids_that_are_not_the_chunks_are_not_believed(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/store"
+    record_from_meta = variants_module._record_from_meta
+
+    def wrong(meta, prompt):
+        record = record_from_meta(meta, prompt)
+        lasting = record.meta | {"token_ids": [token + 1 for token in record.meta["token_ids"]]}
+        return type(record)(record.variant_id, record.chunk_id, record.num_tokens, record.num_bytes, lasting)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(variants_module, "_record_from_meta", wrong)
+        with MODEL.engine(store=url) as engine:
+            fill(engine)
+    with MODEL.engine(store=url) as engine:
+        assert engine.num_variants == 7 and not engine.repair_one()
+
+
+def test_what_is_longer_than_this_engine_allows_is_passed_over(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        fill(engine)
+    # 7 + 50 + 30 tokens and the one-token question fit, the third passage of 40 does not
+    with MODEL.engine(store=url, max_model_len=88) as engine:
+        repair_all(engine)
+        assert [len(meta.prefix_ids) for meta in approximate(engine)] == [3]
+        assert engine.maintenance_counts == MaintenanceCounts(repaired=2)
+
+
+def test_token_ids_are_kept_as_long_as_a_variant_needs_them():
+    a, b, c = ([1, 2, 3], [4, 5], [6])
+    keys = [chunk_id(ids) for ids in (a, b, c)]
+    behind = variant(keys[1], num_tokens=2)
+    behind = type(behind)(**{name: getattr(behind, name) for name in behind.__slots__} | {"prefix_ids": (keys[0],)})
+    alone = variant(keys[0], num_tokens=3)
+    tokens = ChunkTokens()
+    tokens.hold(behind)
+    for key, ids in zip(keys, (a, b, c), strict=True):
+        tokens.learn(key, ids)
+    assert set(tokens.known()) == set(keys[:2])  # nothing refers to c
+    tokens.hold(alone)
+    tokens.release(behind)
+    assert set(tokens.known()) == {keys[0]} and tokens.chunk(keys[0]).token_ids == (1, 2, 3)
+    assert tokens.num_tokens(keys) == 3
+    tokens.release(alone)
+    assert not tokens.known() and not tokens._num_uses
+    tokens.hold(alone)
+    tokens.learn(keys[0], [1, 2, 4])  # not these
+    tokens.learn(ChunkId("other"), a)
+    assert not tokens.known()
+
+
+def test_token_ids_go_with_their_variants():
+    with MODEL.engine(max_variants=5) as engine:
+        for seed in range(4):
+            engine.generate_from_tokens(draw_segments(np.random.default_rng(seed), [20] * 4), max_new_tokens=1)
+            held = {key for meta in engine._variants for key in (meta.chunk_id, *meta.prefix_ids)}
+            assert set(engine._variants.tokens.known()) == held and len(held) <= 10
+
+
+def test_what_another_engine_wrote_is_usable_after_a_refresh(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as writer, MODEL.engine(store=url, read_only=True) as reader:
+        wanted = writer.generate_from_tokens(SEGMENTS, max_new_tokens=4).token_ids
+        writer.flush()
+        assert reader.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse.reused_tokens == 0
+        reader.refresh()
+        assert reader.num_variants == 4 and reader.maintenance_counts == MaintenanceCounts(adopted=4)
+        response = reader.generate_from_tokens(SEGMENTS, max_new_tokens=4)
+        assert response.token_ids == wanted and response.reuse.computed_tokens == len(SEGMENTS[-1])
+        reader.refresh()
+        assert reader.maintenance_counts == MaintenanceCounts(adopted=4)
+
+
+def test_what_another_engine_took_out_is_forgotten_unless_it_is_in_memory(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as owner:
+        owner.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        owner.flush()
+        with MODEL.engine(store=url) as other:
+            other.generate_from_tokens(SEGMENTS[:2] + SEGMENTS[-1:], max_new_tokens=1)  # into host memory
+            for meta in tuple(owner._variants):
+                owner._variants.discard(meta.variant_id)
+            other.refresh()
+            assert other.num_variants == 2 and other.maintenance_counts == MaintenanceCounts(vanished=2)
+            report = other.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse
+            assert report.failed_loads == 0 and report.reused_tokens == 7 + 40
+
+
+def test_what_another_engine_wrote_anew_is_usable_after_one_failed_load(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as writer:
+        writer.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        writer.flush()
+        with MODEL.engine(store=url) as other:
+            for meta in tuple(writer._variants):
+                writer._variants.discard(meta.variant_id)
+            wanted = writer.generate_from_tokens(SEGMENTS, max_new_tokens=3).token_ids
+            writer.flush()
+            failed = other.generate_from_tokens(SEGMENTS, max_new_tokens=3)
+            assert failed.token_ids == wanted and failed.reuse.failed_loads > 0
+            again = other.generate_from_tokens(SEGMENTS, max_new_tokens=3)
+            assert again.token_ids == wanted and again.reuse.failed_loads == 0
+            assert again.reuse.computed_tokens == len(SEGMENTS[-1])
+
+
+def test_an_approximate_variant_that_another_engine_repaired_goes_too(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as first:
+        fill(first)
+        first.flush()
+        with MODEL.engine(store=url) as second:
+            second.generate_from_tokens(SHUFFLED, max_new_tokens=1)  # now in its memory, and credited
+            credits = sorted(meta.frequency_reuse for meta in approximate(second))
+            repair_all(first)
+            first.flush()
+            second.refresh()
+            assert len(approximate(second)) == 3 and second.num_variants == 10
+            assert repair_all(second) == 3
+            assert approximate(second) == [] and second.maintenance_counts.repaired == 3
+            taken_over = sorted(meta.frequency_reuse for meta in second._variants if len(meta.prefix_ids) > 0)
+            assert all(credit in taken_over for credit in credits) and min(credits) > 0
+
+
+def test_a_refresh_does_not_wait_for_the_disk_inside_the_engine(tmp_path, monkeypatch):
+    """While the disk is listed, however long that takes, requests are answered."""
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        listing, there = threading.Event(), threading.Event()
+
+        def slow():
+            listing.set()
+            assert there.wait(20)
+            return (), ("gone",)
+
+        monkeypatch.setattr(engine._store, "refresh", slow)
+        refreshing = threading.Thread(target=engine.refresh)
+        refreshing.start()
+        assert listing.wait(20)
+        assert engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).token_ids
+        there.set()
+        refreshing.join(20)
+        assert not refreshing.is_alive()
+
+
+def frequencies(engine):
+    return {meta.variant_id: meta.frequency_reuse for meta in engine._variants}
+
+
+def test_f_r_outlives_a_restart(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        engine.generate_from_tokens(SEGMENTS[:2] + SEGMENTS[-1:], max_new_tokens=1)
+        wanted = frequencies(engine)
+        assert sorted(wanted.values()) == [0.0, 0.0, 7.0, 40.0]
+    with MODEL.engine(store=url) as engine:
+        assert frequencies(engine) == wanted
+    with MODEL.engine(store=url, max_variants=2) as engine:  # the least used ones go first, not the first by id
+        engine.generate_from_tokens([[], [5] * 20, [1]], max_new_tokens=1)
+        kept = [value for value in frequencies(engine).values() if value]
+        assert engine.num_variants == 2 and kept == [40.0]
+
+
+def test_engines_that_share_a_store_do_not_lower_each_others_f_r(tmp_path):
+    url = f"file://{tmp_path}/store"
+    busy = MODEL.engine(store=url)
+    busy.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+    busy.flush()
+    with MODEL.engine(store=url) as calm:
+        busy.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        wanted = frequencies(busy)
+        busy.close()
+        assert set(frequencies(calm).values()) == {0.0}
+    with MODEL.engine(store=url) as engine:
+        assert frequencies(engine) == wanted and min(wanted.values()) > 0
+
+
+@pytest.mark.parametrize("values", [[1], {"x": 1}, "all", None, {"ID": "much"}, {"ID": -1}, {"ID": float("inf")}])
+def test_damaged_hints_cost_f_r_only(tmp_path, values):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        some_id = next(iter(engine._variants)).variant_id
+    (file,) = tmp_path.rglob("hints.json")
+    file.write_text(json.dumps({"frequency_reuse": values}).replace("ID", some_id))
+    with MODEL.engine(store=url) as engine:
+        assert engine.num_variants == 4 and set(frequencies(engine).values()) == {0.0}
+
+
+def test_a_read_only_engine_writes_no_hints(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+    (file,) = tmp_path.rglob("hints.json")
+    before = file.read_bytes()
+    with MODEL.engine(store=url, read_only=True) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        engine.flush()
+    assert file.read_bytes() == before

@@ -1,0 +1,74 @@
+"""Block bounds against hand-worked ranges, and against the whole mask for random problems."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention.blocks import MOSAIC_TPU, TRITON, chip_of
+from pallas_kernels.attention.bounds import block_bounds
+
+UNUSED = np.iinfo(np.int32).max
+
+
+def bounds(q_pos, k_pos, q_request=None, k_request=None, *, q_block=2, k_block=4):
+    arrays = [None if x is None else jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, q_request, k_request)]
+    return [list(map(int, part)) for part in block_bounds(*arrays, q_block=q_block, k_block=k_block)]
+
+
+def test_a_prompt_by_hand():
+    """Three blocks of four slots. Queries 1 and 2 touch the first alone, 3 and 9 see it whole, -1 sees nothing."""
+    first, full_first, full_last, last = bounds([1, 2, 3, 9, -1, -1], range(12))
+    assert last == [1, 3, 0]
+    assert first == [0, 0, 0]
+    assert (full_first, full_last) == ([1, 0, 0], [1, 1, 0])
+
+
+def test_unused_slots_are_behind_everything():
+    assert bounds([5, 7], [0, 1, 2, 3, 4, 5, 6, UNUSED, *[UNUSED] * 4]) == [[0], [0], [1], [2]]
+
+
+def test_blocks_of_other_requests_are_left_out():
+    """Slots of requests 0, 0, 1, 1 by block; the queries of request 1 start at its own first block."""
+    k_pos, k_request = [*range(8), *range(8)], np.repeat([0, 1], 8)
+    assert bounds([7, 7, 0, 5], k_pos, [0, 0, 1, 1], k_request) == [[0, 2], [0, 4], [2, 4], [2, 4]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_hold_for_any_order_and_are_tight_for_ascending_positions(seed):
+    random = np.random.default_rng(seed)
+    q_pos = np.sort(random.integers(-1, 60, 24))
+    k_pos = np.where(np.arange(64) < 60, np.arange(64), UNUSED)
+    q_request, k_request = np.sort(random.integers(0, 3, 24)), np.sort(random.integers(0, 3, 64))
+    is_packed, is_shuffled = seed % 2 == 1, seed >= 10
+    if is_shuffled:
+        k_pos = random.permutation(k_pos)
+    visible = k_pos[None] <= q_pos[:, None]
+    if is_packed:
+        visible &= k_request[None] == q_request[:, None]
+    blocks = visible.reshape(12, 2, 16, 4).transpose(0, 2, 1, 3).reshape(12, 16, 8)
+    some, whole = blocks.any(-1), blocks.all(-1)
+    parts = bounds(q_pos, k_pos, *((q_request, k_request) if is_packed else ()))
+    for block, (first, full_first, full_last, last) in enumerate(zip(*parts, strict=True)):
+        assert 0 <= first <= full_first <= full_last <= last <= 16
+        assert not some[block, :first].any() and not some[block, last:].any()
+        assert whole[block, full_first:full_last].all()
+        if not is_packed and not is_shuffled:
+            assert last - first == some[block].sum() and full_last - full_first == whole[block].sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h100"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU v5", "TPU v5"),
+        ("NVIDIA A10G", "NVIDIA A10G"),
+    ],
+)
+def test_chips_by_device_kind(kind, chip):
+    assert chip_of(kind) == chip
+    assert (chip in TRITON or chip in MOSAIC_TPU) == (chip != kind)

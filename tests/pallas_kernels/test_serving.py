@@ -1,0 +1,58 @@
+"""The kernels under the model's own steps: serving identities hold through them as through the CPU path."""
+
+import numpy as np
+import pytest
+
+from ccjax.engine.decode import Decoder
+from ccjax.engine.prefill import Prefiller
+from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
+from tests.engine.helpers import TOLERANCE, TinyModel
+from tests.oracles import llama_forward
+from tests.pallas_kernels.cases import KERNELS
+
+MODEL = TinyModel(num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+LENGTHS = [41, 20, 9]
+
+
+def plan(*actions):
+    """`actions`: recompute offsets of a reused passage, None to compute it."""
+    segments, start = [], 0
+    for number, (length, offsets) in enumerate(zip(LENGTHS, actions, strict=True)):
+        kind = {"action": "compute"}
+        if offsets is not None:
+            kind = {"action": "reuse", "variant_id": VariantId(f"v{number}"), "recompute_offsets": tuple(offsets)}
+        role = "question" if number == len(LENGTHS) - 1 else "document"
+        segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(f"c{number}"), **kind))
+        start += length
+    return PrefillPlan("test", tuple(segments))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_full_prefill_reuse_recompute_and_decode_are_the_oracle(implementation):
+    tokens = np.random.default_rng(0).integers(0, 97, sum(LENGTHS) + 2).astype(np.int32)
+    prompt, answer = tokens[: sum(LENGTHS)], tokens[sum(LENGTHS) :]
+    wanted = llama_forward(MODEL.weights, MODEL.raw, tokens)[0]
+    prefiller = Prefiller(MODEL.loaded.params, MODEL.config, implementation=implementation)
+
+    full = prefiller.run(prompt, plan(None, None, None), collect=True)
+    np.testing.assert_allclose(prefiller.all_logits(full), wanted[: len(prompt)], atol=TOLERANCE)
+    for layer in full.layers:
+        # Segment bounds are 0, 41, 61, 70: a token's mass lies on its own segment and those before it.
+        mass, own = np.asarray(layer.mass)[: len(prompt)], np.asarray(layer.self_mass)[: len(prompt)]
+        np.testing.assert_allclose(mass.sum(-1), 1.0, atol=1e-5)
+        assert not mass[:41, 1:].any() and not mass[:61, 2:].any() and (mass[61:, :3] > 0.0).all()
+        assert (own <= mass[np.arange(len(prompt)), np.repeat([0, 1, 2], LENGTHS)] + 1e-6).all()
+
+    # The first passage comes from the store; of the second, each row of stored NaN is recomputed.
+    first = np.stack([np.stack([np.asarray(layer.k)[:41], np.asarray(layer.v)[:41]]) for layer in full.layers])
+    stored = {"v0": first, "v1": np.full_like(first[:, :, :20], np.nan)}
+    reuse = plan((), range(20), None)
+    merged = prefiller.run(prompt, reuse, read_layers=lambda variant, a, b: stored[variant][a:b])
+    np.testing.assert_allclose(prefiller.last_logits(merged), wanted[len(prompt) - 1], atol=TOLERANCE)
+    decoder = Decoder(prefiller, merged, num_prompt_tokens=len(prompt), max_new_tokens=len(answer))
+    for number, token in enumerate(answer):
+        np.testing.assert_allclose(decoder.step(int(token)), wanted[len(prompt) + number], atol=TOLERANCE)
+
+    stored["v0"] = np.roll(first, 1, axis=2)  # the mutant: one position off
+    wrong = prefiller.run(prompt, reuse, read_layers=lambda variant, a, b: stored[variant][a:b])
+    assert np.abs(prefiller.last_logits(wrong) - wanted[len(prompt) - 1]).max() > 100 * TOLERANCE

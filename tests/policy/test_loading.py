@@ -1,0 +1,54 @@
+"""How long a load is waited for (CacheCraft sec. 3.5): hand-worked numbers and monotony."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ccjax.policy.loading import LEAST_WAIT_S, UNMEASURED_WAIT_S, longest_load_wait_s
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seconds_per_token", "expected"),
+    [
+        (200, 0.01, 2.0),  # 200 tokens of 10 ms: computing them takes 2 s
+        (1, 3.0, 3.0),
+        (100, 0.005, 0.5),  # just the floor
+        (100, 0.004, 0.5),  # 0.4 s, below the floor
+        (2000, 0.0001, 0.5),  # an accelerator: 0.2 s
+        (2000, 0.0, 0.5),
+        (200, None, 5.0),
+        (1, None, 5.0),
+    ],
+)
+def test_what_computing_takes_but_at_least_the_floor(num_tokens, seconds_per_token, expected):
+    assert longest_load_wait_s(num_tokens, seconds_per_token) == pytest.approx(expected)
+
+
+def test_the_constants_are_those_of_the_examples():
+    assert (LEAST_WAIT_S, UNMEASURED_WAIT_S) == (0.5, 5.0)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0, 1), st.floats(0, 1))
+def test_more_tokens_or_a_slower_device_never_shorten_the_wait(tokens, more_tokens, rate, more_rate):
+    bound = longest_load_wait_s(tokens, rate)
+    assert LEAST_WAIT_S <= bound <= longest_load_wait_s(tokens + more_tokens, rate + more_rate)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seconds_per_token", "name"),
+    [
+        (0, 0.1, "num_tokens"),
+        (0, None, "num_tokens"),
+        (2.0, 0.1, "num_tokens"),
+        (5, -0.1, "seconds_per_token"),
+        (5, math.inf, "seconds_per_token"),
+        (5, math.nan, "seconds_per_token"),
+    ],
+)
+def test_bad_arguments_are_named(num_tokens, seconds_per_token, name):
+    with pytest.raises(ValueError, match=name):
+        longest_load_wait_s(num_tokens, seconds_per_token)

@@ -1,0 +1,166 @@
+"""What a server does between requests, and what it stops doing: repairs, news of the store, given up prefills."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ccjax.engine import Engine, Request, SamplingParams
+from ccjax.engine import prefill as prefill_module
+from ccjax.server import ServerSettings
+from ccjax.types import Document
+from models.llama3.steps import layer_step
+from tests.server.conftest import MAX_MODEL_LEN, Server, wait_until
+from tests.server.test_traffic import body, metrics
+
+StartServer = Callable[..., contextlib.AbstractContextManager[Server]]
+PASSAGES = [{"text": f"{name} sings in the {when}."} for name, when in [("Anna", "morning"), ("Bob", "evening")]]
+
+
+def post(server: Server, **more) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body("Who sings?", **more), timeout=60)
+
+
+def leave_approximate(server: Server) -> None:
+    """Two requests straight to the engine, after which a chunk is stored as it was repaired."""
+    for passages in (PASSAGES, PASSAGES[::-1]):
+        server.engine.generate("Who sings?", passages, max_new_tokens=1)
+    assert num_approximate(server)
+
+
+def num_approximate(server: Server) -> int:
+    return sum(meta.fidelity == "approx" for meta in server.engine._variants)
+
+
+@pytest.fixture
+def at_rest(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """`at_rest()` is True once the worker found nothing to repair, so that it sleeps until a request comes."""
+    outcomes: list[bool] = []
+    repair_one = Engine.repair_one
+
+    def watched(engine: Engine, **kwargs) -> bool:
+        outcomes.append(repair_one(engine, **kwargs))
+        return outcomes[-1]
+
+    monkeypatch.setattr(Engine, "repair_one", watched)
+    return lambda: outcomes[-1:] == [False]
+
+
+class Gate:
+    """Holds the next layer of the worker's thread until it is opened; counts that thread's layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held, self.open = threading.Event(), threading.Event()
+        self.num_layers = 0
+
+        def step(*args, **kwargs):
+            if threading.current_thread().name == "ccjax-engine":
+                self.num_layers += 1
+                self.held.set()
+                assert self.open.wait(20)
+            return layer_step(*args, **kwargs)
+
+        monkeypatch.setattr(prefill_module, "layer_step", step)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+def test_a_client_that_leaves_during_its_prefill_stops_it(start_server: StartServer, gate: Gate) -> None:
+    with start_server() as server:
+        worker = server.service.backend.worker
+        url = httpx.URL(server.url)
+        request = httpx.Request("POST", url.join("/v1/chat/completions"), json=body("Who?"))
+        with socket.create_connection((url.host, url.port)) as client:
+            head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+            client.sendall(f"POST {request.url.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+            assert gate.held.wait(20)
+        job = worker._running
+        assert job is not None
+        wait_until(lambda: job.cancelled)
+        gate.open.set()
+        wait_until(lambda: worker.num_running == 0)
+        assert gate.num_layers == 1 and server.engine.num_variants == 0  # of two layers
+        assert metrics(server)[("ccjax_request_errors_total", "cancelled")] == 1
+        assert post(server, documents=[]).status_code == 200
+        assert metrics(server)[("ccjax_request_errors_total", "cancelled")] == 1
+
+
+def test_idle_time_makes_approximate_variants_exact(start_server: StartServer, at_rest: Callable[[], bool]) -> None:
+    with start_server() as server:
+        wait_until(at_rest)
+        leave_approximate(server)
+        assert metrics(server)[("ccjax_variants_repaired_total",)] == 0
+        assert post(server).status_code == 200  # after it, the worker finds itself idle
+        wait_until(lambda: not num_approximate(server))
+        wait_until(lambda: metrics(server)[("ccjax_variants_repaired_total",)] >= 1)
+        assert metrics(server)[("ccjax_variants_repair_failed_total",)] == 0
+        report = post(server, documents=PASSAGES[::-1], reuse="exact").json()["reuse"]
+        assert report["exact"] and all(entry["computed_tokens"] == 0 for entry in report["per_document"])
+
+
+def test_a_request_during_a_repair_is_answered_and_the_repair_stops_between_layers(
+    start_server: StartServer, gate: Gate, at_rest: Callable[[], bool]
+) -> None:
+    with start_server() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        worker = server.service.backend.worker
+        wait_until(at_rest)
+        leave_approximate(server)
+        gate.open.set()
+        assert post(server, reuse="off").status_code == 200
+        gate.open.clear()
+        gate.held.clear()
+        assert gate.held.wait(20)  # the repair is at its first layer
+        assert worker.num_running == 0 and num_approximate(server)
+        gate.num_layers = 1
+        answer = pool.submit(post, server, reuse="off", max_tokens=1)
+        wait_until(lambda: worker.num_waiting == 1)
+        gate.open.set()
+        assert answer.result().status_code == 200
+        # One layer of the repair and two of the request; a repair that went on would have had two of its own.
+        wait_until(lambda: not num_approximate(server))
+        assert gate.num_layers == 1 + 2 + 2  # then the whole repair
+        assert metrics(server)[("ccjax_variants_repaired_total",)] >= 1
+
+
+def test_repairs_can_be_switched_off(start_server: StartServer) -> None:
+    with start_server(ServerSettings(repair_when_idle=False)) as server:
+        assert server.service.backend.worker._idle_work is None
+        leave_approximate(server)
+        assert post(server).status_code == 200 and num_approximate(server)
+
+
+def test_what_another_engine_stored_is_used_without_a_restart(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/store"
+    request = Request(
+        messages=body("Who sings?")["messages"],
+        documents=[Document(passage["text"]) for passage in PASSAGES],
+        sampling=SamplingParams(max_new_tokens=1),
+    )
+    with start_server(ServerSettings(store_refresh_interval_s=0.05), store=url) as server:
+        settings = {"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house", "store": url}
+        with Engine.from_pretrained(tiny_model, **settings) as other:
+            other.run(request)
+            other.flush()
+            wait_until(lambda: server.engine.num_variants == other.num_variants)
+            assert metrics(server)[("ccjax_variants_adopted_total",)] == other.num_variants == 3
+            report = post(server, documents=PASSAGES, max_tokens=1).json()["reuse"]
+            assert {entry["tier"] for entry in report["per_document"]} == {"disk"} and report["exact"]
+            for meta in tuple(other._variants):
+                other._variants.discard(meta.variant_id)
+            # What it read is in its own memory now; what it did not read would be gone.
+            wait_until(lambda: server.engine.store_usage()["disk"].num_variants == 0)
+            assert server.engine.num_variants == 3

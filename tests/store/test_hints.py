@@ -1,0 +1,59 @@
+"""Hints: JSON that outlives the process, is replaced as a whole and may be lost. They never fail a store."""
+
+import logging
+
+import pytest
+
+from tests.store.kv import OTHERS, assert_same_bytes, get, make_kv, namespace_of, open_store, put
+
+
+def test_hints_outlive_the_process_and_are_replaced_as_a_whole(tmp_path):
+    with open_store(tmp_path) as store:
+        assert store.read_hints() == {}
+        store.write_hints({"a": 1.5, "b": [1, 2]})
+        assert store.read_hints() == {"a": 1.5, "b": [1, 2]}
+        store.write_hints({"c": None})
+    with open_store(tmp_path) as store:
+        assert store.read_hints() == {"c": None}
+        put(store, "v")
+        assert_same_bytes(get(store, "v"), make_kv("v"))
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_hints_belong_to_their_identity(tmp_path):
+    with open_store(tmp_path) as ours, open_store(tmp_path, identity=OTHERS) as theirs:
+        ours.write_hints({"whose": "ours"})
+        theirs.write_hints({"whose": "theirs"})
+        assert ours.read_hints() == {"whose": "ours"}
+
+
+def test_a_store_in_memory_has_none():
+    with open_store(None) as store:
+        store.write_hints({"a": 1})
+        assert store.read_hints() == {}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff\xfe", b"[" * 100_000])
+def test_damaged_hints_count_as_none(tmp_path, content):
+    with open_store(tmp_path) as store:
+        put(store, "v")
+        (namespace_of(tmp_path) / "hints.json").write_bytes(content)
+    with open_store(tmp_path) as store:
+        assert store.read_hints() == {} and store.tier_of("v") == "disk"
+        store.write_hints({"a": 1})
+        assert store.read_hints() == {"a": 1}
+
+
+def test_a_disk_that_refuses_is_logged_and_the_old_hints_stay(tmp_path, monkeypatch, caplog):
+    with open_store(tmp_path) as store:
+        store.write_hints({"a": 1})
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="store"):
+            patch.setattr("os.replace", refuse)
+            store.write_hints({"a": 2})
+        assert "cannot write the hints" in caplog.text and "No space left" in caplog.text
+        assert store.read_hints() == {"a": 1}
+    assert not list(tmp_path.rglob("*.tmp"))
