@@ -1,7 +1,8 @@
 """Three questions to the embedded model, each answered three ways over the same stored passages: python scripts/demo.py
 
 The passages are computed and stored one by one first, as an offline job would. Then every question is answered by full
-prefill, by naive reuse (nothing recomputed) and by Cache-Craft, with the reuse report of the last.
+prefill, by naive reuse (nothing recomputed) and by Cache-Craft with a part of each passage recomputed, with the reuse
+report of the last.
 """
 
 from __future__ import annotations
@@ -34,17 +35,21 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line; `argv` defaults to the process's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=0, help="which question of each kind (default 0, the first)")
-    number = parser.parse_args(argv).number
+    parser.add_argument("--recompute-ratio", type=float, default=0.3, help="share that Cache-Craft recomputes (0.3)")
+    arguments = parser.parse_args(argv)
+    number, ratio = arguments.number, arguments.recompute_ratio
+    if not 0.0 <= ratio <= 1.0:
+        parser.error(f"--recompute-ratio: wanted 0 to 1, got {ratio}")
     console = Console(width=None if sys.stdout.isatty() else 118)
     corpus = build_corpus()
     for kind in ABOUT:
         of_kind = [question for question in corpus.questions if question.kind == kind]
         if not 0 <= number < len(of_kind):
             parser.error(f"--number: wanted 0 to {len(of_kind) - 1}, got {number}")
-        ask(console, corpus, of_kind[number])
+        ask(console, corpus, of_kind[number], ratio)
 
 
-def ask(console: Console, corpus: Corpus, question: CorpusQuestion) -> dict[str, Response]:
+def ask(console: Console, corpus: Corpus, question: CorpusQuestion, recompute_ratio: float) -> dict[str, Response]:
     """Prints and returns the answers to one question, one per way."""
     context = question_context(corpus, question, random.Random(question.question))
     documents = [{"title": passage.title, "text": passage.text} for passage in context.passages]
@@ -58,7 +63,8 @@ def ask(console: Console, corpus: Corpus, question: CorpusQuestion) -> dict[str,
             for document in documents:
                 engine.generate("Who?", [document], max_new_tokens=1)
         for way, strategy in WAYS.items():
-            with Engine.from_pretrained("demo", store=store, strategy=strategy, read_only=True) as engine:
+            settings = {"strategy": strategy, "recompute_ratio": recompute_ratio, "read_only": True}
+            with Engine.from_pretrained("demo", store=store, **settings) as engine:
                 answers[way] = engine.generate(question.question, documents)
     console.print(_answers(answers, question.answers[0]))
     console.print(_report(answers["Cache-Craft"]))

@@ -4,9 +4,9 @@ Knows no model and no optimiser. Order and thresholds are measured: started on f
 size stays for thousands of steps at the level of guessing among the values present.
 
 The shipped weights took 4,200 steps: register passed at step 941, only hops from 2,001 to 2,701, three passages to
-2,988, five to 3,388. Two hops stayed at guessing until most questions of a batch asked for them and half of the layers
-were hinted at the bridge (`Stage.hint_weight`). Up to step 2,750 a person could work at two places, which spoilt a third
-of the two-hop questions; that is mended in the generator, so a fresh run gives other bytes.
+2,988, five to 3,388. Two hops stayed at guessing until most questions of a batch asked for them and the layers halfway
+were hinted at the bridge (`Stage.hint_weight`). Up to step 2,750 a person could work at two places, which spoilt a
+third of the two-hop questions; that is mended in the generator, so a fresh run gives other bytes.
 """
 
 from __future__ import annotations
