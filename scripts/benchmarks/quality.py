@@ -7,6 +7,7 @@ Four kinds of question over held-out towns; every request goes through the publi
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trials = measured(model, (FULL, *ALPHAS), questions, arguments.passages, "choose alpha", is_validation=True)
     target = TARGET_OF_FULL * _quality(trials[0]) if arguments.target is None else arguments.target
     alpha = choose_alpha([AlphaTrial(t.way.alpha, t.mean_cfo, _quality(t)) for t in trials[1:]], target_quality=target)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table(outcomes, f"{arguments.passages} passages, {questions} questions of each kind"))
     console.print(_alpha_table(trials))
     found = "none" if alpha is None else f"{alpha.alpha}"
