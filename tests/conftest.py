@@ -23,6 +23,8 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Some virtual machines report AMX and then stop a process that uses it: torch's bfloat16 would end the test run.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # `params` is left out: jax rebuilds its dataclasses with leaves that are no arrays (shapes, None, shardings).
 _STEMS = {path.stem for path in (ROOT / "models/llama3").glob("[a-z]*.py")} - {"params"}
