@@ -31,7 +31,7 @@ from ccjax.engine.loading import load_model as load_engine_model
 from scripts.benchmarks.quality import measured
 from scripts.benchmarks.quality import table as reuse_table
 
-DEFAULT_STEPS = 4200
+DEFAULT_STEPS = 4000
 QUICK_STEPS = 30
 
 

@@ -65,6 +65,6 @@ def test_reuse_hurts_where_the_passage_before_matters_and_a_few_tokens_bring_it_
     ways = [FULL, NAIVE[1], Way("cachecraft", "behind others", recompute_ratio=0.3)]
     outcomes = measure_ways(model, ways, tmp_path, num_questions=32, kinds=("single", "pronoun"))
     full, naive, craft = ({kind: score.accuracy_ratio for kind, score in out.scores.items()} for out in outcomes)
-    assert naive["pronoun"] <= full["pronoun"] - 0.2
-    assert craft["pronoun"] >= naive["pronoun"] + 0.15
+    assert naive["pronoun"] <= full["pronoun"] - 0.25
+    assert craft["pronoun"] >= full["pronoun"] - 0.1
     assert naive["single"] >= full["single"] - 0.1
