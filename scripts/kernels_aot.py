@@ -31,7 +31,7 @@ def violations(chip: str, name: str, figures: dict[str, int], limits: Any, known
     wrong = [
         f"{chip}, {name}: {figure} is {figures[figure]:,}, the limit is {by_chip[chip]:,}"
         for figure, by_chip in limits.items()
-        if figures[figure] > by_chip[chip]
+        if figures.get(figure, 0) > by_chip[chip]
     ]
     if known is None:
         return [*wrong, f"{chip}, {name}: not in {TABLE.name}; --update adds it"]
@@ -81,31 +81,35 @@ def _compile_all(target: Any, dump: Path, only: str, known: dict[str, Any] | Non
     """
     # Here and not above: jax reads the environment when it is first imported.
     from pallas_kernels.attention import attention
-    from scripts.kernels.cases import CASES, STEP
+    from pallas_kernels.decode import decode_attention
+    from scripts.kernels.cases import ALL_CASES, STEP
     from scripts.kernels.compiling import compile_case, compile_layer_step
 
-    cases = [case for case in (*CASES, STEP) if only in case.name]
+    operations = {"partial_prefill": attention, "paged_decode": decode_attention}
+    cases = [case for case in ALL_CASES if only in case.name]
     found: dict[str, Any] = {chip: {} for chip in target.CHIPS}
     wrong: list[str] = []
     for chip in target.CHIPS:
         device, implementation = target.device_of(chip), target.implementation(chip)
-        attend = functools.partial(attention, implementation=implementation)
         for case in cases:
             _empty(dump)
+            memory = {}
             if case is STEP:
-                executable = compile_layer_step(implementation, case, device, target.PLATFORM, target.options())
+                executable, size = compile_layer_step(implementation, STEP, device, target.PLATFORM, target.options())
+                memory = {"hbm_bytes": size}
             else:
-                executable = compile_case(attend, case, device, target.PLATFORM, target.options())
-            figures = target.figures(executable, dump, chip)
+                operation = functools.partial(operations[case.kernel], implementation=implementation)
+                executable = compile_case(operation, case, device, target.PLATFORM, target.options())
+            figures = target.figures(executable, case.kernel, dump, chip) | memory
             found[chip][case.name] = figures
             earlier = figures if known is None else known.get(chip, {}).get(case.name)
             wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
             print(f"{chip:5} {case.name:34}", *(f"{name} {value:>10,} " for name, value in figures.items()), flush=True)
-    for name, chip, attend, message in target.controls():
+    for name, chip, case, operation, message in target.controls():
         _empty(dump)
         try:
-            executable = compile_case(attend, CASES[2], target.device_of(chip), target.PLATFORM, target.options())
-            figures = target.figures(executable, dump, chip)
+            executable = compile_case(operation, case, target.device_of(chip), target.PLATFORM, target.options())
+            figures = target.figures(executable, case.kernel, dump, chip)
             outcome = str(violations(chip, name, figures, target.LIMITS, figures))
         except Exception as error:  # the compilers raise JaxRuntimeError, lowering ValueError and others
             outcome = str(error)

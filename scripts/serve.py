@@ -358,6 +358,7 @@ def _parser() -> argparse.ArgumentParser:
     # Left out of the namespace where not given, so that EngineConfig alone holds the defaults.
     for flag, kind, text in (
         ("--dtype", str, "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere (default auto)"),
+        ("--attention", str, "implementation of the attention kernel (default: the platform's own)"),
         ("--max-model-len", int, "longest prompt plus answer in tokens"),
         ("--strategy", str, "how chunks are reused: cachecraft, reuse, prefix, full, legolink, random"),
         ("--alpha", float, "scales the share of tokens that is recomputed"),

@@ -16,6 +16,7 @@ class EngineConfig:
 
     Attributes:
       dtype: of weights, activations and stored KV: "float32" (best on CPU) or "bfloat16" (accelerators).
+      attention: implementation of `pallas_kernels.attention.attention`; None takes the platform's own.
       store: URL of the lasting chunk store, such as "file:///var/cache/ccjax"; None keeps chunk-caches in memory only.
       strategy: how chunks are reused: "cachecraft", "reuse" (naive), "prefix" (exact prefixes only), "full" (never); or
         with as much recomputed as "cachecraft" would, "legolink" (the head of each chunk), "random" (drawn tokens).
@@ -32,6 +33,7 @@ class EngineConfig:
     """
 
     dtype: str = "float32"
+    attention: str | None = None
     store: str | None = None
     strategy: str = "cachecraft"
     alpha: float = 1.0

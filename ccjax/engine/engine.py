@@ -31,6 +31,7 @@ from ccjax.errors import ConfigError, RequestError
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
+from pallas_kernels.attention import check_implementation
 from store.spec import KVSpec, StoreIdentity
 from store.tiered import TieredStore, TierUsage
 
@@ -60,7 +61,11 @@ class Engine:
         if model.tokenizer is not None and model.template is not None:
             wording = {} if config.system_prompt is None else {"system_prompt": config.system_prompt}
             self._builder = PromptBuilder(model.tokenizer, model.template, **wording)
-        self._prefiller = Prefiller(model.params, model.config)
+        try:
+            check_implementation(config.attention)
+        except NotImplementedError as error:
+            raise ConfigError(f"attention: {error}") from error
+        self._prefiller = Prefiller(model.params, model.config, implementation=config.attention)
         self._settings = config.planner_settings()
         self._store = TieredStore.open(
             config.store,

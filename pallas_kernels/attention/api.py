@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.blocks import MOSAIC_TPU, TRITON, chip_of
+from pallas_kernels.attention.blocks import MOSAIC_TPU, TRITON
 from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
 from pallas_kernels.attention.output import AttentionOutput
 from pallas_kernels.attention.reference import reference_attention
+from pallas_kernels.attention.tokamax import OPERATIONS, tokamax_attention
 from pallas_kernels.attention.triton import triton_attention
 from pallas_kernels.attention.xla import blocked_attention
+from pallas_kernels.dispatch import implementation as implementation_of
 
-PLAIN = {"reference": reference_attention, "xla": blocked_attention}
+PLAIN = {
+    "reference": reference_attention,
+    "xla": blocked_attention,
+    "tokamax": tokamax_attention,
+    **{f"tokamax_{kernel}": functools.partial(tokamax_attention, kernel=kernel) for kernel in OPERATIONS},
+}
 KERNELS = {"triton": (triton_attention, TRITON), "mosaic_tpu": (mosaic_tpu_attention, MOSAIC_TPU)}
-BEST = {"cpu": "xla", "gpu": "triton", "tpu": "mosaic_tpu"}
-"""Platform -> the implementation that `None` stands for."""
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises NotImplementedError unless `attention` knows the name, or has one for this platform where it is None."""
+    implementation_of(name, PLAIN, KERNELS)
 
 
 def attention(
@@ -57,7 +65,9 @@ def attention(
         their dtype as `apply_rope` does.
       implementation: None for the platform's own: "xla" on CPU, "triton" on NVIDIA GPUs, "mosaic_tpu" on TPUs. Or by
         name: "reference", "xla", "triton", "mosaic_tpu"; "triton:h100" to compile for a chip that is not at hand;
-        "triton_interpret", "mosaic_tpu_interpret" to run a kernel's very operations without its chip, slowly.
+        "triton_interpret", "mosaic_tpu_interpret" to run a kernel's very operations without its chip, slowly. With the
+        extra `tokamax`, "tokamax" for what that library does best on the platform, or one of its kernels:
+        "tokamax_mosaic_gpu", "tokamax_triton", "tokamax_xla".
 
     Returns:
       AttentionOutput; rows that see no slot are 0 with lse = -inf.
@@ -74,7 +84,7 @@ def attention(
         raise ValueError("q_request and k_request: wanted both or neither")
     if k_frequencies is not None and k_frequencies.shape != (q.shape[2] // 2,):
         raise ValueError(f"k_frequencies: wanted shape ({q.shape[2] // 2},), got {k_frequencies.shape}")
-    return _implementation(implementation)(
+    return implementation_of(implementation, PLAIN, KERNELS)(
         q,
         k,
         v,
@@ -87,27 +97,3 @@ def attention(
         k_request=k_request,
         k_frequencies=None if k_frequencies is None else jnp.asarray(k_frequencies, jnp.float32),
     )
-
-
-def _implementation(name: str | None) -> Callable[..., AttentionOutput]:
-    """The function behind a name, with the block sizes of its chip."""
-    if name is None:
-        platform = jax.default_backend()
-        if platform not in BEST:
-            raise NotImplementedError(f"platform {platform!r}: wanted one of {sorted(BEST)}, or a named implementation")
-        name = BEST[platform]
-    if name in PLAIN:
-        return PLAIN[name]
-    is_interpreted = name.endswith("_interpret")
-    base, _, chip = name.removesuffix("_interpret").partition(":")
-    if base not in KERNELS or (is_interpreted and chip):
-        names = [*PLAIN, *KERNELS, *(f"{kernel}_interpret" for kernel in KERNELS)]
-        raise NotImplementedError(f"implementation: wanted one of {sorted(names)}, got {name!r}")
-    function, table = KERNELS[base]
-    chip = "interpret" if is_interpreted else chip or chip_of(jax.devices()[0].device_kind)
-    if chip not in table:
-        raise NotImplementedError(
-            f"implementation {name!r}: wanted a chip of {sorted(set(table) - {'interpret'})}, got {chip!r}; "
-            "another implementation has to be named"
-        )
-    return functools.partial(function, blocks=table[chip], interpret=is_interpreted)

@@ -14,6 +14,7 @@ class TritonBlocks:
       keys: slots per step.
       num_warps, num_stages: warps of a program, and steps of the software pipeline.
       max_segments: columns of the mass that the registers hold; more segments take further passes.
+      float32_queries: query tokens of one head where elements have four bytes.
       rotates: whether keys may be rotated inside the kernel; if not, they are rotated before it.
     """
 
@@ -22,6 +23,7 @@ class TritonBlocks:
     num_warps: int
     num_stages: int
     max_segments: int = 64
+    float32_queries: int = 128
     rotates: bool = True
 
 
@@ -40,28 +42,11 @@ class MosaicBlocks:
 
 TRITON = {
     "a100": TritonBlocks(queries=128, keys=32, num_warps=8, num_stages=3, rotates=False),
-    "h100": TritonBlocks(queries=128, keys=64, num_warps=8, num_stages=3),
-    "interpret": TritonBlocks(queries=32, keys=64, num_warps=4, num_stages=2, max_segments=16),
+    "h100": TritonBlocks(queries=128, keys=64, num_warps=8, num_stages=3, float32_queries=64),
+    "interpret": TritonBlocks(queries=32, keys=64, num_warps=4, num_stages=2, max_segments=16, float32_queries=32),
 }
 MOSAIC_TPU = {
     "v5e": MosaicBlocks(rows=512, keys=1024),
     "v6e": MosaicBlocks(rows=1024, keys=1024),
     "interpret": MosaicBlocks(rows=64, keys=128),
 }
-
-
-_DEVICE_KINDS = {
-    "NVIDIA A100": "a100",
-    "NVIDIA H100": "h100",
-    "NVIDIA H200": "h100",
-    "NVIDIA GH200": "h100",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-}
-
-
-def chip_of(device_kind: str) -> str:
-    """The chip that JAX means by a `device_kind`; kinds without measured block sizes come back as they are."""
-    return next((chip for start, chip in _DEVICE_KINDS.items() if device_kind.startswith(start)), device_kind)

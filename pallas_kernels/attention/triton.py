@@ -157,9 +157,10 @@ def triton_attention(
     num_queries, num_slots, head_dim = q.shape[0], k.shape[0], q.shape[2]
     if head_dim not in (16, 32, 64, 128, 256):
         raise NotImplementedError(f"triton: wanted a head dimension of 16, 32, 64, 128 or 256, got {head_dim}")
-    query_block = min(blocks.queries, power_of_two(num_queries, _LEAST))
-    # The sizes are for two bytes. Float32 takes a quarter: twice the shared memory, and products outside the tensor
-    # cores, whose operands need registers (at half, H100 spilled 32 kB per thread).
+    # Float32 takes a quarter of the slots and no pipeline: its products run outside the tensor cores, and their
+    # operands need registers (with half the slots, H100 spilled 32 kB a thread).
+    most_queries = blocks.queries if q.dtype.itemsize == 2 else blocks.float32_queries
+    query_block = min(most_queries, power_of_two(num_queries, _LEAST))
     key_block = min(max(_LEAST, blocks.keys * 4 // k.dtype.itemsize**2), power_of_two(num_slots, _LEAST))
     if k_frequencies is not None and not blocks.rotates:
         k = apply_rope(k, jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
@@ -244,7 +245,8 @@ def _call(
         ],
         # Fewer rows than 64 do not feed eight warps.
         compiler_params=plt.CompilerParams(
-            num_warps=blocks.num_warps if query_block >= 64 else 4, num_stages=blocks.num_stages
+            num_warps=blocks.num_warps if query_block >= 64 else 4,
+            num_stages=blocks.num_stages if inputs.k.dtype.itemsize <= 2 else 1,
         ),
         interpret=interpret,
         name="partial_prefill",

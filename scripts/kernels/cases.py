@@ -1,9 +1,10 @@
-"""The attention calls that serving makes, as abstract shapes. Knows no chip and no compiler."""
+"""The kernel calls that serving makes, as abstract shapes. Knows no chip and no compiler."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Sharding
 class Case:
     """One call of `pallas_kernels.attention`; the defaults are Llama-3-8B on one chip, 15 % of 16k computed."""
 
+    kernel: ClassVar[str] = "partial_prefill"
     name: str
     num_queries: int = 2560
     num_slots: int = 16384
@@ -52,6 +54,46 @@ class Case:
         return {"scale": self.head_dim**-0.5, "num_segments": self.num_segments}
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """One call of `pallas_kernels.decode`; the defaults are Llama-3-8B on one chip, 32 requests with up to 8k each."""
+
+    kernel: ClassVar[str] = "paged_decode"
+    name: str
+    num_requests: int = 32
+    num_entries: int = 512
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    is_rotated: bool = False
+    dtype: str = "bfloat16"
+
+    def arrays(self, sharding: Sharding) -> dict[str, jax.ShapeDtypeStruct]:
+        """The array arguments, by name."""
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+        pool = (self.num_kv_heads, self.num_requests * self.num_entries, self.page_size, self.head_dim)
+        table = (self.num_requests, self.num_entries)
+        dtype = jnp.dtype(self.dtype)
+        arrays = {
+            "q": array((self.num_requests, self.num_heads, self.head_dim), dtype),
+            "k_pages": array(pool, dtype),
+            "v_pages": array(pool, dtype),
+            "page_table": array(table, jnp.int32),
+            "page_length": array(table, jnp.int32),
+        }
+        if self.is_rotated:
+            arrays |= {
+                "page_start": array(table, jnp.int32),
+                "k_frequencies": array((self.head_dim // 2,), jnp.float32),
+            }
+        return arrays
+
+    def statics(self) -> dict[str, Any]:
+        """The other arguments."""
+        return {"scale": self.head_dim**-0.5}
+
+
 # Query heads and kv heads of one chip.
 _MODELS = {"8B TP1": (32, 8), "8B TP4": (8, 2), "70B TP8": (8, 1)}
 # Computed tokens, padded to the engine's buckets, and context slots: 15 % and 100 % of 2k and 16k.
@@ -72,5 +114,21 @@ CASES = tuple(
     Case("heads of 64", head_dim=64),
     Case("float32", dtype="float32"),
 )
-STEP = Case("layer step, 8B TP1, 15 % of 16k")
+STEP = Case("layer step, 8B TP4, 15 % of 16k", num_heads=8, num_kv_heads=2)
 """Compiled as the engine's whole layer step, not as the kernel alone."""
+
+DECODE_CASES = (
+    *(DecodeCase(f"decode, {model}", num_heads=heads, num_kv_heads=kv) for model, (heads, kv) in _MODELS.items()),
+    *(
+        DecodeCase(f"decode, {model}, rotated", num_heads=heads, num_kv_heads=kv, is_rotated=True)
+        for model, (heads, kv) in _MODELS.items()
+    ),
+    DecodeCase("decode, one request", num_requests=1, num_entries=2048),
+    DecodeCase("decode, heads of 64", head_dim=64),
+    DecodeCase("decode, pages of 64", num_entries=128, page_size=64),
+    DecodeCase("decode, float32", dtype="float32"),
+)
+
+ALL_CASES = (*CASES, *DECODE_CASES, STEP)
+CONTROL, DECODE_CONTROL = CASES[2], DECODE_CASES[0]
+"""What the kernels that must fail are compiled for."""

@@ -1,4 +1,4 @@
-"""Compiles attention calls and whole layer steps for a described device. Knows no chip's name and reads no figures."""
+"""Compiles kernel calls and whole layer steps for a described device. Knows no chip's name and reads no figures."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from jax.sharding import SingleDeviceSharding
 
 from models.llama3 import LLAMA3_8B, abstract_params
 from models.llama3.steps import layer_step
-from scripts.kernels.cases import Case
-
-KERNEL_NAME = "partial_prefill"
+from scripts.kernels.cases import Case, DecodeCase
 
 
 def compile_case(
-    attend: Callable[..., Any], case: Case, device: Any, platform: str, options: dict[str, Any] | None = None
+    attend: Callable[..., Any],
+    case: Case | DecodeCase,
+    device: Any,
+    platform: str,
+    options: dict[str, Any] | None = None,
 ) -> Any:
     """The executable of one attention call for `device`."""
 
     def call(arrays: dict[str, jax.Array]) -> Any:
-        named = dict(arrays)
-        return attend(named.pop("q"), named.pop("k"), named.pop("v"), **named, **case.statics())
+        return attend(**arrays, **case.statics())
 
     traced = jax.jit(call).trace(case.arrays(SingleDeviceSharding(device)))
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
@@ -32,15 +33,29 @@ def compile_case(
 
 def compile_layer_step(
     implementation: str, case: Case, device: Any, platform: str, options: dict[str, Any] | None = None
-) -> Any:
-    """The executable of the engine's own step: one layer of Llama-3-8B with the case's sizes."""
+) -> tuple[Any, int]:
+    """The engine's own step, one layer of Llama-3-8B with the case's sizes: its executable, and bytes of device memory.
+
+    With fewer heads than the model's, the step is that of one chip of several, which holds that share of every weight;
+    the sums over chips between the products are not part of it. The memory is that of a prefill: weights and context of
+    all layers, embeddings, and what one step takes besides.
+    """
     sharding = SingleDeviceSharding(device)
-    config = dataclasses.replace(LLAMA3_8B, num_layers=1)
+    share = LLAMA3_8B.num_heads // case.num_heads
+    config = dataclasses.replace(
+        LLAMA3_8B,
+        num_layers=1,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        d_ff=LLAMA3_8B.d_ff // share,
+    )
 
     def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    layer = jax.tree.map(lambda x: array(*x.shape, dtype=jnp.bfloat16), abstract_params(config).layers[0])
+    params = jax.tree.map(lambda x: array(*x.shape, dtype=jnp.bfloat16), abstract_params(config))
+    layer = params.layers[0]
     arrays = case.arrays(sharding)
     traced = layer_step.trace(
         layer,
@@ -55,4 +70,16 @@ def compile_layer_step(
         num_segments=case.num_segments,
         implementation=implementation,
     )
-    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+    executable = traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+    used = executable.memory_analysis()
+    if used is None:
+        raise ValueError("the compiler gives no memory analysis of the layer step")
+    kept = _num_bytes((layer, arrays["k"], arrays["v"]))
+    step = used.argument_size_in_bytes - kept + used.temp_size_in_bytes
+    step += used.output_size_in_bytes - used.alias_size_in_bytes
+    embeddings = (_num_bytes(params) - _num_bytes(layer)) // share
+    return executable, LLAMA3_8B.num_layers * kept + embeddings + step
+
+
+def _num_bytes(arrays: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))

@@ -17,8 +17,12 @@ PLATFORM = "cuda"
 CHIPS = {"a100": "sm_80", "h100": "sm_90a"}
 """Chip -> the architecture that ptxas compiles for."""
 PACKAGES = ("jax", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
-LIMITS = {"shared_bytes": {"a100": 166_912, "h100": 232_448}, "spill_bytes": {"a100": 0, "h100": 0}}
-"""Shared memory of one program, and no register may live in memory."""
+LIMITS = {
+    "shared_bytes": {"a100": 166_912, "h100": 232_448},
+    "spill_bytes": {"a100": 0, "h100": 0},
+    "hbm_bytes": {"a100": 80_000_000_000, "h100": 80_000_000_000},
+}
+"""Shared memory of one program, no register may live in memory, and a chip's memory."""
 
 _COMMON = """
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 shared_memory_per_block: 49152
@@ -72,14 +76,12 @@ def options() -> dict[str, Any]:
     return {"xla_gpu_autotune_level": 0}
 
 
-def figures(executable: Any, dump: Path, chip: str) -> dict[str, int]:
-    """Registers, bytes of spill stores and shared memory of the kernel."""
-    from scripts.kernels.compiling import KERNEL_NAME
-
+def figures(executable: Any, kernel: str, dump: Path, chip: str) -> dict[str, int]:
+    """Registers, bytes of spill stores and shared memory of the kernel of that name."""
     del executable
-    programs = [path for path in dump.glob("*.ptx") if f".entry {KERNEL_NAME}" in path.read_text()]
+    programs = [path for path in dump.glob("*.ptx") if f".entry {kernel}" in path.read_text()]
     launches = re.findall(
-        rf" {KERNEL_NAME}\S* grid: .*shared_memory: (\d+) bytes",
+        rf" {kernel}\S* grid: .*shared_memory: (\d+) bytes",
         "".join(path.read_text() for path in dump.glob("*thunk_sequence.txt")),
     )
     if not programs or not launches:
@@ -101,16 +103,20 @@ def _ptxas() -> str:
     return found
 
 
-def controls() -> Iterator[tuple[str, str, Any, str]]:
-    """(name, chip, attention function, what the error must say): kernels that must not pass."""
+def controls() -> Iterator[tuple[str, str, Any, Any, str]]:
+    """(name, chip, case, function, what the error must say): kernels that must not pass."""
     from pallas_kernels.attention.blocks import TritonBlocks
     from pallas_kernels.attention.triton import triton_attention
+    from pallas_kernels.decode.blocks import TritonDecodeBlocks
+    from pallas_kernels.decode.triton import triton_decode
+    from scripts.kernels.cases import CONTROL, DECODE_CONTROL
 
     for chip in CHIPS:
         large = TritonBlocks(queries=128, keys=128, num_warps=8, num_stages=4)
         yield (
             "four stages of 128 keys exceed shared memory",
             chip,
+            CONTROL,
             functools.partial(triton_attention, blocks=large),
             "(?i)shared memory",
         )
@@ -118,6 +124,15 @@ def controls() -> Iterator[tuple[str, str, Any, str]]:
         yield (
             "four warps for 128 x 64 spill",
             chip,
+            CONTROL,
             functools.partial(triton_attention, blocks=few_warps),
             "spill_bytes",
+        )
+        long_steps = TritonDecodeBlocks(slots=1024, num_warps=4, num_stages=2, programs=1024)
+        yield (
+            "decode steps of 1,024 slots spill",
+            chip,
+            DECODE_CONTROL,
+            functools.partial(triton_decode, blocks=long_steps),
+            "(?i)spill_bytes|shared memory|shared_bytes",
         )

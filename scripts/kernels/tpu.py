@@ -13,8 +13,11 @@ PLATFORM = "tpu"
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 """Chip -> the topology that it is compiled for."""
 PACKAGES = ("jax", "libtpu")
-LIMITS = {"vmem_bytes": {"v5e": 16 << 20, "v6e": 32 << 20}}
-"""What the compiler grants one kernel unless asked for more."""
+LIMITS = {
+    "vmem_bytes": {"v5e": 16 << 20, "v6e": 32 << 20},
+    "hbm_bytes": {"v5e": 16 << 30, "v6e": 32 << 30},
+}
+"""What the compiler grants one kernel unless asked for more, and a chip's memory."""
 
 
 def set_environment(dump: Path) -> None:
@@ -45,13 +48,11 @@ def options() -> None:
     """Compiler options: none."""
 
 
-def figures(executable: Any, dump: Path, chip: str) -> dict[str, int]:
+def figures(executable: Any, kernel: str, dump: Path, chip: str) -> dict[str, int]:
     """VMEM of the kernel, bundles of its static schedule (both branches, start and end), store slots that spill."""
-    from scripts.kernels.compiling import KERNEL_NAME
-
-    calls = [line for line in executable.as_text().splitlines() if "tpu_custom_call" in line and KERNEL_NAME in line]
+    calls = [line for line in executable.as_text().splitlines() if "tpu_custom_call" in line and kernel in line]
     sizes = [re.search(r'scoped_memory_configs":\[\{[^\]]*"size":"(\d+)"', line) for line in calls]
-    schedules = [path for path in dump.glob(f"*{KERNEL_NAME}*final_hlo-static-per-bundle-utilization*")]
+    schedules = [path for path in dump.glob(f"*{kernel}*final_hlo-static-per-bundle-utilization*")]
     if len(calls) != 1 or sizes[0] is None or len(schedules) != 1:
         raise ValueError(f"compiler output: wanted one kernel and its schedule, got {len(calls)} and {len(schedules)}")
     header, *_ = schedules[0].read_text().splitlines()[1:]
@@ -65,11 +66,16 @@ def figures(executable: Any, dump: Path, chip: str) -> dict[str, int]:
     }
 
 
-def controls() -> Iterator[tuple[str, str, Any, str]]:
-    """(name, chip, attention function, what the error must say): kernels that must not compile."""
+def controls() -> Iterator[tuple[str, str, Any, Any, str]]:
+    """(name, chip, case, function, what the error must say): kernels that must not compile."""
     from pallas_kernels.attention.blocks import MosaicBlocks
     from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
+    from pallas_kernels.decode.blocks import MosaicDecodeBlocks
+    from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
+    from scripts.kernels.cases import CONTROL, DECODE_CONTROL
 
     for chip in CHIPS:
         too_large = functools.partial(mosaic_tpu_attention, blocks=MosaicBlocks(rows=4096, keys=4096))
-        yield "blocks of 4096 x 4096 exceed VMEM", chip, too_large, "(?i)vmem"
+        yield "blocks of 4096 x 4096 exceed VMEM", chip, CONTROL, too_large, "(?i)vmem"
+        too_long = functools.partial(mosaic_tpu_decode, blocks=MosaicDecodeBlocks(slots=8192))
+        yield "decode steps of 8,192 slots exceed VMEM", chip, DECODE_CONTROL, too_long, "(?i)vmem"

@@ -101,6 +101,7 @@ def test_read_only_adds_nothing():
     [
         ({"strategy": "magic"}, "strategy"),
         ({"dtype": "float16"}, "dtype"),
+        ({"attention": "abacus"}, "attention: .*abacus"),
         ({"alpha": -1.0}, "alpha"),
         ({"recompute_ratio": 1.5}, "recompute_ratio"),
         ({"focus_window": 0}, "focus_window"),

@@ -1,0 +1,5 @@
+"""Attention of the newest token of each running request over its pages of the KV pool."""
+
+from pallas_kernels.decode.api import DecodeOutput, decode_attention
+
+__all__ = ["DecodeOutput", "decode_attention"]

@@ -1,0 +1,75 @@
+"""Public decode attention: picks an implementation, never falls back silently. Knows no model, scheduler or cache."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels.decode.blocks import MOSAIC_TPU, TRITON
+from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
+from pallas_kernels.decode.output import DecodeOutput
+from pallas_kernels.decode.reference import reference_decode
+from pallas_kernels.decode.triton import triton_decode
+from pallas_kernels.decode.xla import blocked_decode
+from pallas_kernels.dispatch import implementation as implementation_of
+
+PLAIN = {"reference": reference_decode, "xla": blocked_decode}
+KERNELS = {"triton": (triton_decode, TRITON), "mosaic_tpu": (mosaic_tpu_decode, MOSAIC_TPU)}
+
+
+def decode_attention(
+    q: Float[Array, "B Q H"],
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    *,
+    page_table: Int[Array, "B M"],
+    page_length: Int[Array, "B M"],
+    scale: float,
+    page_start: Int[Array, "B M"] | None = None,
+    k_frequencies: Float[Array, "half"] | np.ndarray | None = None,
+    implementation: str | None = None,
+) -> DecodeOutput:
+    """Attention of one new token per request over the pages of its context, its own key and value among them.
+
+    A page of the pool may stand in several tables: requests share the pages of a chunk that they use unchanged, at
+    whatever position each of them has it. A chunk seldom ends where a page does, so every entry says how many of its
+    page's slots it holds; library kernels for paged attention know one length per request and cannot say that.
+
+    Args:
+      q: rotated queries; query head `q` reads kv head `q // (Q / K)`.
+      k_pages, v_pages: the pool of one layer: P pages of T tokens; rotated keys, or with `k_frequencies` keys before
+        RoPE. Slots that no entry holds may contain anything, NaN included.
+      page_table: pages of each request, in any order.
+      page_length: slots in use of each entry, from the page's first; 0 for an entry that is none, whose page may be any
+        number.
+      scale: factor on the dot products, usually H ** -0.5; required on purpose.
+      page_start: position of each entry's first slot; given if and only if `k_frequencies` is.
+      k_frequencies: inverse RoPE frequencies [H / 2]: keys are rotated as they are read, in float32, rounded to their
+        dtype as `apply_rope` does.
+      implementation: as of `pallas_kernels.attention.attention`.
+
+    Returns:
+      DecodeOutput; a request without any slot gets 0 with lse = -inf.
+
+    Raises:
+      ValueError: arguments that do not fit together.
+      NotImplementedError: no such implementation, or it cannot do this: no other one takes its place.
+    """
+    if q.shape[1] % k_pages.shape[0]:
+        raise ValueError(f"q: wanted a multiple of {k_pages.shape[0]} kv heads, got {q.shape[1]} query heads")
+    if (page_start is None) != (k_frequencies is None):
+        raise ValueError("page_start and k_frequencies: wanted both or neither")
+    if k_frequencies is not None and k_frequencies.shape != (q.shape[2] // 2,):
+        raise ValueError(f"k_frequencies: wanted shape ({q.shape[2] // 2},), got {k_frequencies.shape}")
+    return implementation_of(implementation, PLAIN, KERNELS)(
+        q,
+        k_pages,
+        v_pages,
+        page_table=page_table,
+        page_length=page_length,
+        scale=scale,
+        page_start=page_start,
+        k_frequencies=None if k_frequencies is None else jnp.asarray(k_frequencies, jnp.float32),
+    )

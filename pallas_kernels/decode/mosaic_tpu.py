@@ -1,0 +1,237 @@
+"""Paged decode attention for TPUs in Pallas-Mosaic. Knows no chip: block sizes are an argument.
+
+The grid is one step per request; inside, a loop walks over the request's own pages, a few at a time with all their kv
+heads. Pages are copied from HBM by hand into one of two buffers: while one part is computed, the next one is on its
+way, be it of this request or of the next. (As 2 x 16 operands of a pipelined grid, pages took 3,774 bundles per 256
+slots on v5e, mostly bookkeeping, against 1,789 now.)
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Int
+
+from pallas_kernels.attention.bounds import LOG2_E, MASKED
+from pallas_kernels.decode.blocks import MosaicDecodeBlocks
+from pallas_kernels.decode.output import DecodeOutput, DecodeParts
+from pallas_kernels.decode.pages import num_entries, slot_rotations, used_slots, valid_pages
+
+_LANES = 128
+_A_BT = (((1,), (1,)), ((), ()))
+_HEADS_A_BT = (((2,), (2,)), ((0,), (0,)))
+_HEADS_A_B = (((2,), (1,)), ((0,), (0,)))
+
+
+class _Plan(NamedTuple):
+    """Prefetched scalars.
+
+    Attributes:
+      steps: [B], parts of each request, at least 1.
+      earlier: [B], parts of all requests before it: says which of the two buffers a part has.
+      table: [B, M], pages, all of them valid.
+    """
+
+    steps: Any
+    earlier: Any
+    table: Any
+
+
+class _Inputs(NamedTuple):
+    """What a request is given; refs inside the kernel, None where a call has no such input.
+
+    Attributes:
+      q: [K, G, H], the request's query heads by kv head.
+      used: [1, M * T] int32, 1 for slots that hold a token.
+      k, v: [K, P, T, H], the pools, in HBM.
+      cos, sin: [B, M * T, H / 2] float32, of each slot's position, in HBM.
+    """
+
+    q: Any
+    used: Any
+    k: Any
+    v: Any
+    cos: Any = None
+    sin: Any = None
+
+
+class _Scratch(NamedTuple):
+    """Two buffers of S slots each, and a semaphore for each of them: k, v [2, K, S, H]; cos, sin [2, S, H / 2]."""
+
+    arrived: Any
+    k: Any
+    v: Any
+    cos: Any = None
+    sin: Any = None
+
+
+def _kernel(
+    plan: _Plan, inputs: _Inputs, outputs: DecodeParts, scratch: _Scratch, *, scale: float, entries: int
+) -> None:
+    num_kv_heads, group, head_dim = inputs.q.shape
+    page_size, half = inputs.k.shape[2], head_dim // 2
+    slots = entries * page_size
+    # Without the request float32 products would be rounded to bfloat16.
+    precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
+    product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    request = pl.program_id(0)
+    num_steps = plan.steps[request]
+
+    def start_loading(whose: Array, j: Array, buffer: Array) -> None:
+        arrived = scratch.arrived.at[buffer]
+        for number in range(entries):
+            page = plan.table[whose, j * entries + number]
+            here = pl.ds(number * page_size, page_size)
+            for pool, loaded in ((inputs.k, scratch.k), (inputs.v, scratch.v)):
+                pltpu.make_async_copy(pool.at[:, page], loaded.at[buffer, :, here], arrived).start()
+        for table, loaded in ((inputs.cos, scratch.cos), (inputs.sin, scratch.sin)):
+            if table is not None:
+                pltpu.make_async_copy(table.at[whose, pl.ds(j * slots, slots)], loaded.at[buffer], arrived).start()
+
+    def wait_for(buffer: Array) -> None:
+        """Semaphores count bytes, so one wait per array does for all of its pages."""
+        for loaded in (scratch.k, scratch.v, scratch.cos, scratch.sin):
+            if loaded is not None:
+                pltpu.make_async_copy(loaded.at[buffer], loaded.at[buffer], scratch.arrived.at[buffer]).wait()
+
+    def scores_of(buffer: Array) -> Array:
+        if inputs.cos is None:
+            return product(inputs.q[...], scratch.k[buffer], _HEADS_A_BT)
+        cos, sin = scratch.cos[buffer], scratch.sin[buffer]
+        scores = []
+        for head in range(num_kv_heads):  # one head at a time: rotated keys of all of them would not fit the registers
+            wide = scratch.k[buffer, head].astype(jnp.float32)
+            x, y = wide[:, :half], wide[:, half:]
+            k = jnp.concatenate([x * cos - y * sin, x * sin + y * cos], -1).astype(scratch.k.dtype)
+            scores.append(product(inputs.q[head], k, _A_BT))
+        return jnp.stack(scores)
+
+    def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        values, top, total = carry
+        buffer = (plan.earlier[request] + j) % 2
+        is_last = j + 1 == num_steps
+
+        @pl.when(jnp.logical_not(is_last) | (request + 1 < pl.num_programs(0)))
+        def _load_the_next() -> None:
+            start_loading(jnp.where(is_last, request + 1, request), jnp.where(is_last, 0, j + 1), 1 - buffer)
+
+        wait_for(buffer)
+        used = inputs.used[:, pl.ds(j * slots, slots)] != 0
+        # In base 2, whose exponential is the cheaper one.
+        scores = scores_of(buffer) * (scale * LOG2_E)
+        scores = jnp.where(used[None], scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+        # A request that has seen no token yet keeps top = MASKED; its masked scores must not count as 1.
+        weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * MASKED, 0.0, new_top))
+        decay = jnp.exp2(top - new_top)
+        v = scratch.v[buffer]
+        is_used = used.astype(jnp.float32).T[None] != 0.0  # [1, S, 1]
+        v = jnp.where(is_used, v, jnp.zeros((), v.dtype))
+        values = values * decay + product(weights.astype(v.dtype), v, _HEADS_A_B)
+        return values, new_top, total * decay + weights.sum(-1, keepdims=True)
+
+    @pl.when(request == 0)
+    def _load_the_first() -> None:
+        start_loading(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+    rows = (num_kv_heads, group, 1)
+    start = (
+        jnp.zeros((num_kv_heads, group, head_dim), jnp.float32),
+        jnp.full(rows, MASKED, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
+    values, top, total = lax.fori_loop(0, num_steps, step, start)
+    is_empty = total == 0.0
+    total = jnp.where(is_empty, 1.0, total)
+    outputs.out[...] = (values / total).astype(outputs.out.dtype)
+    lse = jnp.where(is_empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
+    outputs.lse[...] = jnp.broadcast_to(lse, outputs.lse.shape)
+
+
+def mosaic_tpu_decode(
+    q: Float[Array, "B Q H"],
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    *,
+    page_table: Int[Array, "B M"],
+    page_length: Int[Array, "B M"],
+    scale: float,
+    page_start: Int[Array, "B M"] | None = None,
+    k_frequencies: Float[Array, "half"] | None = None,
+    blocks: MosaicDecodeBlocks,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> DecodeOutput:
+    """See `pallas_kernels.decode.decode_attention`.
+
+    Args:
+      blocks: sizes for the chip at hand, from `pallas_kernels.decode.blocks`.
+      interpret: run the kernel as XLA operations, on any platform; `pltpu.InterpretParams` simulates the memories too.
+
+    Raises:
+      NotImplementedError: pages that are not a multiple of 8 tokens, or do not divide a step.
+    """
+    num_requests, num_heads, head_dim = q.shape
+    num_kv_heads, _, page_size, _ = k_pages.shape
+    if page_size % 8 or blocks.slots % page_size:
+        raise NotImplementedError(
+            f"mosaic_tpu: wanted pages of a multiple of 8 tokens that divides {blocks.slots}, got {page_size}"
+        )
+    group = num_heads // num_kv_heads
+    entries = blocks.slots // page_size
+    widths = ((0, 0), (0, -page_table.shape[1] % entries))
+    page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
+    # A request without any token takes one step, all of it masked, so that every request has a part to load.
+    steps = jnp.maximum((num_entries(page_length) + entries - 1) // entries, 1)
+    plan = _Plan(steps, jnp.cumsum(steps) - steps, valid_pages(page_table, page_length))
+    inputs = _Inputs(
+        q.reshape(num_requests, num_kv_heads, group, head_dim),
+        used_slots(page_length, page_size).astype(jnp.int32)[:, None],
+        k_pages,
+        v_pages,
+    )
+    if page_start is not None and k_frequencies is not None:
+        cos, sin = slot_rotations(jnp.pad(page_start, widths), page_size, k_frequencies)
+        inputs = inputs._replace(cos=cos, sin=sin)
+
+    def heads(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, num_kv_heads, group, width), lambda request, plan: (request, 0, 0, 0))
+
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    specs = _Inputs(
+        q=heads(head_dim),
+        used=pl.BlockSpec((None, 1, inputs.used.shape[2]), lambda request, plan: (request, 0, 0)),
+        k=in_hbm,
+        v=in_hbm,
+        cos=in_hbm,
+        sin=in_hbm,
+    )
+    specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    pool = pltpu.VMEM((2, num_kv_heads, blocks.slots, head_dim), k_pages.dtype)
+    rotation = None if inputs.cos is None else pltpu.VMEM((2, blocks.slots, head_dim // 2), jnp.float32)
+    (result,) = pl.pallas_call(
+        functools.partial(_kernel, scale=scale, entries=entries),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(num_requests,),
+            in_specs=[specs],
+            out_specs=[DecodeParts(heads(head_dim), heads(_LANES))],
+            scratch_shapes=[_Scratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, rotation, rotation)],
+        ),
+        out_shape=[
+            DecodeParts(
+                jax.ShapeDtypeStruct(inputs.q.shape, q.dtype),
+                jax.ShapeDtypeStruct((*inputs.q.shape[:3], _LANES), jnp.float32),
+            )
+        ],
+        # Requests follow each other on one core: each loads the first part of the next.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="paged_decode",
+    )(plan, inputs)
+    return DecodeOutput(result.out.reshape(q.shape), result.lse[..., 0].reshape(num_requests, num_heads))

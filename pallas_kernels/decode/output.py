@@ -1,0 +1,27 @@
+"""The value that every decode implementation returns. Knows nothing of how it is computed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax import Array
+from jaxtyping import Float
+
+
+class DecodeOutput(NamedTuple):
+    """Result of one decode step's attention.
+
+    Attributes:
+      out: [B, Q, H], dtype of the queries.
+      lse: [B, Q] float32, natural log of the sum of exponentiated scores.
+    """
+
+    out: Float[Array, "B Q H"]
+    lse: Float[Array, "B Q"]
+
+
+class DecodeParts(NamedTuple):
+    """The same two while a kernel is set up and run: their block specs, shapes or refs."""
+
+    out: Any
+    lse: Any

@@ -1,0 +1,205 @@
+"""Paged decode attention for NVIDIA GPUs in Pallas-Triton. Knows no chip: block sizes are an argument.
+
+One program owns one kv head of one request, and one of several equal parts of its pages: a batch too small to fill the
+GPU is split along the context. It gathers a few pages per step and keeps a running softmax for the head's query group;
+the parts are joined afterwards by their log-sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int
+
+from pallas_kernels.attention.bounds import LOG2_E, MASKED, power_of_two
+from pallas_kernels.decode.blocks import TritonDecodeBlocks
+from pallas_kernels.decode.output import DecodeOutput, DecodeParts
+from pallas_kernels.decode.pages import num_entries, slot_rotations, valid_pages
+
+_LEAST = 16
+"""Triton multiplies no matrices that are smaller than this in any dimension."""
+_A_BT = (((1,), (1,)), ((), ()))
+_A_B = (((1,), (0,)), ((), ()))
+
+
+class _Inputs(NamedTuple):
+    """What a program is given; refs inside the kernel, None where a call has no such input.
+
+    Attributes:
+      count: [], entries of the request's table up to its last one in use.
+      table, length: [M], pages of the request and the slots in use of each.
+      q: [G, H], the query heads of the kv head, padded.
+      k, v: [P, T, H], the whole pool of the kv head.
+      cos, sin: [M * T, H / 2] float32, of each slot's position.
+    """
+
+    count: Any
+    table: Any
+    length: Any
+    q: Any
+    k: Any
+    v: Any
+    cos: Any = None
+    sin: Any = None
+
+
+def _kernel(inputs: _Inputs, outputs: DecodeParts, *, scale: float, entries: int, num_parts: int) -> None:
+    rows, head_dim = inputs.q.shape
+    page_size, half = inputs.k.shape[1], head_dim // 2
+    slots = entries * page_size
+    # Without the request float32 products would be rounded to TF32.
+    precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
+    product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+    def scores_of(pages: Array, j: Array) -> Array:
+        if inputs.cos is None:
+            return product(inputs.q[...], inputs.k[pages].reshape(slots, head_dim), _A_BT)
+        here = pl.ds(j * slots, slots)
+        cos, sin = inputs.cos[here, :], inputs.sin[here, :]
+        # Triton can neither slice nor join values, so the halves of a head stay apart.
+        first, second = (
+            inputs.k[pages, :, part].reshape(slots, half).astype(jnp.float32)
+            for part in (pl.ds(0, half), pl.ds(half, half))
+        )
+        turned = (
+            (first * cos - second * sin).astype(inputs.k.dtype),
+            (first * sin + second * cos).astype(inputs.k.dtype),
+        )
+        return product(inputs.q[:, pl.ds(0, half)], turned[0], _A_BT) + product(
+            inputs.q[:, pl.ds(half, half)], turned[1], _A_BT
+        )
+
+    def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        values, top, total = carry
+        here = pl.ds(j * entries, entries)
+        pages = inputs.table[here]
+        used = jnp.arange(page_size, dtype=jnp.int32)[None, :] < inputs.length[here][:, None]
+        used = used.reshape(slots)
+        # In base 2, whose exponential is the cheaper one.
+        scores = jnp.where(used[None, :], scores_of(pages, j) * (scale * LOG2_E), MASKED)
+        new_top = jnp.maximum(top, scores.max(1))
+        # A program that has seen no token yet keeps top = MASKED; its masked scores must not count as 1.
+        weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * MASKED, 0.0, new_top)[:, None])
+        decay = jnp.exp2(top - new_top)
+        v = inputs.v[pages].reshape(slots, head_dim)
+        v = jnp.where(used[:, None], v, jnp.zeros((), v.dtype))
+        values = values * decay[:, None] + product(weights.astype(v.dtype), v, _A_B)
+        return values, new_top, total * decay + weights.sum(1)
+
+    num_steps = (inputs.count[...] + entries - 1) // entries
+    per_part = (num_steps + num_parts - 1) // num_parts
+    first = pl.program_id(2) * per_part
+    start = (
+        jnp.zeros((rows, head_dim), jnp.float32),
+        jnp.full((rows,), MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    values, top, total = lax.fori_loop(first, jnp.minimum(first + per_part, num_steps), step, start)
+    is_empty = total == 0.0
+    total = jnp.where(is_empty, 1.0, total)
+    outputs.out[...] = values / total[:, None]
+    outputs.lse[...] = jnp.where(is_empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
+
+
+def triton_decode(
+    q: Float[Array, "B Q H"],
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    *,
+    page_table: Int[Array, "B M"],
+    page_length: Int[Array, "B M"],
+    scale: float,
+    page_start: Int[Array, "B M"] | None = None,
+    k_frequencies: Float[Array, "half"] | None = None,
+    blocks: TritonDecodeBlocks,
+    interpret: bool = False,
+) -> DecodeOutput:
+    """See `pallas_kernels.decode.decode_attention`.
+
+    Args:
+      blocks: sizes for the chip at hand, from `pallas_kernels.decode.blocks`.
+      interpret: run the kernel as XLA operations, on any platform.
+
+    Raises:
+      NotImplementedError: a head dimension or page size that is no power of two, or out of range.
+    """
+    num_requests, num_heads, head_dim = q.shape
+    num_kv_heads, num_pages, page_size, _ = k_pages.shape
+    if head_dim not in (32, 64, 128, 256):
+        raise NotImplementedError(f"triton: wanted a head dimension of 32, 64, 128 or 256, got {head_dim}")
+    if page_size not in (8, 16, 32, 64, 128):
+        raise NotImplementedError(f"triton: wanted pages of 8, 16, 32, 64 or 128 tokens, got {page_size}")
+    group = num_heads // num_kv_heads
+    rows = power_of_two(group, _LEAST)
+    # The sizes are for two bytes. Float32 takes short steps without a pipeline: its products run outside the tensor
+    # cores, and what the pipeline holds for them spilled.
+    is_wide = k_pages.dtype.itemsize > 2
+    entries = max(_LEAST if is_wide else blocks.slots, page_size) // page_size
+    widths = ((0, 0), (0, -page_table.shape[1] % entries))
+    page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
+    max_entries = page_table.shape[1]
+    num_parts = max(1, min(blocks.programs // (num_requests * num_kv_heads), max_entries // entries))
+    grouped = q.reshape(num_requests, num_kv_heads, group, head_dim)
+    inputs = _Inputs(
+        num_entries(page_length),
+        valid_pages(page_table, page_length),
+        page_length,
+        jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0))),
+        k_pages,
+        v_pages,
+    )
+    if page_start is not None and k_frequencies is not None:
+        cos, sin = slot_rotations(jnp.pad(page_start, widths), page_size, k_frequencies)
+        inputs = inputs._replace(cos=cos, sin=sin)
+
+    row = pl.BlockSpec((None, max_entries), lambda request, head, part: (request, 0))
+    pool = pl.BlockSpec((None, num_pages, page_size, head_dim), lambda request, head, part: (head, 0, 0, 0))
+    rotation = pl.BlockSpec((None, max_entries * page_size, head_dim // 2), lambda request, head, part: (request, 0, 0))
+    specs = _Inputs(
+        count=pl.BlockSpec((None,), lambda request, head, part: (request,)),
+        table=row,
+        length=row,
+        q=pl.BlockSpec((None, None, rows, head_dim), lambda request, head, part: (request, head, 0, 0)),
+        k=pool,
+        v=pool,
+        cos=rotation,
+        sin=rotation,
+    )
+    specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    shape = (num_parts, num_requests, num_kv_heads, rows)
+    (result,) = pl.pallas_call(
+        functools.partial(_kernel, scale=scale, entries=entries, num_parts=num_parts),
+        grid=(num_requests, num_kv_heads, num_parts),
+        in_specs=[specs],
+        out_specs=[
+            DecodeParts(
+                pl.BlockSpec(
+                    (None, None, None, rows, head_dim), lambda request, head, part: (part, request, head, 0, 0)
+                ),
+                pl.BlockSpec((None, None, None, rows), lambda request, head, part: (part, request, head, 0)),
+            )
+        ],
+        out_shape=[
+            DecodeParts(jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32))
+        ],
+        compiler_params=plt.CompilerParams(num_warps=blocks.num_warps, num_stages=1 if is_wide else blocks.num_stages),
+        interpret=interpret,
+        name="paged_decode",
+    )(inputs)
+    out, lse = _joined(result)
+    return DecodeOutput(
+        out[:, :, :group].reshape(q.shape).astype(q.dtype), lse[:, :, :group].reshape(num_requests, num_heads)
+    )
+
+
+def _joined(parts: DecodeParts) -> tuple[Array, Array]:
+    """Output and log-sum of whole requests, from those of their parts along axis 0."""
+    lse = jax.nn.logsumexp(parts.lse, axis=0, keepdims=True)
+    weights = jnp.exp(parts.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
+    return (parts.out * weights[..., None]).sum(0), lse[0]

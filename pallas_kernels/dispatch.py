@@ -1,0 +1,66 @@
+"""Picks an implementation of an operation by name, platform and chip, and never another in its place. Knows none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+BEST = {"cpu": "xla", "gpu": "triton", "tpu": "mosaic_tpu"}
+"""Platform -> the implementation that `None` stands for."""
+
+_DEVICE_KINDS = {
+    "NVIDIA A100": "a100",
+    "NVIDIA H100": "h100",
+    "NVIDIA H200": "h100",
+    "NVIDIA GH200": "h100",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+
+
+def chip_of(device_kind: str) -> str:
+    """The chip that JAX means by a `device_kind`; kinds without measured block sizes come back as they are."""
+    return next((chip for start, chip in _DEVICE_KINDS.items() if device_kind.startswith(start)), device_kind)
+
+
+def implementation(
+    name: str | None,
+    plain: Mapping[str, Callable[..., Any]],
+    kernels: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]],
+) -> Callable[..., Any]:
+    """The function behind a name.
+
+    Args:
+      name: of `plain`; of `kernels`, with ":chip" for one that is not at hand or "_interpret" for any platform; None
+        for the platform's own.
+      plain: functions that need no block sizes.
+      kernels: functions with arguments `blocks` and `interpret`, and their blocks by chip.
+
+    Raises:
+      NotImplementedError: no such name, platform or chip.
+    """
+    if name is None:
+        platform = jax.default_backend()
+        if platform not in BEST:
+            raise NotImplementedError(f"platform {platform!r}: wanted one of {sorted(BEST)}, or a named implementation")
+        name = BEST[platform]
+    if name in plain:
+        return plain[name]
+    is_interpreted = name.endswith("_interpret")
+    base, _, chip = name.removesuffix("_interpret").partition(":")
+    if base not in kernels or (is_interpreted and chip):
+        names = [*plain, *kernels, *(f"{kernel}_interpret" for kernel in kernels)]
+        raise NotImplementedError(f"implementation: wanted one of {sorted(names)}, got {name!r}")
+    function, blocks = kernels[base]
+    chip = "interpret" if is_interpreted else chip or chip_of(jax.devices()[0].device_kind)
+    if chip not in blocks:
+        raise NotImplementedError(
+            f"implementation {name!r}: wanted a chip of {sorted(set(blocks) - {'interpret'})}, got {chip!r}; "
+            "another implementation has to be named"
+        )
+    return functools.partial(function, blocks=blocks[chip], interpret=is_interpreted)
