@@ -28,8 +28,8 @@ OPERATIONS = {
     "mosaic_gpu": ("pallas_mosaic_gpu", "PallasMosaicGpuFlashAttention"),
 }
 """Kernel -> module and class within tokamax. Its chunked XLA form has no residuals, its TPU kernel no ranges."""
-_QUERIES = 128
-"""The Mosaic kernel gives two warpgroups 64 queries each and reduces the ranges over both: N must be a multiple."""
+_MOSAIC_QUERIES, _TRITON_QUERIES = 128, 64
+"""Queries are padded to a program's. The Mosaic kernel reduces ranges over two warpgroups' and fails on a rest."""
 _COLUMNS = 256
 """Widest product of a warpgroup, and so columns of V' in one launch; more take further launches."""
 
@@ -83,7 +83,8 @@ def tokamax_attention(
     width = columns = v.shape[2]
     if kernel != "xla":
         width = min(columns, _COLUMNS)
-        q, k_start, k_end = (padded(rows, _QUERIES, None) for rows in (q, k_start, k_end))
+        block = _MOSAIC_QUERIES if kernel == "mosaic_gpu" else min(_TRITON_QUERIES, power_of_two(q.shape[0], 16))
+        q, k_start, k_end = (padded(rows, block, None) for rows in (q, k_start, k_end))
     mask = mask_type(k_start=None if requests is None else k_start[None], k_end=k_end[None])
     passes = [
         _call(operation, kernel, q, k, v[:, :, start : start + width], mask, scale)
@@ -127,8 +128,8 @@ def _call(operation: Any, kernel: str, q: Array, k: Array, v: Array, mask: Any, 
             )
         except NotImplementedError as error:
             raise NotImplementedError(
-                f"tokamax's {kernel!r} kernel on platform {jax.default_backend()!r} in {q.dtype}: {error} "
-                "Another implementation has to be named."
+                f"tokamax's {kernel!r} kernel on platform {jax.default_backend()!r} in {q.dtype}: {error}; "
+                "another implementation has to be named"
             ) from error
     return out[..., :columns], residuals
 
@@ -157,8 +158,7 @@ def _load(kernel: str) -> tuple[Any, Any]:
         raise NotImplementedError(
             f"tokamax's {kernel!r} kernel: wanted its pinned version (pip install -e .[tokamax]), got: {error}"
         ) from error
-    if (
-        not flags.is_parsed()
-    ):  # else tokamax 0.0.12 parses the program's own arguments and fails on what it does not know
+    # Otherwise tokamax 0.0.12 parses the program's own arguments, and fails on those it does not know.
+    if not flags.is_parsed():
         flags.mark_as_parsed()
     return operation(), mask_type

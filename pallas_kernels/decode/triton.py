@@ -84,8 +84,9 @@ def _kernel(inputs: _Inputs, outputs: DecodeParts, *, scale: float, entries: int
         # In base 2, whose exponential is the cheaper one.
         scores = jnp.where(used[None, :], scores_of(pages, j) * (scale * LOG2_E), MASKED)
         new_top = jnp.maximum(top, scores.max(1))
-        # A program that has seen no token yet keeps top = MASKED; its masked scores must not count as 1.
-        weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * MASKED, 0.0, new_top)[:, None])
+        # While it has seen no token, top = MASKED and masked scores count as 1; the decay of the first one, or the
+        # weight of a part without any, then makes 0 of that.
+        weights = jnp.exp2(scores - new_top[:, None])
         decay = jnp.exp2(top - new_top)
         v = inputs.v[pages].reshape(slots, head_dim)
         v = jnp.where(used[:, None], v, jnp.zeros((), v.dtype))

@@ -63,8 +63,9 @@ def blocked_decode(
             # In base 2, whose exponential is the cheaper one.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
-            # A request that has seen no token yet keeps top = MASKED; its masked scores must not count as 1.
-            weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * MASKED, 0.0, new_top)[..., None])
+            # While it has seen no token, top = MASKED and masked scores count as 1; the decay of the first one, which
+            # comes at the latest in the last step, makes 0 of that.
+            weights = jnp.exp2(scores - new_top[..., None])
             decay = jnp.exp2(top - new_top)
             product = jnp.einsum("kgs,ksh->kgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
             return values * decay[..., None] + product, new_top, total * decay + weights.sum(-1)
