@@ -1,0 +1,367 @@
+"""Eviction policies: hand-worked orders, a plain re-computation of every score over random traces, and comparisons
+counted at 100,000 entries. Hit counts on a real trace: tests/scripts/test_eviction_benchmark.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ccjax.policy.eviction import POLICIES, EntryInfo, Gdsf, Pgdsf, SavedSeconds, make_policy
+from tests.policy.oracles_eviction import Plain
+
+NAMES = tuple(POLICIES)
+
+
+def build(name) -> Any:
+    return make_policy(name)
+
+
+def info(num_bytes=10, compute_s=1.0, cfo=0.5, *, num_tokens=16, load_s=0.0, below_load_s=None):
+    return EntryInfo(num_bytes, num_tokens, compute_s, cfo, load_s, below_load_s)
+
+
+class TestInfo:
+    @pytest.mark.parametrize(
+        ("compute_s", "cfo", "load_s", "below_load_s", "saved_s"),
+        [
+            (2.0, 0.25, 0.125, None, 1.375),  # lost: 2; held: 0.125 + 0.5
+            (2.0, 0.25, 0.125, 0.5, 0.375),  # below: 0.5 + 0.5 against 0.125 + 0.5
+            (2.0, 0.25, 0.125, 9.0, 1.375),  # the copy below is slower than computing
+            (2.0, 1.0, 0.125, None, 0.0),  # all of it is recomputed: the load is a loss, which is no one's to save
+            (0.0, 0.0, 0.0, None, 0.0),
+        ],
+    )
+    def test_saved_seconds_of_a_use(self, compute_s, cfo, load_s, below_load_s, saved_s):
+        assert info(1, compute_s, cfo, load_s=load_s, below_load_s=below_load_s).saved_s == saved_s
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("num_bytes", 0),
+            ("num_tokens", 0),
+            ("compute_s", -1.0),
+            ("cfo", 1.5),
+            ("load_s", math.inf),
+            ("below_load_s", math.nan),
+        ],
+    )
+    def test_bad_fields_are_named(self, name, value):
+        with pytest.raises(ValueError, match=name):
+            dataclasses.replace(info(), **{name: value})
+
+
+class TestOrders:
+    """a, b, c inserted at 0; a hit at 1, 2, 3; b hit at 4; then d inserted at 5."""
+
+    def fill(self, policy, **infos):
+        given = {key: infos.get(key, info()) for key in "abcd"}
+        for key in "abc":
+            policy.on_insert(key, given[key], 0)
+        for now, key in enumerate("aaab", 1):
+            policy.on_hit(key, given[key], now)
+        policy.on_insert("d", given["d"], 5)
+        return "".join(policy.victims(sum(one.num_bytes for one in given.values())))
+
+    def test_lru_counts_the_last_use(self):
+        assert self.fill(make_policy("lru")) == "cabd"
+
+    def test_lfu_counts_uses(self):
+        assert self.fill(make_policy("lfu")) == "cdba"
+
+    def test_f_r_counts_one_by_cfo_of_reuses(self):
+        # a: 3 / 0.5 = 6; b: 1 / 0.125 = 8; c, d: never reused, the older first
+        assert self.fill(make_policy("cachecraft_fr"), b=info(cfo=0.125)) == "cdab"
+
+    def test_f_r_of_an_exact_reuse_is_its_tokens(self):
+        assert self.fill(make_policy("cachecraft_fr"), b=info(cfo=0.0, num_tokens=5)) == "cdba"
+
+    def test_gdsf_counts_frequency_cost_and_size(self):
+        # a: 4 * 1 / 40 = 0.1; b: 2 * 1 / 10 = 0.2; c: 1 * 5 / 10 = 0.5; d: 1 * 1 / 5 = 0.2, later than b
+        assert self.fill(make_policy("gdsf"), a=info(40), c=info(compute_s=5.0), d=info(5)) == "abdc"
+
+    def test_gdsf_clock_is_the_greatest_priority_evicted(self):
+        policy = Gdsf()
+        for key, compute_s in (("a", 2.0), ("b", 3.0), ("c", 9.0)):
+            policy.on_insert(key, info(10, compute_s), 0)
+        policy.on_remove("b")  # 0.3
+        policy.on_remove("a")  # 0.2: the clock stays
+        policy.on_insert("d", info(10, 5.9), 1)  # 0.3 + 0.59 < 0.9
+        policy.on_insert("e", info(10, 6.1), 1)  # 0.3 + 0.61
+        assert policy.victims(30) == ("d", "c", "e")
+
+    def test_what_was_not_evicted_for_room_leaves_the_clock(self):
+        policy = Gdsf()
+        policy.on_insert("a", info(10, 100.0), 0)
+        policy.on_insert("b", info(10, 2.0), 0)
+        policy.on_remove("a", evicted=False)
+        policy.on_insert("c", info(10, 1.0), 1)
+        assert policy.victims(20) == ("c", "b")
+
+    def test_pgdsf_averages_cost_per_token_over_misses_and_keeps_frequency(self):
+        policy = Pgdsf()
+        policy.on_insert("a", info(compute_s=16.0, num_tokens=16), 0)
+        policy.on_hit("a", info(compute_s=99.0, num_tokens=1), 1)  # hits do not change the mean
+        policy.on_remove("a", evicted=False)
+        policy.on_insert("a", info(compute_s=48.0, num_tokens=16), 2)  # 3 uses * mean(1, 3) = 6
+        policy.on_insert("b", info(compute_s=5.9, num_tokens=1), 2)
+        policy.on_insert("c", info(compute_s=6.1, num_tokens=1), 2)
+        assert policy.victims(30) == ("b", "a", "c")
+
+    def test_saved_seconds_per_byte(self):
+        # uses at times of no weight (long half-life), in units of the 0.5 s that half-fixed a use saves:
+        # a: 4 / 60, b: 2 / 10, c: 1 / 10, d: 1 / 2
+        assert self.fill(SavedSeconds(half_life=1e9), a=info(60), d=info(2)) == "acbd"
+
+    def test_saved_seconds_halve(self):
+        # half-life 2, at 5: b saves 0.5 (2^-0.5 + 2^-2.5), c 4.5 * 2^-2.5, a 0.5 (2^-1 + 2^-1.5 + 2^-2 + 2^-2.5), d 0.5
+        # b: 0.442, c: 0.795, a: 0.641, d: 0.5
+        policy = SavedSeconds(half_life=2.0)
+        assert self.fill(policy, c=info(compute_s=9.0)) == "bdac"
+
+    def test_saved_seconds_count_fix_load_and_copy_below(self):
+        infos = {
+            "a": info(compute_s=8.0, cfo=0.75),  # saves 2
+            "b": info(compute_s=8.0, cfo=0.5, load_s=1.0),  # 3
+            "c": info(compute_s=8.0, cfo=0.5, below_load_s=1.0),  # 1
+            "d": info(compute_s=8.0, cfo=0.5),  # 4
+        }
+        policy = SavedSeconds()
+        for key, one in infos.items():
+            policy.on_insert(key, one, 0)
+        assert policy.victims(40) == ("c", "a", "b", "d")
+
+    def test_what_saves_nothing_goes_first_and_longest_unused_before(self):
+        policy = SavedSeconds()
+        for now, (key, cfo) in enumerate([("a", 0.999), ("b", 1.0), ("c", 1.0)]):
+            policy.on_insert(key, info(cfo=cfo), now)
+        assert policy.victims(30) == ("b", "c", "a")
+
+    def test_uses_of_evicted_keys_count_on_as_far_as_they_are_remembered(self):
+        for policy, remembered in ((SavedSeconds(num_remembered=1), "b"), (SavedSeconds(num_remembered=0), "")):
+            for key in "abc":
+                policy.on_insert(key, info(compute_s=1.0 + (key == "c")), 0)
+            for key in "ab":  # with room for one, b's uses push out a's
+                policy.on_remove(key)
+            for key in "ab":
+                policy.on_insert(key, info(compute_s=1.5), 1)
+            # a and b save 0.75 at time 1, c 1 at time 0; b remembered: 0.5 more
+            assert policy.victims(30) == (("a", "c", "b") if remembered else ("a", "b", "c"))
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_ties_break_by_last_use_then_key(self, name):
+        policy = build(name)
+        for key in ("d", "b", "c", "a"):
+            policy.on_insert(key, info(compute_s=0.0), 3)
+        assert policy.victims(40) == ("a", "b", "c", "d")
+        policy = build(name)
+        for now, key in enumerate(("d", "b")):
+            policy.on_insert(key, info(compute_s=0.0), now)
+        assert policy.victims(20) == ("d", "b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestVictims:
+    def filled(self, name):
+        policy = build(name)
+        for now, key in enumerate("abcd"):
+            policy.on_insert(key, info(10 + now), now)
+        return policy
+
+    @pytest.mark.parametrize(
+        ("bytes_wanted", "pinned", "count"),
+        [(0, "", 0), (1, "", 1), (46, "", 4), (47, "", None), (1, "ab", 1), (27, "a", 3), (1, "abcd", None)],
+    )
+    def test_shortest_run_that_frees_enough_or_none(self, name, bytes_wanted, pinned, count):
+        policy = self.filled(name)
+        whole = policy.victims(46)
+        victims = policy.victims(bytes_wanted, pinned=pinned)
+        if count is None:
+            assert victims is None
+        else:
+            assert victims == tuple(key for key in whole if key not in pinned)[:count]
+        assert policy.victims(46) == whole, "asking changes nothing"
+
+    def test_last_victim_is_needed(self, name):
+        policy = self.filled(name)
+        whole = policy.victims(46)
+        first, second = (10 + "abcd".index(key) for key in whole[:2])
+        assert len(policy.victims(first)) == 1 and len(policy.victims(first + 1)) == 2
+        assert len(policy.victims(first + second)) == 2 and len(policy.victims(first + second + 1)) == 3
+
+    def test_only_saved_seconds_refuses_a_newcomer(self, name):
+        policy = build(name)
+        policy.on_insert("a", info(10, 0.5), 0)
+        policy.on_insert("b", info(10, 8.0), 0)
+        policy.on_hit("b", info(10, 8.0), 1)
+        policy.on_insert("n", info(100, 10.0), 2)  # 0.05 s for each byte: more than a, which alone is too small
+        wanted = ("n",) if name == "saved_seconds" else tuple(key for key in policy.victims(120) if key != "n")
+        assert policy.victims(20, newcomer="n") == wanted
+        assert policy.victims(20, newcomer="n", pinned="n") == tuple(key for key in policy.victims(120) if key != "n")
+
+    def test_a_newcomer_worth_more_pushes_others_out(self, name):
+        policy = build(name)
+        policy.on_insert("a", info(10, 0.5), 0)
+        policy.on_insert("n", info(10, 9.0), 1)
+        assert policy.victims(10, newcomer="n") == ("a",)
+
+    def test_removed_keys_may_come_back(self, name):
+        policy = self.filled(name)
+        policy.on_remove("a")
+        assert set(policy.victims(36)) == set("bcd") and policy.victims(37) is None
+        policy.on_insert("a", info(5), 9)
+        assert set(policy.victims(41)) == set("abcd") and policy.victims(42) is None
+
+    def test_wrong_calls_are_named(self, name):
+        policy = self.filled(name)
+        with pytest.raises(ValueError, match="key.*'a'"):
+            policy.on_insert("a", info(), 9)
+        with pytest.raises(ValueError, match="bytes_wanted"):
+            policy.victims(-1)
+        for call in (
+            lambda: policy.on_hit("x", info(), 9),
+            lambda: policy.on_remove("x"),
+            lambda: policy.victims(1, newcomer="x"),
+        ):
+            with pytest.raises(KeyError, match="'x'"):
+                call()
+        assert len(policy.victims(46)) == 4, "nothing changed"
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="half_life"):
+        SavedSeconds(half_life=0.0)
+    with pytest.raises(ValueError, match="num_remembered"):
+        SavedSeconds(num_remembered=-1)
+    with pytest.raises(ValueError, match="'mru'"):
+        make_policy("mru")
+
+
+# -- random traces against plain re-computation (oracles_eviction.py) --------------------------------------------------
+
+HALF_LIFE = 3.7  # no whole number of requests: worths of different histories are never equal
+
+
+# Sizes, seconds and CFOs of which no two give the same seconds per byte; sums of them are exact in binary.
+passages = st.tuples(
+    st.sampled_from([5, 7, 11, 13]),
+    st.sampled_from([17 / 8, 19 / 8, 23 / 8, 29 / 8]),
+    st.sampled_from([None, None, 15 / 16]),
+)
+cfos = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+requests = st.tuples(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.sampled_from("ABCDEFGH"), cfos), min_size=1, max_size=4, unique_by=lambda use: use[0]),
+    st.none() | st.sampled_from("ABCDEFGH"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30)
+@given(
+    corpus=st.lists(passages, min_size=8, max_size=8),
+    trace=st.lists(requests, min_size=1, max_size=14),
+    budget=st.integers(8, 60),
+)
+def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
+    policy = SavedSeconds(half_life=HALF_LIFE) if name == "saved_seconds" else build(name)
+    plain = Plain(name, HALF_LIFE)
+    used, now = 0, 0
+
+    def remove(key, evicted):
+        plain.remove(key, evicted)
+        policy.on_remove(key, evicted=evicted)
+        return corpus["ABCDEFGH".index(key)][0]
+
+    for step, uses, damaged in trace:
+        now += step
+        pinned = {key for key, _ in uses if key in plain.held}
+        for key, cfo in sorted(uses, key=lambda use: use[0] not in pinned):  # all look-ups first
+            size, seconds, below = corpus["ABCDEFGH".index(key)]
+            one = info(size, seconds, cfo, load_s=1 / 8, below_load_s=below)
+            (policy.on_hit if key in plain.held else policy.on_insert)(key, one, now)
+            plain.use(key, one, now)
+            if key in pinned:
+                continue
+            missing = max(0, used + size - budget)
+            victims = policy.victims(missing, pinned=pinned, newcomer=key)
+            assert victims == plain.victims(missing, pinned, key)
+            if victims is None or key in victims:
+                remove(key, False)
+                continue
+            used += size - sum(remove(victim, True) for victim in victims)
+            pinned.add(key)
+        if damaged in plain.held:
+            used -= remove(damaged, False)
+        assert used <= budget
+        assert policy.victims(used) == plain.victims(used, (), None), "the whole order"
+
+
+# -- growth ------------------------------------------------------------------------------------------------------------
+
+
+class Counted(float):
+    """A worth that counts how often it is compared: each comparison of two ranks begins with an ==."""
+
+    comparisons = 0
+
+    def __eq__(self, other):
+        Counted.comparisons += 1
+        return float.__eq__(self, other)
+
+    __hash__ = float.__hash__
+
+
+def counting(name):
+    policy = build(name)
+    worth = policy.worth
+    policy.worth = lambda entry: Counted(worth(entry))
+    return policy
+
+
+def compared(call):
+    before = Counted.comparisons
+    call()
+    return Counted.comparisons - before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_100_000_entries_cost_a_few_logarithms(name):
+    """A heap compares at most twice for each level of its tree, of which there are 17 here."""
+    rng = random.Random(0)
+    infos = [info(rng.randrange(5, 20), rng.random(), rng.random()) for _ in range(500)]
+    policy = counting(name)
+    keys = [f"{number * 7919 % 100_003:06d}" for number in range(100_000)]  # distinct, in no order
+    worst = 2 * 17
+
+    def fill():
+        for now, key in enumerate(keys):
+            policy.on_insert(key, infos[now % 499], now)
+
+    assert compared(fill) < 100_000 * worst
+    hits = [compared(lambda key=key: policy.on_hit(key, rng.choice(infos), 200_000)) for key in keys[::500]]
+    assert max(hits) < worst
+    pinned = policy.victims(30)
+    for number in range(200):
+        policy.on_insert(f"new-{number}", infos[number], 200_001 + number)
+        before = Counted.comparisons
+        victims = policy.victims(30, pinned=pinned)
+        assert 1 < len(victims) < 8
+        assert Counted.comparisons - before < (len(victims) + len(pinned) + 1) * 2 * worst
+        for victim in victims:
+            assert compared(lambda victim=victim: policy.on_remove(victim)) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hits_leave_nothing_behind(name):
+    policy = counting(name)
+    for key in "abcdefgh":
+        policy.on_insert(key, info(), 0)
+    for now in range(1, 4001):
+        policy.on_hit("abcdefg"[now % 7], info(), now)
+    assert compared(lambda: policy.victims(80)) < 500
