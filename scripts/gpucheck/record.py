@@ -1,0 +1,109 @@
+"""Results of a run as they come: rows on disk, verdicts, time left, tables. Knows no kernel and no GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Record:
+    """The rows of every suite; a run that is killed leaves all it had in `path`.
+
+    Attributes:
+      rows: suite -> its rows, in order.
+      failures: in words, one per failed check; a run with any exits with status 1.
+      limit_s: seconds after which no further measurement begins.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any], *, is_quick: bool, limit_s: float) -> None:
+        """`header`: machine and versions."""
+        self.path = path
+        self.is_quick = is_quick
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.failures: list[str] = []
+        self._header = header
+        self._start = time.monotonic()
+        self.limit_s = limit_s
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.write(is_complete=False)
+
+    def seconds_left(self) -> float:
+        """Until the limit; negative behind it."""
+        return self._start + self.limit_s - time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Prints a line of progress."""
+        print(f"{time.monotonic() - self._start:6.1f} s  {line}", flush=True)
+
+    def add(self, suite: str, **row: Any) -> dict[str, Any]:
+        """The row, kept and on disk."""
+        self.rows.setdefault(suite, []).append(row)
+        self.write(is_complete=False)
+        return row
+
+    def fail(self, failure: str) -> None:
+        """Keeps a failure and prints it."""
+        self.failures.append(failure)
+        self.write(is_complete=False)
+        self.say(f"FAILED {failure}")
+
+    def compare(self, suite: str, error: float, tolerance: float, *, mutant: str | None = None, **row: Any) -> bool:
+        """Adds a row; True if the error is within the tolerance, or beyond it where a `mutant` is computed."""
+        is_within = bool(error <= tolerance)
+        passed = is_within if mutant is None else not is_within
+        self.add(suite, **row, mutant=mutant, error=_finite(error), tolerance=tolerance, passed=passed)
+        if not passed:
+            what = ", ".join(str(value) for value in row.values())
+            wanted = f"an error of at most {tolerance:g}" if mutant is None else f"{mutant!r} beyond {tolerance:g}"
+            self.fail(f"{suite}: {what}: wanted {wanted}, got {error:.3g}")
+        return passed
+
+    def write(self, *, is_complete: bool) -> None:
+        """All results to `path`, which never holds half a file."""
+        results = {
+            **self._header,
+            "is_quick": self.is_quick,
+            "is_complete": is_complete,
+            "elapsed_s": round(time.monotonic() - self._start, 1),
+            "failures": self.failures,
+            "suites": self.rows,
+        }
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+        os.replace(temporary, self.path)
+
+
+def _finite(error: float) -> float | None:
+    """JSON has no infinity; None stands for NaN and for it."""
+    return error if math.isfinite(error) else None
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table that also reads well as it is: first column left, the others right; None is an empty cell."""
+    cells = [[_text(value) for value in row] for row in (columns, *rows)]
+    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(columns))]
+
+    def line(row: Sequence[str]) -> str:
+        first, *others = (
+            text.rjust(width) if column else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return f"| {' | '.join([first, *others])} |"
+
+    ruler = [("-" * (width - 1) + ":") if column else "-" * width for column, width in enumerate(widths)]
+    return "\n".join([f"**{title}**", "", line(cells[0]), line(ruler), *map(line, cells[1:])])
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and abs(value) < 100
+        else str(round(value) if isinstance(value, float) else value)
+    )

@@ -1,0 +1,123 @@
+"""Times device code: many calls per sample, competitors in turn. Knows no kernel.
+
+JAX functions run in a compiled loop. A barrier makes each turn's inputs depend on the last turn's result, so that XLA
+neither hoists work out of the loop nor merges turns, and costs nothing itself: in the loop compiled for an H100, each
+turn holds every kernel of the call and no copy. PyTorch functions are captured as one CUDA graph of many calls. So
+neither pays for Python; JAX's loop still launches its kernels one by one, which shows in calls of some ten microseconds
+(`turn_us` is what it takes around nothing).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+SAMPLE_S = 0.02
+"""Wanted length of one sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Something to be timed.
+
+    Attributes:
+      sample: runs it often enough and returns the seconds of one call.
+      result: what its first run computed.
+      method: how a sample repeats its calls.
+    """
+
+    sample: Callable[[], float]
+    result: Any
+    method: str
+
+
+def calls_per_sample(floor_s: float, most: int = 1000) -> int:
+    """Calls that fill a sample if one takes `floor_s` seconds; at least 2."""
+    return max(2, min(most, round(SAMPLE_S / floor_s)))
+
+
+def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """`function` as a function of the same arrays that computes its result `calls` times, one after the other."""
+
+    def run(*arrays: Any) -> Any:
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *arrays))
+
+        def turn(_: Any, last: Any) -> Any:
+            held, _ = lax.optimization_barrier((arrays, last))
+            return function(*held)
+
+        return lax.fori_loop(0, calls, turn, nothing)
+
+    return run
+
+
+def lowered_jax(function: Callable[..., Any], arrays: Sequence[Any], calls: int) -> Callable[[], Timed]:
+    """`function(*arrays)`, traced; what comes back compiles it and warms it up, and may run in a thread of its own."""
+    lowered = jax.jit(looped(function, calls)).lower(*arrays)
+
+    def build() -> Timed:
+        compiled = lowered.compile()
+
+        def sample() -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(*arrays))
+            return (time.perf_counter() - start) / calls
+
+        return Timed(sample, jax.block_until_ready(compiled(*arrays)), "compiled loop")
+
+    return build
+
+
+def timed_jax(function: Callable[..., Any], arrays: Sequence[Any], calls: int) -> Timed:
+    """`function(*arrays)`, compiled and warmed up."""
+    return lowered_jax(function, arrays, calls)()
+
+
+def interleaved(timed: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
+    """Seconds per call, one sample a round after one that does not count: all in turn, every other round backwards."""
+    for one in timed.values():
+        one.sample()
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for number in range(rounds):
+        for name in list(timed)[:: -1 if number % 2 else 1]:
+            seconds[name].append(timed[name].sample())
+    return seconds
+
+
+def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
+    """Median over rounds of one time over the other of the same round."""
+    return statistics.median(one / other for one, other in zip(seconds, others, strict=True))
+
+
+def random_bfloat16(seed: int, *shape: int) -> jax.Array:
+    """Signed normal numbers; zeros would run faster than real data."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def matmul_tflops(size: int, rounds: int) -> float:
+    """TFLOP/s of XLA's own bfloat16 product of two `size` x `size` matrices."""
+    flops = 2 * size**3
+    matrices = random_bfloat16(0, size, size), random_bfloat16(1, size, size)
+    timed = timed_jax(jnp.matmul, matrices, calls_per_sample(flops / 700e12, 50))
+    return flops / statistics.median(interleaved({"matmul": timed}, rounds)["matmul"]) / 1e12
+
+
+def copy_gbps(num_bytes: int, rounds: int) -> float:
+    """GB/s, read plus written, of one pass over an array that no cache holds; each byte is changed, or XLA drops it."""
+    words = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
+    timed = timed_jax(lambda x: x ^ np.uint32(1), (words,), calls_per_sample(2 * num_bytes / 3e12, 100))
+    return 2 * num_bytes / statistics.median(interleaved({"copy": timed}, rounds)["copy"]) / 1e9
+
+
+def turn_us(rounds: int) -> float:
+    """Microseconds of a turn of the loop around the smallest of kernels."""
+    timed = timed_jax(lambda x: x + 1, (jnp.zeros(1, jnp.int32),), 1000)
+    return 1e6 * statistics.median(interleaved({"turn": timed}, rounds)["turn"])

@@ -1,0 +1,232 @@
+"""The GPU check without a GPU: its numerics on interpreted kernels, its counts, its files. What it says of speed on a
+device only a device shows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import attention
+from scripts import gpu_check
+from scripts.gpucheck import attention_numerics, attention_timing, rope_numerics, torch_peers
+from scripts.gpucheck.attention_candidates import (
+    SCALE,
+    Work,
+    attention_flops,
+    candidates,
+    scattered_positions,
+    visible_pairs,
+    work,
+)
+from scripts.gpucheck.attention_numerics import Problem
+from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.serving_case import TOLERANCE, ServingCase
+from scripts.gpucheck.timing import Timed, interleaved, ratio, timed_jax
+from tests.pallas_kernels.cases import UNUSED, packed
+
+
+@pytest.fixture
+def record(tmp_path):
+    return Record(tmp_path / "found.json", {"benchmark": "gpu_check"}, is_quick=True, limit_s=600.0)
+
+
+def on_disk(record):
+    return json.loads(record.path.read_text())
+
+
+def test_the_kernel_passes_and_every_broken_variant_is_seen(record):
+    """The very list of the device: a packed and rotated batch, all mutants, operands cut to TF32 among them."""
+    problem = next(problem for problem in attention_numerics.problems(is_quick=True) if problem.mutants)
+    attention_numerics.check(record, ["triton_interpret"], problem)
+    rows = on_disk(record)["suites"][attention_numerics.SUITE]
+    assert not record.failures and all(row["passed"] for row in rows)
+    assert [row["mutant"] for row in rows][0] is None and len(rows) == 1 + len(problem.mutants) >= 9
+    assert "operands cut to TF32" in problem.mutants and problem.case.dtype == "float32"
+    (shown,) = attention_numerics.tables(record)
+    assert "1 of 1" in shown and f"{len(problem.mutants)} of {len(problem.mutants)}" in shown
+
+
+def test_a_mutant_that_changes_nothing_and_a_wrong_kernel_both_fail(record):
+    case = packed(theta=10000.0, head_dim=16)
+    attention_numerics.check(record, ["xla"], Problem("blind", case, 1e-5, {"no change": lambda case: {}}))
+    attention_numerics.check(record, ["xla"], Problem("broken", case, 1e-5, changes={"q_pos": case.q_pos - 1}))
+    attention_numerics.check(record, ["nonesuch"], Problem("unknown", case, 1e-5))
+    assert ["blind", "broken", "unknown"] == [failure.split(": ")[1].split(", ")[1] for failure in record.failures]
+    assert on_disk(record)["failures"] == record.failures
+    assert "1 of 3" not in attention_numerics.tables(record)[0]
+
+
+def test_the_serving_sample_shows_what_plain_numbers_would_hide(record):
+    case = ServingCase(96, 512, theta=500000.0, heads=(4, 2), num_rows=6)
+    mutants = attention_numerics.MUTANTS | attention_numerics.ROTATED
+    problem = Problem("sampled", case, TOLERANCE, mutants, error=case.relative_error)
+    attention_numerics.check(record, ["xla"], problem)
+    assert not record.failures
+    one_block = np.where(np.arange(512) // 64 == 2, UNUSED, case.k_pos).astype(np.int32)
+    attention_numerics.check(
+        record, ["xla"], Problem("a block", case, TOLERANCE, changes={"k_pos": one_block}, error=case.relative_error)
+    )
+    assert len(record.failures) == 1
+
+
+def test_rope_is_checked_at_the_last_position_of_the_model(record):
+    rope_numerics.run(record)
+    assert not record.failures
+    assert sum(row["mutant"] is not None for row in record.rows[rope_numerics.SUITE]) == 16
+
+
+def test_operations_are_those_of_visible_pairs():
+    random = np.random.default_rng(0)
+    k_pos = random.permutation(60).astype(np.int32)
+    k_pos[:7] = UNUSED
+    q_pos = np.sort(random.choice(70, 20, replace=False)).astype(np.int32) - 3
+    pairs = sum(int(slot <= query) for query, slot in itertools.product(q_pos, k_pos))
+    assert visible_pairs(q_pos, k_pos) == pairs
+    assert attention_flops(q_pos, k_pos, num_heads=6, head_dim=10) == 2 * (2 * 10) * 6 * pairs
+    whole = np.arange(33, dtype=np.int32)
+    assert visible_pairs(whole, whole) == 33 * 34 // 2
+
+
+def test_scattered_positions_are_distinct_and_end_with_the_question():
+    positions = scattered_positions(2048, 320)
+    assert len(positions) == len(set(positions.tolist())) == 320 and (np.diff(positions) > 0).all()
+    assert (positions[-32:] == np.arange(2016, 2048)).all() and np.diff(positions[:-32]).max() > 2
+
+
+def test_a_loop_turns_as_often_as_it_says_and_computes_what_the_function_does():
+    turns = []
+
+    def function(x):
+        jax.debug.callback(lambda: turns.append(1))
+        return 2 * x
+
+    timed = timed_jax(function, (jax.numpy.arange(3.0),), calls=5)
+    np.testing.assert_array_equal(timed.result, [0.0, 2.0, 4.0])
+    assert timed.sample() > 0.0
+    jax.effects_barrier()
+    assert len(turns) == 2 * 5  # to warm up, and as a sample
+
+
+def test_competitors_take_turns_and_ratios_are_of_the_same_round():
+    order = []
+    times = {"slow": iter([99.0, 4.0, 8.0, 12.0]), "fast": iter([99.0, 2.0, 2.0, 3.0])}
+
+    def sampler(name):
+        return lambda: order.append(name) or next(times[name])
+
+    seconds = interleaved({name: Timed(sampler(name), None, "") for name in times}, rounds=3)
+    assert order == ["slow", "fast", "slow", "fast", "fast", "slow", "slow", "fast"]
+    assert seconds == {"slow": [4.0, 8.0, 12.0], "fast": [2.0, 2.0, 3.0]}, "the first sample does not count"
+    assert ratio([4.0, 8.0, 2.0], [1.0, 4.0, 4.0]) == 2.0  # of 4, 2 and 0.5; that of the medians is 1
+
+
+def test_what_is_not_there_is_noted_and_the_rest_is_timed(record, monkeypatch):
+    monkeypatch.setattr(attention_timing, "TARGET_CONTEXT", 256)
+    monkeypatch.setattr(attention_timing, "_TFLOPS", {"xla": 1e-3})  # of a CPU: two calls make a sample
+    record.add("ceilings", name="matmul_tflops", value=1000.0)
+    monkeypatch.setattr(torch_peers, "missing", lambda: "torch is not installed")
+    competing = [candidate for candidate in candidates(256, ["xla"], is_quick=True) if not candidate.with_mass]
+    attention_timing.measure(record, competing)
+    assert not record.failures
+    rows = on_disk(record)["suites"][attention_timing.SUITE]
+    (timed,) = (row for row in rows if "ms" in row)
+    assert timed["name"] == "xla" and timed["num_queries"] == 40 and len(timed["samples_ms"]) == 3
+    assert timed["tflops"] == pytest.approx(timed["flops"] / timed["ms"] / 1e9)
+    notes = {row["name"]: row["note"] for row in rows if "note" in row}
+    assert set(notes) == {"cudnn", "torch flash", "torch cudnn"} and "torch" in notes["torch flash"]
+    attention_timing.judge(record)
+    *_, untimed, target = attention_timing.tables(record)
+    assert "torch is not installed" in untimed and "not measured" in target
+
+
+def test_the_target_is_the_rate_over_the_best_library_kernel_of_the_same_context(record):
+    def add(name, computed, flops, ms, is_library, context=16384):
+        given = {"name": name, "computed": computed, "flops": flops, "is_library": is_library, "context": context}
+        rate = {"ms": ms[1], "tflops": flops / ms[1], "samples_ms": ms}
+        record.add(attention_timing.SUITE, **given, **rate, num_queries=1, with_mass=False)
+
+    add("ours", "15 %", 30, [2.0, 2.0, 2.0], False)
+    add("library", "100 %", 100, [4.0, 4.0, 4.0], True)
+    add("slower", "100 %", 100, [9.0, 9.0, 9.0], True)
+    add("elsewhere", "100 %", 100, [1.0, 1.0, 1.0], True, context=2048)
+    attention_timing.judge(record)
+    (row,) = record.rows[attention_timing.TARGET]
+    assert row["best_library"] == "library" and row["ratio"] == 0.6 and row["passed"]
+    assert "PASS" in attention_timing.tables(record)[-1]
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_torch_kernels_compute_the_same():
+    """Their mask and their layout, by PyTorch's CPU kernels; one that is off by one position is told apart."""
+    whole, part = work(256, "100 %"), work(256, "15 %")
+    rows = attention_timing.sampled_rows(40)
+
+    def own(work: Work):
+        out = attention(work.q, work.k, work.v, q_pos=work.q_pos, k_pos=work.k_pos, scale=SCALE).out
+        return np.asarray(out[rows].astype(jax.numpy.float32))
+
+    def distance(got, wanted):
+        return (np.linalg.norm(got - wanted, axis=(1, 2)) / np.linalg.norm(wanted, axis=(1, 2))).max()
+
+    tensors = [torch_peers.tensor(x) for x in (whole.q, whole.k, whole.v)]
+    flash = torch_peers.causal(*tensors, scale=SCALE, backend="FLASH_ATTENTION")()
+    assert distance(torch_peers.rows_of(flash, rows), own(whole)) < attention_timing.SAME
+    tensors[0] = torch_peers.tensor(part.q)
+    for shift, is_same in ((0, True), (1, False)):
+        flex = torch_peers.flex(*tensors, part.q_pos - shift, scale=SCALE, is_compiled=False)()
+        assert bool(distance(torch_peers.rows_of(flex, rows), own(part)) < attention_timing.SAME) == is_same
+
+
+def test_tables_read_as_they_are():
+    shown = table("Title", ("name", "value"), [("a", 1.2345), ("longer", None), ("b", 1234.5)])
+    assert shown.splitlines() == [
+        "**Title**",
+        "",
+        "| name   | value |",
+        "| ------ | ----: |",
+        "| a      |  1.23 |",
+        "| longer |       |",
+        "| b      |  1234 |",
+    ]
+
+
+def test_without_a_gpu_it_says_so_and_ends_with_2(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert gpu_check.main(["--quick", "--out", str(tmp_path)]) == 2
+    assert "wanted an NVIDIA GPU, but jax" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("tolerance", "status"), [(1e-5, 0), (1e-9, 1)])
+def test_files_are_written_and_a_wrong_number_is_status_1(monkeypatch, capsys, tmp_path, tolerance, status):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(gpu_check, "device_kind", lambda: "NVIDIA Slide Rule")
+    monkeypatch.setattr(gpu_check, "SUITES", ("rope_numerics",))
+    monkeypatch.setattr(rope_numerics, "TOLERANCE", {"float32": tolerance})
+    assert gpu_check.main(["--quick", "--out", str(tmp_path)]) == status
+    (results,) = tmp_path.glob("nvidia-slide-rule-*-quick.json")
+    found = json.loads(results.read_text())
+    assert {"date", "commit", "machine", "versions", "gpu", "suites", "failures", "elapsed_s"} <= found.keys()
+    assert found["is_complete"] and bool(found["failures"]) is bool(status)
+    assert "RoPE at positions" in results.with_suffix(".md").read_text()
+    assert ("FAILED" in capsys.readouterr().out) is bool(status)
+
+
+def test_a_suite_that_breaks_leaves_what_the_others_found(monkeypatch, capsys, tmp_path):
+    def breaks(record):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(gpu_check, "device_kind", lambda: "NVIDIA Slide Rule")
+    monkeypatch.setattr(gpu_check, "SUITES", ("attention_numerics", "rope_numerics"))
+    monkeypatch.setattr(attention_numerics, "run", breaks)
+    monkeypatch.setattr(rope_numerics, "TOLERANCE", {})
+    assert gpu_check.main(["--quick", "--out", str(tmp_path)]) == 1
+    (results,) = tmp_path.glob("*.json")
+    assert "no such instruction" in json.loads(results.read_text())["failures"][0]
+    assert "no such instruction" in capsys.readouterr().err
