@@ -22,7 +22,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SUITES = ("attention_numerics", "rope_numerics", "ceilings", "rope_timing", "attention_timing")
+SUITES = (
+    "attention_numerics",
+    "rope_numerics",
+    "decode_numerics",
+    "ceilings",
+    "rope_timing",
+    "decode_timing",
+    "attention_timing",
+)
 """Modules of scripts/gpucheck in the order they run: a kernel's checks belong before the ceilings, its timings behind
 them. Each has `run(record)`, which adds rows, and `tables(record)`, which shows them."""
 PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "triton")

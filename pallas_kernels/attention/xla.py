@@ -9,6 +9,8 @@ at once; the mass adds about 12 %.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
@@ -19,6 +21,7 @@ from pallas_kernels.rope import apply_rope
 
 QUERY_BLOCK = 64
 KEY_BLOCK = 512
+_HEADS_A_B = (((2,), (1,)), ((0,), (0,)))
 
 
 def blocked_attention(
@@ -63,6 +66,10 @@ def blocked_attention(
     bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=q_block, k_block=k_block)
     q_pos, k_pos = q_pos.reshape(num_q_blocks, q_block), k_pos.reshape(num_k_blocks, k_block)
 
+    # Without the request a GPU would round float32 products to TF32.
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
     def attend(block: Array) -> tuple[Array, Array]:
         queries = q[block]
 
@@ -71,9 +78,7 @@ def blocked_attention(
             visible = k_pos[j][None, :] <= q_pos[block][:, None]
             if requests is not None:
                 visible &= requests[1][j][None, :] == requests[0][block][:, None]
-            scores = lax.dot_general(
-                queries, k[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
-            ).reshape(num_kv_heads, group, q_block, k_block)
+            scores = product(queries, k[j], _HEADS_A_B).reshape(num_kv_heads, group, q_block, k_block)
             # In base 2, whose exponential is the cheaper one.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED).reshape(
                 num_kv_heads, -1, k_block
@@ -82,8 +87,8 @@ def blocked_attention(
             # A row that has seen no slot yet keeps top = MASKED; without the guard its masked scores would count as 1.
             weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * MASKED, 0.0, new_top)[..., None]).astype(v.dtype)
             decay = jnp.exp2(top - new_top)
-            product = lax.dot_general(weights, v[j], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-            return accumulated * decay[..., None] + product, new_top, total * decay + weights.sum(-1, dtype=jnp.float32)
+            new = product(weights, v[j], _HEADS_A_B)
+            return accumulated * decay[..., None] + new, new_top, total * decay + weights.sum(-1, dtype=jnp.float32)
 
         rows = (num_kv_heads, group * q_block)
         start = (

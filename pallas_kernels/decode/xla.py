@@ -6,6 +6,8 @@ never read.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
@@ -42,6 +44,10 @@ def blocked_decode(
     group = num_heads // num_kv_heads
     q = q.reshape(num_requests, num_kv_heads, group, head_dim)
 
+    # Without the request a GPU would round float32 products to TF32.
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+
     def attend(request: Array) -> tuple[Array, Array]:
         queries = q[request]
 
@@ -59,7 +65,7 @@ def blocked_decode(
                 positions = slot_positions(here(page_start, entries), page_size)
                 k = apply_rope(k.transpose(1, 0, 2), positions, k_frequencies).transpose(1, 0, 2)
             v = jnp.where(visible[None, :, None], gathered(v_pages), jnp.zeros((), v_pages.dtype))
-            scores = jnp.einsum("kgh,ksh->kgs", queries, k, preferred_element_type=jnp.float32)
+            scores = einsum("kgh,ksh->kgs", queries, k)
             # In base 2, whose exponential is the cheaper one.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
@@ -67,7 +73,7 @@ def blocked_decode(
             # comes at the latest in the last step, makes 0 of that.
             weights = jnp.exp2(scores - new_top[..., None])
             decay = jnp.exp2(top - new_top)
-            product = jnp.einsum("kgs,ksh->kgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            product = einsum("kgs,ksh->kgh", weights.astype(v.dtype), v)
             return values * decay[..., None] + product, new_top, total * decay + weights.sum(-1)
 
         rows = (num_kv_heads, group)

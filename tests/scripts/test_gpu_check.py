@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.attention import attention
 from scripts import gpu_check
-from scripts.gpucheck import attention_numerics, attention_timing, rope_numerics, torch_peers
+from scripts.gpucheck import attention_numerics, attention_timing, decode_numerics, rope_numerics, torch_peers
 from scripts.gpucheck.attention_candidates import (
     SCALE,
     Work,
@@ -77,6 +77,16 @@ def test_rope_is_checked_at_the_last_position_of_the_model(record):
     rope_numerics.run(record)
     assert not record.failures
     assert sum(row["mutant"] is not None for row in record.rows[rope_numerics.SUITE]) == 16
+
+
+def test_decode_is_checked_with_its_broken_variants(record, monkeypatch):
+    decode_numerics.check(record, "triton_interpret", heads=8, kv_heads=1, head_dim=64, theta=10000.0)
+    decode_numerics.check(record, "triton_interpret", mutant="a token too few", head_dim=64, theta=10000.0)
+    assert [row["passed"] for row in on_disk(record)["suites"][decode_numerics.SUITE]] == [True, True]
+    monkeypatch.setitem(decode_numerics.MUTANTS, "nothing", lambda case: {})
+    decode_numerics.check(record, "xla", mutant="nothing", head_dim=64)
+    assert len(record.failures) == 1 and "'nothing' beyond" in record.failures[0]
+    assert "0 of 1" in decode_numerics.tables(record)[0]
 
 
 def test_operations_are_those_of_visible_pairs():

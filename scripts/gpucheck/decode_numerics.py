@@ -1,0 +1,62 @@
+"""Paged decode attention on the device against the float64 oracle. Knows no timing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pallas_kernels.decode import decode_attention
+from scripts.gpucheck.record import Record, table
+from tests.pallas_kernels.cases import worst
+from tests.pallas_kernels.decode_cases import MUTANTS, TOLERANCE, Case
+
+SUITE = "decode_numerics"
+IMPLEMENTATIONS = ("triton", "xla", "reference")
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"heads": 4, "kv_heads": 4, "head_dim": 64},
+    {"heads": 8, "kv_heads": 1, "head_dim": 128},
+    {"heads": 32, "kv_heads": 8, "head_dim": 128},
+    {"heads": 32, "kv_heads": 8, "head_dim": 128, "theta": 500000.0},
+    {"heads": 16, "kv_heads": 4, "head_dim": 64, "page_size": 32, "theta": 10000.0},
+)
+
+
+def check(record: Record, implementation: str, *, mutant: str | None = None, **shape: Any) -> None:
+    """One case of the kernel's tests, or with `mutant` what must differ from it."""
+    case = Case(**shape)
+    inputs, arguments = case.arguments(**({} if mutant is None else MUTANTS[mutant](case)))
+    result = decode_attention(*inputs, **arguments, implementation=implementation)
+    error = float(worst(result, case.expected()))
+    named = {name: value for name, value in shape.items() if name != "dtype"}
+    record.compare(
+        SUITE,
+        error,
+        TOLERANCE[case.dtype],
+        mutant=mutant,
+        implementation=implementation,
+        dtype=case.dtype,
+        shape=", ".join(f"{name} {value}" for name, value in named.items()),
+    )
+
+
+def run(record: Record, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> None:
+    """Every shape in both dtypes, and every mutant of one."""
+    for implementation in implementations:
+        for dtype in TOLERANCE:
+            for shape in SHAPES[-2:] if record.is_quick else SHAPES:
+                check(record, implementation, dtype=dtype, **shape)
+            for mutant in MUTANTS:
+                check(record, implementation, mutant=mutant, dtype=dtype, head_dim=64, theta=10000.0)
+        record.say(f"decode: {implementation}")
+
+
+def tables(record: Record) -> list[str]:
+    """One row per implementation and dtype, worst of the shapes."""
+    checked = record.rows.get(SUITE, [])
+    rows = []
+    for key in dict.fromkeys((row["implementation"], row["dtype"]) for row in checked):
+        own = [row for row in checked if (row["implementation"], row["dtype"]) == key]
+        errors = [row["error"] for row in own if row["mutant"] is None and row["error"] is not None]
+        caught = [row["passed"] for row in own if row["mutant"]]
+        right = all(row["passed"] for row in own)
+        rows.append((" ".join(key), right, max(errors, default=None), f"{sum(caught)} of {len(caught)}"))
+    return [table("Paged decode against float64", ("implementation", "right", "error", "mutants caught"), rows)]

@@ -1,0 +1,100 @@
+"""Decode problems with hard corners and their float64 solution, written from the definition. Knows no kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.decode import decode_attention
+from tests.oracles import rotate
+from tests.pallas_kernels.cases import OPTIONS, frequencies, oracle
+
+TOLERANCE = {"float32": 3e-6, "bfloat16": 3e-2}
+"""Largest absolute error of output and lse."""
+
+jitted = jax.jit(decode_attention, static_argnames=("scale", "implementation"), compiler_options=OPTIONS)
+
+
+class Case:
+    """Requests that share the pages of chunks whose last page is part full; everything that none holds is NaN.
+
+    Request 0 has two chunks and its own tokens, request 1 the same chunks in the other order, request 2 one short chunk
+    and request 3 nothing.
+    """
+
+    def __init__(self, *, heads=4, kv_heads=2, head_dim=32, page_size=16, dtype="float32", theta=None, seed=0):
+        random = np.random.default_rng(seed)
+        self.dtype, self.page_size = dtype, page_size
+        chunks = {"one": 7 * page_size + 3, "two": 2 * page_size, "short": 5, "own": page_size - 1}
+        num_pages = 23
+        free = list(random.permutation(num_pages - 1) + 1)
+        pages = {name: [free.pop() for _ in range(-(-size // page_size))] for name, size in chunks.items()}
+
+        def draw(*shape):
+            return np.array(jnp.asarray(random.normal(size=shape), dtype).astype(jnp.float32))
+
+        self.q = draw(4, heads, head_dim)
+        self.k, self.v = (np.full((kv_heads, num_pages, page_size, head_dim), np.nan, np.float32) for _ in range(2))
+        for name, size in chunks.items():
+            for n, page in enumerate(pages[name]):
+                used = min(page_size, size - n * page_size)
+                self.k[:, page, :used] = draw(kv_heads, used, head_dim)
+                self.v[:, page, :used] = draw(kv_heads, used, head_dim)
+        entries = 12
+        self.table = np.full((4, entries), 10**6, np.int32)
+        self.length, self.start = np.zeros((4, entries), np.int32), np.zeros((4, entries), np.int32)
+        for request, names in enumerate((("one", "two", "own"), ("two", "one"), ("short",), ())):
+            position = entry = 0
+            for name in names:
+                for n, page in enumerate(pages[name]):
+                    used = min(page_size, chunks[name] - n * page_size)
+                    self.table[request, entry], self.length[request, entry] = page, used
+                    self.start[request, entry] = position
+                    position, entry = position + used, entry + 1
+        # Entries that hold nothing may stand between others.
+        self.table[2, 3], self.length[2, 3], self.start[2, 3] = self.table[2, 0], self.length[2, 0], self.start[2, 0]
+        self.length[2, 0] = 0
+        self.k_frequencies = None if theta is None else frequencies(head_dim, theta)
+        self.scale = head_dim**-0.5
+
+    def arguments(self, **changes):
+        values = dict(page_table=self.table, page_length=self.length, scale=self.scale)
+        if self.k_frequencies is not None:
+            values |= dict(page_start=self.start, k_frequencies=self.k_frequencies)
+        inputs = [jnp.asarray(changes.pop(name, getattr(self, name)), self.dtype) for name in ("q", "k", "v")]
+        values |= changes
+        return inputs, {name: jnp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in values.items()}
+
+    def run(self, implementation, **changes):
+        inputs, arguments = self.arguments(**changes)
+        return jitted(*inputs, **arguments, implementation=implementation)
+
+    def expected(self):
+        """Each request's slots laid out in a row, through the oracle of the prefill."""
+        out, lse = np.zeros(self.q.shape), np.full(self.q.shape[:2], -np.inf)
+        for request in range(len(self.q)):
+            k, v = [], []
+            for entry in np.flatnonzero(self.length[request]):
+                page, used = self.table[request, entry], self.length[request, entry]
+                keys = self.k[:, page, :used].transpose(1, 0, 2).astype(np.float64)
+                if self.k_frequencies is not None:
+                    keys = rotate(keys, self.start[request, entry] + np.arange(used), self.k_frequencies)
+                k.append(keys)
+                v.append(self.v[:, page, :used].transpose(1, 0, 2))
+            if k:
+                k, v = np.concatenate(k), np.concatenate(v)
+                visible, nothing = np.ones((1, len(k)), bool), np.zeros((len(k), 0))
+                result = oracle(self.q[request][None], k, v, visible=visible, scale=self.scale, onehot=nothing)
+                out[request], lse[request] = result[0][0], result[2][0]
+        return out, lse
+
+
+MUTANTS = {
+    "a token too few": lambda case: dict(page_length=np.maximum(case.length - (case.length == 3), 0)),
+    "a page of another chunk": lambda case: dict(page_table=np.where(case.length == 3, case.table[0, 0], case.table)),
+    "a chunk dropped": lambda case: dict(page_length=case.length * (np.arange(12) < 8)),
+    "wrong scale": lambda case: dict(q=case.q * 1.05),
+    "wrong kv head": lambda case: dict(k=np.roll(case.k, 1, axis=0)),
+    "wrong theta": lambda case: dict(k_frequencies=frequencies(case.q.shape[2], 500.0)),
+    "rotated backwards": lambda case: dict(k_frequencies=-case.k_frequencies),
+    "pages without a start": lambda case: dict(page_start=np.zeros_like(case.start)),
+}
