@@ -1,5 +1,6 @@
 """PyTorch's attention kernels on the arrays of JAX, as competitors. Runs without PyTorch too: `missing` says so."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable
