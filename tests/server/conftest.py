@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import uvicorn
@@ -19,6 +18,7 @@ import uvicorn
 from ccjax.engine import Engine
 from ccjax.retrieval import LexicalEmbedder, Retriever
 from ccjax.server import ServerSettings, Service, create_app
+from tests.server import patient
 from tests.server.tiny_model import write_tiny_model
 
 DOCUMENTS = {
@@ -79,10 +79,10 @@ def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.A
         )
         service = Service(settings)
         with running(service) as url:
-            assert httpx.get(f"{url}/health").json() == {"status": "alive"}
-            assert httpx.get(f"{url}/ready").status_code == 503
+            assert patient.get(f"{url}/health").json() == {"status": "alive"}
+            assert patient.get(f"{url}/ready").status_code == 503
             service.open(engine, retriever)
-            assert httpx.get(f"{url}/ready").status_code == 200
+            assert patient.get(f"{url}/ready").status_code == 200
             yield Server(url, service, engine, retriever, settings.api_key or "none")
 
     return start
