@@ -354,6 +354,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-repair", dest="repair", action="store_false", help="leave approximate variants as they are in idle time")
     text = "look this often for what others did to the store, 0 for never (default 10)"
     add("--store-refresh-interval-s", type=float, default=10.0, metavar="S", help=text)
+    store_text = (
+        "URL of the lasting chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, for others "
+        "than AWS s3://BUCKET/PREFIX?endpoint=http://HOST:PORT&region=NAME; credentials as the clouds' own tools "
+        "find them, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (default: memory only)"
+    )
     metavars = {str: "TEXT", int: "N", float: "X", num_bytes: "SIZE"}
     # Left out of the namespace where not given, so that EngineConfig alone holds the defaults.
     for flag, kind, text in (
@@ -365,7 +370,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
         ("--focus-window", int, "layers after which unfocused passages are dropped"),
         ("--focus-rule", str, "entropy or largest_gap"),
-        ("--store", str, "URL of the lasting chunk store, such as file:///var/cache/ccjax (default: memory only)"),
+        ("--store", str, store_text),
         ("--host-cache-bytes", num_bytes, "memory for chunk-caches, such as 2GiB"),
         ("--disk-cache-bytes", num_bytes, "room in the store"),
         ("--max-variants", int, "chunk variants kept"),

@@ -1,7 +1,8 @@
-"""Chunk KV shards in host memory and on disk. Knows arrays and bytes, no model, no policy and no device."""
+"""Chunk KV shards in host memory, on disk and in buckets. Knows arrays and bytes, no model, policy or device."""
 
 from store.disk import TensorStoreTier
 from store.errors import (
+    CommitUnknownError,
     ShardCorruptError,
     ShardNotFoundError,
     StoreError,
@@ -16,6 +17,7 @@ from store.tiered import TieredStore, TierUsage
 
 __all__ = [
     "FORMAT_VERSION",
+    "CommitUnknownError",
     "HostTier",
     "KVSpec",
     "LoadTicket",

@@ -16,21 +16,27 @@ from store.spec import KVSpec
 
 
 class ArrayDriver:
-    """Writes and opens the data objects of one kvstore."""
+    """Writes and opens the data objects of one root; see `store.objects.Root` for `context` and `longest_wait_s`."""
 
-    def __init__(self, kv_spec: KVSpec):
+    def __init__(self, kv_spec: KVSpec, context: ts.Context | None, longest_wait_s: float | None):
         self.kv_spec = kv_spec
+        self._longest_wait_s = longest_wait_s
         # No cache: it would keep decoded layers beside the buffers, outside every budget, and serve what is deleted.
         # Reading the shard index again for every layer costs nothing measurable on a file (1.2 ms per 2 MiB layer).
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}}, parent=context)
 
     def write(self, kvstore: dict[str, Any], kv: np.ndarray, head_groups: int) -> None:
         """Writes `kv` `[L, 2, T, K, H]` as one object, visible whole or not at all.
 
         Raises:
           ValueError: what tensorstore makes of every failure.
+          TimeoutError: it was not done after `longest_wait_s`; it may still be.
         """
-        self._open(kvstore, kv.shape[2], head_groups, write=True).write(kv).result()
+        writing = self._open(kvstore, kv.shape[2], head_groups, write=True).write(kv)
+        try:
+            writing.result(timeout=self._longest_wait_s)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {self._longest_wait_s:g} s") from None
 
     def open(self, kvstore: dict[str, Any], num_tokens: int, head_groups: int) -> ts.TensorStore:
         """The array for reading. Reads no byte yet: the metadata comes from the arguments."""
@@ -80,7 +86,10 @@ class ShardReader:
     Args:
       array: the opened data object, dtype and shape of the buffer.
       crc32_by_layer: what each layer must hash to.
-      explain: turns tensorstore's ValueError, or None where the checksum differs, into the error to raise.
+      explain: turns tensorstore's ValueError, the TimeoutError of a read that took `longest_wait_s`, or None where the
+        checksum differs, into the error to raise.
+      longest_wait_s: a layer that is not there after it has failed; None waits for ever.
+      failure: raised by every `wait`; nothing is read then.
     """
 
     def __init__(
@@ -88,22 +97,27 @@ class ShardReader:
         array: ts.TensorStore,
         dtype: np.dtype,
         crc32_by_layer: Sequence[int],
-        explain: Callable[[ValueError | None], Exception],
+        explain: Callable[[ValueError | TimeoutError | None], Exception],
+        *,
+        longest_wait_s: float | None = None,
+        failure: Exception | None = None,
     ):
         self._array = array
         self._crc32_by_layer = crc32_by_layer
         self._explain = explain
+        self._longest_wait_s = longest_wait_s
         self._buffer = np.empty(array.shape, dtype)  # untouched pages cost nothing until a layer arrives
         self._target = ts.array(self._buffer, copy=False, write=True)
         self._futures: list[Any] = [None] * len(crc32_by_layer)
         self._verified = [False] * len(crc32_by_layer)
-        self._failure: Exception | None = None
+        self._failure = failure
         self._lock = threading.Lock()
 
     def start(self, first: int, last: int) -> None:
-        """Starts reading layers `[first, last)` in the background; layers already under way are left alone."""
+        """Starts reading layers `[first, last)` in the background; layers already under way are left alone. Nothing
+        starts after a failure."""
         with self._lock:
-            for layer in range(first, last):
+            for layer in range(first, last) if self._failure is None else ():
                 if self._futures[layer] is None:
                     self._futures[layer] = self._target[layer].write(self._array[layer])
 
@@ -130,9 +144,15 @@ class ShardReader:
     def _finish(self, layer: int, timeout_s: float | None) -> None:
         if self._failure is not None:  # one bad layer condemns the variant, and is counted once
             raise self._failure
+        limit_s = self._longest_wait_s
+        is_ours = timeout_s is None or (limit_s is not None and limit_s < timeout_s)  # else it is the caller who leaves
         try:
-            self._futures[layer].result(timeout=timeout_s)
+            self._futures[layer].result(timeout=limit_s if is_ours else timeout_s)
             failure = None if layer_crc32(self._buffer[layer]) == self._crc32_by_layer[layer] else self._explain(None)
+        except TimeoutError:
+            if not is_ours:
+                raise
+            failure = self._explain(TimeoutError(f"no answer within {limit_s:g} s"))
         except ValueError as error:
             failure = self._explain(error)
         if failure is not None:

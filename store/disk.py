@@ -1,6 +1,5 @@
-"""The disk tier: immutable zarr3 objects and the records that commit them, shared safely with other processes.
-Knows no host memory, no pins, no queue and no eviction order.
-"""
+"""The disk tier, in a directory or a bucket: immutable zarr3 objects and the records that commit them, shared safely
+with other processes. Knows no host memory, no pins, no queue and no eviction order."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ import numpy as np
 
 from store.arrays import ArrayDriver, ShardReader, layer_crc32
 from store.budget import ByteBudget
-from store.errors import ShardCorruptError, ShardNotFoundError, StoreUnavailableError
+from store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
 from store.namespaces import foreign_fingerprints, open_namespace
-from store.objects import open_root
+from store.objects import for_each, open_root
 from store.records import StoredShard, decode_record, encode_record, object_bytes
 from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 
@@ -38,7 +37,7 @@ class TensorStoreTier:
     """Variants of one identity under one store URL. Thread-safe.
 
     Args:
-      url: `file:///absolute/path`, made if missing.
+      url: `file:///absolute/path`, made if missing, or a bucket that exists, as `store.buckets.BucketRoot` has it.
       kv_spec: shape and dtype of every variant.
       identity: whose variants these are; others under the same URL are neither seen nor touched.
       budget_bytes: bytes of objects and records that `write` may fill, None = no limit. What other processes wrote
@@ -48,7 +47,7 @@ class TensorStoreTier:
 
     Raises:
       ValueError: a bad URL or argument.
-      StoreUnavailableError: the path cannot be used.
+      StoreUnavailableError: the path or the bucket cannot be used.
       StoreIdentityError: another format version or KV shape; with `exclusive`, another model's store.
     """
 
@@ -70,15 +69,15 @@ class TensorStoreTier:
         self.head_groups = head_groups
         self.budget = ByteBudget("disk", budget_bytes)
         self.num_corrupt = 0
+        self._num_unread = 0
         self._lock = threading.RLock()
         self._shards: dict[str, StoredShard] = {}
-        self._arrays = ArrayDriver(kv_spec)
         self._root = open_root(url)
+        self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s)
         self._namespace = identity.namespace
         try:
             open_namespace(self._root, url, identity, kv_spec, exclusive=exclusive)
-            self.refresh()
-            self._sweep_orphans()
+            self._refresh_and_sweep()
         except OSError as error:
             raise StoreUnavailableError(f"store: cannot open {url}: {error}") from error
 
@@ -128,24 +127,31 @@ class TensorStoreTier:
         Raises:
           ValueError: record or KV do not fit `kv_spec`.
           TierFullError: not within the budget.
-          StoreUnavailableError: the disk refused (full, read-only, gone); nothing is left of the attempt.
+          StoreUnavailableError: the disk refused (full, read-only, gone) or the bucket did not answer; nothing is left
+            of the attempt that a reader could see.
+          CommitUnknownError: the bucket fell silent in the middle; a later `refresh` shows the variant, or not.
         """
         check_record(record, self.kv_spec)
         kv = np.ascontiguousarray(check_kv(kv, record, self.kv_spec))
         if not reserved:
             self.reserve(record)
-        object_id = uuid.uuid4().hex  # never two writers on one data object
-        committed = False
+        object_id = self._root.new_id()  # never two writers on one data object
+        committed = is_kept = False
         try:
             raw = self._encode(record, object_id, tuple(layer_crc32(layer) for layer in kv))
             self._root.make_prefix(self._key("data", object_id))
             self._arrays.write(self._root.kvstore(self._key("data", object_id)), kv, self.head_groups)
             committed = self._commit(record.variant_id, raw)
+        except CommitUnknownError:
+            is_kept = True  # deleting the object would break the variant if the record is there after all
+            raise
         except (OSError, ValueError) as error:
+            self._root.note_failure(error)
             raise StoreUnavailableError(f"store: cannot write to {self.url}: {error}") from error
         finally:
             if not committed:
                 self.release(record)
+            if not (committed or is_kept):
                 with contextlib.suppress(OSError):  # the error on its way says it all; the next open sweeps
                     self._root.delete(self._key("data", object_id))
         return committed
@@ -162,7 +168,14 @@ class TensorStoreTier:
             raise ShardNotFoundError(f"disk tier: no variant {variant_id}")
         kvstore = self._root.kvstore(self._key("data", shard.object_id))
         array = self._arrays.open(kvstore, shard.record.num_tokens, shard.head_groups)
-        return ShardReader(array, self.kv_spec.np_dtype, shard.layer_crc32, lambda error: self._explain(shard, error))
+        return ShardReader(
+            array,
+            self.kv_spec.np_dtype,
+            shard.layer_crc32,
+            lambda error: self._explain(shard, error),
+            longest_wait_s=self._root.longest_wait_s,
+            failure=self._root.outage(),
+        )
 
     def remove(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
         """Evicts; returns what went. A variant that could not be deleted stays."""
@@ -177,45 +190,48 @@ class TensorStoreTier:
         """Second half, milliseconds per variant: the record goes first, so that no reader begins what the deletion of
         the data would cut short. Returns the ids that went; one that could not be deleted is known again, unless it is
         `condemned`."""
-        gone = []
-        for shard in shards:
-            variant_id = shard.record.variant_id
-            try:
-                if self._record_names(shard):
-                    self._root.delete(self._record_key(variant_id))
-            except OSError as error:
-                _log.warning("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
-                if not condemned:
-                    self._restore(shard)
-                    continue
-            self._delete_quietly(self._key("data", shard.object_id))
-            with self._lock:
-                self._forget(shard)  # a refresh in between may have found the record again
-                self.budget.release(shard.charge_bytes)
-            gone.append(variant_id)
-        return tuple(gone)
+        return tuple(filter(None, for_each(self._root, lambda shard: self._erase_one(shard, condemned), shards)))
+
+    def _erase_one(self, shard: StoredShard, condemned: bool) -> str | None:
+        """The variant's id if it went."""
+        variant_id = shard.record.variant_id
+        try:
+            if self._record_names(shard):
+                self._root.delete(self._record_key(variant_id))
+        except OSError as error:
+            self._warn("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
+            if not condemned:
+                self._restore(shard)
+                return None
+        self._delete_quietly(self._key("data", shard.object_id))
+        with self._lock:
+            self._forget(shard)  # a refresh in between may have found the record again
+            self.budget.release(shard.charge_bytes)
+        return variant_id
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Takes in what other processes committed and evicted since: `(added, removed)` variant ids.
 
         Raises:
-          OSError: the directory cannot be listed.
+          OSError: the directory or bucket cannot be listed.
         """
         with self._lock:
             known = dict(self._shards)  # before the listing: what this process commits meanwhile is no removal
         listed = {name.removesuffix(".json") for name in self._names("records") if name.endswith(".json")}
-        added = tuple(variant_id for variant_id in sorted(listed - known.keys()) if self._take_in(variant_id))
+        added = list(filter(None, for_each(self._root, self._load_sound, sorted(listed - known.keys()))))
+        for shard in added:
+            self._adopt(shard)
         removed = tuple(sorted(known.keys() - listed))
         for variant_id in removed:
             self._forget(known[variant_id])
-        return added, removed
+        return tuple(shard.record.variant_id for shard in added), removed
 
     def read_hints(self) -> dict[str, Any]:
         """What `write_hints` noted last; empty where there is nothing or it cannot be read."""
         try:
             hints = json.loads(self._root.read(self._key("hints.json")) or b"{}")
         except (OSError, ValueError, RecursionError) as error:
-            _log.warning("store: cannot read the hints in %s: %s", self.url, error)
+            self._warn("store: cannot read the hints in %s: %s", self.url, error)
             return {}
         return hints if isinstance(hints, dict) else {}
 
@@ -225,7 +241,7 @@ class TensorStoreTier:
         try:
             self._root.replace(self._key("hints.json"), json.dumps(dict(hints)).encode())
         except OSError as error:
-            _log.warning("store: cannot write the hints in %s: %s", self.url, error)
+            self._warn("store: cannot write the hints in %s: %s", self.url, error)
 
     # -- records -----------------------------------------------------------------------------------------------
 
@@ -246,28 +262,33 @@ class TensorStoreTier:
 
     def _take_in(self, variant_id: str) -> bool:
         """Reads the record on disk into memory and says whether there is a sound one; a bad one goes to quarantine."""
+        shard = self._load_sound(variant_id)
+        if shard is not None:
+            self._adopt(shard)
+        return shard is not None
+
+    def _load_sound(self, variant_id: str) -> StoredShard | None:
         try:
             try:
-                shard = self._load(variant_id)
+                return self._load(variant_id)
             except ShardCorruptError as error:
                 _log.warning("store: %s; moved to quarantine", error)
                 with self._lock:
                     self.num_corrupt += 1
                 self._set_aside(variant_id)
-                return False
         except OSError as error:
-            _log.warning("store: cannot take in the record of variant %s from %s: %s", variant_id, self.url, error)
-            return False
-        if shard is None:
-            return False
+            self._warn("store: cannot take in the record of variant %s from %s: %s", variant_id, self.url, error)
+            self._num_unread += 1
+        return None
+
+    def _adopt(self, shard: StoredShard) -> None:
         with self._lock:
-            known = self._shards.get(variant_id)
+            known = self._shards.get(shard.record.variant_id)
             if known is None or known.object_id != shard.object_id:
                 if known is not None:
                     self._forget(known)
-                self._shards[variant_id] = shard
+                self._shards[shard.record.variant_id] = shard
                 self.budget.adopt(shard.charge_bytes)
-        return True
 
     def _load(self, variant_id: str) -> StoredShard | None:
         raw = self._root.read(self._record_key(variant_id))
@@ -294,10 +315,11 @@ class TensorStoreTier:
             return True
         return current is not None and current.object_id == shard.object_id
 
-    def _explain(self, shard: StoredShard, error: ValueError | None) -> Exception:
+    def _explain(self, shard: StoredShard, error: ValueError | TimeoutError | None) -> Exception:
         """What a failed read of `shard` means; `error` is tensorstore's, None where the bytes are not the record's."""
         variant_id = shard.record.variant_id
         if error is not None and not str(error).startswith(_BAD_DATA):
+            self._root.note_failure(error)
             return StoreUnavailableError(f"store: cannot read variant {variant_id} from {self.url}: {error}")
         try:
             current = self._load(variant_id)
@@ -344,26 +366,32 @@ class TensorStoreTier:
 
     def _set_aside(self, variant_id: str) -> None:
         """Moves the record to quarantine. Raises OSError."""
-        aside = self._key("quarantine", f"{variant_id}.{uuid.uuid4().hex}.json")
+        aside = self._key("quarantine", f"{variant_id}.{self._root.new_id()}.json")
         self._root.move(self._record_key(variant_id), aside)
 
     def _delete_quietly(self, key: str) -> None:
         try:
             self._root.delete(key)
         except OSError as error:  # without a record it is never read again; the next open sweeps it
-            _log.warning("store: cannot delete %s in %s: %s", key, self.url, error)
+            self._warn("store: cannot delete %s in %s: %s", key, self.url, error)
 
-    def _sweep_orphans(self) -> None:
-        """Deletes data objects that no record commits, temporary files and quarantine, once they are old enough."""
+    def _warn(self, message: str, *values: object) -> None:
+        # An outage shows in every call; that there is one is logged by those who write and refresh.
+        _log.log(logging.WARNING if self._root.outage() is None else logging.DEBUG, message, *values)
+
+    def _refresh_and_sweep(self) -> None:
+        """Refreshes, and deletes data objects that no record commits, what killed processes left and quarantine, once
+        they are old enough."""
         objects = self._names("data")  # before the records: an object committed in between must not look like an orphan
         self.refresh()
+        if self._num_unread:  # an unread record may commit any object; the next open sweeps
+            return
         with self._lock:
             committed = {shard.object_id for shard in self._shards.values()}
         stale = [self._key("data", name) for name in objects if name not in committed]
-        for folder in ("", self._namespace, self._key("records")):
-            stale += [f"{folder}/{name}".lstrip("/") for name in self._root.names(folder) if name.endswith(".tmp")]
+        stale += self._root.left_overs(("", self._namespace, self._key("records")))
         ages = dict.fromkeys(stale, ORPHAN_AGE_S)
         ages |= {self._key("quarantine", name): QUARANTINE_AGE_S for name in self._names("quarantine")}
-        for key, age_s in ages.items():
-            if self._root.age_s(key) > age_s:
-                self._delete_quietly(key)
+        for_each(
+            self._root, self._delete_quietly, [key for key, age_s in ages.items() if self._root.age_s(key) > age_s]
+        )

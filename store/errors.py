@@ -28,3 +28,7 @@ class TierFullError(StoreError):
 
 class StoreUnavailableError(StoreError, OSError):
     """The file system or object store refused the operation; the stored data may well be sound."""
+
+
+class CommitUnknownError(StoreUnavailableError):
+    """No answer came to the write that commits: it may have happened, or may still happen."""

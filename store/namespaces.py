@@ -4,7 +4,7 @@ ROOT/store.json                         format version of everything below
 ROOT/NAMESPACE/identity.json            whose namespace it is, and its KV shape
 ROOT/NAMESPACE/hints.json               what the owner notes between runs, replaced as a whole
 ROOT/NAMESPACE/records/VARIANT.json     written last, create-if-absent: this commits
-ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant, fresh random name
+ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant under an id that is never used again
 ROOT/NAMESPACE/quarantine/              records that failed their check; nothing reads them
 """
 
@@ -16,13 +16,13 @@ import re
 from typing import Any
 
 from store.errors import StoreIdentityError
-from store.objects import FileRoot
+from store.objects import Root
 from store.spec import FORMAT_VERSION, KVSpec, StoreIdentity
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
 
-def open_namespace(root: FileRoot, url: str, identity: StoreIdentity, kv_spec: KVSpec, *, exclusive: bool) -> None:
+def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpec, *, exclusive: bool) -> None:
     """Makes the namespace of `identity` ready for use; `url` is for messages.
 
     Raises:
@@ -37,14 +37,14 @@ def open_namespace(root: FileRoot, url: str, identity: StoreIdentity, kv_spec: K
         advice = "upgrade this program" if newer else "its store.json is damaged or older than any release"
         raise StoreIdentityError(
             f"store: {url} has format version {version!r} and this program reads {FORMAT_VERSION}: {advice}; "
-            "or name another directory"
+            "or name another URL"
         )
     namespace = identity.namespace
-    foreign = sorted(foreign_fingerprints(root, identity))
-    if exclusive and foreign and not root.names(f"{namespace}/records"):
+    # In this order, because a bucket can only name the models in it by listing all that they have.
+    if exclusive and not root.names(f"{namespace}/records") and (foreign := foreign_fingerprints(root, identity)):
         raise StoreIdentityError(
-            f"store: {url} holds the KV of {', '.join(foreign)} and none of this model, {identity.model_fingerprint}: "
-            "name another directory, or open it with exclusive=False to keep both side by side"
+            f"store: {url} holds the KV of {', '.join(sorted(foreign))} and none of this model, "
+            f"{identity.model_fingerprint}: name another URL, or open it with exclusive=False to keep both"
         )
     for folder in ("", "records", "data", "quarantine"):
         root.make_prefix(f"{namespace}/{folder}".rstrip("/"))
@@ -57,11 +57,11 @@ def open_namespace(root: FileRoot, url: str, identity: StoreIdentity, kv_spec: K
     if found != owner:
         raise StoreIdentityError(
             f"store: {url}/{key} says {found}, this process is {owner}: one identity must mean one KV shape; name "
-            "another directory, or delete this namespace"
+            "another URL, or delete this namespace"
         )
 
 
-def foreign_fingerprints(root: FileRoot, identity: StoreIdentity) -> frozenset[str]:
+def foreign_fingerprints(root: Root, identity: StoreIdentity) -> frozenset[str]:
     """Fingerprints of the other models that have variants under `root`."""
     found = set()
     for name in root.names(""):
@@ -73,7 +73,7 @@ def foreign_fingerprints(root: FileRoot, identity: StoreIdentity) -> frozenset[s
     return frozenset(found - {identity.model_fingerprint})
 
 
-def _read_json(root: FileRoot, key: str) -> dict[str, Any] | None:
+def _read_json(root: Root, key: str) -> dict[str, Any] | None:
     try:
         value = json.loads(root.read(key) or b"null")
     except ValueError:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from store.arrays import ShardReader
-from store.budget import ByteBudget
 from store.disk import TensorStoreTier
 from store.errors import ShardNotFoundError, TierFullError
 from store.host import HostTier
@@ -74,6 +73,7 @@ class TieredStore:
         self._announced: dict[str, StoreTicket] = {}
         self._counts: dict[str, collections.Counter[str]] = {HOST: collections.Counter(), DISK: collections.Counter()}
         self._open = True
+        self._refresh_fails = False
 
     @classmethod
     def open(
@@ -148,12 +148,19 @@ class TieredStore:
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Takes in what other processes did to the disk tier: `(added, removed)` variant ids; both empty while the disk
-        cannot be listed, which is logged."""
+        cannot be listed. The first failure of a row is logged as a warning, so is the recovery."""
+        changes: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+        if self._disk is None:
+            return changes
+        failure = None
         try:
-            return ((), ()) if self._disk is None else self._disk.refresh()
+            changes = self._disk.refresh()
         except OSError as error:
-            _log.warning("store: cannot refresh %s: %s", self._disk.url if self._disk else None, error)
-            return (), ()
+            failure = error
+        if (failure is None) == self._refresh_fails:
+            _log.warning("store: refresh of %s: %s", self._disk.url, failure or "succeeds again")
+        self._refresh_fails = failure is not None
+        return changes
 
     def read_hints(self) -> dict[str, Any]:
         """What `write_hints` noted last; empty without a disk."""
@@ -231,8 +238,8 @@ class TieredStore:
             self._check_open()
             variant_id = record.variant_id
             exists = self.tier_of(variant_id) is not None or variant_id in self._announced
-            charges = {name: tier.charge_bytes(record) for name, tier in self._tiers().items()}
-            fitting = {} if exists else {n: b for n, b in charges.items() if self._budget(n).can_ever_hold(b)}
+            charges = [(name, tier.charge_bytes(record), tier.budget) for name, tier in self._tiers().items()]
+            fitting = {} if exists else {name: size for name, size, budget in charges if budget.can_ever_hold(size)}
             ticket = StoreTicket(record, exists, fitting, self._store_shortfall)
             if not exists:
                 self._announced[variant_id] = ticket
@@ -325,9 +332,6 @@ class TieredStore:
     def _tiers(self) -> dict[str, HostTier | TensorStoreTier]:
         return {HOST: self._host} if self._disk is None else {HOST: self._host, DISK: self._disk}
 
-    def _budget(self, tier: str) -> ByteBudget:
-        return self._tiers()[tier].budget
-
     def _check_open(self) -> None:
         if not self._open:
             raise ValueError("store: closed")
@@ -335,7 +339,7 @@ class TieredStore:
     def _short(self, tier: str, num_bytes: int) -> int:
         """Bytes that `tier` lacks for `num_bytes` beside all announced variants."""
         announced = sum(ticket.charge_bytes.get(tier, 0) for ticket in self._announced.values())
-        return self._budget(tier).shortfall(announced + num_bytes)
+        return self._tiers()[tier].budget.shortfall(announced + num_bytes)
 
     def _load_shortfall(self, ticket: LoadTicket) -> dict[str, int]:
         with self._lock:

@@ -17,7 +17,8 @@ class EngineConfig:
     Attributes:
       dtype: of weights, activations and stored KV: "float32" (best on CPU) or "bfloat16" (accelerators).
       attention: implementation of `pallas_kernels.attention.attention`; None takes the platform's own.
-      store: URL of the lasting chunk store, such as "file:///var/cache/ccjax"; None keeps chunk-caches in memory only.
+      store: URL of the lasting chunk store, such as "file:///var/cache/ccjax" or "s3://bucket/prefix"; None keeps
+        chunk-caches in memory only.
       strategy: how chunks are reused: "cachecraft", "reuse" (naive), "prefix" (exact prefixes only), "full" (never); or
         with as much recomputed as "cachecraft" would, "legolink" (the head of each chunk), "random" (drawn tokens).
       alpha: CacheCraft eq. 12, scales the share of tokens that is recomputed.

@@ -27,15 +27,16 @@ def make_record(variant_id: str, num_tokens: int = 5, kv_spec: KVSpec = SPEC) ->
     return ShardRecord(variant_id, f"chunk-of-{variant_id}", num_tokens, kv_spec.num_bytes(num_tokens), meta)
 
 
-def url_of(path: Path) -> str:
-    return path.as_uri()
+def url_of(where: Path | str) -> str:
+    """The URL of a directory; a URL stays as it is."""
+    return where.as_uri() if isinstance(where, Path) else where
 
 
 def open_store(
-    path: Path | None, *, kv_spec: KVSpec = SPEC, identity: StoreIdentity = OURS, **options: Any
+    where: Path | str | None, *, kv_spec: KVSpec = SPEC, identity: StoreIdentity = OURS, **options: Any
 ) -> TieredStore:
     options.setdefault("host_bytes", 1 << 20)
-    url = None if path is None else url_of(path)
+    url = None if where is None else url_of(where)
     return TieredStore.open(url, kv_spec=kv_spec, identity=identity, **options)
 
 

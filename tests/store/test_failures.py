@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from store import StoreError, StoreUnavailableError, TensorStoreTier
+from store.files import FileRoot
 from tests.store.kv import (
     OURS,
     SPEC,
@@ -112,6 +113,7 @@ def test_failed_write_leaves_nothing_behind(tmp_path):
 
 def test_record_whose_directory_cannot_be_synced_is_taken_back(tmp_path, monkeypatch):
     tier = TensorStoreTier(url_of(tmp_path), SPEC, OURS)
+    assert isinstance(tier._root, FileRoot)
     sync = tier._root.sync
 
     def failing_sync(prefix):

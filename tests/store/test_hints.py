@@ -4,24 +4,24 @@ import logging
 
 import pytest
 
-from tests.store.kv import OTHERS, assert_same_bytes, get, make_kv, namespace_of, open_store, put
+from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, open_store, put
 
 
-def test_hints_outlive_the_process_and_are_replaced_as_a_whole(tmp_path):
-    with open_store(tmp_path) as store:
+def test_hints_outlive_the_process_and_are_replaced_as_a_whole(place):
+    with open_store(place.url) as store:
         assert store.read_hints() == {}
         store.write_hints({"a": 1.5, "b": [1, 2]})
         assert store.read_hints() == {"a": 1.5, "b": [1, 2]}
         store.write_hints({"c": None})
-    with open_store(tmp_path) as store:
+    with open_store(place.url) as store:
         assert store.read_hints() == {"c": None}
         put(store, "v")
         assert_same_bytes(get(store, "v"), make_kv("v"))
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert not [key for key in place.keys() if key.endswith(".tmp")]
 
 
-def test_hints_belong_to_their_identity(tmp_path):
-    with open_store(tmp_path) as ours, open_store(tmp_path, identity=OTHERS) as theirs:
+def test_hints_belong_to_their_identity(place):
+    with open_store(place.url) as ours, open_store(place.url, identity=OTHERS) as theirs:
         ours.write_hints({"whose": "ours"})
         theirs.write_hints({"whose": "theirs"})
         assert ours.read_hints() == {"whose": "ours"}
@@ -34,11 +34,11 @@ def test_a_store_in_memory_has_none():
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff\xfe", b"[" * 100_000])
-def test_damaged_hints_count_as_none(tmp_path, content):
-    with open_store(tmp_path) as store:
+def test_damaged_hints_count_as_none(place, content):
+    with open_store(place.url) as store:
         put(store, "v")
-        (namespace_of(tmp_path) / "hints.json").write_bytes(content)
-    with open_store(tmp_path) as store:
+        place.write(f"{OURS.namespace}/hints.json", content)
+    with open_store(place.url) as store:
         assert store.read_hints() == {} and store.tier_of("v") == "disk"
         store.write_hints({"a": 1})
         assert store.read_hints() == {"a": 1}

@@ -1,4 +1,4 @@
-"""What `open` refuses and what it says: foreign models, other versions, bad URLs, paths that cannot be used."""
+"""What `open` refuses and what it says: foreign models, other versions, bad URLs, directories that cannot be used."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from tests.store.kv import (
 )
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/kv", "ftp://x", "/tmp/kv", "kv", ""])
+@pytest.mark.parametrize("url", ["S4://bucket/kv", "http://x/kv", "ftp://x", "/tmp/kv", "kv", ""])
 def test_unknown_scheme_lists_the_known_ones(url):
     with pytest.raises(ValueError, match=re.escape("file:///absolute/path")) as caught:
         TensorStoreTier(url, SPEC, OURS)
@@ -61,36 +61,36 @@ def test_path_that_the_kernel_refuses_to_write():
         TensorStoreTier("file:///proc/kv", SPEC, OURS)  # not even root may
 
 
-def test_foreign_store_is_refused_with_both_names_and_left_alone(tmp_path):
-    with open_store(tmp_path, identity=OTHERS) as store:
+def test_foreign_store_is_refused_with_both_names_and_left_alone(place):
+    with open_store(place.url, identity=OTHERS) as store:
         put(store, "v")
-    before = sorted(tmp_path.rglob("*"))
+    before = place.keys()
     with pytest.raises(StoreIdentityError, match="model-b.*model-a.*exclusive=False"):
-        open_store(tmp_path)
-    assert sorted(tmp_path.rglob("*")) == before
-    with open_store(tmp_path, exclusive=False) as store:
+        open_store(place.url)
+    assert place.keys() == before
+    with open_store(place.url, exclusive=False) as store:
         assert store.foreign_fingerprints() == {"model-b"}
         assert store.prepare_load(["v"]).missing == {"v"}
         put(store, "v")
-    with open_store(tmp_path) as ours, open_store(tmp_path, identity=OTHERS) as theirs:  # both have variants now
+    with open_store(place.url) as ours, open_store(place.url, identity=OTHERS) as theirs:  # both have variants now
         assert ours.foreign_fingerprints() == {"model-b"} and theirs.foreign_fingerprints() == {"model-a"}
         ours.evict("disk", ["v"])
         assert_same_bytes(get(theirs, "v"), make_kv("v"))
 
 
-def test_empty_namespace_of_another_model_is_not_foreign(tmp_path):
-    open_store(tmp_path, identity=OTHERS).close()
-    with open_store(tmp_path) as store:
+def test_empty_namespace_of_another_model_is_not_foreign(place):
+    open_store(place.url, identity=OTHERS).close()
+    with open_store(place.url) as store:
         assert store.foreign_fingerprints() == frozenset()
 
 
-def test_tenants_of_one_model_share_a_directory_but_no_variant(tmp_path):
+def test_tenants_of_one_model_share_a_directory_but_no_variant(place):
     tenant = StoreIdentity(OURS.model_fingerprint, tenant_salt="secret-salt")
-    with open_store(tmp_path, identity=tenant) as theirs, open_store(tmp_path) as ours:
+    with open_store(place.url, identity=tenant) as theirs, open_store(place.url) as ours:
         put(theirs, "v")
         ours.refresh()
         assert ours.prepare_load(["v"]).missing == {"v"} and ours.foreign_fingerprints() == frozenset()
-    assert not [file for file in tmp_path.rglob("*") if file.is_file() and b"secret-salt" in file.read_bytes()]
+    assert not [key for key in place.keys() if b"secret-salt" in place.read(key)]
 
 
 @pytest.mark.parametrize(
@@ -101,38 +101,39 @@ def test_tenants_of_one_model_share_a_directory_but_no_variant(tmp_path):
         ("{", "format version None.*damaged"),
     ],
 )
-def test_other_format_version(tmp_path, content, message):
-    open_store(tmp_path).close()
-    (tmp_path / "store.json").write_text(content)
+def test_other_format_version(place, content, message):
+    open_store(place.url).close()
+    place.write("store.json", content.encode())
     with pytest.raises(StoreIdentityError, match=message):
-        open_store(tmp_path)
-    assert (tmp_path / "store.json").read_text() == content
+        open_store(place.url)
+    assert place.read("store.json") == content.encode()
 
 
 @pytest.mark.parametrize("other", [BF16, dataclasses.replace(SPEC, num_layers=4)])
-def test_other_shape_under_the_same_fingerprint(tmp_path, other):
-    with open_store(tmp_path) as store:
+def test_other_shape_under_the_same_fingerprint(place, other):
+    with open_store(place.url) as store:
         put(store, "v")
     with pytest.raises(StoreIdentityError, match="one identity must mean one KV shape"):
-        open_store(tmp_path, kv_spec=other)
+        open_store(place.url, kv_spec=other)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
-def test_damaged_identity_file_is_written_again(tmp_path, content):
-    with open_store(tmp_path) as store:
+def test_damaged_identity_file_is_written_again(place, content):
+    with open_store(place.url) as store:
         put(store, "v")
-    (namespace_of(tmp_path) / "identity.json").write_bytes(content)
-    with open_store(tmp_path, host_bytes=0) as store:
+    identity = f"{OURS.namespace}/identity.json"
+    place.write(identity, content)
+    with open_store(place.url, host_bytes=0) as store:
         assert_same_bytes(get(store, "v"), make_kv("v"))
-    assert json.loads((namespace_of(tmp_path) / "identity.json").read_bytes())["model_fingerprint"] == "model-a"
+    assert json.loads(place.read(identity))["model_fingerprint"] == "model-a"
 
 
-def test_store_that_is_over_a_smaller_budget_opens_and_says_what_must_go(tmp_path):
-    with open_store(tmp_path) as store:
+def test_store_that_is_over_a_smaller_budget_opens_and_says_what_must_go(place):
+    with open_store(place.url) as store:
         for variant_id in ("a", "b", "c"):
             put(store, variant_id)
         room = store.usage()["disk"].used_bytes // 3
-    with open_store(tmp_path, host_bytes=0, disk_bytes=2 * room) as store:
+    with open_store(place.url, host_bytes=0, disk_bytes=2 * room) as store:
         assert store.usage()["disk"].used_bytes == 3 * room
         assert store.prepare_store(make_record("d")).shortfall_bytes == {"disk": 2 * room}
         assert_same_bytes(get(store, "a"), make_kv("a"))

@@ -1,4 +1,4 @@
-"""One suite for host, disk and both: what is stored comes back byte for byte, within budgets, until it is evicted."""
+"""One suite for host memory, disk, both, and buckets: what is stored comes back whole, and within budgets."""
 
 import threading
 from typing import Any
@@ -12,7 +12,6 @@ from tests.store.kv import (
     OURS,
     SPEC,
     assert_same_bytes,
-    bytes_on_disk,
     get,
     make_kv,
     make_record,
@@ -21,13 +20,20 @@ from tests.store.kv import (
     put,
     url_of,
 )
+from tests.store.places import Place
 
 ONE = SPEC.num_bytes(5)  # bytes of one variant in host memory
 
 
-@pytest.fixture(params=["host", "disk", "both"])
-def tiers(request):
-    return ("host", "disk") if request.param == "both" else (request.param,)
+@pytest.fixture
+def tiers(tier_kind):
+    """The tiers in use, the fastest first; a bucket is the disk tier, too."""
+    return {"host": ("host",), "both": ("host", "disk")}.get(tier_kind, ("disk",))
+
+
+@pytest.fixture
+def place(tier_kind, make_place) -> Place | None:
+    return None if tier_kind == "host" else make_place("file" if tier_kind == "both" else tier_kind)
 
 
 @pytest.fixture(params=[SPEC, BF16], ids=lambda spec: spec.dtype)
@@ -36,13 +42,12 @@ def kv_spec(request):
 
 
 @pytest.fixture
-def make_store(tiers, tmp_path):
+def make_store(tiers, place):
     stores = []
 
     def make(kv_spec: KVSpec = SPEC, folder: str = "kv", **options: Any) -> TieredStore:
-        path = tmp_path / folder if "disk" in tiers else None
         options.setdefault("host_bytes", 1 << 20 if "host" in tiers else 0)
-        stores.append(open_store(path, kv_spec=kv_spec, **options))
+        stores.append(open_store(place and place.below(folder).url, kv_spec=kv_spec, **options))
         return stores[-1]
 
     yield make
@@ -188,12 +193,11 @@ def test_pinned_is_never_evicted(make_store, tiers):
     assert store.records() == []
 
 
-def test_shortfall_is_what_must_go_and_nothing_goes_over_budget(tiers, tmp_path):
+def test_shortfall_is_what_must_go_and_nothing_goes_over_budget(tiers, place, tmp_path):
     room = TensorStoreTier(url_of(tmp_path / "probe"), SPEC, OURS).charge_bytes(make_record("v0"))
     budgets = {"host": 2 * ONE + 10, "disk": 2 * room + 10}
-    path = tmp_path / "kv" if "disk" in tiers else None
     host_bytes = budgets["host"] if "host" in tiers else 0
-    with open_store(path, host_bytes=host_bytes, disk_bytes=budgets["disk"]) as store:
+    with open_store(place and place.url, host_bytes=host_bytes, disk_bytes=budgets["disk"]) as store:
         assert put(store, "v0") == put(store, "v1") == tiers
         ticket = store.prepare_store(make_record("v2"))
         sizes = {"host": ONE, "disk": room}
@@ -213,8 +217,8 @@ def test_shortfall_is_what_must_go_and_nothing_goes_over_budget(tiers, tmp_path)
         assert {record.variant_id for record in store.records()} == {"v1", "v3"}
         for tier in tiers:
             assert store.usage()[tier].used_bytes == 2 * sizes[tier] <= budgets[tier]
-        if path:
-            assert bytes_on_disk(path) == 2 * room
+        if place:
+            assert place.num_bytes() == 2 * room
 
 
 def test_variant_larger_than_the_budget_is_no_shortfall(make_store, tiers):

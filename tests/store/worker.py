@@ -1,4 +1,5 @@
-"""A second process for the store's tests: `python -m tests.store.worker COMMAND PATH ...`; prints one JSON line."""
+"""A second process for the store's tests: `python -m tests.store.worker COMMAND URL ...`; prints one JSON line. The
+commands that fill a disk take a path in place of the URL."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ import time
 from pathlib import Path
 
 from store import KVSpec, StoreUnavailableError, TensorStoreTier
-from tests.store.kv import OURS, SPEC, bytes_on_disk, get, make_kv, make_record, open_store, put, url_of
+from tests.store.kv import OURS, SPEC, bytes_on_disk, get, make_kv, make_record, open_store, put
 
 WIDE = KVSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16")  # 64 tokens = 512 KiB
 WIDE_TOKENS = 64
 
 
-def dump(path: Path) -> None:
+def dump(url: str) -> None:
     """variant id -> sha256 of its KV and its metadata."""
-    with open_store(path) as store:
+    with open_store(url) as store:
         print(
             json.dumps(
                 {
@@ -34,25 +35,25 @@ def dump(path: Path) -> None:
         )
 
 
-def save(path: Path, *variant_ids: str) -> None:
+def save(url: str, *variant_ids: str) -> None:
     """Stores the variants and leaves without `flush` or `close`."""
-    store = open_store(path)
+    store = open_store(url)
     for variant_id in variant_ids:
         ticket = store.prepare_store(make_record(variant_id))
         store.complete_store(ticket, make_kv(variant_id))
 
 
-def write_forever(path: Path, prefix: str) -> None:
-    tier = TensorStoreTier(url_of(path), WIDE, OURS)
+def write_forever(url: str, prefix: str) -> None:
+    tier = TensorStoreTier(url, WIDE, OURS)
     print("started", flush=True)
     for number in itertools.count():
         variant_id = f"{prefix}-{number}"
         tier.write(make_record(variant_id, WIDE_TOKENS, WIDE), make_kv(variant_id, WIDE_TOKENS, WIDE))
 
 
-def race(path: Path, writer: str, start_file: str, num_keys: str) -> None:
+def race(url: str, writer: str, start_file: str, num_keys: str) -> None:
     """Writes keys that another process writes too, all at once; prints the keys that it won."""
-    tier = TensorStoreTier(url_of(path), SPEC, OURS)
+    tier = TensorStoreTier(url, SPEC, OURS)
     print("started", flush=True)
     while not Path(start_file).exists():
         time.sleep(0.001)
@@ -88,8 +89,9 @@ def _report(path: Path, make_space) -> None:
     print(json.dumps(result))
 
 
-def fill_disk(path: Path) -> None:
+def fill_disk(folder: str) -> None:
     """On a file system of 2 MiB."""
+    path = Path(folder)
     _report(path / "kv", lambda store: store.evict("disk", ["v0"]))
     filler = path / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -104,8 +106,9 @@ def fill_disk(path: Path) -> None:
         print(json.dumps({"open": str(error), "reason": reason}))
 
 
-def limit_file_size(path: Path) -> None:
+def limit_file_size(folder: str) -> None:
     """The kernel refuses files over 100 KiB while the limit stands."""
+    path = Path(folder)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     open_store(path, kv_spec=WIDE).close()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, hard))
@@ -114,4 +117,4 @@ def limit_file_size(path: Path) -> None:
 
 if __name__ == "__main__":
     commands = (dump, save, write_forever, race, fill_disk, limit_file_size)
-    {command.__name__: command for command in commands}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

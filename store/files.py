@@ -1,0 +1,143 @@
+"""Small objects below a directory, every one written whole and durably, or not at all. Knows no KV and no records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+import urllib.parse
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from store.errors import StoreUnavailableError
+
+
+class FileRoot:
+    """A directory, `file:///absolute/path`. Its methods are those of `store.objects.Root`.
+
+    Raises (constructor):
+      ValueError: the URL has another form.
+      StoreUnavailableError: the path is no directory, cannot be created or written, has no space, or cannot hard-link.
+    """
+
+    context = None
+    longest_wait_s = None
+    num_parallel = 1
+
+    def __init__(self, url: str):
+        parts = urllib.parse.urlsplit(url)
+        if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
+            raise ValueError(f"store: wanted file:///absolute/path, got {url!r}")
+        self.path = Path(urllib.parse.unquote(parts.path))
+        probe = f".probe-{uuid.uuid4().hex}.tmp"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # A real write of a block, through the very calls a commit uses: finds a full disk, missing rights and a
+            # file system without hard links now instead of at the first request.
+            try:
+                self.create(probe, bytes(4096))
+            finally:
+                self.delete(probe)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"store: cannot use {self.path} as a KV store: {error.strerror or error}. Wanted a directory that this "
+                "process can write to, with free space and hard links"
+            ) from error
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        # tensorstore 0.1.86: the default lock mode leaves KEY.__lock after a kill, and the next writer keeps its tail.
+        # Mode "none" writes a unique temporary name and renames it, which is right for keys that are written once.
+        return {"driver": "file", "path": f"{self.path}/{prefix}/", "file_io_locking": {"mode": "none"}}
+
+    def new_id(self) -> str:
+        return uuid.uuid4().hex
+
+    def outage(self) -> StoreUnavailableError | None:
+        return None  # a file system answers for itself, every time
+
+    def note_failure(self, error: Exception) -> None:
+        pass
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            return (self.path / key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def create(self, key: str, data: bytes) -> bool:
+        final = self.path / key
+        try:
+            with self._temporary(final, data) as temporary:
+                os.link(temporary, final)  # atomic, and refuses to replace: rename would let the second writer win
+        except FileExistsError:
+            return False
+        try:
+            self.sync(os.path.dirname(key))
+        except OSError:
+            final.unlink(missing_ok=True)  # an error must mean that nothing was created
+            raise
+        return True
+
+    def replace(self, key: str, data: bytes) -> None:
+        final = self.path / key
+        with self._temporary(final, data) as temporary:
+            os.replace(temporary, final)
+
+    @contextlib.contextmanager
+    def _temporary(self, final: Path, data: bytes) -> Iterator[Path]:
+        """A file beside `final` that durably holds `data`; gone afterwards, under this name."""
+        temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def make_prefix(self, prefix: str) -> None:
+        (self.path / prefix).mkdir(parents=True, exist_ok=True)
+        self.sync(os.path.dirname(prefix))
+
+    def sync(self, prefix: str) -> None:
+        """Makes names that were added right below `prefix` survive a power cut."""
+        descriptor = os.open(self.path / prefix, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def names(self, prefix: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path / prefix))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def left_overs(self, prefixes: Iterable[str]) -> list[str]:
+        keys = (f"{prefix}/{name}".lstrip("/") for prefix in prefixes for name in self.names(prefix))
+        return [key for key in keys if key.endswith(".tmp")]
+
+    def age_s(self, key: str) -> float:
+        path = self.path / key
+        try:
+            newest = max(entry.lstat().st_mtime for entry in [path, *path.glob("*")])
+        except FileNotFoundError:
+            return 0.0
+        return time.time() - newest
+
+    def move(self, key: str, new_key: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.path / key, self.path / new_key)
+
+    def delete(self, key: str) -> None:
+        path = self.path / key
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)

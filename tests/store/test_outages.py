@@ -1,0 +1,188 @@
+"""A bucket that falls silent and comes back: served around, counted, logged once per change, and waited for only once.
+
+A relay between store and server refuses connections, or takes them and answers nothing, or loses single answers.
+"""
+
+import logging
+import time
+
+import pytest
+
+import store.buckets
+from store import CommitUnknownError, ShardNotFoundError, StoreUnavailableError, TensorStoreTier
+from tests.store.gate import Gate
+from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_record, open_store, put
+
+AT_ONCE_S = 0.8
+"""Less than it takes to find out once that nobody answers; the tests below make a dozen calls in it."""
+
+
+@pytest.fixture
+def gate(bucket_kind, port_of, monkeypatch):
+    monkeypatch.setattr(store.buckets, "ANSWER_S", 1.0)
+    monkeypatch.setattr(store.buckets, "TRANSFER_S", 2.0)
+    monkeypatch.setattr(store.buckets, "PROBE_INTERVAL_S", 0.2)
+    gate = Gate(port_of(bucket_kind))
+    yield gate
+    gate.shut()
+
+
+@pytest.fixture
+def place(bucket_kind, make_place, gate):
+    return make_place(bucket_kind, gate.port)
+
+
+def until(condition, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(params=["shut", "silence"])
+def fail(request, gate):
+    """Makes the server refuse connections, or take them and never answer."""
+    return getattr(gate, request.param)
+
+
+def test_serving_goes_on_without_the_bucket_and_with_it_again(place, gate, fail, caplog):
+    with open_store(place.url) as store, caplog.at_level(logging.INFO, logger="store"):
+        put(store, "before")
+        put(store, "cold")
+        store.evict("host", ["cold"])
+        caplog.clear()
+        fail()
+        put(store, "a")  # trips over the outage
+        start = time.monotonic()
+        for variant_id in ("b", "c"):
+            put(store, variant_id)
+            assert store.tiers_of(variant_id) == ("host",)
+            assert_same_bytes(get(store, variant_id), make_kv(variant_id))
+        assert_same_bytes(get(store, "before"), make_kv("before"))
+        for _ in range(3):
+            with pytest.raises(StoreUnavailableError, match="did not answer lately"):
+                get(store, "cold")
+        assert store.refresh() == store.refresh() == ((), ())
+        assert store.evict("disk", ["before"]) == ()
+        store.write_hints({"a": 1})
+        assert time.monotonic() - start < AT_ONCE_S
+        usage = store.usage()["disk"]
+        assert (usage.failed_writes, usage.corrupt, usage.num_variants) == (3, 0, 2)
+        logged = [entry.getMessage() for entry in caplog.records]
+        assert sum("a write failed" in message for message in logged) == 1
+        assert sum("refresh of" in message for message in logged) == 1
+        assert len(logged) == 2, logged
+
+        gate.open()
+        until(lambda: store.refresh() == ((), ()) and "succeeds again" in caplog.text)
+        assert store.tier_of("cold") == "disk" and store.tiers_of("before") == ("host", "disk")
+        assert_same_bytes(get(store, "cold"), make_kv("cold"))
+        put(store, "d")
+        assert store.tiers_of("d") == ("host", "disk")
+        logged = [entry.getMessage() for entry in caplog.records]
+        assert sum("succeed again after 3 failures" in message for message in logged) == 1
+    with open_store(place.url, host_bytes=0) as store:
+        assert [record.variant_id for record in store.records()] == ["before", "cold", "d"]
+
+
+def test_every_first_wait_is_bounded(place, gate, fail):
+    """Each operation is the first to meet the outage, with nothing known of it yet."""
+    operations = {
+        "write": lambda tier: tier.write(make_record("w"), make_kv("w")),
+        "read": lambda tier: tier.open("v").wait(0, 3),
+        "refresh": lambda tier: tier.refresh(),
+        "open": lambda _: TensorStoreTier(place.url, SPEC, OURS),
+    }
+    for name, operation in operations.items():
+        tier = TensorStoreTier(place.url, SPEC, OURS)
+        if name == "write":
+            tier.write(make_record("v"), make_kv("v"))
+        fail()
+        start = time.monotonic()
+        with pytest.raises(StoreUnavailableError):
+            operation(tier)
+        assert time.monotonic() - start < 5, name
+        gate.open()
+    assert [record.variant_id for record in TensorStoreTier(place.url, SPEC, OURS).records()] == ["v"]
+
+
+def test_reads_under_way_fail_and_the_variant_stays(place, gate, fail):
+    tier = TensorStoreTier(place.url, SPEC, OURS)
+    tier.write(make_record("v"), make_kv("v"))
+    reader = tier.open("v")
+    assert_same_bytes(reader.wait(0, 1), make_kv("v")[:1])
+    fail()
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError, match="cannot read variant v"):
+            reader.wait(1, 3)
+    assert time.monotonic() - start < 8
+    assert "v" in tier and tier.num_corrupt == 0
+    gate.open()
+    until(lambda: tier._root.outage() is None)
+    assert_same_bytes(tier.open("v").wait(0, 3), make_kv("v"))
+
+
+def test_caller_may_leave_before_a_silent_server_is_given_up(place, gate):
+    tier = TensorStoreTier(place.url, SPEC, OURS)
+    tier.write(make_record("v"), make_kv("v"))
+    gate.silence()
+    reader = tier.open("v")
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        reader.wait(0, 1, timeout_s=0.05)
+    assert time.monotonic() - start < AT_ONCE_S and tier._root.outage() is None
+    with pytest.raises(StoreUnavailableError, match="no answer within 2 s"):
+        reader.wait(0, 1)
+
+
+def test_close_does_not_wait_for_every_queued_write(place, gate):
+    store = open_store(place.url)
+    gate.silence()
+    for number in range(20):
+        store.complete_store(store.prepare_store(make_record(f"v{number}")), make_kv(f"v{number}"))
+    start = time.monotonic()
+    store.close()
+    assert time.monotonic() - start < 5 and store.usage()["disk"].failed_writes == 20
+
+
+def test_lost_answer_to_a_commit_is_found_out(place, gate):
+    """The record arrives, the answer does not, and the repeated request is refused: by what we wrote ourselves."""
+    tier = TensorStoreTier(place.url, SPEC, OURS)
+    gate.cuts = 1
+    assert tier.write(make_record("v"), make_kv("v")) is True
+    assert gate.cuts == 0
+    assert_same_bytes(tier.open("v").wait(0, 3), make_kv("v"))
+    assert TensorStoreTier(place.url, SPEC, OURS).records() == tier.records() == [make_record("v")]
+    assert tier.write(make_record("v"), make_kv("v")) is False  # a real loser still loses
+
+
+def test_commit_without_an_answer_may_have_happened(place, gate):
+    """The last that was heard of the record is that it was sent; if it arrived, deleting its object would break it."""
+    tier = TensorStoreTier(place.url, SPEC, OURS)
+    gate.cuts, gate.is_silent_after_cut = 1, True
+    with pytest.raises(CommitUnknownError):
+        tier.write(make_record("v"), make_kv("v"))
+    assert "v" not in tier and tier.budget.used_bytes == 0
+    with pytest.raises(ShardNotFoundError):
+        tier.open("v")
+    gate.open()
+    until(lambda: tier._root.outage() is None)
+    assert tier.refresh() == (("v",), ())  # it did
+    assert_same_bytes(tier.open("v").wait(0, 3), make_kv("v"))
+    assert tier.budget.used_bytes == place.num_bytes()
+
+
+def test_commit_of_unknown_outcome_keeps_its_object_though_it_could_be_deleted(place, monkeypatch):
+    tier = TensorStoreTier(place.url, SPEC, OURS)
+    create = tier._root.create
+
+    def create_and_lose_the_answer(key, data):
+        assert create(key, data)
+        raise CommitUnknownError("lost")
+
+    with monkeypatch.context() as patch, pytest.raises(CommitUnknownError):
+        patch.setattr(tier._root, "create", create_and_lose_the_answer)
+        tier.write(make_record("v"), make_kv("v"))
+    assert tier.budget.used_bytes == 0 and tier.refresh() == (("v",), ())
+    assert_same_bytes(tier.open("v").wait(0, 3), make_kv("v"))
