@@ -18,7 +18,7 @@ import uvicorn
 from ccjax.engine import Engine
 from ccjax.retrieval import LexicalEmbedder, Retriever
 from ccjax.server import ServerSettings, Service, create_app
-from tests.server import patient
+from tests.server import patience
 from tests.server.tiny_model import write_tiny_model
 
 DOCUMENTS = {
@@ -79,10 +79,10 @@ def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.A
         )
         service = Service(settings)
         with running(service) as url:
-            assert patient.get(f"{url}/health").json() == {"status": "alive"}
-            assert patient.get(f"{url}/ready").status_code == 503
+            assert patience.get(f"{url}/health").json() == {"status": "alive"}
+            assert patience.get(f"{url}/ready").status_code == 503
             service.open(engine, retriever)
-            assert patient.get(f"{url}/ready").status_code == 200
+            assert patience.get(f"{url}/ready").status_code == 200
             yield Server(url, service, engine, retriever, settings.api_key or "none")
 
     return start

@@ -14,7 +14,7 @@ import ccjax
 from ccjax.engine import Request, SamplingParams
 from ccjax.server import ServerSettings
 from ccjax.types import Document
-from tests.server import patient
+from tests.server import patience
 from tests.server.conftest import MAX_MODEL_LEN, Server
 
 QUESTION = [{"role": "user", "content": "Who lives in Paris?"}]
@@ -94,7 +94,7 @@ def test_chat_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, includ
 
 def test_the_stream_ends_as_openai_ends_it(server: Server) -> None:
     body = {"prompt": "Anna", "max_tokens": 2, "stream": True}
-    response = patient.post(f"{server.url}/v1/completions", json=body)
+    response = patience.post(f"{server.url}/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.text.endswith("\n\ndata: [DONE]\n\n")
 
@@ -273,24 +273,24 @@ def test_models_version_and_tokenize(server: Server, client: openai.OpenAI) -> N
     (model,) = client.models.list().data
     assert model.id == "tiny" and model.max_model_len == MAX_MODEL_LEN
     assert client.models.retrieve("tiny") == model
-    assert patient.get(f"{server.url}/version").json() == {"version": ccjax.__version__}
+    assert patience.get(f"{server.url}/version").json() == {"version": ccjax.__version__}
     tokenizer = server.engine.tokenizer
     assert tokenizer is not None
     text = "Anna lives <|end|> in Paris"
-    found = patient.post(f"{server.url}/tokenize", json={"prompt": text}).json()
+    found = patience.post(f"{server.url}/tokenize", json={"prompt": text}).json()
     assert found["tokens"][0] == tokenizer.bos_id and tokenizer.decode(found["tokens"]) == text
     assert found["count"] == len(found["tokens"]) and found["max_model_len"] == MAX_MODEL_LEN
-    bare = patient.post(f"{server.url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    bare = patience.post(f"{server.url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
     assert bare["tokens"] == found["tokens"][1:]
-    chat = patient.post(f"{server.url}/tokenize", json={"messages": QUESTION, "documents": PASSAGES}).json()
+    chat = patience.post(f"{server.url}/tokenize", json={"messages": QUESTION, "documents": PASSAGES}).json()
     assert chat["count"] == ask(client).usage.prompt_tokens
 
 
 def test_the_description_of_the_api_names_our_fields_and_resolves(server: Server) -> None:
-    schema = patient.get(f"{server.url}/openapi.json").json()
+    schema = patience.get(f"{server.url}/openapi.json").json()
     fields = schema["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "documents", "retrieval", "reuse", "truncate"} <= fields.keys()
-    for name in re.findall(r'"\$ref": ?"#/components/schemas/(\w+)"', patient.get(f"{server.url}/openapi.json").text):
+    for name in re.findall(r'"\$ref": ?"#/components/schemas/(\w+)"', patience.get(f"{server.url}/openapi.json").text):
         assert name in schema["components"]["schemas"]
 
 
@@ -299,11 +299,11 @@ def test_an_api_key_guards_all_but_probes_and_metrics(
 ) -> None:
     with start_server(ServerSettings(api_key="sesame", served_model_name="house-model")) as server:
         for path in ("health", "ready", "metrics"):
-            assert patient.get(f"{server.url}/{path}").status_code == 200
+            assert patience.get(f"{server.url}/{path}").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
             for path in ("version", "v1/models"):
-                assert patient.get(f"{server.url}/{path}", headers=headers).status_code == 401
-            refused = patient.post(f"{server.url}/v1/chat/completions", json={"messages": QUESTION}, headers=headers)
+                assert patience.get(f"{server.url}/{path}", headers=headers).status_code == 401
+            refused = patience.post(f"{server.url}/v1/chat/completions", json={"messages": QUESTION}, headers=headers)
             assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
             assert refused.json()["error"]["code"] == "invalid_api_key"
         with server.client() as client:

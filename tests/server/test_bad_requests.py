@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server import patient
+from tests.server import patience
 from tests.server.conftest import MAX_MODEL_LEN, Server
 
 QUESTION = [{"role": "user", "content": "Who lives in Paris?"}]
@@ -31,7 +31,7 @@ def assert_refused(response: httpx.Response, status: int, param: str | None, *wo
 
 def assert_serves(server: Server) -> None:
     body = {"messages": QUESTION, "max_tokens": 2, "documents": [{"text": "Anna lives in Paris."}]}
-    response = patient.post(f"{server.url}{CHAT}", json=body)
+    response = patience.post(f"{server.url}{CHAT}", json=body)
     assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 2
 
 
@@ -97,7 +97,7 @@ BAD_FIELDS = [
 @pytest.mark.parametrize("fields, param, words", BAD_FIELDS, ids=[f"{n}-{bad[1]}" for n, bad in enumerate(BAD_FIELDS)])
 def test_bad_fields(server: Server, fields: dict[str, Any], param: str, words: list[str]) -> None:
     body = {"messages": QUESTION, "max_tokens": 2} | fields
-    error = assert_refused(patient.post(f"{server.url}{CHAT}", json=body), 400, param, *words)
+    error = assert_refused(patience.post(f"{server.url}{CHAT}", json=body), 400, param, *words)
     assert len(error["message"]) < 500
     assert (error["code"] == "context_length_exceeded") == ("max_model_len" in error["message"])
     assert_serves(server)
@@ -122,28 +122,28 @@ def test_bad_fields(server: Server, fields: dict[str, Any], param: str, words: l
     ],
 )
 def test_bad_completions(server: Server, fields: dict[str, Any], param: str, words: list[str]) -> None:
-    assert_refused(patient.post(f"{server.url}{COMPLETIONS}", json=fields), 400, param, *words)
+    assert_refused(patience.post(f"{server.url}{COMPLETIONS}", json=fields), 400, param, *words)
     assert_serves(server)
 
 
 def test_missing_messages(server: Server) -> None:
-    assert_refused(patient.post(f"{server.url}{CHAT}", json={"max_tokens": 2}), 400, "messages", "required")
+    assert_refused(patience.post(f"{server.url}{CHAT}", json={"max_tokens": 2}), 400, "messages", "required")
     assert_serves(server)
 
 
 def test_too_many_documents_are_fine_with_truncate(server: Server) -> None:
     documents = [{"text": "Anna lives in Paris. " * 3}] * 60
     body = {"messages": QUESTION, "max_tokens": 2, "documents": documents, "truncate": True}
-    assert patient.post(f"{server.url}{CHAT}", json=body).status_code == 200
+    assert patience.post(f"{server.url}{CHAT}", json=body).status_code == 200
 
 
 @pytest.mark.parametrize("path, body", [(CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x"})])
 def test_an_unknown_model_is_404(server: Server, path: str, body: dict[str, Any]) -> None:
     error = assert_refused(
-        patient.post(f"{server.url}{path}", json=body | {"model": "gpt-9"}), 404, "model", "tiny", "gpt-9"
+        patience.post(f"{server.url}{path}", json=body | {"model": "gpt-9"}), 404, "model", "tiny", "gpt-9"
     )
     assert error["code"] == "model_not_found"
-    assert_refused(patient.get(f"{server.url}/v1/models/org/gpt-9"), 404, "model", "tiny", "org/gpt-9")
+    assert_refused(patience.get(f"{server.url}/v1/models/org/gpt-9"), 404, "model", "tiny", "org/gpt-9")
     assert_serves(server)
 
 
@@ -163,7 +163,7 @@ def test_an_unknown_model_is_404(server: Server, path: str, body: dict[str, Any]
 )
 def test_broken_bodies(server: Server, content: bytes, code: str | None, words: list[str]) -> None:
     headers = {"Content-Type": "application/json"}
-    error = assert_refused(patient.post(f"{server.url}{CHAT}", content=content, headers=headers), 400, None, *words)
+    error = assert_refused(patience.post(f"{server.url}{CHAT}", content=content, headers=headers), 400, None, *words)
     assert error["code"] == code and "body" in error["message"]
     assert_serves(server)
 
@@ -171,28 +171,28 @@ def test_broken_bodies(server: Server, content: bytes, code: str | None, words: 
 def test_not_a_number_is_no_temperature(server: Server) -> None:
     body = json.dumps({"messages": QUESTION, "temperature": float("nan")})
     headers = {"Content-Type": "application/json; charset=utf-8"}
-    assert_refused(patient.post(f"{server.url}{CHAT}", content=body, headers=headers), 400, "temperature", "0 to 2")
+    assert_refused(patience.post(f"{server.url}{CHAT}", content=body, headers=headers), 400, "temperature", "0 to 2")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_other_content_types_are_415(server: Server, kind: str | None) -> None:
     headers = {"Content-Type": kind} if kind else {}
     content = json.dumps({"messages": QUESTION}).encode()
-    response = patient.post(f"{server.url}{CHAT}", content=content, headers=headers)
+    response = patience.post(f"{server.url}{CHAT}", content=content, headers=headers)
     assert_refused(response, 415, None, "Content-Type", "application/json")
     assert_serves(server)
 
 
 def test_unknown_paths_and_methods(server: Server) -> None:
-    assert_refused(patient.get(f"{server.url}/v1/nothing"), 404, None)
-    response = patient.get(f"{server.url}{CHAT}")
+    assert_refused(patience.get(f"{server.url}/v1/nothing"), 404, None)
+    response = patience.get(f"{server.url}{CHAT}")
     assert_refused(response, 405, None)
     assert response.headers["allow"] == "POST"
 
 
 def test_a_50_mb_body_is_413(server: Server) -> None:
     content = b'{"messages": "' + b"x" * 50_000_000 + b'"}'
-    response = patient.post(f"{server.url}{CHAT}", content=content, headers={"Content-Type": "application/json"})
+    response = patience.post(f"{server.url}{CHAT}", content=content, headers={"Content-Type": "application/json"})
     error = assert_refused(response, 413, None, "body", "10000000")
     assert error["code"] == "body_too_large"
     assert_serves(server)
@@ -214,6 +214,6 @@ def test_413_comes_before_the_body_is_read(server: Server, is_chunked: bool) -> 
 
 def test_tokenize_wants_one_text(server: Server) -> None:
     for body in ({}, {"prompt": "x", "messages": QUESTION}):
-        assert_refused(patient.post(f"{server.url}/tokenize", json=body), 400, "prompt", "exactly one")
-    assert_refused(patient.post(f"{server.url}/tokenize", json={"prompt": 5}), 400, "prompt", "string")
-    assert_refused(patient.post(f"{server.url}/tokenize", json={"messages": []}), 400, "messages", "user")
+        assert_refused(patience.post(f"{server.url}/tokenize", json=body), 400, "prompt", "exactly one")
+    assert_refused(patience.post(f"{server.url}/tokenize", json={"prompt": 5}), 400, "prompt", "string")
+    assert_refused(patience.post(f"{server.url}/tokenize", json={"messages": []}), 400, "messages", "user")

@@ -17,7 +17,7 @@ from ccjax.engine import prefill as prefill_module
 from ccjax.server import ServerSettings
 from ccjax.types import Document
 from models.llama3.steps import layer_step
-from tests.server import patient
+from tests.server import patience
 from tests.server.conftest import MAX_MODEL_LEN, Server, wait_until
 from tests.server.test_traffic import body, metrics
 
@@ -26,7 +26,7 @@ PASSAGES = [{"text": f"{name} sings in the {when}."} for name, when in [("Anna",
 
 
 def post(server: Server, **more) -> httpx.Response:
-    return patient.post(f"{server.url}/v1/chat/completions", json=body("Who sings?", **more), timeout=60)
+    return patience.post(f"{server.url}/v1/chat/completions", json=body("Who sings?", **more), timeout=60)
 
 
 def leave_approximate(server: Server) -> None:

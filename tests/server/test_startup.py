@@ -23,7 +23,7 @@ from ccjax.engine import Engine
 from ccjax.engine.loading import DEMO_CORPUS, DEMO_MODEL
 from scripts.serve import num_bytes
 from tests.conftest import ROOT
-from tests.server import patient
+from tests.server import patience
 
 READY_S = 120
 
@@ -163,7 +163,7 @@ def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path
     arguments += ["--served-model-name", "house"]
     with serving(arguments, environment) as (url, line, process):
         assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
-        assert patient.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}
+        assert patience.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}
         messages = [{"role": "user", "content": "Who bakes bread?"}]
         body = {"messages": messages, "max_tokens": 40, "stream": True, "seed": 1, "temperature": 1.0}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
@@ -192,12 +192,12 @@ def test_it_ends_while_it_still_loads(tiny_model: Path, environment: dict[str, s
         ready = None
         while time.monotonic() < deadline and (ready is None or ready.json().get("stage") != "compile"):
             with contextlib.suppress(httpx.TransportError):
-                ready = patient.get(f"http://127.0.0.1:{port}/ready")
+                ready = patience.get(f"http://127.0.0.1:{port}/ready")
             time.sleep(0.1)
         assert ready is not None and ready.status_code == 503 and ready.json()["status"] == "loading"
-        refused = patient.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
+        refused = patience.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "not_ready"
-        assert patient.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        assert patience.get(f"http://127.0.0.1:{port}/health").status_code == 200
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 0 and output == "" and "Traceback" not in errors
@@ -215,7 +215,7 @@ def test_a_store_serves_a_second_run(tiny_model: Path, tmp_path: Path, environme
     answers = []
     for _ in range(2):
         with serving(arguments, environment) as (url, _, process):
-            answers.append(patient.post(f"{url}/v1/chat/completions", json=body, timeout=60).json())
+            answers.append(patience.post(f"{url}/v1/chat/completions", json=body, timeout=60).json())
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
     assert answers[0]["choices"][0]["message"] == answers[1]["choices"][0]["message"]
@@ -231,5 +231,5 @@ def test_the_demo_runs_without_any_argument(environment: dict[str, str]) -> None
     with serving(["--no-warmup", "--embedder", "lexical"], environment) as (url, line, _):
         assert "demo over" in line
         messages = [{"role": "user", "content": "What is in the documents?"}]
-        answer = patient.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 8}, timeout=60)
+        answer = patience.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 8}, timeout=60)
         assert answer.status_code == 200 and answer.json()["documents"]

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ccjax.engine import Delta, Request, SamplingParams
 from ccjax.server import ServerSettings
 from ccjax.types import Document
-from tests.server import patient
+from tests.server import patience
 from tests.server.conftest import Server, wait_until
 
 NAMES = ("Anna", "Bob", "Carla", "Dino")
@@ -28,7 +28,7 @@ def body(question: str, **more) -> dict:
 
 def metrics(server: Server) -> dict[tuple[str, ...], float]:
     """Value by (sample name, label values...), labels in order of their names."""
-    text = patient.get(f"{server.url}/metrics").text
+    text = patience.get(f"{server.url}/metrics").text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
@@ -88,7 +88,7 @@ def test_health_and_metrics_answer_while_requests_wait(server: Server) -> None:
         waiting = [pool.submit(httpx.post, url, json=body(name), timeout=60) for name in NAMES[:3]]
         worker = server.service.backend.worker
         wait_until(lambda: worker.num_waiting == 2)
-        assert patient.get(f"{server.url}/health", timeout=5).status_code == 200
+        assert patience.get(f"{server.url}/health", timeout=5).status_code == 200
         found = metrics(server)
         assert found[("ccjax_num_requests_running",)] == 1 and found[("ccjax_num_requests_waiting",)] == 2
         assert not any(answer.done() for answer in waiting)
@@ -106,14 +106,14 @@ def test_a_full_line_is_429_and_then_serves_again(
             for number in range(2):  # one runs (it waits for the engine), one waits
                 taken.append(pool.submit(httpx.post, url, json=body(NAMES[number]), timeout=60))
                 wait_until(lambda: worker.num_running + worker.num_waiting == len(taken))
-            refused = patient.post(url, json=body("Who else?"))
+            refused = patience.post(url, json=body("Who else?"))
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             error = refused.json()["error"]
             assert error["code"] == "queue_full" and error["type"] == "rate_limit_error" and "1" in error["message"]
             with server.client() as client, pytest.raises(openai.RateLimitError):
                 client.chat.completions.create(model="tiny", messages=body("And now?")["messages"])
         assert [answer.result().status_code for answer in taken] == [200, 200]
-        assert patient.post(url, json=body("Who else?")).status_code == 200
+        assert patience.post(url, json=body("Who else?")).status_code == 200
         assert metrics(server)[("ccjax_request_errors_total", "queue_full")] == 2
 
 
@@ -128,7 +128,7 @@ def test_a_client_that_leaves_mid_stream_frees_the_engine(server: Server) -> Non
     after = metrics(server)
     assert after[cancelled] == before.get(cancelled, 0) + 1
     assert after[("ccjax_generation_tokens_total",)] == before[("ccjax_generation_tokens_total",)]
-    assert patient.post(f"{server.url}/v1/chat/completions", json=body("And now?")).status_code == 200
+    assert patience.post(f"{server.url}/v1/chat/completions", json=body("And now?")).status_code == 200
 
 
 def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
@@ -139,7 +139,7 @@ def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
         patient = pool.submit(httpx.post, url, json=body("patient"), timeout=60)
         wait_until(lambda: worker.num_running == 1)
         with pytest.raises(httpx.ReadTimeout):
-            patient.post(url, json=body("impatient"), timeout=0.5)
+            patience.post(url, json=body("impatient"), timeout=0.5)
         wait_until(lambda: metrics(server).get(("ccjax_request_errors_total", "cancelled"), 0) > 0)
         assert worker.num_waiting == 0
     assert patient.result().status_code == 200
@@ -161,10 +161,10 @@ def test_a_failing_engine_is_a_500_and_the_next_request_is_served(
     before = metrics(server).get(failed, 0)
     with monkeypatch.context() as patch:
         patch.setattr(server.service.backend.worker, "_stream", failing)
-        whole = patient.post(url, json=body("Who?"))
+        whole = patience.post(url, json=body("Who?"))
         assert whole.status_code == 500 and whole.json()["error"]["code"] == "internal_error"
         assert whole.json()["error"]["type"] == "server_error" and "secret" not in whole.text
-        streamed = patient.post(url, json=body("Who?", stream=True))
+        streamed = patience.post(url, json=body("Who?", stream=True))
         assert "secret" not in streamed.text
         if num_good == 0:
             assert streamed.status_code == 500 and streamed.json() == whole.json()
@@ -173,17 +173,17 @@ def test_a_failing_engine_is_a_500_and_the_next_request_is_served(
             with server.client() as client, pytest.raises(openai.APIError, match="the server failed"):
                 list(client.chat.completions.create(model="tiny", messages=body("Who?")["messages"], stream=True))
     assert metrics(server)[failed] == before + 2 + (num_good > 0)
-    assert patient.post(url, json=body("Who?")).status_code == 200
+    assert patience.post(url, json=body("Who?")).status_code == 200
 
 
 def test_counters_move_with_the_requests(server: Server) -> None:
     url = f"{server.url}/v1/chat/completions"
     passages = [{"text": "A passage about metrics alone."}, {"text": "Another one about counters."}]
-    patient.post(url, json=body("warm", documents=passages, reuse="bounded"))
+    patience.post(url, json=body("warm", documents=passages, reuse="bounded"))
     before = metrics(server)
-    answer = patient.post(url, json=body("Which?", documents=passages, reuse="exact")).json()
-    assert patient.post(url, json=body("")).status_code == 400
-    assert patient.post(url, json=body("x", max_tokens=5000)).status_code == 400
+    answer = patience.post(url, json=body("Which?", documents=passages, reuse="exact")).json()
+    assert patience.post(url, json=body("")).status_code == 400
+    assert patience.post(url, json=body("x", max_tokens=5000)).status_code == 400
     wait_until(lambda: all(meta.fidelity == "exact" for meta in server.engine._variants))  # no repair in between
     after = metrics(server)
 
