@@ -70,7 +70,7 @@ def _evaluate(model: Path, console: Console, *, quick: bool) -> None:
                 name, kind, f"{score.accuracy_ratio:.3f}", f"{score.guess_ratio:.3f}", str(score.num_questions)
             )
     console.print(table)
-    count = 4 if quick else 24
+    count = 4 if quick else 16
     outcomes = measured(load_engine_model(model, dtype="float32"), QUICK_WAYS, count, 4, "reuse")
     console.print(reuse_table(outcomes, f"fresh towns, 4 passages, {count} questions of each kind, through the engine"))
     console.print(f"{time.monotonic() - started:.0f} s")
