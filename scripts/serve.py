@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -32,27 +33,19 @@ if TYPE_CHECKING:
     from ccjax.server import ServerSettings, Service
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_ENGINE_FIELDS = (
-    "dtype",
-    "store",
-    "strategy",
-    "alpha",
-    "recompute_ratio",
-    "focus_window",
-    "focus_rule",
-    "max_model_len",
-    "host_cache_bytes",
-    "disk_cache_bytes",
-    "max_variants",
-    "tenant_salt",
-    "system_prompt",
-)
 _STAGES = {
     "weights": "Loading weights",
     "read": "Reading documents",
     "embed": "Embedding passages",
     "compile": "Compiling for every prompt size",
 }
+
+
+def _engine_fields() -> set[str]:
+    """Names of the engine's settings; each flag of such a name is passed on."""
+    from ccjax.engine import EngineConfig
+
+    return {field.name for field in dataclasses.fields(EngineConfig)}
 
 
 class StartupError(Exception):
@@ -150,7 +143,7 @@ class _Loader(threading.Thread):
         from ccjax.engine import Engine
 
         args = self._args
-        settings = {name: getattr(args, name) for name in _ENGINE_FIELDS if hasattr(args, name)}
+        settings = {field: getattr(args, field) for field in _engine_fields() if hasattr(args, field)}
         if settings.get("dtype", "auto") == "auto":
             settings["dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         with _naming(args, "--model"):
@@ -229,7 +222,7 @@ def _naming(args: argparse.Namespace, default: str) -> Iterator[None]:
         message = " ".join(str(error).split()) or type(error).__name__
         argument, colon, rest = message.partition(": ")
         renamed = {"docs_dir": "docs", "directory": "embedder"}.get(argument, argument)
-        if colon and (renamed in vars(args) or renamed in _ENGINE_FIELDS):
+        if colon and (renamed in vars(args) or renamed in _engine_fields()):
             message = f"--{renamed.replace('_', '-')}: {rest}"
         else:
             message = f"{'--store' if isinstance(error, StoreError) else default}: {message}"
@@ -323,6 +316,8 @@ def _port(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from ccjax.policy.eviction import POLICIES
+
     parser = argparse.ArgumentParser(
         prog="serve.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -373,7 +368,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--store", str, store_text),
         ("--host-cache-bytes", num_bytes, "memory for chunk-caches, such as 2GiB"),
         ("--disk-cache-bytes", num_bytes, "room in the store"),
-        ("--max-variants", int, "chunk variants kept"),
+        ("--eviction-policy", str, f"which variants leave a full tier: {', '.join(sorted(POLICIES))}"),
+        ("--max-variants", int, "chunk variants kept, however much room there is"),
         ("--tenant-salt", str, "separates the chunk-caches of tenants that share a store"),
         ("--system-prompt", str, "used where a request brings no system message"),
     ):

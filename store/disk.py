@@ -106,6 +106,11 @@ class TensorStoreTier:
         raw = self._encode(record, uuid.uuid4().hex, (0,) * self.kv_spec.num_layers)
         return len(raw) + object_bytes(self.kv_spec, record.num_tokens, self.head_groups)
 
+    def charged(self, variant_id: str) -> int | None:
+        """Bytes that a committed variant takes out of the budget; None for others."""
+        shard = self._shards.get(variant_id)
+        return None if shard is None else shard.charge_bytes
+
     def reserve(self, record: ShardRecord) -> None:
         """Charges the budget for a later `write(..., reserved=True)`, which gives it back if it fails.
 

@@ -33,6 +33,11 @@ class HostTier:
         """Bytes that `record` takes out of the budget."""
         return record.num_bytes
 
+    def charged(self, variant_id: str) -> int | None:
+        """Bytes that a held variant takes out of the budget; None for others."""
+        shard = self._shards.get(variant_id)
+        return None if shard is None else shard[0].num_bytes
+
     def put(self, record: ShardRecord, kv: np.ndarray) -> None:
         """Keeps `kv` itself, not a copy, and makes it read-only; the caller must own its memory.
 

@@ -29,22 +29,14 @@ class LoadTicket:
         variant_ids: tuple[str, ...],
         sources: Mapping[str, np.ndarray | ShardReader],
         num_layers: int,
-        shortfall: Callable[[LoadTicket], dict[str, int]],
     ):
         self.tiers = {key: HOST if isinstance(source, np.ndarray) else DISK for key, source in sources.items()}
         self.missing = frozenset(variant_ids) - self.tiers.keys()
         self._sources = dict(sources)
         self._num_layers = num_layers
-        self._shortfall = shortfall
         self._host_bytes_read = 0
         self._lock = threading.Lock()
         self._open = True
-
-    @property
-    def shortfall_bytes(self) -> dict[str, int]:
-        """Tier -> bytes to evict from it now so that `complete_load` can promote all that is read from disk; tiers
-        that lack nothing are left out."""
-        return self._shortfall(self)
 
     @property
     def bytes_read(self) -> dict[str, int]:
@@ -96,6 +88,11 @@ class LoadTicket:
         if not 0 <= first < last <= self._num_layers:
             raise ValueError(f"first, last: wanted 0 <= first < last <= {self._num_layers}, got {first}, {last}")
         return self._sources[variant_id]
+
+    def from_disk(self) -> tuple[str, ...]:
+        """The disk variants that were read and checked whole so far."""
+        sources = self._sources.items()
+        return tuple(key for key, one in sources if isinstance(one, ShardReader) and one.whole() is not None)
 
     def close(self) -> dict[str, np.ndarray]:
         """Ends the ticket; variant id -> KV of the disk variants that were read and checked whole.

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,22 @@ class TieredStore:
                 for name, tier in self._tiers().items()
             }
 
+    def pinned(self) -> frozenset[str]:
+        """Variants that loads under way hold in their tiers."""
+        with self._lock:
+            return frozenset(self._pins)
+
+    def shortfall_bytes(self, tier: str, num_bytes: int) -> int | None:
+        """Bytes to evict from `tier` before it has room for `num_bytes` more, beside what is announced; None where its
+        whole budget is less."""
+        with self._lock:
+            budget = self._tier(tier).budget
+            return self._short(tier, num_bytes) if budget.can_ever_hold(num_bytes) else None
+
+    def charge_bytes(self, tier: str, variant_id: str) -> int | None:
+        """Bytes that a variant takes out of a tier's budget; None where it is not there, or on its way."""
+        return self._tier(tier).charged(variant_id)
+
     def foreign_fingerprints(self) -> frozenset[str]:
         """Other models that have variants under the same URL."""
         return frozenset() if self._disk is None else self._disk.foreign_fingerprints()
@@ -202,11 +218,13 @@ class TieredStore:
             except BaseException:  # no memory for the buffer: leave no pin that nobody could take back
                 self._unpin([*sources, *on_disk[position:]])
                 raise
-        return LoadTicket(wanted, sources, self.kv_spec.num_layers, self._load_shortfall)
+        return LoadTicket(wanted, sources, self.kv_spec.num_layers)
 
-    def complete_load(self, ticket: LoadTicket, ok: bool = True) -> tuple[str, ...]:
+    def complete_load(
+        self, ticket: LoadTicket, ok: bool = True, *, promote: Collection[str] | None = None
+    ) -> tuple[str, ...]:
         """Unpins. With `ok`, variants that were read whole from disk move into host memory if they fit without eviction
-        (see `ticket.shortfall_bytes`); returns those.
+        (see `shortfall_bytes`), where `promote` is given only those of it; returns those.
 
         Raises:
           ValueError: the ticket was completed before.
@@ -220,6 +238,8 @@ class TieredStore:
             for variant_id, kv in whole.items() if ok else ():
                 record = self._disk_record(variant_id)
                 if record is None or variant_id in self._host or self._short(HOST, record.num_bytes):
+                    continue
+                if promote is not None and variant_id not in promote:
                     continue
                 self._put_host(record, kv)
                 promoted.append(variant_id)
@@ -287,8 +307,7 @@ class TieredStore:
         Raises:
           ValueError: there is no such tier.
         """
-        if tier not in self._tiers():
-            raise ValueError(f"tier: wanted one of {list(self._tiers())}, got {tier!r}")
+        self._tier(tier)
         with self._lock:
             self._check_open()
             victims = [key for key in dict.fromkeys(variant_ids) if key not in self._pins]
@@ -332,6 +351,12 @@ class TieredStore:
     def _tiers(self) -> dict[str, HostTier | TensorStoreTier]:
         return {HOST: self._host} if self._disk is None else {HOST: self._host, DISK: self._disk}
 
+    def _tier(self, name: str) -> HostTier | TensorStoreTier:
+        tiers = self._tiers()
+        if name not in tiers:
+            raise ValueError(f"tier: wanted one of {list(tiers)}, got {name!r}")
+        return tiers[name]
+
     def _check_open(self) -> None:
         if not self._open:
             raise ValueError("store: closed")
@@ -340,14 +365,6 @@ class TieredStore:
         """Bytes that `tier` lacks for `num_bytes` beside all announced variants."""
         announced = sum(ticket.charge_bytes.get(tier, 0) for ticket in self._announced.values())
         return self._tiers()[tier].budget.shortfall(announced + num_bytes)
-
-    def _load_shortfall(self, ticket: LoadTicket) -> dict[str, int]:
-        with self._lock:
-            wanted = [key for key, tier in ticket.tiers.items() if tier == DISK and key not in self._host]
-            sizes = [record.num_bytes for record in map(self._disk_record, wanted) if record is not None]
-            fitting = sum(size for size in sizes if self._host.budget.can_ever_hold(size))
-            short = self._short(HOST, fitting)
-        return {HOST: short} if short and fitting else {}
 
     def _store_shortfall(self, ticket: StoreTicket) -> dict[str, int]:
         with self._lock:

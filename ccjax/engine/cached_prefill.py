@@ -50,6 +50,7 @@ class CachedPrefill:
         store: TieredStore,
         variants: VariantIndex,
         settings: PlannerSettings,
+        rate: ComputeRate,
         *,
         read_only: bool,
     ) -> None:
@@ -58,7 +59,7 @@ class CachedPrefill:
         self._variants = variants
         self._settings = settings
         self._read_only = read_only
-        self._rate = ComputeRate()
+        self._rate = rate
 
     def plan(self, prompt: Prompt, mode: ReuseMode, candidates: Mapping[ChunkId, Sequence[VariantMeta]]) -> PrefillPlan:
         """Policy's decisions for a prompt."""
@@ -104,13 +105,13 @@ class CachedPrefill:
                 read_layers.start(self._prefiller.config.num_layers)
                 result = compute(plan, read_layers=read_layers, collect=not self._read_only)
             except LoadFailedError as error:
-                self._store.complete_load(ticket)  # those that were read whole and sound may stay in host memory
+                self._variants.complete_load(ticket)  # those that were read whole and sound may stay in host memory
                 failed.update(error.causes)
                 lost_s += read_layers.waited_s
                 self._leave_out(error)
                 continue
             except BaseException:
-                self._store.complete_load(ticket, ok=False)
+                self._variants.complete_load(ticket, ok=False)
                 raise
             result.load_wait_s += lost_s
             self._measure(result, planned, read_layers.waited_s)
@@ -121,15 +122,14 @@ class CachedPrefill:
         if prefilled.ticket is None:
             return
         try:
-            for segment in prefilled.plan.segments:
-                if segment.variant_id is not None:
-                    self._variants.credit(segment.variant_id, segment.cfo or 0.0)
+            segments = prefilled.plan.segments
+            self._variants.credit([(one.variant_id, one.cfo or 0.0) for one in segments if one.variant_id is not None])
             if not self._read_only:
                 self._capture(prefilled, only_replacing=False)
         except Exception:
             logger.exception("the chunk-caches of a prompt could not be stored")
         finally:
-            self._store.complete_load(prefilled.ticket)
+            self._variants.complete_load(prefilled.ticket)
 
     def replace_approximate(self, prefilled: Prefilled) -> int:
         """Of the computed chunks, stores those that take the place of an approximate variant, and unpins; how many."""
@@ -137,7 +137,7 @@ class CachedPrefill:
         try:
             return self._capture(prefilled, only_replacing=True)
         finally:
-            self._store.complete_load(prefilled.ticket)
+            self._variants.complete_load(prefilled.ticket)
 
     def _capture(self, prefilled: Prefilled, *, only_replacing: bool) -> int:
         """Stores variants of a prefill; how many."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ccjax.errors import ConfigError
+from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.planner import PlannerSettings
 
 DTYPES = ("float32", "bfloat16")
@@ -28,7 +29,9 @@ class EngineConfig:
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
       host_cache_bytes, disk_cache_bytes: budgets of the tiers; None for disk means no limit.
       read_only: reuse what the store holds and add nothing to it.
-      max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped.
+      eviction_policy: which variants leave a full tier, a name of `ccjax.policy.eviction.POLICIES`.
+      max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped; None for as
+        many as the budgets have room for.
       tenant_salt: separates the chunk-caches of tenants that share a store.
       system_prompt: used where a request brings no system message; None takes the built-in one.
     """
@@ -44,7 +47,8 @@ class EngineConfig:
     max_model_len: int | None = None
     host_cache_bytes: int = 2 << 30
     disk_cache_bytes: int | None = None
-    max_variants: int = 500
+    eviction_policy: str = DEFAULT_POLICY
+    max_variants: int | None = None
     read_only: bool = False
     tenant_salt: str = ""
     system_prompt: str | None = None
@@ -56,6 +60,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
+        if self.eviction_policy not in POLICIES:
+            raise ConfigError(f"eviction_policy: wanted one of {sorted(POLICIES)}, got {self.eviction_policy!r}")
         if self.store is not None and not isinstance(self.store, str):
             raise ConfigError(f"store: wanted a URL such as 'file:///path', got {self.store!r}")
         try:

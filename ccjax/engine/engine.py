@@ -18,11 +18,13 @@ import numpy as np
 from ccjax.engine.answer import Answer
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.config import EngineConfig
+from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.decode import Decoder
 from ccjax.engine.loading import LoadedModel, Progress, load_model
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller
 from ccjax.engine.prompts import Prompt, assemble
+from ccjax.engine.reads import ComputeRate
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.engine.variants import VariantIndex
@@ -74,9 +76,16 @@ class Engine:
             host_bytes=config.host_cache_bytes,
             disk_bytes=config.disk_cache_bytes,
         )
-        self._variants = VariantIndex(self._store, max_variants=config.max_variants)
+        rate = ComputeRate()
+        self._variants = VariantIndex(
+            self._store,
+            MeasuredCosts(rate),
+            policy=config.eviction_policy,
+            alpha=config.alpha,
+            max_variants=config.max_variants,
+        )
         self._prefill = CachedPrefill(
-            self._prefiller, self._store, self._variants, self._settings, read_only=config.read_only
+            self._prefiller, self._store, self._variants, self._settings, rate, read_only=config.read_only
         )
         self._maintenance = Maintenance(
             self._prefill, self._variants, BackgroundCompiler(self._prefiller), max_model_len=limit
@@ -280,7 +289,7 @@ class Engine:
     def flush(self) -> None:
         """Waits until the disk tier has taken everything."""
         self._store.flush()
-        self._save_frequencies()
+        self._save_hints()
 
     def close(self) -> None:
         """Waits for a running request, writes out what is pending and lets go of the store. May be called twice.
@@ -293,7 +302,7 @@ class Engine:
         with self._exclusive():
             self._closed = True
             self._store.close()
-            self._save_frequencies()
+            self._save_hints()
 
     def __enter__(self) -> Engine:
         return self
@@ -359,6 +368,6 @@ class Engine:
             failed_loads=prefilled.failed_loads,
         )
 
-    def _save_frequencies(self) -> None:
+    def _save_hints(self) -> None:
         if not self.config.read_only:
-            self._variants.save_frequencies()
+            self._variants.save_hints()

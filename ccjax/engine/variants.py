@@ -1,6 +1,6 @@
-"""The engine's index of chunk variants: what is stored, how useful each has been, what goes when room is needed.
+"""The engine's index of chunk variants: what is stored, and how useful each has been.
 
-Keeps metadata and token ids, no KV. Bytes are the store's, choices are policy's; this class carries one to the other.
+Keeps metadata and token ids, no KV. Bytes are the store's, what goes when room is needed is for placement to say.
 """
 
 from __future__ import annotations
@@ -8,17 +8,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ccjax.engine.chunk_tokens import ChunkTokens
+from ccjax.engine.placement import Costs, Placement
 from ccjax.engine.prompts import Prompt
 from ccjax.policy.capture import make_variant_id
+from ccjax.policy.reuse import cache_fix_overhead
 from ccjax.policy.variants import choose_victims, reuse_credit
 from ccjax.types import ChunkId, Fidelity, VariantId, VariantMeta
 from store.spec import ShardRecord
+from store.tickets import LoadTicket
 from store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -31,16 +34,28 @@ class VariantIndex:
       tokens: token ids of the chunks that the held variants are made of, as far as they are known.
     """
 
-    def __init__(self, store: TieredStore, *, max_variants: int) -> None:
+    def __init__(
+        self, store: TieredStore, costs: Costs, *, policy: str, alpha: float, max_variants: int | None
+    ) -> None:
+        """
+        Args:
+          policy: eviction policy of every tier.
+          alpha: CacheCraft eq. 12, for what a later use of a variant may cost.
+          max_variants: CacheCraft sec. 3.3 `N x M`; None for as many as there is room for.
+        """
         self.tokens = ChunkTokens()
         self._store = store
+        self._alpha = alpha
         self._max_variants = max_variants
+        self._placement = Placement(store, costs, policy=policy, on_gone=self._drop)
         self._by_id: dict[VariantId, VariantMeta] = {}
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta]] = {}
         self._with_system: set[VariantId] = set()
-        frequencies = self._stored_frequencies()
+        hints = store.read_hints()
+        frequencies = _frequencies(hints)
         for record in store.records():
             self._take_in(record, frequencies.get(record.variant_id, 0.0))
+        self._placement.adopt(self._by_id.values(), hints.get("eviction"))
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -64,34 +79,38 @@ class VariantIndex:
         chunks = tuple(self.tokens.chunk(key) for key in (*meta.prefix_ids, meta.chunk_id))
         return Prompt(chunks, meta.variant_id in self._with_system, chunks[-1].token_ids[-1:], max_new_tokens=1)
 
-    def credit(self, variant_id: VariantId, cfo: float) -> None:
-        """CacheCraft sec. 3.3: one more use of a variant, worth 1/CFO."""
-        meta = self._by_id.get(variant_id)
-        if meta is not None:
-            gain = reuse_credit(cfo, meta.num_tokens)
-            self._put(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
+    def credit(self, cfo_by_variant: Sequence[tuple[VariantId, float]]) -> None:
+        """The uses of one request: each is worth 1/CFO to `f_r` (CacheCraft sec. 3.3)."""
+        self._placement.next_request()
+        for variant_id, cfo in cfo_by_variant:
+            meta = self._by_id.get(variant_id)
+            if meta is not None:
+                gain = reuse_credit(cfo, meta.num_tokens)
+                self._put(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
+                self._placement.use(meta, cfo)
 
     def add(self, meta: VariantMeta, kv: np.ndarray, prompt: Prompt, *, pinned: Collection[VariantId]) -> bool:
-        """Stores a variant computed in `prompt`, evicting the least reused ones where it needs room; False if it found
-        none. An exact variant takes the place of the approximate one behind the same prefix, and its `f_r`."""
+        """Stores a variant computed in `prompt`, evicting what is worth less; False if no tier took it. An exact
+        variant takes the place of the approximate one behind the same prefix, its `f_r` and its uses."""
         meta = self._in_place_of_approximate(meta)
-        excess = max(0, len(self._by_id) + 1 - self._max_variants)
-        victims = choose_victims(self._by_id.values(), count_over=excess, pinned=pinned)
-        if victims is None:
-            return False
-        for tier in self._store.usage() if victims else ():
-            self._evict(tier, victims)
-        ticket = self._store.prepare_store(_record_from_meta(meta, prompt))
-        for tier, num_bytes in ticket.shortfall_bytes.items():
-            held = [other for other in self._by_id.values() if tier in self._store.tiers_of(other.variant_id)]
-            self._evict(tier, choose_victims(held, bytes_needed=num_bytes, pinned=pinned) or ())
-        took = self._store.complete_store(ticket, kv)
-        if not took and not ticket.exists:  # it may exist: written anew by another process, which a failed read showed
+        if self._max_variants is not None:
+            excess = max(0, len(self._by_id) + 1 - self._max_variants)
+            victims = choose_victims(self._by_id.values(), excess, pinned=pinned)
+            if victims is None:
+                return False
+            self._placement.evict(victims)
+        expected_cfo = cache_fix_overhead(meta.cci, 0.0, self._alpha)
+        record = _record_from_meta(meta, prompt)
+        if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned):
             return False
         self._put(meta, has_system=prompt.has_system)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
         return True
+
+    def complete_load(self, ticket: LoadTicket, *, ok: bool = True) -> None:
+        """Unpins what was loaded; with `ok`, what is worth it moves into a faster tier."""
+        self._placement.complete_load(ticket, self._by_id, ok=ok)
 
     def discard(self, variant_id: VariantId) -> None:
         """Removes a damaged or replaced variant from every tier and from the index."""
@@ -100,6 +119,10 @@ class VariantIndex:
 
     def forget(self, variant_id: VariantId) -> None:
         """Removes a variant that no tier holds any more from the index."""
+        self._placement.forget(variant_id)
+        self._drop(variant_id)
+
+    def _drop(self, variant_id: VariantId) -> None:
         meta = self._by_id.pop(variant_id, None)
         if meta is not None:
             self._with_system.discard(variant_id)
@@ -130,26 +153,28 @@ class VariantIndex:
         for variant_id in added:
             if variant_id in records and variant_id not in self._by_id:
                 self._take_in(records[variant_id], 0.0)
+        self._placement.adopt([self._by_id[VariantId(key)] for key in added if key in self._by_id])
         for variant_id in removed:
+            self._placement.follow(variant_id)
             if self._store.tier_of(variant_id) is None:
                 self.forget(VariantId(variant_id))
         return len(self._by_id.keys() - before), len(before - self._by_id.keys())
 
-    def save_frequencies(self) -> None:
-        """Writes `f_r` beside the store, so that after a restart the least used variants still go first."""
-        earlier = self._stored_frequencies()  # of another process on the same store; `f_r` only grows
+    def save_hints(self) -> None:
+        """Writes `f_r` and what eviction goes by beside the store, so that after a restart the least used variants
+        still go first."""
+        hints = self._store.read_hints()
+        earlier = _frequencies(hints)  # of another process on the same store; `f_r` only grows
         held = {meta.variant_id: max(meta.frequency_reuse, earlier.get(meta.variant_id, 0.0)) for meta in self}
-        self._store.write_hints({"frequency_reuse": {key: value for key, value in held.items() if value}})
-
-    def _stored_frequencies(self) -> dict[str, float]:
-        values = self._store.read_hints().get("frequency_reuse")
-        items = values.items() if isinstance(values, dict) else ()
-        return {key: float(value) for key, value in items if _is_frequency(value)}
+        frequencies = {key: value for key, value in held.items() if value}
+        eviction = self._placement.state(hints.get("eviction"), held)
+        self._store.write_hints({"frequency_reuse": frequencies, "eviction": eviction})
 
     def _in_place_of_approximate(self, meta: VariantMeta) -> VariantMeta:
         if not self.replaces_approximate(meta):
             return meta
         twin = self._by_id[_twin_id(meta, "approx")]
+        self._placement.inherit(twin.variant_id, meta.variant_id)
         self.discard(twin.variant_id)
         return dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + twin.frequency_reuse)
 
@@ -163,11 +188,6 @@ class VariantIndex:
             dataclasses.replace(meta, frequency_reuse=frequency_reuse), has_system=record.meta.get("has_system") is True
         )
         self.tokens.learn(meta.chunk_id, _token_ids(record))
-
-    def _evict(self, tier: str, victims: Sequence[VariantId]) -> None:
-        for variant_id in self._store.evict(tier, victims):
-            if self._store.tier_of(variant_id) is None:
-                self.forget(VariantId(variant_id))
 
     def _put(self, meta: VariantMeta, *, has_system: bool = False) -> None:
         if meta.variant_id not in self._by_id:
@@ -234,6 +254,13 @@ def _token_ids(record: ShardRecord) -> list[int]:
     if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
         return []
     return ids
+
+
+def _frequencies(hints: Mapping[str, Any]) -> dict[str, float]:
+    """The sound ones of the `f_r` that `save_hints` noted."""
+    values = hints.get("frequency_reuse")
+    items = values.items() if isinstance(values, dict) else ()
+    return {key: float(value) for key, value in items if _is_frequency(value)}
 
 
 def _is_frequency(value: Any) -> bool:

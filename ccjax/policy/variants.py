@@ -4,6 +4,7 @@ idle time. Knows no tier, no bytes beyond their number, and no prompt beyond the
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Collection, Iterable, Sequence
 
 from ccjax.policy._checks import check_count, check_ratio
@@ -77,42 +78,16 @@ def reuse_credit(cfo: float, num_tokens: int) -> float:
     return min(1.0 / cfo, float(num_tokens)) if cfo > 0.0 else float(num_tokens)
 
 
-def variant_limit(num_chunks: int, variants_per_chunk: int) -> int:
-    """N x M, the number of variants held in all (CacheCraft sec. 3.3): one chunk may hold all, or each its share."""
-    check_count("num_chunks", num_chunks)
-    check_count("variants_per_chunk", variants_per_chunk)
-    return num_chunks * variants_per_chunk
-
-
 def choose_victims(
-    variants: Iterable[VariantMeta],
-    bytes_needed: int = 0,
-    count_over: int = 0,
-    *,
-    pinned: Collection[VariantId] = (),
+    variants: Iterable[VariantMeta], count: int, *, pinned: Collection[VariantId] = ()
 ) -> tuple[VariantId, ...] | None:
-    """The variants to evict, least `f_r` first (CacheCraft sec. 3.3), ties by id; None if that cannot suffice.
-
-    Args:
-      bytes_needed: bytes the victims must free together.
-      count_over: how many variants stand above the N x M limit, so at least that many must go.
-      pinned: never chosen.
-
-    Returns:
-      The shortest run of that order that satisfies both, `()` where both are 0, or None: then nothing is to be evicted.
-    """
-    check_count("bytes_needed", bytes_needed, least=0)
-    check_count("count_over", count_over, least=0)
+    """The `count` variants that go where there are more than N x M: least `f_r` first (CacheCraft sec. 3.3), ties by
+    id; None if fewer than that are not pinned. Which go for want of bytes is for `ccjax.policy.eviction` to say."""
+    check_count("count", count, least=0)
     protected = frozenset(pinned)
-    free = (meta for meta in variants if meta.variant_id not in protected)
-    victims: list[VariantId] = []
-    freed_bytes = 0
-    for meta in sorted(free, key=lambda meta: (meta.frequency_reuse, meta.variant_id)):
-        if freed_bytes >= bytes_needed and len(victims) >= count_over:
-            break
-        victims.append(meta.variant_id)
-        freed_bytes += meta.num_bytes
-    return tuple(victims) if freed_bytes >= bytes_needed and len(victims) >= count_over else None
+    free = (meta for meta in variants if meta.variant_id not in protected) if count else ()
+    victims = heapq.nsmallest(count, free, key=lambda meta: (meta.frequency_reuse, meta.variant_id))
+    return tuple(meta.variant_id for meta in victims) if len(victims) == count else None
 
 
 def choose_repair(variants: Iterable[VariantMeta], known_chunk_ids: Collection[ChunkId]) -> VariantMeta | None:

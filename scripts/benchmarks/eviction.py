@@ -140,7 +140,7 @@ class Belady(RankedPolicy):
 
     def worth(self, entry: Entry) -> float:
         """Minus the request that uses it next."""
-        return -self._next[entry.key, entry.last_use]
+        return -self._next[entry.key, entry.uses.last_use]
 
 
 class _Tier:

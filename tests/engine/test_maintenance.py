@@ -115,7 +115,7 @@ def test_approximate_variants_of_the_prefix_are_replaced_along_the_way():
     with MODEL.engine() as engine:
         fill(engine)
         last = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
-        engine._variants.credit(last.variant_id, 1.0)
+        engine._variants.credit([(last.variant_id, 1.0)])
         assert engine.repair_one() and approximate(engine) == []
         assert engine.maintenance_counts.repaired == 3 and engine.num_variants == 7
 
@@ -173,7 +173,7 @@ def test_a_compilation_is_not_waited_for_when_a_request_comes(monkeypatch):
     with MODEL.engine() as engine:
         fill(engine)
         last = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
-        engine._variants.credit(last.variant_id, 1.0)
+        engine._variants.credit([(last.variant_id, 1.0)])
         for _ in range(2):
             assert not engine.repair_one(is_cancelled=compiling.is_set)
             assert len(approximate(engine)) == 3 and not engine._store._pins
@@ -208,7 +208,7 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
                 raise MemoryError("no room")
             return run(prompt, *args, **kwargs)
 
-        engine._variants.credit(doomed.variant_id, 1.0)  # it is tried first
+        engine._variants.credit([(doomed.variant_id, 1.0)])  # it is tried first
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
             patch.setattr(engine._prefill, "run", fail)
             assert engine.repair_one()

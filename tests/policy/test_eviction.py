@@ -4,6 +4,7 @@ counted at 100,000 entries. Hit counts on a real trace: tests/scripts/test_evict
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 from typing import Any
@@ -247,6 +248,18 @@ def test_settings_are_checked():
 HALF_LIFE = 3.7  # no whole number of requests: worths of different histories are never equal
 
 
+def build_for(name) -> Any:
+    return SavedSeconds(half_life=HALF_LIFE) if name == "saved_seconds" else build(name)
+
+
+def reopened(policy, now, infos, fresh):
+    """`fresh` with the state of `policy` after it went through a file."""
+    fresh.restore(json.loads(json.dumps(policy.state(now), allow_nan=False)), infos)
+    for key in sorted(infos):
+        fresh.on_adopt(key, infos[key])
+    return fresh
+
+
 # Sizes, seconds and CFOs of which no two give the same seconds per byte; sums of them are exact in binary.
 passages = st.tuples(
     st.sampled_from([5, 7, 11, 13]),
@@ -269,9 +282,10 @@ requests = st.tuples(
     budget=st.integers(8, 60),
 )
 def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
-    policy = SavedSeconds(half_life=HALF_LIFE) if name == "saved_seconds" else build(name)
+    policy = build_for(name)
     plain = Plain(name, HALF_LIFE)
     used, now = 0, 0
+    infos: dict[str, EntryInfo] = {}
 
     def remove(key, evicted):
         plain.remove(key, evicted)
@@ -283,7 +297,7 @@ def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
         pinned = {key for key, _ in uses if key in plain.held}
         for key, cfo in sorted(uses, key=lambda use: use[0] not in pinned):  # all look-ups first
             size, seconds, below = corpus["ABCDEFGH".index(key)]
-            one = info(size, seconds, cfo, load_s=1 / 8, below_load_s=below)
+            one = infos[key] = info(size, seconds, cfo, load_s=1 / 8, below_load_s=below)
             (policy.on_hit if key in plain.held else policy.on_insert)(key, one, now)
             plain.use(key, one, now)
             if key in pinned:
@@ -300,6 +314,79 @@ def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
             used -= remove(damaged, False)
         assert used <= budget
         assert policy.victims(used) == plain.victims(used, (), None), "the whole order"
+        infos = {key: one for key, one in infos.items() if key in plain.held}
+        assert reopened(policy, now, infos, build_for(name)).victims(used) == policy.victims(used), "after a restart"
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestRestarts:
+    def used(self, name):
+        """`often` used thrice, `once` once, both held; `gone` was used four times and left."""
+        policy, infos = build(name), {key: info(10) for key in ("often", "once", "gone")}
+        for key in infos:
+            policy.on_insert(key, infos[key], 1)
+        for now, key in enumerate(("gone", "gone", "gone", "often", "often"), 2):
+            policy.on_hit(key, infos[key], now)
+        policy.on_remove("gone")
+        return policy, {key: infos[key] for key in ("often", "once")}
+
+    def test_it_counts_on_from_where_it_was(self, name):
+        policy, infos = self.used(name)
+        fresh = reopened(policy, 7, infos, build(name))
+        for one in (policy, fresh):  # `once` is used as often as `often` from here on, and later
+            for later in (1, 2):
+                one.on_hit("once", infos["once"], later + (7 if one is policy else 0))
+        assert fresh.victims(20) == policy.victims(20)
+        wanted = {key: values for key, values in policy.state(9)["uses"].items() if key in fresh.state(2)["uses"]}
+        assert wanted.keys() >= infos.keys()
+        assert {key: pytest.approx(values) for key, values in fresh.state(2)["uses"].items()} == wanted
+
+    def test_a_key_that_it_never_heard_of_goes_first(self, name):
+        policy, infos = self.used(name)
+        fresh = reopened(policy, 7, infos | {"stranger": info(10)}, build(name))
+        assert fresh.victims(30)[0] == "stranger" or name in ("gdsf", "pgdsf", "cachecraft_fr")
+        assert set(fresh.victims(30)) == {"often", "once", "stranger"}
+
+    def test_only_policies_with_a_memory_remember_what_left(self, name):
+        policy, infos = self.used(name)
+        fresh = reopened(policy, 7, infos, build(name))
+        assert ("gone" in fresh.state(0)["uses"]) == (name in ("pgdsf", "saved_seconds"))
+
+    def test_an_heir_counts_what_it_takes_the_place_of(self, name):
+        policy, infos = self.used(name)
+        policy.inherit("often", "heir")
+        policy.on_remove("often", evicted=False)
+        policy.on_insert("heir", infos["often"], 8)
+        assert policy.state(8)["uses"]["heir"][:2] == [4, 2]
+        assert policy.victims(10) == ("once",)
+        with pytest.raises(ValueError, match="'heir'"):
+            policy.inherit("once", "heir")
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            None,
+            [],
+            {"uses": None},
+            {"uses": {"once": None}},
+            {"uses": {"once": [1, 1, 0.0, 0.0]}},
+            {"uses": {"once": [0, 0, 0.0, 0.0, 0.0]}},
+            {"uses": {"once": [1, 2, 0.0, 0.0, 0.0]}},
+            {"uses": {"once": [1.5, 1, 0.0, 0.0, 0.0]}},
+            {"uses": {"once": [1, 1, math.nan, 0.0, 0.0]}},
+            {"uses": {"once": [1, 1, math.inf, 0.0, 0.0]}},
+            {"uses": {"once": [1, 1, 0.0, "now", 0.0]}},
+            {"uses": {}, "clock": math.nan},
+            {"uses": {}, "clock": "late"},
+        ],
+    )
+    def test_a_damaged_state_is_left_out(self, name, damage):
+        fresh = build(name)
+        fresh.restore(damage, {"once"})
+        fresh.on_adopt("once", info(10))
+        assert fresh.state(0)["uses"] == {} and fresh.victims(10) == ("once",)
+        with pytest.raises(ValueError, match="'once'"):
+            fresh.on_adopt("once", info(10))
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------

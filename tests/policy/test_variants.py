@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
-from ccjax.policy.variants import choose_repair, choose_variant, choose_victims, reuse_credit, variant_limit
+from ccjax.policy.variants import choose_repair, choose_variant, choose_victims, reuse_credit
 from tests.policy.builders import ids, variant
 
 
@@ -124,70 +124,33 @@ class TestCredit:
 
 
 class TestVictims:
-    # in the order of f_r, then id: c (1.0, 5 bytes), a (2.0, 10), d (2.0, 1), b (9.0, 100)
+    # in the order of f_r, then id: c (1), a (2), d (2), b (9)
     STORED = tuple(
-        variant("X", variant_id=name, f_r=f_r, num_bytes=size)
-        for name, f_r, size in [("a", 2.0, 10), ("b", 9.0, 100), ("c", 1.0, 5), ("d", 2.0, 1)]
+        variant("X", variant_id=name, f_r=f_r) for name, f_r in {"a": 2.0, "b": 9.0, "c": 1.0, "d": 2.0}.items()
     )
 
     @pytest.mark.parametrize(
-        ("bytes_needed", "count_over", "pinned", "expected"),
+        ("count", "pinned", "expected"),
         [
-            (0, 0, (), ()),
-            (5, 0, (), ("c",)),
-            (6, 0, (), ("c", "a")),
-            (16, 0, (), ("c", "a", "d")),
-            (0, 2, (), ("c", "a")),
-            (1, 3, (), ("c", "a", "d")),
-            (17, 1, (), ("c", "a", "d", "b")),
-            (116, 4, (), ("c", "a", "d", "b")),
-            (117, 0, (), None),
-            (0, 5, (), None),
-            (5, 0, ("c",), ("a",)),
-            (17, 0, ("b",), None),
-            (0, 1, ("a", "b", "c", "d"), None),
+            (0, (), ()),
+            (1, (), ("c",)),
+            (2, (), ("c", "a")),
+            (3, (), ("c", "a", "d")),
+            (4, (), ("c", "a", "d", "b")),
+            (5, (), None),
+            (1, ("c",), ("a",)),
+            (3, ("a",), ("c", "d", "b")),
+            (4, ("a",), None),
+            (0, ("a", "b", "c", "d"), ()),
         ],
     )
-    def test_least_f_r_first(self, bytes_needed, count_over, pinned, expected):
-        assert choose_victims(self.STORED, bytes_needed, count_over, pinned=pinned) == expected
+    def test_least_f_r_first(self, count, pinned, expected):
+        assert choose_victims(self.STORED, count, pinned=pinned) == expected
+        assert choose_victims(reversed(self.STORED), count, pinned=pinned) == expected
 
-    @given(
-        stored(),
-        st.integers(0, 40),
-        st.integers(0, 9),
-        st.sets(st.sampled_from([f"v{i}" for i in range(8)])),
-        st.randoms(),
-    )
-    def test_invariants(self, variants, bytes_needed, count_over, pinned, rng: random.Random):
-        got = choose_victims(variants, bytes_needed, count_over, pinned=pinned)
-        shuffled = list(variants)
-        rng.shuffle(shuffled)
-        assert choose_victims(shuffled, bytes_needed, count_over, pinned=pinned) == got
-        size = {m.variant_id: m.num_bytes for m in variants}
-        f_r = {m.variant_id: m.frequency_reuse for m in variants}
-        free = [v for v in size if v not in pinned]
-        is_possible = sum(size[v] for v in free) >= bytes_needed and len(free) >= count_over
-        assert (got is not None) == is_possible
-        if got is not None:
-            assert not set(got) & pinned and len(set(got)) == len(got)
-            assert sum(size[v] for v in got) >= bytes_needed and len(got) >= count_over
-            assert not got or sum(size[v] for v in got[:-1]) < bytes_needed or len(got) - 1 < count_over
-            assert all(f_r[v] <= f_r[kept] for v in got for kept in free if kept not in got)
-
-    @pytest.mark.parametrize(
-        ("kwargs", "name"), [({"bytes_needed": -1}, "bytes_needed"), ({"count_over": -1}, "count_over")]
-    )
-    def test_negative_needs_are_named(self, kwargs, name):
-        with pytest.raises(ValueError, match=name):
-            choose_victims(self.STORED, **kwargs)
-
-
-def test_variant_limit_is_n_times_m():
-    assert variant_limit(100, 5) == 500
-    with pytest.raises(ValueError, match="variants_per_chunk"):
-        variant_limit(100, 0)
-    with pytest.raises(ValueError, match="num_chunks"):
-        variant_limit(-1, 5)
+    def test_a_negative_count_is_named(self):
+        with pytest.raises(ValueError, match="count"):
+            choose_victims(self.STORED, -1)
 
 
 class TestSystemPrompt:

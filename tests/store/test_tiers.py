@@ -287,12 +287,14 @@ def test_whole_disk_reads_are_promoted_where_they_fit(tmp_path):
         }
         assert store.evict("host", ["a", "b"]) == ("a", "b")
         ticket = store.prepare_load(["a", "b", "c"])
-        assert ticket.shortfall_bytes == {"host": ONE}
+        assert store.shortfall_bytes("host", 3 * ONE) is None  # never
+        assert store.shortfall_bytes("host", 2 * ONE) == 0 and store.pinned() == {"a", "b", "c"}
         a = ticket.read_layers("a", 0, 3)
         ticket.read_layers("b", 0, 2)
         ticket.read_layers("b", 2, 3)
         ticket.read_layers("c", 0, 2)  # not whole
-        assert store.complete_load(ticket) == ("a", "b")
+        assert ticket.from_disk() == ("a", "b")
+        assert store.complete_load(ticket) == ("a", "b") and not store.pinned()
         assert [store.tier_of(key) for key in ("a", "b", "c")] == ["host", "host", "disk"]
         again = store.prepare_load(["a", "c"])
         assert np.shares_memory(a, again.read_layers("a", 0, 3))  # promotion does not copy
@@ -303,6 +305,20 @@ def test_whole_disk_reads_are_promoted_where_they_fit(tmp_path):
             assert_same_bytes(get(store, variant_id), make_kv(variant_id))
 
 
+def test_only_what_is_named_is_promoted(tmp_path):
+    with open_store(tmp_path, host_bytes=9 * ONE) as store:
+        for variant_id in ("a", "b"):
+            put(store, variant_id)
+        store.evict("host", ["a", "b"])
+        ticket = store.prepare_load(["a", "b"])
+        for variant_id in ("a", "b"):
+            ticket.read_layers(variant_id, 0, 3)
+        assert store.complete_load(ticket, promote=["b", "c"]) == ("b",)
+        assert [store.tier_of(key) for key in ("a", "b", "c")] == ["disk", "host", None]
+        with pytest.raises(ValueError, match="tier: wanted one of.*'tape'"):
+            store.shortfall_bytes("tape", 1)
+
+
 def test_promotion_leaves_announced_room_alone(tmp_path):
     with open_store(tmp_path, host_bytes=ONE) as store:
         put(store, "a")
@@ -310,7 +326,7 @@ def test_promotion_leaves_announced_room_alone(tmp_path):
         announced = store.prepare_store(make_record("b"))
         ticket = store.prepare_load(["a"])
         ticket.read_layers("a", 0, 3)
-        assert ticket.shortfall_bytes == {"host": ONE}
+        assert store.shortfall_bytes("host", ONE) == ONE
         assert store.complete_load(ticket) == ()
         assert store.complete_store(announced, make_kv("b")) == ("host", "disk")
 

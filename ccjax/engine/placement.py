@@ -1,0 +1,225 @@
+"""Which variants each tier of the store keeps: a policy per tier hears of all that enters, is used and leaves, and what
+it names makes room. Knows sizes, seconds and uses; no KV, no prompt and no equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ccjax.policy.eviction import EntryInfo, make_policy
+from ccjax.types import VariantId, VariantMeta
+from store.spec import ShardRecord
+from store.tickets import LoadTicket
+from store.tiered import TieredStore
+
+
+class Costs(Protocol):
+    """What is worth comparing: seconds here and now."""
+
+    def compute_s(self, num_tokens: int) -> float:
+        """Seconds to compute so many tokens from text."""
+        ...
+
+    def load_s(self, tier: str, num_bytes: int) -> float:
+        """Seconds to load so many bytes of KV out of a tier."""
+        ...
+
+
+class Sized(Protocol):
+    """A variant as far as its size is known; records and metadata are such."""
+
+    @property
+    def variant_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Placement:
+    """The order in which variants leave each tier; not thread-safe, the engine's lock guards it.
+
+    A tier above another one may hold a copy of the same variant; then the lower copy is the upper one's fallback and
+    stays when that leaves, so nothing is ever written down twice (RAGCache sec. 5.1: swap out only once). A use counts
+    in every tier that has a copy: the lower one serves the next use after a restart or an eviction above.
+
+    Args:
+      policy: a name of `ccjax.policy.eviction.POLICIES`.
+      on_gone: called with the id of a variant that no tier holds any more.
+    """
+
+    def __init__(self, store: TieredStore, costs: Costs, *, policy: str, on_gone: Callable[[VariantId], None]) -> None:
+        self._store = store
+        self._costs = costs
+        self._on_gone = on_gone
+        self._name = policy
+        self._policies = {tier: make_policy(policy) for tier in store.usage()}
+        self._num_requests = 0
+
+    def next_request(self) -> None:
+        """The uses that follow are another request's."""
+        self._num_requests += 1
+
+    def adopt(self, held: Collection[Sized], state: Any = None) -> None:
+        """Takes in variants that the tiers hold already, with what `state` says of their use; a state is only taken in
+        before anything else was."""
+        tiers = state.get("tiers") if isinstance(state, dict) and state.get("policy") == self._name else None
+        if isinstance(tiers, dict):
+            ids = {one.variant_id for one in held}
+            for tier, policy in self._policies.items():
+                policy.restore(tiers.get(tier), ids)
+        for one in held:
+            for tier in self._store.tiers_of(one.variant_id):
+                if one.variant_id not in self._policies[tier]:
+                    self._policies[tier].on_adopt(one.variant_id, self._info(one, tier, 0.0, ()))
+
+    def use(self, meta: VariantMeta, cfo: float) -> None:
+        """This request reused the variant and recomputed that share of it."""
+        tiers = self._store.tiers_of(meta.variant_id)
+        for number, tier in enumerate(tiers):
+            policy, info = self._policies[tier], self._info(meta, tier, cfo, tiers[number + 1 :])
+            use = policy.on_hit if meta.variant_id in policy else policy.on_insert
+            use(meta.variant_id, info, self._num_requests)
+
+    def store(self, record: ShardRecord, kv: np.ndarray, *, expected_cfo: float, pinned: Collection[VariantId]) -> bool:
+        """Stores a variant in every tier where it is worth more than what makes room for it; False if there is none.
+
+        Args:
+          expected_cfo: what a later use is likely to recompute, behind a prefix that is not known yet.
+          pinned: never evicted for it.
+        """
+        ticket = self._store.prepare_store(record)
+        if ticket.exists:  # written anew by another process, which a failed read showed
+            self._store.complete_store(ticket, None)
+            return True
+        willing: tuple[str, ...] = ()
+        for tier in reversed(ticket.tiers):  # what a copy saves depends on whether there is one below
+
+            def shortfall(tier: str = tier) -> int:
+                return ticket.shortfall_bytes.get(tier, 0)
+
+            info = self._info(record, tier, expected_cfo, willing, num_bytes=ticket.charge_bytes[tier])
+            if self._make_room(tier, record, info, shortfall, pinned):
+                willing = (tier, *willing)
+        took = self._store.complete_store(ticket, kv)
+        self._drop(record.variant_id, set(willing).difference(took))
+        return bool(took)
+
+    def complete_load(self, ticket: LoadTicket, metas: Mapping[VariantId, VariantMeta], *, ok: bool = True) -> None:
+        """Unpins. With `ok`, what was read whole from a lower tier moves up where it is worth more than what makes room
+        for it there."""
+        above = next(iter(self._policies))
+        promoted: list[str] = []
+        num_bytes = 0
+        for variant_id in ticket.from_disk() if ok else ():
+            meta = metas.get(VariantId(variant_id))
+            if meta is None or above in self._store.tiers_of(variant_id):
+                continue
+            wanted = num_bytes + meta.num_bytes
+            if self._store.shortfall_bytes(above, wanted) is None:
+                continue
+
+            def shortfall(wanted: int = wanted) -> int:
+                return self._store.shortfall_bytes(above, wanted) or 0
+
+            info = self._info(meta, above, 0.0, self._store.tiers_of(variant_id))
+            if self._make_room(above, meta, info, shortfall, ()):
+                promoted.append(variant_id)
+                num_bytes = wanted
+        took = self._store.complete_load(ticket, ok, promote=promoted)
+        for variant_id in set(promoted).difference(took):
+            self._drop(variant_id, {above})
+
+    def evict(self, victims: Iterable[VariantId]) -> None:
+        """Takes variants out of every tier."""
+        victims = tuple(victims)
+        for tier in self._policies:
+            self._evict(tier, victims)
+
+    def forget(self, variant_id: str) -> None:
+        """The tiers lost the variant, not for want of room."""
+        self._drop(variant_id, self._policies)
+
+    def follow(self, variant_id: str) -> None:
+        """A tier may have lost its copy by another process's doing."""
+        self._drop(variant_id, set(self._policies).difference(self._store.tiers_of(variant_id)))
+
+    def inherit(self, variant_id: str, heir: str) -> None:
+        """`heir`, which is stored nowhere yet, is about to take the place of a variant, and its uses."""
+        for policy in self._policies.values():
+            if heir not in policy:
+                policy.inherit(variant_id, heir)
+
+    def state(self, earlier: Any, held: Collection[str]) -> dict[str, Any]:
+        """What `adopt` takes, as JSON values. `earlier` is what was noted before, maybe by another process on the same
+        store: of each variant that is `held` still, the longer history stands."""
+        tiers = {tier: policy.state(self._num_requests) for tier, policy in self._policies.items()}
+        if isinstance(earlier, dict) and earlier.get("policy") == self._name and isinstance(earlier.get("tiers"), dict):
+            tiers = {tier: _merged(state, earlier["tiers"].get(tier), held) for tier, state in tiers.items()}
+        return {"policy": self._name, "tiers": tiers}
+
+    def _make_room(
+        self,
+        tier: str,
+        newcomer: Sized,
+        info: EntryInfo,
+        shortfall: Callable[[], int],
+        pinned: Collection[VariantId],
+    ) -> bool:
+        """Evicts until `newcomer`, in the tier's policy from now on, fits; False if that is not possible or not worth
+        it: then the policy does not know it."""
+        policy, variant_id = self._policies[tier], newcomer.variant_id
+        self._drop(variant_id, {tier})
+        policy.on_insert(variant_id, info, self._num_requests)
+        kept: set[str] = {*pinned, *self._store.pinned()}
+        while short := shortfall():
+            victims = policy.victims(short, pinned=kept, newcomer=variant_id)
+            if victims is None or variant_id in victims:
+                policy.on_remove(variant_id, evicted=False)
+                return False
+            kept |= self._evict(tier, victims)
+        return True
+
+    def _evict(self, tier: str, victims: Sequence[str]) -> set[str]:
+        """Takes variants out of one tier; returns those that are still there: in use, or not to be deleted just now."""
+        policy = self._policies[tier]
+        gone = set(self._store.evict(tier, victims))
+        stayed = {key for key in victims if key not in gone and tier in self._store.tiers_of(key)}
+        for variant_id in victims:
+            if variant_id in policy and variant_id not in stayed:
+                policy.on_remove(variant_id, evicted=variant_id in gone)
+            if variant_id in gone and self._store.tier_of(variant_id) is None:
+                self._on_gone(VariantId(variant_id))
+        return stayed
+
+    def _drop(self, variant_id: str, tiers: Iterable[str]) -> None:
+        for tier in tiers:
+            if variant_id in self._policies[tier]:
+                self._policies[tier].on_remove(variant_id, evicted=False)
+
+    def _info(
+        self, one: Sized, tier: str, cfo: float, below: Sequence[str], *, num_bytes: int | None = None
+    ) -> EntryInfo:
+        """What a use is worth; `below` are the lower tiers with a copy, `num_bytes` what it takes in this one."""
+        return EntryInfo(
+            num_bytes=num_bytes or self._store.charge_bytes(tier, one.variant_id) or one.num_bytes,
+            num_tokens=one.num_tokens,
+            compute_s=self._costs.compute_s(one.num_tokens),
+            cfo=cfo,
+            load_s=self._costs.load_s(tier, one.num_bytes),
+            below_load_s=self._costs.load_s(below[0], one.num_bytes) if below else None,
+        )
+
+
+def _merged(ours: dict[str, Any], earlier: Any, held: Collection[str]) -> dict[str, Any]:
+    """Of each key's uses, the longer list of the two; everything else as we have it."""
+    before = earlier.get("uses") if isinstance(earlier, dict) else None
+    uses = dict(ours["uses"])
+    for key, values in before.items() if isinstance(before, dict) else ():
+        is_sound = isinstance(values, list) and values and isinstance(values[0], int)
+        if is_sound and key in held and values[0] > uses.get(key, [0])[0]:
+            uses[key] = values
+    return {**ours, "uses": uses}

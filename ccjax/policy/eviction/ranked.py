@@ -1,0 +1,203 @@
+"""A policy that evicts what ranks least: the order is kept here, what ranks it is a subclass's. Knows no tier."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import math
+from collections.abc import Collection
+from typing import Any
+
+from ccjax.policy._checks import check_count
+from ccjax.policy.eviction.base import EntryInfo
+
+Rank = tuple[float, float, str, int]
+"""Worth, last use, key, and a number that tells an entry's rank from its outdated ones."""
+
+
+@dataclasses.dataclass(slots=True)
+class Uses:
+    """What a policy keeps of a key's uses; `value` and `clock` mean what the policy says."""
+
+    num_uses: int = 0
+    num_misses: int = 0
+    value: float = 0.0
+    last_use: float = -math.inf
+    clock: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """A held key: its last `info`, its uses, and its place in the order (`Rank`)."""
+
+    key: str
+    info: EntryInfo
+    uses: Uses
+    rank: Rank = (0.0, 0.0, "", 0)
+
+
+class RankedPolicy:
+    """Evicts the least `worth`; among equals the one not used for longest, then the smallest key.
+
+    `worth` is computed at each use and stands until the next. The heap keeps outdated ranks until they surface or
+    outnumber the others: an insertion, a hit or a removal costs O(log n) amortised, k victims O((k + pins met) log n).
+
+    A subclass says what a use adds and what an entry is worth. It may remember the uses of keys that left, the last
+    `num_remembered` of them, and may set `weighs_newcomers`.
+    """
+
+    weighs_newcomers = False
+
+    def __init__(self, *, num_remembered: int = 0) -> None:
+        check_count("num_remembered", num_remembered, least=0)
+        self._num_remembered = num_remembered
+        self._past: collections.OrderedDict[str, Uses] = collections.OrderedDict()
+        self._entries: dict[str, Entry] = {}
+        self._heap: list[Rank] = []
+        self._num_ranked = 0
+
+    def count(self, uses: Uses, info: EntryInfo, now: float, *, is_hit: bool) -> None:
+        """Adds what is special about a use; the numbers of uses and misses are counted already."""
+
+    def worth(self, entry: Entry) -> float:
+        """What the entry is worth after its latest use, compared among entries only."""
+        raise NotImplementedError
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def on_insert(self, key: str, info: EntryInfo, now: float) -> None:
+        """See `EvictionPolicy`."""
+        self._check_new(key)
+        entry = self._entries[key] = Entry(key, info, self._past.pop(key, None) or Uses())
+        self._use(entry, now, is_hit=False)
+
+    def on_adopt(self, key: str, info: EntryInfo) -> None:
+        """See `EvictionPolicy`."""
+        self._check_new(key)
+        entry = self._entries[key] = Entry(key, info, self._past.pop(key, None) or Uses())
+        self._order(entry)
+
+    def on_hit(self, key: str, info: EntryInfo, now: float) -> None:
+        """See `EvictionPolicy`."""
+        entry = self._held(key)
+        entry.info = info
+        self._use(entry, now, is_hit=True)
+
+    def on_remove(self, key: str, *, evicted: bool = True) -> None:
+        """See `EvictionPolicy`."""
+        entry = self._held(key)
+        del self._entries[key]
+        if self._num_remembered:
+            self._remember(key, entry.uses)
+        self._compact()
+
+    def victims(
+        self, bytes_wanted: int, *, pinned: Collection[str] = (), newcomer: str | None = None
+    ) -> tuple[str, ...] | None:
+        """See `EvictionPolicy`."""
+        check_count("bytes_wanted", bytes_wanted, least=0)
+        protected = {*pinned}
+        if newcomer is not None:
+            self._held(newcomer)
+            if not self.weighs_newcomers:
+                protected.add(newcomer)
+        met: list[Rank] = []
+        chosen: list[str] = []
+        freed_bytes = 0
+        while freed_bytes < bytes_wanted and self._heap:
+            rank = heapq.heappop(self._heap)
+            if not self._is_current(rank):
+                continue
+            met.append(rank)
+            key = rank[2]
+            if key in protected:
+                continue
+            if key == newcomer:  # it ranks before enough others: those that rank before it need not go either
+                chosen, freed_bytes = [key], bytes_wanted
+            else:
+                chosen.append(key)
+                freed_bytes += self._entries[key].info.num_bytes
+        for rank in met:
+            heapq.heappush(self._heap, rank)
+        return tuple(chosen) if freed_bytes >= bytes_wanted else None
+
+    def inherit(self, key: str, heir: str) -> None:
+        """See `EvictionPolicy`."""
+        self._check_new(heir)
+        uses = self._entries[key].uses if key in self._entries else self._past.pop(key, None)
+        if uses is not None:
+            self._remember(heir, dataclasses.replace(uses))
+
+    def state(self, now: float) -> dict[str, Any]:
+        """See `EvictionPolicy`."""
+        uses = self._past | {key: entry.uses for key, entry in self._entries.items()}
+        return {"uses": {key: _as_json(self.rebased(one, now)) for key, one in uses.items() if one.num_uses}}
+
+    def restore(self, state: Any, held: Collection[str]) -> None:
+        """See `EvictionPolicy`."""
+        uses = state.get("uses") if isinstance(state, dict) else None
+        for key, values in uses.items() if isinstance(uses, dict) else ():
+            if (self._num_remembered or key in held) and (one := _uses_from_json(values)) is not None:
+                self._past[key] = one
+
+    def rebased(self, uses: Uses, now: float) -> Uses:
+        """The same uses with times counted from `now`."""
+        return dataclasses.replace(uses, last_use=uses.last_use - now)
+
+    def _check_new(self, key: str) -> None:
+        if key in self._entries:
+            raise ValueError(f"key: wanted one that is not held, got {key!r}")
+
+    def _remember(self, key: str, uses: Uses) -> None:
+        self._past[key] = uses
+        if len(self._past) > max(1, self._num_remembered):
+            self._past.popitem(last=False)
+
+    def _held(self, key: str) -> Entry:
+        if key not in self._entries:
+            raise KeyError(f"key: wanted one that is held, got {key!r}")
+        return self._entries[key]
+
+    def _use(self, entry: Entry, now: float, *, is_hit: bool) -> None:
+        entry.uses.num_uses += 1
+        entry.uses.num_misses += not is_hit
+        entry.uses.last_use = now
+        self.count(entry.uses, entry.info, now, is_hit=is_hit)
+        self._order(entry)
+
+    def _order(self, entry: Entry) -> None:
+        self._num_ranked += 1
+        entry.rank = (self.worth(entry), entry.uses.last_use, entry.key, self._num_ranked)
+        heapq.heappush(self._heap, entry.rank)
+        self._compact()
+
+    def _is_current(self, rank: Rank) -> bool:
+        entry = self._entries.get(rank[2])
+        return entry is not None and entry.rank[3] == rank[3]
+
+    def _compact(self) -> None:
+        if len(self._heap) > 2 * len(self._entries) + 16:
+            self._heap = [entry.rank for entry in self._entries.values()]
+            heapq.heapify(self._heap)
+
+
+def _as_json(uses: Uses) -> list[int | float | None]:
+    """The fields in order; None for the value of a key of which no use ever saved anything."""
+    return [None if value == -math.inf else value for value in dataclasses.astuple(uses)]
+
+
+def _uses_from_json(values: Any) -> Uses | None:
+    """What `_as_json` made a list of, None for anything else."""
+    if not isinstance(values, list) or len(values) != len(dataclasses.fields(Uses)):
+        return None
+    num_uses, num_misses, value, *times = values
+    numbers = (*times, 0.0 if value is None else value)
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+        return None
+    if not all(map(math.isfinite, numbers)) or type(num_uses) is not int or type(num_misses) is not int:
+        return None
+    if not 1 <= num_misses <= num_uses:
+        return None
+    return Uses(num_uses, num_misses, -math.inf if value is None else value, *times)

@@ -1,0 +1,324 @@
+"""Placement of variants over a real store: what moves up, what leaves, and that policies know just what tiers hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ccjax.engine.placement import Placement
+from ccjax.policy.eviction import POLICIES
+from ccjax.types import VariantId, VariantMeta
+from tests.store.kv import SPEC, make_kv, make_record, open_store, record_file
+
+ONE = SPEC.num_bytes(5)
+RAM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # most of a trace on a shared disk is waiting for fsync
+
+
+class Costs:
+    """A token takes a second to compute; loading takes a millionth of that from disk, nothing from memory."""
+
+    def compute_s(self, num_tokens):
+        return float(num_tokens)
+
+    def load_s(self, tier, num_bytes):
+        return {"host": 0.0, "disk": 1e-6}[tier] * num_bytes
+
+
+def meta_of(name, num_tokens=5):
+    return VariantMeta(
+        variant_id=VariantId(name),
+        chunk_id=f"chunk-of-{name}",
+        prefix_ids=(),
+        inter_by_prefix=(),
+        a_mean=0.0,
+        b_mean=1.0,
+        cci=0.5,
+        token_ranking=tuple(range(num_tokens)),
+        num_tokens=num_tokens,
+        num_bytes=SPEC.num_bytes(num_tokens),
+    )
+
+
+class Placed:
+    """A store, its placement and the ids that left it."""
+
+    def __init__(self, where=None, *, policy="saved_seconds", state=None, **budgets):
+        self.store = open_store(where, **budgets)
+        self.gone = []
+        self.placement = Placement(self.store, Costs(), policy=policy, on_gone=self.gone.append)
+        self.placement.adopt(self.store.records(), state)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.store.close()
+
+    def put(self, *names, num_tokens=5, cfo=0.5, pinned=()):
+        """Computes and stores variants, each in a request of its own; whether each was stored."""
+        stored = []
+        for name in names:
+            self.placement.next_request()
+            record, kv = make_record(name, num_tokens), make_kv(name, num_tokens)
+            stored.append(self.placement.store(record, kv, expected_cfo=cfo, pinned=pinned))
+            assert self.store.flush(30)
+        return stored
+
+    def use(self, *names, cfo=0.5, num_tokens=5, ok=True):
+        """One request loads and uses variants."""
+        self.placement.next_request()
+        ticket = self.store.prepare_load(names)
+        for name in ticket.tiers:
+            ticket.read_layers(name, 0, SPEC.num_layers)
+            self.placement.use(meta_of(name, num_tokens), cfo)
+        self.placement.complete_load(ticket, {name: meta_of(name, num_tokens) for name in names}, ok=ok)
+
+    def held(self, tier):
+        return {record.variant_id for record in self.store.records() if tier in self.store.tiers_of(record.variant_id)}
+
+    def check(self):
+        for tier, policy in self.placement._policies.items():
+            names = self.held(tier)
+            assert all(name in policy for name in names), tier
+            assert len(policy._entries) == len(names), tier  # type: ignore[attr-defined]
+
+
+def test_what_is_used_stays_and_a_newcomer_of_more_worth_pushes_out_the_rest():
+    with Placed(host_bytes=2 * ONE) as one:
+        assert one.put("a", "b") == [True, True]
+        one.use("b")
+        assert one.put("c") == [True] and one.gone == ["a"]
+        assert one.held("host") == {"b", "c"}
+        one.check()
+
+
+def test_a_newcomer_of_less_worth_is_not_taken_in():
+    with Placed(host_bytes=2 * ONE) as one:
+        one.put("a", "b")
+        one.use("a", "b")
+        assert one.put("c", cfo=1.0) == [False]  # each use would save nothing
+        assert one.held("host") == {"a", "b"} and one.gone == []
+        one.check()
+
+
+def test_with_a_disk_below_it_is_kept_there_alone(tmp_path):
+    with Placed(tmp_path, host_bytes=2 * ONE) as one:
+        one.put("a", "b")
+        one.use("a", "b")
+        assert one.put("c", cfo=0.9) == [True]
+        assert one.held("host") == {"a", "b"} and one.held("disk") == {"a", "b", "c"}
+        one.check()
+
+
+def test_what_leaves_memory_stays_on_disk_and_is_not_written_again(tmp_path):
+    with Placed(tmp_path, host_bytes=ONE) as one:
+        one.put("a", "b")
+        written = one.store.usage()["disk"].writes
+        for name in "abababbb":
+            one.use(name)
+        assert one.gone == [] and one.held("disk") == {"a", "b"} and one.held("host") == {"b"}
+        assert one.store.usage()["disk"].writes == written == 2
+        one.check()
+
+
+def test_a_disk_read_moves_up_once_it_is_worth_more(tmp_path):
+    with Placed(tmp_path, host_bytes=ONE, policy="lfu") as one:
+        one.put("a", "b")  # lfu takes every newcomer in
+        for _ in range(3):
+            one.use("b")
+        assert one.held("host") == {"b"}
+        one.use("a", ok=False)
+        assert one.held("host") == {"b"}  # a failed prefill moves nothing
+        one.use("a")
+        assert one.held("host") == {"a"}
+        one.check()
+
+
+def test_a_use_counts_in_the_lower_tier_too(tmp_path):
+    with Placed(tmp_path, host_bytes=9 * ONE, disk_bytes=None) as one:
+        one.put("a", "b", "c")
+        room = one.store.usage()["disk"].used_bytes
+    with Placed(tmp_path, host_bytes=9 * ONE, disk_bytes=room + 10) as one:
+        one.use("a", "b", "c")
+        for _ in range(3):
+            one.use("a", "c")  # out of memory; the disk sees nothing of it
+        one.put("d")
+        assert one.held("disk") == {"a", "c", "d"} and one.held("host") == {"a", "b", "c", "d"}
+        one.check()
+
+
+def test_what_a_load_holds_is_not_evicted():
+    with Placed(host_bytes=2 * ONE, policy="lru") as one:
+        one.put("a", "b")
+        ticket = one.store.prepare_load(["a"])
+        one.put("c")
+        assert one.held("host") == {"a", "c"}
+        assert one.put("d", pinned=["c"]) == [False] and one.held("host") == {"a", "c"}
+        one.placement.complete_load(ticket, {})
+        one.put("d")
+        assert one.held("host") == {"c", "d"}
+        one.check()
+
+
+def test_a_write_that_failed_later_is_noticed_when_room_is_wanted(tmp_path, monkeypatch):
+    with Placed(tmp_path, host_bytes=9 * ONE) as one:
+        one.put("a")
+        room = one.store.usage()["disk"].used_bytes
+    with Placed(tmp_path, host_bytes=9 * ONE, disk_bytes=2 * room + 20, policy="lru") as one:
+        disk = one.store._disk
+        with monkeypatch.context() as patch:
+            patch.setattr(disk._root, "create", lambda *_: (_ for _ in ()).throw(OSError("full")))
+            one.put("b")
+        assert one.held("disk") == {"a"} and one.held("host") == {"b"}
+        one.use("a")
+        one.put("c", "d")  # the first to go would be b, which is not there
+        assert one.held("disk") == {"c", "d"}
+        one.check()
+
+
+def test_what_another_process_took_out_is_no_longer_counted(tmp_path):
+    with Placed(tmp_path, host_bytes=9 * ONE) as one:
+        one.put("a", "b")
+        record_file(tmp_path, "a").unlink()
+        assert one.store.refresh() == ((), ("a",))
+        one.placement.follow("a")
+        one.check()
+        assert one.held("host") == {"a", "b"} and one.held("disk") == {"b"}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_after_a_restart_the_same_one_goes_first(tmp_path, policy):
+    with Placed(tmp_path, host_bytes=9 * ONE, policy=policy) as one:
+        one.put("a", "b", "c", "d")
+        room = one.store.usage()["disk"].used_bytes
+        for names in ("bd", "bd", "c", "ba"):
+            one.use(*names)
+        state = json.loads(json.dumps(one.placement.state(None, one.held("disk"))))
+        wanted = one.placement._policies["disk"].victims(4 * ONE)
+    with Placed(tmp_path, host_bytes=9 * ONE, disk_bytes=room + 10, policy=policy, state=state) as one:
+        assert one.placement._policies["disk"].victims(4 * ONE) == wanted and wanted is not None
+        one.put("e", cfo=0.0)
+        assert one.held("disk") == set("abcde") - {wanted[0]}
+        one.check()
+
+
+def test_a_state_of_another_policy_is_left_out(tmp_path):
+    with Placed(tmp_path, host_bytes=9 * ONE, policy="lru") as one:
+        one.put("a")
+        state = one.placement.state(None, {"a"})
+    for other in ({**state, "policy": "lfu"}, {**state, "tiers": {"disk": 3}}, {"policy": "lru"}, [state], None):
+        with Placed(tmp_path, host_bytes=9 * ONE, policy="lru", state=other) as one:
+            assert one.placement.state(None, {"a"})["tiers"]["disk"]["uses"] == {}
+            one.check()
+
+
+def test_two_processes_keep_the_longer_history_of_each_variant(tmp_path):
+    with Placed(tmp_path, host_bytes=9 * ONE) as one:
+        one.put("a", "b")
+        with Placed(tmp_path, host_bytes=9 * ONE) as two:
+            for _ in range(3):
+                two.use("b")
+            one.use("a")
+            theirs = json.loads(json.dumps(two.placement.state(None, {"a", "b"})))
+        theirs["tiers"]["disk"]["uses"]["long gone"] = [99, 1, 0.0, 0.0, 0.0]
+        merged = one.placement.state(theirs, {"a", "b"})["tiers"]["disk"]["uses"]
+    assert {key: uses[0] for key, uses in merged.items()} == {"a": 2, "b": 3}
+
+
+def test_an_heir_takes_over_the_uses(tmp_path):
+    with Placed(tmp_path, host_bytes=2 * ONE, policy="lfu") as one:
+        one.put("approx", "other")
+        for _ in range(3):
+            one.use("approx")
+        one.use("other")
+        one.placement.inherit("approx", "exact")
+        one.store.discard("approx")
+        one.placement.forget("approx")
+        one.put("exact", "new")
+        assert one.held("host") == {"exact", "new"}
+        one.check()
+
+
+NAMES = st.sampled_from([f"v{number}" for number in range(6)])
+
+
+class PlacementTrace(RuleBasedStateMachine):
+    """Random stores, uses and losses; after each one, every policy knows just the variants of its tier."""
+
+    @initialize(
+        host=st.integers(0, 2500), disk=st.none() | st.integers(0, 5000), policy=st.sampled_from(sorted(POLICIES))
+    )
+    def open(self, host, disk, policy):
+        self.folder = tempfile.TemporaryDirectory(dir=RAM)
+        self.where = Path(self.folder.name)
+        self.options = {"host_bytes": host, "disk_bytes": disk, "policy": policy}
+        self.one = Placed(self.where, **self.options)
+        self.tickets = []
+
+    def tokens(self, name):
+        return int(name[1:]) + 1
+
+    @rule(name=NAMES, cfo=st.sampled_from([0.0, 0.5, 1.0]), pinned=st.lists(NAMES, max_size=2))
+    def put(self, name, cfo, pinned):
+        held = {record.variant_id for record in self.one.store.records()}
+        (stored,) = self.one.put(name, num_tokens=self.tokens(name), cfo=cfo, pinned=pinned)
+        after = {record.variant_id for record in self.one.store.records()}
+        assert stored == (name in after)
+        assert held & {*pinned, *(key for ticket in self.tickets for key in ticket.tiers)} <= after
+        assert self.one.gone == sorted(held - after, key=self.one.gone.index)
+        self.one.gone.clear()
+
+    @rule(name=NAMES, cfo=st.sampled_from([0.0, 0.5, 1.0]), ok=st.booleans())
+    def use(self, name, cfo, ok):
+        before = {record.variant_id for record in self.one.store.records()}
+        self.one.use(name, cfo=cfo, num_tokens=self.tokens(name), ok=ok)
+        after = {record.variant_id for record in self.one.store.records()}
+        assert before - after == set(self.one.gone)  # moving up may push out what has no copy below
+        self.one.gone.clear()
+
+    @rule(names=st.lists(NAMES, max_size=2))
+    def hold(self, names):
+        self.tickets.append(self.one.store.prepare_load(names))
+
+    @rule()
+    def let_go(self):
+        if self.tickets:
+            self.one.placement.complete_load(self.tickets.pop(0), {})
+
+    @rule(name=NAMES)
+    def damage(self, name):
+        self.one.store.discard(name)
+        self.one.placement.forget(name)
+
+    @rule()
+    def reopen(self):
+        while self.tickets:
+            self.let_go()
+        state = json.loads(json.dumps(self.one.placement.state(None, self.one.held("disk")), allow_nan=False))
+        self.one.store.close()
+        self.one = Placed(self.where, state=state, **self.options)
+
+    @invariant()
+    def policies_know_what_tiers_hold(self):
+        if hasattr(self, "one"):
+            self.one.check()
+            for tier, usage in self.one.store.usage().items():
+                assert usage.budget_bytes is None or usage.used_bytes <= usage.budget_bytes, tier
+
+    def teardown(self):
+        if hasattr(self, "one"):
+            while self.tickets:
+                self.let_go()
+            self.one.store.close()
+            self.folder.cleanup()
+
+
+TestPlacementTrace = PlacementTrace.TestCase
+TestPlacementTrace.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
