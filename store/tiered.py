@@ -142,11 +142,6 @@ class TieredStore:
                 for name, tier in self._tiers().items()
             }
 
-    def pinned(self) -> frozenset[str]:
-        """Variants that loads under way hold in their tiers."""
-        with self._lock:
-            return frozenset(self._pins)
-
     def shortfall_bytes(self, tier: str, num_bytes: int) -> int | None:
         """Bytes to evict from `tier` before it has room for `num_bytes` more, beside what is announced; None where its
         whole budget is less."""

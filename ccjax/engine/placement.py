@@ -174,7 +174,7 @@ class Placement:
         policy, variant_id = self._policies[tier], newcomer.variant_id
         self._drop(variant_id, {tier})
         policy.on_insert(variant_id, info, self._num_requests)
-        kept: set[str] = {*pinned, *self._store.pinned()}
+        kept: set[str] = set(pinned)  # and those that turn out to be in use
         while short := shortfall():
             victims = policy.victims(short, pinned=kept, newcomer=variant_id)
             if victims is None or variant_id in victims:

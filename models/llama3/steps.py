@@ -53,6 +53,58 @@ def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config:
     return apply_rope(k, positions, rope_frequencies(config))
 
 
+@functools.partial(jax.jit, donate_argnames=("k_pages", "v_pages"))
+def write_pages_step(
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    kv: Float[Array, "L 2 N K H"],
+    layer: Int[Array, ""],
+    slots: Int[Array, "N"],
+) -> tuple[Float[Array, "K P T H"], Float[Array, "K P T H"]]:
+    """The pages of one layer, donated, with rows of `kv[layer]` written to `slots` (page * T + offset); slots past the
+    end are dropped."""
+    rows = jnp.swapaxes(kv[layer], 1, 2)  # [2, K, N, H]
+
+    def written(pages: Array, row: Array) -> Array:
+        flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
+        return flat.at[:, slots].set(row, mode="drop").reshape(pages.shape)
+
+    return written(k_pages, rows[0]), written(v_pages, rows[1])
+
+
+@jax.jit
+def read_pages_step(
+    k_pages: Float[Array, "K P T H"], v_pages: Float[Array, "K P T H"], slots: Int[Array, "S"]
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
+    """Keys and values of one layer in the given slots (page * T + offset); zeros for slots past the end."""
+    return _read_pages(k_pages, slots), _read_pages(v_pages, slots)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def merge_pages_step(
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    slots: Int[Array, "S"],
+    k_other: Float[Array, "S K H"] | None,
+    v_other: Float[Array, "S K H"] | None,
+    positions: Int[Array, "S"],
+    *,
+    config: LlamaConfig,
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
+    """Rotated keys and values of one layer's context: from pages where `slots` (page * T + offset) names one, else, for
+    slots past the end, from `*_other`, or zeros where that is None."""
+    k, v = _read_pages(k_pages, slots), _read_pages(v_pages, slots)
+    if k_other is not None and v_other is not None:
+        is_paged = (slots < k_pages.shape[1] * k_pages.shape[2])[:, None, None]
+        k, v = jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
+    return apply_rope(k, positions, rope_frequencies(config)), v
+
+
+def _read_pages(pages: Float[Array, "K P T H"], slots: Int[Array, "S"]) -> Float[Array, "S K H"]:
+    flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
+    return jnp.swapaxes(jnp.take(flat, slots, axis=1, mode="fill", fill_value=0), 0, 1)
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("config", "num_segments", "implementation"),

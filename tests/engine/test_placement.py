@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -180,6 +181,19 @@ def test_a_write_that_failed_later_is_noticed_when_room_is_wanted(tmp_path, monk
         one.use("a")
         one.put("c", "d")  # the first to go would be b, which is not there
         assert one.held("disk") == {"c", "d"}
+        one.check()
+
+
+def test_what_the_full_write_queue_skipped_is_not_counted(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    with Placed(tmp_path, host_bytes=ONE, max_pending_bytes=1, policy="lru") as one:
+        write = one.store._disk.write
+        monkeypatch.setattr(one.store._disk, "write", lambda *args, **how: go_on.wait(20) and write(*args, **how))
+        for name in "ab":
+            assert one.placement.store(make_record(name), make_kv(name), expected_cfo=0.5, pinned=())
+        go_on.set()
+        assert one.store.flush(30)
+        assert one.held("disk") == {"a"} and one.held("host") == {"b"}
         one.check()
 
 
