@@ -142,6 +142,25 @@ def test_a_disk_read_moves_up_once_it_is_worth_more(tmp_path):
         one.check()
 
 
+def test_the_room_made_for_one_is_not_another_ones(tmp_path):
+    with Placed(tmp_path, host_bytes=2 * ONE) as one:
+        one.put("large", "there", num_tokens=10)
+        one.put("small")
+        for _ in range(3):
+            one.use("there", num_tokens=10)
+        assert one.held("host") == {"there"} and one.held("disk") == {"large", "small", "there"}
+        for _ in range(2):
+            one.use("small")
+        assert one.held("host") == {"there"}  # not yet
+        one.placement.next_request()
+        ticket = one.store.prepare_load(["large", "small"])
+        for name in ("large", "small"):
+            ticket.read_layers(name, 0, SPEC.num_layers)
+        one.placement.complete_load(ticket, {"large": meta_of("large", 10), "small": meta_of("small")})
+        assert one.held("host") == {"small"}
+        one.check()
+
+
 def test_a_use_counts_in_the_lower_tier_too(tmp_path):
     with Placed(tmp_path, host_bytes=9 * ONE, disk_bytes=None) as one:
         one.put("a", "b", "c")
