@@ -13,7 +13,8 @@ from store.errors import (
 from store.host import HostTier
 from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity
 from store.tickets import LoadTicket, StoreTicket
-from store.tiered import TieredStore, TierUsage
+from store.tiered import TieredStore
+from store.usage import TierUsage
 
 __all__ = [
     "FORMAT_VERSION",

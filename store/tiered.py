@@ -4,7 +4,6 @@ Knows no policy: which variants go is decided by the caller, and `meta` is opaqu
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,43 +17,13 @@ from store.errors import ShardNotFoundError, TierFullError
 from store.host import HostTier
 from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import DISK, HOST, LoadTicket, StoreTicket
+from store.usage import TierUsage
 from store.write_behind import WriteBehind
 
 _log = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 256 << 20
 """Default of `TieredStore.open(max_pending_bytes=...)`: KV that may wait for the disk."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TierUsage:
-    """What a tier holds and what happened to it since open.
-
-    Attributes:
-      used_bytes: bytes held, on disk with the writes under way; over `budget_bytes` only by what was there at open or
-        what other processes wrote.
-      budget_bytes: None = no limit.
-      hits, misses: look-ups of `prepare_load` that this tier answered, or could not; host is asked first.
-      writes: variants taken in, by store or promotion. failed_writes: refused by the disk. skipped_writes: no room in
-        the budget or in the write queue.
-      corrupt: failed checks of data or records. evicted, discarded: by the caller's order.
-      bytes_read: KV bytes handed out by completed loads. bytes_written: bytes taken in, on disk with checksums and
-        record.
-    """
-
-    used_bytes: int
-    budget_bytes: int | None
-    num_variants: int
-    hits: int = 0
-    misses: int = 0
-    writes: int = 0
-    failed_writes: int = 0
-    skipped_writes: int = 0
-    corrupt: int = 0
-    evicted: int = 0
-    discarded: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
 
 
 class TieredStore:

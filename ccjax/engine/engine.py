@@ -35,7 +35,8 @@ from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
 from pallas_kernels.attention import check_implementation
 from store.spec import KVSpec, StoreIdentity
-from store.tiered import TieredStore, TierUsage
+from store.tiered import TieredStore
+from store.usage import TierUsage
 
 _LONGEST_DEFAULT = 8192
 
