@@ -123,7 +123,7 @@ class _Cases:
 def _write(path: Path, kv: np.ndarray) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        rest = memoryview(kv.view(np.uint8)).cast("B")
+        rest = kv.view(np.uint8).data.cast("B")
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
@@ -134,7 +134,7 @@ def _write(path: Path, kv: np.ndarray) -> None:
 def _read(path: Path, buffer: np.ndarray) -> np.ndarray:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        rest = memoryview(buffer.view(np.uint8)).cast("B")
+        rest = buffer.view(np.uint8).data.cast("B")
         while rest:
             rest = rest[os.readv(descriptor, [rest]) :]
     finally:
