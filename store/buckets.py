@@ -16,8 +16,11 @@ import tensorstore as ts
 
 from store.errors import CommitUnknownError, StoreUnavailableError
 
-ANSWER_S = 10.0
-"""Longest wait for a small object."""
+START_S = 10.0
+"""Longest wait for the first answer, which may take a new connection and a look for credentials."""
+
+ANSWER_S = 3.0
+"""Longest wait for a small object: what the one request that meets an outage first has to wait."""
 
 TRANSFER_S = 60.0
 """Longest wait for the KV of a variant, or for a listing."""
@@ -78,7 +81,7 @@ class BucketRoot:
         self._next_probe_s = 0.0
         self._probe: Any = None
         try:
-            self._kv = ts.KvStore.open(self._spec, context=self.context).result(timeout=ANSWER_S)
+            self._kv = ts.KvStore.open(self._spec, context=self.context).result(timeout=START_S)
         except ValueError as error:
             raise ValueError(f"store: cannot make sense of {url!r}: {_reason(error)}") from error
         try:
@@ -94,7 +97,7 @@ class BucketRoot:
     def _try_out(self) -> tuple[bytes, bool]:
         """The generation that means "no such object", and whether a create is refused where there is one."""
         probe = f".probe-{self.new_id()}"
-        absent = self._wait(self._live().read(probe)).stamp.generation
+        absent = self._wait(self._live().read(probe), START_S).stamp.generation
         self.replace(probe, b"first")  # without a condition: with one, a missing bucket looks like a lost race
         refused = not self._wait(self._live().write(probe, b"second", if_equal=absent)).generation
         self.delete(probe)

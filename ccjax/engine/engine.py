@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ccjax.engine.answer import Answer
+from ccjax.engine.budgets import check_budgets
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
@@ -70,6 +71,7 @@ class Engine:
             raise ConfigError(f"attention: {error}") from error
         self._prefiller = Prefiller(model.params, model.config, implementation=config.attention)
         self._settings = config.planner_settings()
+        check_budgets(config)
         self._store = TieredStore.open(
             config.store,
             kv_spec=KVSpec(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, config.dtype),

@@ -107,6 +107,7 @@ def test_bad_sizes(text: str) -> None:
         (["--strategy", "magic"], ["--strategy", "cachecraft", "magic"]),
         (["--alpha", "-1"], ["--alpha", "-1"]),
         (["--max-model-len", "999999"], ["--max-model-len", "1024", "999999"]),
+        (["--host-cache-bytes", "4000TiB"], ["--host-cache-bytes", "memory"]),
         (["--attention", "abacus"], ["--attention", "abacus"]),
         (["--eviction-policy", "mru"], ["--eviction-policy", "saved_seconds", "'mru'"]),
         (["--dtype", "float8"], ["--dtype", "bfloat16", "float8"]),

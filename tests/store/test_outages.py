@@ -19,6 +19,7 @@ AT_ONCE_S = 0.8
 
 @pytest.fixture
 def gate(bucket_kind, port_of, monkeypatch):
+    monkeypatch.setattr(store.buckets, "START_S", 1.0)
     monkeypatch.setattr(store.buckets, "ANSWER_S", 1.0)
     monkeypatch.setattr(store.buckets, "TRANSFER_S", 2.0)
     monkeypatch.setattr(store.buckets, "PROBE_INTERVAL_S", 0.2)

@@ -1,0 +1,65 @@
+"""Whether this machine has what the budgets of the tiers allow. Knows no store; reads sizes from the system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import urllib.parse
+from pathlib import Path
+
+from ccjax.engine.config import EngineConfig
+from ccjax.errors import ConfigError
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_budgets(config: EngineConfig) -> None:
+    """Nothing, unless a budget is larger than what it is a share of: then it would end in a killed process or a full
+    disk, long after the start.
+
+    Raises:
+      ConfigError: names the budget, what there is, and what was asked for.
+    """
+    memory = memory_bytes()
+    if memory is not None and config.host_cache_bytes > memory:
+        raise ConfigError(
+            f"host_cache_bytes: wanted at most {memory} (the memory that this process may use), "
+            f"got {config.host_cache_bytes}"
+        )
+    disk = None if config.store is None else disk_bytes(config.store)
+    if disk is not None and config.disk_cache_bytes is not None and config.disk_cache_bytes > disk:
+        raise ConfigError(
+            f"disk_cache_bytes: wanted at most {disk} (the size of the file system of {config.store}), "
+            f"got {config.disk_cache_bytes}"
+        )
+
+
+def memory_bytes() -> int | None:
+    """Memory of this machine, or of this container where that is less; None where the system does not say."""
+    found = [int(limit) for limit in map(_content, _CGROUP_LIMITS) if limit.isdecimal()]
+    try:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError, AttributeError):
+        pass
+    return min(found, default=None)
+
+
+def disk_bytes(url: str) -> int | None:
+    """Size of the file system that a `file://` URL is on; None for other URLs."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "file":
+        return None
+    path = Path(urllib.parse.unquote(parts.path))
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).total
+    except OSError:
+        return None  # opening the store will say what is wrong
+
+
+def _content(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,44 @@
+"""Budgets above the machine end the start, by name and figure."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ccjax.engine import EngineConfig, budgets
+from ccjax.engine.budgets import check_budgets, disk_bytes, memory_bytes
+from ccjax.errors import ConfigError
+from tests.engine.helpers import TinyModel
+
+MODEL = TinyModel()
+
+
+def test_it_knows_the_machine(tmp_path):
+    total_kb = int(
+        next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
+    )
+    memory = memory_bytes()
+    assert memory is not None and 1 << 28 < memory <= total_kb << 10
+    assert disk_bytes(f"file://{tmp_path}/not/made/yet%20") == shutil.disk_usage(tmp_path).total
+    assert disk_bytes("s3://bucket/prefix") is None
+
+
+@pytest.mark.parametrize(("limit", "memory"), [("max", None), ("1048576", 1 << 20), ("", None)])
+def test_a_container_may_allow_less(tmp_path, monkeypatch, limit, memory):
+    (tmp_path / "memory.max").write_text(limit + "\n")
+    whole = memory_bytes()
+    monkeypatch.setattr(budgets, "_CGROUP_LIMITS", (str(tmp_path / "none"), str(tmp_path / "memory.max")))
+    assert memory_bytes() == memory or (memory is None and memory_bytes() >= whole)
+
+
+def test_budgets_above_the_machine_are_refused(tmp_path):
+    memory, disk = memory_bytes(), disk_bytes(f"file://{tmp_path}")
+    with pytest.raises(ConfigError, match=rf"host_cache_bytes: wanted at most {memory} .*got {memory + 1}"):
+        MODEL.engine(host_cache_bytes=memory + 1)
+    with pytest.raises(ConfigError, match=rf"disk_cache_bytes: wanted at most {disk} .*got {disk + 1}"):
+        MODEL.engine(store=f"file://{tmp_path}/s", disk_cache_bytes=disk + 1)
+    assert not (tmp_path / "s").exists()
+    check_budgets(EngineConfig(host_cache_bytes=memory, store=f"file://{tmp_path}/s", disk_cache_bytes=disk))
+    check_budgets(EngineConfig(store="gs://bucket", disk_cache_bytes=1 << 60))  # nobody can tell
