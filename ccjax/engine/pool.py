@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.engine.buckets import token_bucket
-from models.llama3.config import LlamaConfig
-from models.llama3.steps import merge_pages_step, read_pages_step, write_pages_step
+from models.llama3.steps import read_pages_step, write_pages_step
 from store.budget import ByteBudget
 from store.errors import ShardNotFoundError, TierFullError
 from store.spec import KVSpec, ShardRecord
@@ -142,23 +141,17 @@ class DevicePool:
         self.budget.release(self.charge_bytes(shard[0]))
         return True
 
-    def merge(
-        self,
-        layer: int,
-        slots: jax.Array,
-        others: tuple[jax.Array, jax.Array] | tuple[None, None],
-        positions: jax.Array,
-        config: LlamaConfig,
+    def gather(
+        self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = (None, None)
     ) -> tuple[jax.Array, jax.Array]:
-        """Rotated keys and values `[S, K, H]` of one layer's context: `models.llama3.steps.merge_pages_step`."""
-        with self._lock:
-            return merge_pages_step(*self._layers[layer], slots, *others, positions, config=config)
+        """Keys before RoPE and values `[S, K, H]` of one layer: `models.llama3.steps.read_pages_step`."""
+        with self._lock:  # a `put` meanwhile would take the pages away
+            return read_pages_step(*self._layers[layer], slots, *others)
 
     def read_layers(self, slots: np.ndarray, first: int, last: int) -> np.ndarray:
         """KV `[last - first, 2, T, K, H]` in some slots, on the host."""
         size = token_bucket(len(slots))
         padded = np.full(size, self.num_slots, np.int32)
         padded[: len(slots)] = slots
-        with self._lock:  # a `put` meanwhile would take the pages away
-            layers = [read_pages_step(*self._layers[layer], padded) for layer in range(first, last)]
+        layers = [self.gather(layer, jnp.asarray(padded)) for layer in range(first, last)]
         return np.stack([np.stack([np.asarray(part)[: len(slots)] for part in layer]) for layer in layers])

@@ -74,30 +74,19 @@ def write_pages_step(
 
 @jax.jit
 def read_pages_step(
-    k_pages: Float[Array, "K P T H"], v_pages: Float[Array, "K P T H"], slots: Int[Array, "S"]
-) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Keys and values of one layer in the given slots (page * T + offset); zeros for slots past the end."""
-    return _read_pages(k_pages, slots), _read_pages(v_pages, slots)
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def merge_pages_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
     slots: Int[Array, "S"],
     k_other: Float[Array, "S K H"] | None,
     v_other: Float[Array, "S K H"] | None,
-    positions: Int[Array, "S"],
-    *,
-    config: LlamaConfig,
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Rotated keys and values of one layer's context: from pages where `slots` (page * T + offset) names one, else, for
+    """Keys and values of one layer, as they rest: from pages where `slots` (page * T + offset) names one, else, for
     slots past the end, from `*_other`, or zeros where that is None."""
     k, v = _read_pages(k_pages, slots), _read_pages(v_pages, slots)
-    if k_other is not None and v_other is not None:
-        is_paged = (slots < k_pages.shape[1] * k_pages.shape[2])[:, None, None]
-        k, v = jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
-    return apply_rope(k, positions, rope_frequencies(config)), v
+    if k_other is None or v_other is None:
+        return k, v
+    is_paged = (slots < k_pages.shape[1] * k_pages.shape[2])[:, None, None]
+    return jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
 
 
 def _read_pages(pages: Float[Array, "K P T H"], slots: Int[Array, "S"]) -> Float[Array, "S K H"]:

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
-from models.llama3.config import LlamaConfig
-from models.llama3.steps import rotate_step
 from store import KVSpec, ShardNotFoundError, TierFullError
-from tests.oracles import random_llama
 from tests.store.kv import BF16, SPEC, make_kv, make_record
 
 PAGE = SPEC.num_bytes(PAGE_TOKENS)
@@ -102,35 +99,25 @@ def test_a_budget_below_one_page_is_refused():
         DevicePool(SPEC, PAGE - 1)
 
 
-def test_merging_gives_the_bits_of_the_host_path():
-    _, raw = random_llama(0)
-    config = LlamaConfig.from_hf(raw)
-    spec = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, "float32")
-    pool = DevicePool(spec, 20 * spec.num_bytes(PAGE_TOKENS))
+def test_a_context_is_gathered_from_pages_and_from_elsewhere():
+    pool = DevicePool(SPEC, 20 * PAGE)
     for name in ("x", "a", "y", "b"):
         put(pool, name, 37)
     pool.remove("x")
-    pool.put(make_record("nan", 30, spec), np.full(spec.shape(30), np.nan, np.float32))
-    other = make_kv("host", 20, spec)
-    # b at 3, the host's at 45, a at 70; the rest empty
+    pool.put(make_record("nan", 30), np.full(SPEC.shape(30), np.nan, np.float32))
+    # b at 3, another source's at 45, a at 70; the rest empty
     num_slots, layer = 128, 1
     slots = np.full(num_slots, pool.num_slots, np.int32)
-    wanted, beside = (
-        np.zeros((2, *spec.shape(num_slots)[2:]), np.float32),
-        np.zeros((2, *spec.shape(num_slots)[2:]), np.float32),
-    )
+    wanted = np.zeros((2, *SPEC.shape(num_slots)[2:]), np.float32)
     for name, start in (("b", 3), ("a", 70)):
         slots[start : start + 37] = pool.get(name).slots
-        wanted[:, start : start + 37] = make_kv(name, 37, spec)[layer]
-    beside[:, 45:65] = wanted[:, 45:65] = other[layer]
-    positions = jnp.arange(5, 5 + num_slots, dtype=jnp.int32)
-    k, v = pool.merge(layer, jnp.asarray(slots), (jnp.asarray(beside[0]), jnp.asarray(beside[1])), positions, config)
-    rotated = rotate_step(jnp.asarray(wanted[0]), positions, config=config)
-    assert np.asarray(k).tobytes() == np.asarray(rotated).tobytes() and np.asarray(v).tobytes() == wanted[1].tobytes()
-    wanted[:, 45:65] = 0
-    k, v = pool.merge(layer, jnp.asarray(slots), (None, None), positions, config)
-    rotated = rotate_step(jnp.asarray(wanted[0]), positions, config=config)
-    assert np.asarray(k).tobytes() == np.asarray(rotated).tobytes() and np.asarray(v).tobytes() == wanted[1].tobytes()
+        wanted[:, start : start + 37] = make_kv(name, 37)[layer]
+    k, v = pool.gather(layer, jnp.asarray(slots))
+    assert np.asarray(k).tobytes() == wanted[0].tobytes() and np.asarray(v).tobytes() == wanted[1].tobytes()
+    others = np.zeros_like(wanted)
+    others[:, 45:65] = wanted[:, 45:65] = make_kv("other", 20)[layer]
+    k, v = pool.gather(layer, jnp.asarray(slots), (jnp.asarray(others[0]), jnp.asarray(others[1])))
+    assert np.asarray(k).tobytes() == wanted[0].tobytes() and np.asarray(v).tobytes() == wanted[1].tobytes()
 
 
 def test_reads_of_one_thread_go_on_while_another_one_writes():
