@@ -10,6 +10,7 @@ from store.errors import (
     StoreUnavailableError,
     TierFullError,
 )
+from store.formats import StorageFormat
 from store.host import HostTier
 from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity
 from store.tickets import LoadTicket, StoreTicket
@@ -25,6 +26,7 @@ __all__ = [
     "ShardCorruptError",
     "ShardNotFoundError",
     "ShardRecord",
+    "StorageFormat",
     "StoreError",
     "StoreIdentity",
     "StoreIdentityError",

@@ -58,8 +58,8 @@ class BucketRoot:
     names a server other than Google's.
 
     A bucket tells no object's age in its listings, so ids begin with the writer's clock. The sweep of orphans is right
-    as long as the clocks of all writers agree to well within `store.disk.ORPHAN_AGE_S`; an object that was swept too
-    early is a miss, never wrong data.
+    as long as the clocks of all writers agree to well within `store.namespaces.ORPHAN_AGE_S`; an object that was swept
+    too early is a miss, never wrong data.
 
     Raises (constructor):
       ValueError: the URL has another form, or options that its scheme does not know.
