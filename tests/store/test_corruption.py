@@ -6,7 +6,7 @@ import time
 import pytest
 
 from store import ShardCorruptError, ShardNotFoundError, StoreUnavailableError, TensorStoreTier
-from store.disk import ORPHAN_AGE_S, QUARANTINE_AGE_S
+from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
 from tests.store.kv import (
     OTHERS,
     OURS,
