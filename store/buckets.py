@@ -10,6 +10,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
@@ -117,6 +118,9 @@ class BucketRoot:
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return {**self._spec, "path": f"{self._spec['path']}{prefix}/"}
+
+    def folder(self, prefix: str) -> Path | None:
+        return None
 
     def new_id(self) -> str:
         return f"{time.time_ns() // 1_000_000:012x}{uuid.uuid4().hex[:20]}"

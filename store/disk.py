@@ -154,9 +154,17 @@ class TensorStoreTier:
             raw = self._encode(record, object_id, layout)
             with self._lock:
                 charged = self.budget.recharge(charged, len(raw) + layout.num_bytes)
+<<<<<<< HEAD
             self._root.make_prefix(self._key("data", object_id))
             self._arrays.write(self._root.kvstore(self._key("data", object_id)), layout, prepared)
             self.remove([record.variant_id] if self.takes(record.variant_id) else [])  # a lossy copy, if any
+=======
+            place = self._key("data", object_id)
+            folder = self._root.folder(place)
+            if folder is None:
+                self._root.make_prefix(place)
+            self._arrays.write(self._root.kvstore(place), layout, prepared, folder)
+>>>>>>> 1f3e3e1 (Store: files are read and written without a detour; checksums at the speed of memory)
             committed = self._commit(record.variant_id, raw)
         except CommitUnknownError:
             is_kept = True  # deleting the object would break the variant if the record is there after all
@@ -183,9 +191,15 @@ class TensorStoreTier:
             shard = self._shards.get(variant_id)
         if shard is None:
             raise ShardNotFoundError(f"disk tier: no variant {variant_id}")
-        kvstore = self._root.kvstore(self._key("data", shard.object_id))
-        num_tokens, failure = shard.record.num_tokens, self._root.outage()
-        return self._arrays.open(kvstore, num_tokens, shard.layout, lambda error: self._explain(shard, error), failure)
+        place = self._key("data", shard.object_id)
+        return self._arrays.open(
+            self._root.kvstore(place),
+            shard.record.num_tokens,
+            shard.layout,
+            lambda error: self._explain(shard, error),
+            self._root.outage(),
+            folder=self._root.folder(place),
+        )
 
     def remove(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
         """Evicts; returns what went. A variant that could not be deleted stays."""

@@ -45,7 +45,7 @@ class StorageFormat:
 
     @property
     def codecs(self) -> list[dict]:
-        """zarr3 codecs between the bytes of an inner chunk and their checksum."""
+        """zarr3 codecs behind the bytes of an inner chunk."""
         return _CODECS[self.compression]
 
     def as_it_is(self) -> StorageFormat:
@@ -87,26 +87,27 @@ class ObjectLayout:
       head_groups: how many inner chunks a layer has along K.
       storage: how the KV is stored.
       num_bytes: size of the object.
-      layer_crc32: crc32 of each layer's bytes in the stored array: with their scales, before compression. It binds the
-        object to the record: the object's own checksums would accept another variant's object that was moved in its
-        place. Of the stored bytes, because they are fewer, and because other processors may decode to other last bits.
+      checksums: of each inner chunk's bytes (`store.arrays.checksum`), layer by layer: with their scales, before
+        compression. They also bind the object to the record: checksums inside the object would accept another
+        variant's that was moved in its place. Of the stored bytes, because they are fewer, and because other
+        processors may decode to other last bits.
     """
 
     head_groups: int
     storage: StorageFormat
     num_bytes: int
-    layer_crc32: tuple[int, ...]
+    checksums: tuple[int, ...]
 
 
 def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
-    """Size of a data object, with compression the most that it can be: the stored array, 4 bytes of crc32c per inner
-    chunk, and the shard index (16 bytes per inner chunk and its crc32c)."""
+    """Size of a data object, with compression the most that it can be: the stored array and the shard index, 16 bytes
+    per inner chunk."""
     num_chunks = kv_spec.num_layers * head_groups
     itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
     chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks
     if storage.compression == "zstd":
         chunk_bytes += chunk_bytes // 256 + 64  # ZSTD_compressBound
-    return num_chunks * (chunk_bytes + 4 + 16) + 4
+    return num_chunks * (chunk_bytes + 16)
 
 
 def expected_layout(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat) -> ObjectLayout:
@@ -114,4 +115,4 @@ def expected_layout(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage:
     compression the largest it can be. Only KV that 8 bits cannot hold gets a larger one."""
     storage = storage.of(kv_spec, num_tokens)
     num_bytes = object_bytes(kv_spec, num_tokens, head_groups, storage)
-    return ObjectLayout(head_groups, storage, num_bytes, (0,) * kv_spec.num_layers)
+    return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups))

@@ -48,7 +48,7 @@ def encode_record(
         "dtype": kv_spec.dtype,
         "head_groups": layout.head_groups,
         "object_id": object_id,
-        "layer_crc32": [f"{crc:08x}" for crc in layout.layer_crc32],
+        "checksums": [f"{one:016x}" for one in layout.checksums],
         "meta": record.meta,
     }
     if layout.storage != AS_IT_IS:
@@ -93,14 +93,14 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
 
 
 def _layout(body: dict[str, Any], kv_spec: KVSpec) -> ObjectLayout:
-    groups, crc32 = body["head_groups"], tuple(int(crc, 16) for crc in body["layer_crc32"])
+    groups, checksums = body["head_groups"], tuple(int(one, 16) for one in body["checksums"])
     if body["format_version"] == FORMAT_VERSION:
-        return ObjectLayout(groups, AS_IT_IS, object_bytes(kv_spec, body["num_tokens"], groups), crc32)
+        return ObjectLayout(groups, AS_IT_IS, object_bytes(kv_spec, body["num_tokens"], groups), checksums)
     try:
         storage = StorageFormat(body["kv_dtype"], body["compression"])
     except ValueError as error:
         raise ShardCorruptError(f"record of variant {body['variant_id']}: {error}") from error
-    return ObjectLayout(groups, storage, body["object_bytes"], crc32)
+    return ObjectLayout(groups, storage, body["object_bytes"], checksums)
 
 
 def _canonical(value: Any) -> bytes:

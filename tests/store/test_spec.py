@@ -63,23 +63,23 @@ def test_meta_refuses_what_json_cannot_hold(bad):
         ShardRecord("v", "c", 1, 1, bad)
 
 
-def encoded(variant_id="v", identity=OURS, kv_spec=SPEC, crcs=(1, 2, 3)) -> bytes:
+def encoded(variant_id="v", identity=OURS, kv_spec=SPEC, checksums=(1, 2, 3)) -> bytes:
     return encode_record(
         make_record(variant_id, kv_spec=kv_spec),
         identity=identity,
         kv_spec=kv_spec,
         object_id="0" * 32,
-        layout=ObjectLayout(1, AS_IT_IS, 0, crcs),
+        layout=ObjectLayout(1, AS_IT_IS, 0, checksums),
     )
 
 
 def test_record_comes_back():
-    raw = encoded(crcs=(0, 0xFFFFFFFF, 7))
+    raw = encoded(checksums=(0, 0xFFFFFFFFFFFFFFFF, 7))
     shard = decode_record(raw, variant_id="v", identity=OURS, kv_spec=SPEC)
     assert shard.record == make_record("v")
-    assert shard.layout == ObjectLayout(1, AS_IT_IS, object_bytes(SPEC, 5, 1), (0, 0xFFFFFFFF, 7))
-    # by hand: 3 layers of 2*5*2*4 float32, 4 bytes of crc and 16 of index each, 4 for the index' own crc
-    assert object_bytes(SPEC, 5, 1) == 3 * (2 * 5 * 2 * 4 * 4 + 4 + 16) + 4
+    assert shard.layout == ObjectLayout(1, AS_IT_IS, object_bytes(SPEC, 5, 1), (0, 0xFFFFFFFFFFFFFFFF, 7))
+    # by hand: 3 layers of 2*5*2*4 float32, and 16 bytes of index each
+    assert object_bytes(SPEC, 5, 1) == 3 * (2 * 5 * 2 * 4 * 4 + 16)
     assert shard.charge_bytes == len(raw) + object_bytes(SPEC, 5, 1)
 
 
