@@ -154,17 +154,12 @@ class TensorStoreTier:
             raw = self._encode(record, object_id, layout)
             with self._lock:
                 charged = self.budget.recharge(charged, len(raw) + layout.num_bytes)
-<<<<<<< HEAD
-            self._root.make_prefix(self._key("data", object_id))
-            self._arrays.write(self._root.kvstore(self._key("data", object_id)), layout, prepared)
-            self.remove([record.variant_id] if self.takes(record.variant_id) else [])  # a lossy copy, if any
-=======
             place = self._key("data", object_id)
             folder = self._root.folder(place)
             if folder is None:
                 self._root.make_prefix(place)
             self._arrays.write(self._root.kvstore(place), layout, prepared, folder)
->>>>>>> 1f3e3e1 (Store: files are read and written without a detour; checksums at the speed of memory)
+            self.remove([record.variant_id] if self.takes(record.variant_id) else [])  # a lossy copy, if any
             committed = self._commit(record.variant_id, raw)
         except CommitUnknownError:
             is_kept = True  # deleting the object would break the variant if the record is there after all

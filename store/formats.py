@@ -14,7 +14,8 @@ from store.spec import KVSpec
 KV_DTYPES = ("auto", "int8", "fp8")
 COMPRESSIONS = ("none", "zstd")
 
-_CODECS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
+# A frame of zstd has bits that decide nothing: the checksum makes sure that nobody touched those either.
+_CODECS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,13 +101,13 @@ class ObjectLayout:
 
 
 def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
-    """Size of a data object, with compression the most that it can be: the stored array and the shard index, 16 bytes
-    per inner chunk."""
+    """Size of a data object, with compression the most that it can be: the stored array, and 16 bytes of shard index per
+    inner chunk; 4 of crc32c where it is compressed."""
     num_chunks = kv_spec.num_layers * head_groups
     itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
     chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks
     if storage.compression == "zstd":
-        chunk_bytes += chunk_bytes // 256 + 64  # ZSTD_compressBound
+        chunk_bytes += chunk_bytes // 256 + 64 + 4  # ZSTD_compressBound, crc32c
     return num_chunks * (chunk_bytes + 16)
 
 
