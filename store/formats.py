@@ -101,8 +101,8 @@ class ObjectLayout:
 
 
 def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
-    """Size of a data object, with compression the most that it can be: the stored array, and 16 bytes of shard index per
-    inner chunk; 4 of crc32c where it is compressed."""
+    """Size of a data object, with compression the most that it can be: the stored array, and 16 bytes of shard index
+    per inner chunk; 4 of crc32c where it is compressed."""
     num_chunks = kv_spec.num_layers * head_groups
     itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
     chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks

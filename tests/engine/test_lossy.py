@@ -107,7 +107,7 @@ def test_room_on_disk_is_made_in_the_bytes_that_are_there(tmp_path):
         ask(engine)
         engine.flush()
         full = engine.store_usage()["disk"].used_bytes
-    with MODEL.engine(store=url, disk_cache_bytes=full, host_cache_bytes=1) as engine:  # stores KV as it is
+    with MODEL.engine(store=url, disk_cache_bytes=full, host_cache_bytes=1, eviction_policy="lru") as engine:
         ask(engine, other, reuse="exact")
         engine.flush()
         usage = engine.store_usage()["disk"]
