@@ -214,11 +214,22 @@ def _open(args: argparse.Namespace, files: ModelFiles, dtype: str) -> Iterator[C
 
 @contextlib.contextmanager
 def _bar(description: str) -> Iterator[Any]:
-    """A `Progress` of the library that draws a bar on stderr."""
+    """A `Progress` of the library that draws a bar on stderr, from its first call on."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
-        task = bars.add_task(description, total=None)
-        yield lambda _, done, total: bars.update(task, completed=done if total else 1, total=total or 1)
+    bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+    tasks = []
+
+    def show(_: str, done: int, total: int) -> None:
+        if not tasks:
+            bars.start()
+            tasks.append(bars.add_task(description))
+        bars.update(tasks[0], completed=done if total else 1, total=total or 1)
+
+    try:
+        yield show
+    finally:
+        if tasks:  # without any, rich would print an empty line
+            bars.stop()
 
 
 def _print(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
@@ -270,12 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         add = added.add_argument
         add("--model", default="demo", metavar="DIR", help='Hugging Face model directory, or "demo" (the default)')
         add("--store", required=True, metavar="URL", help="URL of the chunk store, as with serve.py")
-        add(
-            "--tenant-salt",
-            default="",
-            metavar="TEXT",
-            help="the tenant whose chunk-caches these are, as with serve.py",
-        )
+        add("--tenant-salt", default="", metavar="TEXT", help="tenant whose chunk-caches these are, as with serve.py")
 
     added = command("save", save)
     of_store(added)
@@ -289,9 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--from", dest="source", required=True, metavar="PLACE", help=place)
     text = "only the hottest variants, up to this size, such as 2GiB (default all)"
     added.add_argument("--max-bytes", type=num_bytes, metavar="SIZE", help=text)
-    added.add_argument(
-        "--disk-cache-bytes", type=num_bytes, metavar="SIZE", help="room in the store (default no limit)"
-    )
+    added.add_argument("--disk-cache-bytes", type=num_bytes, metavar="SIZE", help="room in the store (no limit)")
 
     added = command("inspect", inspect)
     added.add_argument("source", metavar="PLACE", help=place)
