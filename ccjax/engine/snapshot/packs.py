@@ -150,31 +150,25 @@ def _save(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
         checkpointer.save(directory, args=ocp.args.PyTreeSave(dict(arrays)))
 
 
-def _load(directory: Path, numbers: Collection[int]) -> dict[int, np.ndarray]:
-    try:
-        return _restore(directory, numbers)
-    except Exception as error:  # damage shows as anything: OSError, ValueError, KeyError, JSON, a failed assertion
-        if len(numbers) > 1:
-            one_by_one: dict[int, np.ndarray] = {}
-            for number in numbers:
-                one_by_one |= _load(directory, [number])
-            return one_by_one
-        logger.warning("snapshot: cannot read %s of %s: %s", ", ".join(map(_name, numbers)), directory, error)
-        return {}
-
-
-def _restore(directory: Path, numbers: Iterable[int]) -> dict[int, np.ndarray]:
-    wanted = {_name(number): number for number in numbers}
-    # Orbax takes what is asked for only as a hint: another shape or dtype is not refused, and a name that is not there
-    # comes back as what was passed in, here 0.
-    args = ocp.args.PyTreeRestore(
-        dict.fromkeys(wanted, 0),
-        restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in wanted},
-        partial_restore=True,
-    )
+def _load(directory: Path, numbers: Iterable[int]) -> dict[int, np.ndarray]:
+    # One at a time: where one of several arrays is damaged, Orbax closes its event loop under the reads of the others.
+    found: dict[int, np.ndarray] = {}
     with contextlib.closing(_checkpointer()) as checkpointer:
-        found = checkpointer.restore(directory, args=args)
-    return {number: found[name] for name, number in wanted.items() if isinstance(found[name], np.ndarray)}
+        for number in numbers:
+            name = _name(number)
+            # What is asked for is only a hint to Orbax: it would not refuse another shape or dtype, and what is not
+            # there comes back as what was passed in, here 0.
+            args = ocp.args.PyTreeRestore(
+                {name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
+            )
+            try:
+                array = checkpointer.restore(directory, args=args)[name]
+            except Exception as error:  # damage shows as anything: OSError, ValueError, KeyError, a failed assertion
+                logger.warning("snapshot: cannot read %s of %s: %s", name, directory, str(error).partition(" [")[0])
+                continue
+            if isinstance(array, np.ndarray):
+                found[number] = array
+    return found
 
 
 @contextlib.contextmanager
