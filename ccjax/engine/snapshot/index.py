@@ -81,9 +81,9 @@ class SnapshotIndex:
         body = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-            "kv_spec": dataclasses.asdict(self.kv_spec),
-            "variants": [dataclasses.asdict(variant) for variant in self.variants],
+            **_fields(self),
+            "kv_spec": _fields(self.kv_spec),
+            "variants": [{**_fields(variant), "record": _fields(variant.record)} for variant in self.variants],
         }
         return _canonical({**body, "checksum": hashlib.sha256(_canonical(body)).hexdigest()})
 
@@ -167,6 +167,11 @@ def _index(body: dict[str, Any]) -> SnapshotIndex:
     if not _FOLDER.fullmatch(body["folder"]):
         raise ValueError(f"folder: wanted 32 hex digits, got {body['folder']!r}")
     return SnapshotIndex(**{**body, "kv_spec": kv_spec, "parts": parts, "variants": tuple(variants)})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """`dataclasses.asdict` would copy every list of token ids."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _canonical(value: Any) -> bytes:

@@ -29,7 +29,8 @@ PACK_BYTES = 16 << 20
 """Variants share an array up to this size; a larger one has its own. What a restore reads is rounded up to it."""
 
 PART_BYTES = 128 << 20
-"""Packs share a checkpoint up to this size: about what saving and restoring hold in memory beside the cache itself."""
+"""Packs share a checkpoint up to this size. Saving and restoring hold one of them in memory, saving twice: Orbax copies
+what it writes."""
 
 LEFT_OVER_AGE_S = 24 * 3600.0
 """Parts of killed saves go at the next save to the same place once they are this old: no save takes that long."""
@@ -58,7 +59,7 @@ def save_snapshot(
     or none, whenever the process is killed.
 
     Variants are listed at one moment and then read pack by pack, pinned meanwhile; what was computed after that moment
-    is not in. Beside the cache, about `PART_BYTES` and the largest variant are in memory.
+    is not in. Beside the cache, twice `PART_BYTES` are in memory, or twice the largest variant.
 
     Args:
       where: an absent or empty directory, or prefix of a bucket: a path or a URL as the store's.
