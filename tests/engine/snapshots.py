@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.prompts import chunk_id
+from ccjax.engine.reads import ComputeRate
 from ccjax.engine.snapshot import ChunkCache, restore_snapshot, save_snapshot
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
+from ccjax.policy.eviction import DEFAULT_POLICY
 from store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
@@ -60,14 +63,15 @@ def open_cache(
     kv_spec: KVSpec = SPEC,
     identity: StoreIdentity = OURS,
     host_bytes: int = 1 << 30,
-    max_variants: int = 10_000,
+    max_variants: int | None = None,
     disk_bytes: int | None = None,
 ) -> Iterator[ChunkCache]:
     """An empty cache, in host memory where there is no URL."""
     with TieredStore.open(
         url, kv_spec=kv_spec, identity=identity, host_bytes=host_bytes, disk_bytes=disk_bytes
     ) as store:
-        variants = VariantIndex(store, max_variants=max_variants)
+        costs = MeasuredCosts(ComputeRate())
+        variants = VariantIndex(store, costs, policy=DEFAULT_POLICY, alpha=1.0, max_variants=max_variants)
         yield ChunkCache(store, variants, identity, "a model", max_variants)
 
 
@@ -77,7 +81,7 @@ def put(cache: ChunkCache, number: int, frequency: float = 0.0, num_tokens: int 
     record = make_record(number, num_tokens, spec, **changes)
     took = cache.store.complete_store(cache.store.prepare_store(record), make_kv(number, num_tokens, spec))
     assert took and cache.store.flush(60)
-    cache.variants.restore(record, frequency)
+    cache.variants.restore([(record, frequency)])
     return record.variant_id
 
 

@@ -185,7 +185,7 @@ def test_what_is_there_stays_and_the_greater_frequency_counts(place, small_packs
         for number, frequency in ((9, 3.0), (8, 99.0)):  # in the snapshot: 10 and 9
             record = make_record(number)
             cache.store.complete_store(cache.store.prepare_store(record), other)
-            cache.variants.restore(record, frequency)
+            cache.variants.restore([(record, frequency)])
         report = restore_snapshot(cache, place)
         held = contents(cache)
     assert (report.num_restored, report.num_present) == (8, 2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ccjax.engine.costs import MeasuredCosts
+from ccjax.engine.reads import ComputeRate
 from ccjax.engine.variants import VariantIndex
+from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from models.llama3.config import LlamaConfig
 from store.spec import KVSpec, StoreIdentity
 from store.tiered import TieredStore
@@ -21,7 +23,7 @@ class ChunkCache:
 
     Attributes:
       model: the model's name, for people; `identity` decides.
-      max_variants: variants that a restore may fill the index up to.
+      max_variants: variants that a restore may fill the index up to, None for any number.
       exclusive: `with exclusive():` nobody else uses `variants`, which is not thread-safe.
     """
 
@@ -29,7 +31,7 @@ class ChunkCache:
     variants: VariantIndex
     identity: StoreIdentity
     model: str
-    max_variants: int = sys.maxsize
+    max_variants: int | None = None
     exclusive: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
@@ -49,9 +51,16 @@ def open_cache(
       ValueError, StoreUnavailableError, StoreIdentityError: as `TieredStore.open`.
     """
     with TieredStore.open(url, kv_spec=kv_spec, identity=identity, host_bytes=0, disk_bytes=disk_bytes) as store:
-        variants = VariantIndex(store, max_variants=sys.maxsize)
+        policy = _policy_of(store.read_hints().get("eviction"))
+        variants = VariantIndex(store, MeasuredCosts(ComputeRate()), policy=policy, alpha=1.0, max_variants=None)
         before = len(variants)
         yield ChunkCache(store, variants, identity, model)
         store.flush()
         if len(variants) != before:
-            variants.save_frequencies()
+            variants.save_hints()
+
+
+def _policy_of(eviction: Any) -> str:
+    """The policy of the server that noted this, so that its notes outlast ours."""
+    name = eviction.get("policy") if isinstance(eviction, dict) else None
+    return name if isinstance(name, str) and name in POLICIES else DEFAULT_POLICY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -104,21 +104,18 @@ class _Restorer:
             for ticket in tickets.values():  # none unless something was raised
                 self._cache.store.complete_store(ticket, None)
         with self._cache.exclusive():
-            for variant in stored:
-                self._cache.variants.restore(variant.record, variant.frequency_reuse)
+            self._cache.variants.restore((variant.record, variant.frequency_reuse) for variant in stored)
         return sum(variant.record.num_bytes for variant in variants)
 
-    def _absent(self, variants: Iterable[SnapshotVariant]) -> list[SnapshotVariant]:
+    def _absent(self, variants: Sequence[SnapshotVariant]) -> list[SnapshotVariant]:
         """Those that the index does not know; the `f_r` of the others is taken in."""
-        index, absent = self._cache.variants, []
+        index, limit = self._cache.variants, self._cache.max_variants
         with self._cache.exclusive():
-            for variant in variants:
-                if variant.record.variant_id in index:
-                    index.restore(variant.record, variant.frequency_reuse)
-                    self._report.num_present += 1
-                else:
-                    absent.append(variant)
-            self._num_free = self._cache.max_variants - len(index)
+            present = [variant for variant in variants if variant.record.variant_id in index]
+            absent = [variant for variant in variants if variant.record.variant_id not in index]
+            index.restore((variant.record, variant.frequency_reuse) for variant in present)
+            self._num_free = None if limit is None else limit - len(index)
+        self._report.num_present += len(present)
         return absent
 
     def _announce(self, variant: SnapshotVariant, num_announced: int) -> StoreTicket | None:
@@ -128,7 +125,7 @@ class _Restorer:
             logger.warning("snapshot: variant %s: its id is not that of its content", variant.record.variant_id)
             self._report.num_damaged += 1
             return None
-        if num_announced >= self._num_free:
+        if self._num_free is not None and num_announced >= self._num_free:
             self._report.num_no_room += 1
             return None
         ticket = store.prepare_store(variant.record)
