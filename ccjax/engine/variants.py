@@ -160,9 +160,13 @@ class VariantIndex:
                 self.forget(VariantId(variant_id))
         return len(self._by_id.keys() - before), len(before - self._by_id.keys())
 
-    def restore(self, restored: Iterable[tuple[ShardRecord, float]]) -> None:
-        """Takes in variants that were brought into the store from elsewhere, with their `f_r`; of those that are known
-        already, the `f_r` if it is greater."""
+    def uses(self) -> dict[str, Any]:
+        """What eviction goes by, as JSON values that `restore` takes."""
+        return self._placement.uses(self._by_id.keys())
+
+    def restore(self, restored: Iterable[tuple[ShardRecord, float]], uses: Any = None) -> None:
+        """Takes in variants that were brought into the store from elsewhere, with their `f_r` and `uses()` there; of
+        those that are known already, the `f_r` if it is greater."""
         added = []
         for record, frequency_reuse in restored:
             known = self._by_id.get(VariantId(record.variant_id))
@@ -171,7 +175,7 @@ class VariantIndex:
                 added.append(VariantId(record.variant_id))
             elif frequency_reuse > known.frequency_reuse:
                 self._put(dataclasses.replace(known, frequency_reuse=frequency_reuse))
-        self._placement.adopt([self._by_id[key] for key in added if key in self._by_id])
+        self._placement.adopt([self._by_id[key] for key in added if key in self._by_id], uses)
 
     def save_hints(self) -> None:
         """Writes `f_r` and what eviction goes by beside the store, so that after a restart the least used variants

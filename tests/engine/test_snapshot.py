@@ -10,6 +10,7 @@ from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot, save_snaps
 from ccjax.engine.snapshot import save as save_module
 from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.errors import ConfigError
+from ccjax.types import VariantId
 from store import StoreUnavailableError
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.snapshots import (
@@ -18,6 +19,7 @@ from tests.engine.snapshots import (
     SPEC,
     contents,
     data_files,
+    fill,
     kv_of,
     make_record,
     open_cache,
@@ -56,6 +58,30 @@ def test_a_snapshot_of_a_restored_cache_is_the_same_snapshot(tmp_path, small_pac
     assert first.variants == second.variants and first.parts == second.parts == (0, 0, 1, 1, 2)
     files = [[path.read_bytes() for path in data_files(tmp_path / name)] for name in ("first", "second")]
     assert len(files[0]) == 5 and files[0] == files[1]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_eviction_goes_by_comes_along(place, tmp_path, is_used):
+    """Into an empty cache, and into one that counts requests of its own."""
+    with open_cache() as cache:
+        ids = fill(cache, 4)
+        for number in range(5):
+            cache.variants.credit([(VariantId(ids[number % 3]), 0.25)])
+        expected = cache.variants.uses()
+        assert sorted(expected["uses"]) == sorted(ids[:3])
+        save_snapshot(cache, place)
+    with open_cache((tmp_path / "kv").as_uri()) as cache:
+        own = VariantId(put(cache, 77))
+        if is_used:
+            cache.variants.credit([(own, 0.5)])
+        before = cache.variants.uses()["uses"]
+        restore_snapshot(cache, place)
+        cache.store.flush()
+        uses = cache.variants.uses()["uses"]
+    assert len(before) == is_used
+    assert {key: values[:3] for key, values in uses.items()} == {
+        key: values[:3] for key, values in (expected["uses"] | before).items()
+    }
 
 
 def test_an_empty_cache_gives_an_empty_snapshot(place):

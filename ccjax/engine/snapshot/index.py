@@ -54,6 +54,7 @@ class SnapshotIndex:
       folder: name of the folder below `parts/` that this snapshot uses.
       parts: the part of each pack.
       variants: hottest first.
+      uses: what eviction went by, as `VariantIndex.uses` has it.
     """
 
     model: str
@@ -64,6 +65,7 @@ class SnapshotIndex:
     folder: str
     parts: tuple[int, ...]
     variants: tuple[SnapshotVariant, ...]
+    uses: dict[str, Any]
     ccjax_version: str = ccjax.__version__
 
     @property

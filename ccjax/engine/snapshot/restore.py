@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,7 @@ def restore_snapshot(
     _check_identity(index, cache, url)
     wanted = list(_hottest(index.variants, max_bytes))
     report = RestoreReport(url, num_left_out=len(index.variants) - len(wanted))
-    restorer = _Restorer(cache, PackFolder(root, f"{PARTS}/{index.folder}"), report)
+    restorer = _Restorer(cache, PackFolder(root, f"{PARTS}/{index.folder}"), report, index.uses)
     total_bytes, seen_bytes = sum(variant.record.num_bytes for variant in wanted), 0
     for part, variants in itertools.groupby(wanted, key=lambda variant: index.parts[variant.pack]):
         if progress is not None:
@@ -84,10 +85,11 @@ def restore_snapshot(
 class _Restorer:
     """Takes in part by part."""
 
-    def __init__(self, cache: ChunkCache, folder: PackFolder, report: RestoreReport) -> None:
+    def __init__(self, cache: ChunkCache, folder: PackFolder, report: RestoreReport, uses: Any) -> None:
         self._cache = cache
         self._folder = folder
         self._report = report
+        self._uses = uses
 
     def take_in(self, part: int, variants: list[SnapshotVariant]) -> int:
         """Restores variants that lie in one part; the bytes of their KV."""
@@ -104,7 +106,8 @@ class _Restorer:
             for ticket in tickets.values():  # none unless something was raised
                 self._cache.store.complete_store(ticket, None)
         with self._cache.exclusive():
-            self._cache.variants.restore((variant.record, variant.frequency_reuse) for variant in stored)
+            taken = ((variant.record, variant.frequency_reuse) for variant in stored)
+            self._cache.variants.restore(taken, self._uses)
         return sum(variant.record.num_bytes for variant in variants)
 
     def _absent(self, variants: Sequence[SnapshotVariant]) -> list[SnapshotVariant]:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -77,6 +77,7 @@ def save_snapshot(
     with cache.exclusive():
         frequencies: dict[str, float] = {meta.variant_id: meta.frequency_reuse for meta in cache.variants}
         order = [meta.variant_id for meta in hottest_first(cache.variants)]
+        uses = cache.variants.uses()
         records = {record.variant_id: record for record in cache.store.records()}
     listed = [records[variant_id] for variant_id in order if variant_id in records]
     writer = _Writer(cache, frequencies, _sum_bytes(listed), progress)
@@ -86,7 +87,7 @@ def save_snapshot(
     try:
         for part in _groups(_groups(listed, PACK_BYTES, lambda record: record.num_bytes), PART_BYTES, _sum_bytes):
             writer.write(folder, part)
-        raw = writer.index(name).encode()
+        raw = writer.index(name, uses).encode()
         is_unsure = not folder.is_local  # a bucket that falls silent during the commit may have taken it
         if overwrite:
             root.replace(KEY, raw)
@@ -137,7 +138,7 @@ class _Writer:
         self._seen_bytes += sum(map(_sum_bytes, part))
         self._report()
 
-    def index(self, folder: str) -> SnapshotIndex:
+    def index(self, folder: str, uses: dict[str, Any]) -> SnapshotIndex:
         """The index of all that was written."""
         return SnapshotIndex(
             model=self._cache.model,
@@ -148,6 +149,7 @@ class _Writer:
             folder=folder,
             parts=tuple(self._parts),
             variants=tuple(self.variants),
+            uses=uses,
         )
 
     def _read(self, records: list[ShardRecord]) -> Iterator[tuple[ShardRecord, np.ndarray]]:
