@@ -17,3 +17,7 @@ class ContextLengthError(RequestError):
 
 class ConfigError(ValueError):
     """The engine cannot start with this configuration; the message names the argument."""
+
+
+class SnapshotError(ValueError):
+    """A snapshot cannot be taken there, or not be used here: none, damaged, of another model, shape or version."""

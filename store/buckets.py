@@ -65,12 +65,12 @@ class BucketRoot:
     Raises (constructor):
       ValueError: the URL has another form, or options that its scheme does not know.
       StoreUnavailableError: no such bucket, no credentials, missing rights, no answer, or a server that lets a second
-        writer overwrite what the first one created.
+        writer overwrite what the first one created. Nothing of that is tried out with `read_only`.
     """
 
     num_parallel = 16
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, read_only: bool = False):
         self.url = url
         self._spec, resources = _parse(url)
         for name, value in _PATIENCE.items():
@@ -85,6 +85,9 @@ class BucketRoot:
             self._kv = ts.KvStore.open(self._spec, context=self.context).result(timeout=START_S)
         except ValueError as error:
             raise ValueError(f"store: cannot make sense of {url!r}: {_reason(error)}") from error
+        self._absent = b""
+        if read_only:
+            return
         try:
             self._absent, is_safe = self._try_out()
         except StoreUnavailableError as error:
@@ -182,6 +185,7 @@ class BucketRoot:
         return found.value if found.state == "value" else None
 
     def create(self, key: str, data: bytes) -> bool:
+        assert self._absent, "opened read_only"  # without it the write would have no condition
         bucket = self._live()
         try:
             # A refusal raises nothing and has no generation. (`if_equal=b""` would be no condition at all.)

@@ -20,18 +20,23 @@ class FileRoot:
 
     Raises (constructor):
       ValueError: the URL has another form.
-      StoreUnavailableError: the path is no directory, cannot be created or written, has no space, or cannot hard-link.
+      StoreUnavailableError: the path is no directory, or, unless `read_only`, cannot be created or written, has no
+        space, or cannot hard-link.
     """
 
     context = None
     longest_wait_s = None
     num_parallel = 1
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, read_only: bool = False):
         parts = urllib.parse.urlsplit(url)
         if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise ValueError(f"store: wanted file:///absolute/path, got {url!r}")
         self.path = Path(urllib.parse.unquote(parts.path))
+        if read_only:
+            if not self.path.is_dir():
+                raise StoreUnavailableError(f"store: wanted a directory, got {self.path}")
+            return
         probe = f".probe-{uuid.uuid4().hex}.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -103,8 +103,12 @@ def for_each(root: Root, function: Callable[[Any], Any], items: Iterable[Any]) -
 _ROOTS = {"file": FileRoot, "gs": BucketRoot, "s3": BucketRoot}
 
 
-def open_root(url: str) -> Root:
+def open_root(url: str, *, read_only: bool = False) -> Root:
     """The root of a store URL: `file:///absolute/path`, or a bucket as `BucketRoot` has it.
+
+    Args:
+      read_only: nothing is written to find out whether that is possible, nor a directory made; only `read`, `names`,
+        `kvstore` and the other looks are allowed.
 
     Raises:
       ValueError: no URL, a scheme that is not known, or another form than the scheme has.
@@ -116,4 +120,4 @@ def open_root(url: str) -> Root:
             "store: wanted a URL that starts with one of file://, gs://, s3:// (file:///absolute/path, "
             f"s3://bucket/prefix), got {url!r}"
         )
-    return _ROOTS[scheme](url)
+    return _ROOTS[scheme](url, read_only=read_only)

@@ -28,6 +28,8 @@ from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.reads import ComputeRate
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
+from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
+from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, shapes, warm_up
 from ccjax.errors import ConfigError, RequestError
@@ -35,7 +37,7 @@ from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
 from pallas_kernels.attention import check_implementation
-from store.spec import KVSpec, StoreIdentity
+from store.spec import StoreIdentity
 from store.tiered import TieredStore
 from store.usage import TierUsage
 
@@ -72,10 +74,11 @@ class Engine:
         self._prefiller = Prefiller(model.params, model.config, implementation=config.attention)
         self._settings = config.planner_settings()
         check_budgets(config)
+        identity = StoreIdentity(model.fingerprint, config.tenant_salt)
         self._store = TieredStore.open(
             config.store,
-            kv_spec=KVSpec(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, config.dtype),
-            identity=StoreIdentity(model.fingerprint, config.tenant_salt),
+            kv_spec=kv_spec_of(model.config, config.dtype),
+            identity=identity,
             host_bytes=config.host_cache_bytes,
             disk_bytes=config.disk_cache_bytes,
             kv_dtype=config.disk_kv_dtype,
@@ -94,6 +97,9 @@ class Engine:
         )
         self._maintenance = Maintenance(
             self._prefill, self._variants, BackgroundCompiler(self._prefiller), max_model_len=limit
+        )
+        self._cache = ChunkCache(
+            self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
         )
         self._lock = threading.Lock()
         self._holder: int | None = None
@@ -290,6 +296,22 @@ class Engine:
         if added or removed:
             with self._exclusive():
                 self._maintenance.follow(added, removed)
+
+    def save_snapshot(
+        self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
+    ) -> SaveReport:
+        """Writes all chunk-caches with their metadata to a directory or bucket, while requests go on: see
+        `ccjax.engine.snapshot.save_snapshot`."""
+        return save_snapshot(self._cache, where, overwrite=overwrite, progress=progress)
+
+    def restore_snapshot(
+        self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
+    ) -> RestoreReport:
+        """Takes in the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests go on: see
+        `ccjax.engine.snapshot.restore_snapshot`. A `read_only` engine raises ConfigError."""
+        if self.config.read_only:
+            raise ConfigError("read_only: wanted an engine that may add to its store")
+        return restore_snapshot(self._cache, where, max_bytes=max_bytes, progress=progress)
 
     def flush(self) -> None:
         """Waits until the disk tier has taken everything."""

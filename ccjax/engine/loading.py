@@ -37,6 +37,48 @@ class LoadedModel:
     fingerprint: str
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelFiles:
+    """What a model directory holds beside the weights, and who it is; `tokenizer` is None where there are no files.
+
+    Attributes:
+      weights_fingerprint: digest of configuration and weights, see `models.llama3.convert.fingerprint`.
+    """
+
+    name: str
+    directory: Path
+    config: LlamaConfig
+    tokenizer: Tokenizer | None
+    weights_fingerprint: str
+
+    def fingerprint(self, dtype: str) -> str:
+        """sha256 (hex) of all that decides the KV that this model computes in `dtype`."""
+        tokenizer = self.tokenizer.fingerprint if self.tokenizer else ""
+        identity = (self.weights_fingerprint, tokenizer, dtype, repr(self.config))
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def read_model_files(path: str | Path) -> ModelFiles:
+    """The files of a Hugging Face directory, or of the embedded model for "demo". Every byte of the weights is hashed,
+    but none is kept.
+
+    Raises:
+      ConfigError, CheckpointError: as `load_model`.
+    """
+    directory = DEMO_MODEL if str(path) == "demo" else Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f'model: wanted "demo" or a directory with a Hugging Face model, got {str(path)!r}')
+    config = load_config(directory)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"model: the tokenizer in {directory} has {tokenizer.vocab_size} tokens, config.json only "
+            f"{config.vocab_size}"
+        )
+    name = "demo" if str(path) == "demo" else directory.resolve().name
+    return ModelFiles(name, directory, config, tokenizer, fingerprint(directory))
+
+
 def load_model(path: str | Path, *, dtype: str, progress: Progress | None = None) -> LoadedModel:
     """The model in a Hugging Face directory, or the embedded one for "demo".
 
@@ -44,27 +86,18 @@ def load_model(path: str | Path, *, dtype: str, progress: Progress | None = None
       ConfigError: there is no such directory.
       CheckpointError: files are missing or do not fit; the message names file and tensor.
     """
-    directory = DEMO_MODEL if str(path) == "demo" else Path(path)
-    if not directory.is_dir():
-        raise ConfigError(f'model: wanted "demo" or a directory with a Hugging Face model, got {str(path)!r}')
-    config = load_config(directory)
+    files = read_model_files(path)
     on_tensor = None if progress is None else lambda done, total: progress("weights", done, total)
-    params = load_params(directory, config, dtype=jnp.dtype(dtype), progress=on_tensor)
-    tokenizer = load_tokenizer(directory)
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"model: the tokenizer in {directory} has {tokenizer.vocab_size} tokens, config.json only "
-            f"{config.vocab_size}"
-        )
-    identity = (fingerprint(directory), tokenizer.fingerprint if tokenizer else "", dtype, repr(config))
+    params = load_params(files.directory, files.config, dtype=jnp.dtype(dtype), progress=on_tensor)
+    tokenizer = files.tokenizer
     return LoadedModel(
-        name="demo" if str(path) == "demo" else directory.resolve().name,
-        config=config,
+        name=files.name,
+        config=files.config,
         params=params,
         tokenizer=tokenizer,
-        template=_template(directory) if tokenizer is not None else None,
-        eos_ids=tokenizer.eos_ids if tokenizer is not None else _eos_ids(directory),
-        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+        template=_template(files.directory) if tokenizer is not None else None,
+        eos_ids=tokenizer.eos_ids if tokenizer is not None else _eos_ids(files.directory),
+        fingerprint=files.fingerprint(dtype),
     )
 
 

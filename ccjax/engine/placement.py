@@ -64,11 +64,15 @@ class Placement:
         self._num_requests += 1
 
     def adopt(self, held: Collection[Sized], state: Any = None) -> None:
-        """Takes in variants that the tiers hold already, with what `state` says of their use; a state is only taken in
-        before anything else was."""
-        tiers = state.get("tiers") if isinstance(state, dict) and state.get("policy") == self._name else None
+        """Takes in variants that the tiers hold already, with what `state` says of their use; that of `state()` is only
+        taken in before anything else was, that of `uses()` at any time."""
+        is_ours = isinstance(state, dict) and state.get("policy") == self._name
+        ids = {one.variant_id for one in held}
+        tiers = state.get("tiers") if is_ours else None
+        uses = state.get("uses") if is_ours else None
+        if isinstance(uses, dict):
+            tiers = dict.fromkeys(self._policies, {"uses": {key: uses[key] for key in ids & uses.keys()}})
         if isinstance(tiers, dict):
-            ids = {one.variant_id for one in held}
             for tier, policy in self._policies.items():
                 policy.restore(tiers.get(tier), ids)
         for one in held:
@@ -160,6 +164,15 @@ class Placement:
         if isinstance(earlier, dict) and earlier.get("policy") == self._name and isinstance(earlier.get("tiers"), dict):
             tiers = {tier: _merged(state, earlier["tiers"].get(tier), held) for tier, state in tiers.items()}
         return {"policy": self._name, "tiers": tiers}
+
+    def uses(self, held: Collection[str]) -> dict[str, Any]:
+        """What `adopt` takes, as JSON values, of these variants alone: the longest history in any tier."""
+        longest: dict[str, Any] = {}
+        for policy in self._policies.values():
+            for key, values in policy.state(self._num_requests)["uses"].items():
+                if key in held and values[0] > longest.get(key, [0])[0]:
+                    longest[key] = values
+        return {"policy": self._name, "uses": longest}
 
     def _make_room(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,23 @@ class VariantIndex:
             if self._store.tier_of(variant_id) is None:
                 self.forget(VariantId(variant_id))
         return len(self._by_id.keys() - before), len(before - self._by_id.keys())
+
+    def uses(self) -> dict[str, Any]:
+        """What eviction goes by, as JSON values that `restore` takes."""
+        return self._placement.uses(self._by_id.keys())
+
+    def restore(self, restored: Iterable[tuple[ShardRecord, float]], uses: Any = None) -> None:
+        """Takes in variants that were brought into the store from elsewhere, with their `f_r` and `uses()` there; of
+        those that are known already, the `f_r` if it is greater."""
+        added = []
+        for record, frequency_reuse in restored:
+            known = self._by_id.get(VariantId(record.variant_id))
+            if known is None:
+                self._take_in(record, frequency_reuse)
+                added.append(VariantId(record.variant_id))
+            elif frequency_reuse > known.frequency_reuse:
+                self._put(dataclasses.replace(known, frequency_reuse=frequency_reuse))
+        self._placement.adopt([self._by_id[key] for key in added if key in self._by_id], uses)
 
     def save_hints(self) -> None:
         """Writes `f_r` and what eviction goes by beside the store, so that after a restart the least used variants

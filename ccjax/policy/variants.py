@@ -90,6 +90,12 @@ def choose_victims(
     return tuple(meta.variant_id for meta in victims) if len(victims) == count else None
 
 
+def hottest_first(variants: Iterable[VariantMeta]) -> list[VariantMeta]:
+    """The order in which variants are worth moving elsewhere: greatest `f_r` first, the reverse of eviction (CacheCraft
+    sec. 3.3); among equals exact ones before approximate ones, which never serve exactly, then by id."""
+    return sorted(variants, key=lambda meta: (-meta.frequency_reuse, meta.fidelity != "exact", meta.variant_id))
+
+
 def choose_repair(variants: Iterable[VariantMeta], known_chunk_ids: Collection[ChunkId]) -> VariantMeta | None:
     """The approximate variant to compute anew next, so that an exact one takes its place: the one with the greatest
     `f_r`, ties by id; None where there is none.

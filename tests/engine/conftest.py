@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ccjax.engine import prefill
+from ccjax.engine.snapshot import save as save_module
 from models.llama3.steps import LayerOutput, layer_step
+from tests.engine.snapshots import BYTES
+
+
+@pytest.fixture
+def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots with two variants of `snapshots.BYTES` in a pack, two packs in a part."""
+    monkeypatch.setattr(save_module, "PACK_BYTES", 2 * BYTES)
+    monkeypatch.setattr(save_module, "PART_BYTES", 4 * BYTES)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where a snapshot may go; not there yet."""
+    return tmp_path / "a place"
 
 
 class _Pending:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
-from ccjax.policy.variants import choose_repair, choose_variant, choose_victims, reuse_credit
+from ccjax.policy.variants import choose_repair, choose_variant, choose_victims, hottest_first, reuse_credit
 from tests.policy.builders import ids, variant
 
 
@@ -203,4 +203,17 @@ class TestRepair:
     def test_the_order_of_the_variants_does_not_matter(self, variants, rng: random.Random):
         shuffled = list(variants)
         rng.shuffle(shuffled)
+        assert hottest_first(shuffled) == hottest_first(variants)
         assert choose_repair(shuffled, ids("XABC")) == choose_repair(variants, ids("XABC"))
+
+
+def test_hottest_first_is_the_reverse_of_eviction_and_prefers_exact_ones():
+    held = [
+        variant("A", variant_id="d", f_r=5.0),
+        variant("B", variant_id="c", f_r=5.0, fidelity="approx"),
+        variant("C", variant_id="b", f_r=9.0, fidelity="approx"),
+        variant("D", variant_id="a", f_r=0.0),
+        variant("E", variant_id="e", f_r=5.0),
+    ]
+    assert [meta.variant_id for meta in hottest_first(held)] == ["b", "d", "e", "c", "a"]
+    assert hottest_first(held)[-1].variant_id == (choose_victims(held, 1) or ())[0]

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from store.errors import StoreUnavailableError
 from store.objects import open_root
 
 
@@ -104,3 +105,24 @@ def test_a_clock_that_runs_behind_makes_nothing_old(place, monkeypatch):
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 7200)
     assert root.age_s(name) <= 0
+
+
+def test_a_read_only_root_writes_nothing_and_reads(root, place):
+    root.create("a/x.json", b"first")
+    before = place.keys()
+    reading = open_root(place.url, read_only=True)
+    assert reading.read("a/x.json") == b"first" and reading.read("a/y.json") is None
+    assert reading.names("a") == ["x.json"] and place.keys() == before
+
+
+def test_a_read_only_root_makes_no_directory(tmp_path):
+    with pytest.raises(StoreUnavailableError, match="wanted a directory, got .*none"):
+        open_root((tmp_path / "none").as_uri(), read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_read_only_bucket_never_overwrites(bucket):
+    open_root(bucket.url).create("x.json", b"first")
+    with pytest.raises(AssertionError, match="opened read_only"):
+        open_root(bucket.url, read_only=True).create("x.json", b"second")
+    assert bucket.read("x.json") == b"first"

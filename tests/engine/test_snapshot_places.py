@@ -1,0 +1,201 @@
+"""Snapshots: what is refused, what a place may hold already, killed saves, other processes."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot, save_snapshot
+from ccjax.engine.snapshot import save as save_module
+from ccjax.engine.snapshot.index import KEY, _canonical, decode_index
+from ccjax.engine.snapshot.packs import PackFolder
+from ccjax.errors import SnapshotError
+from store import KVSpec, StoreIdentity, StoreUnavailableError
+from tests.engine.snapshots import (
+    BF16,
+    OURS,
+    SPEC,
+    WIDE,
+    contents,
+    fill,
+    make_kv,
+    make_record,
+    open_cache,
+    put,
+    save_ten,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("kv_spec", "identity", "message"),
+    [
+        (SPEC, StoreIdentity("model-b", OURS.tenant_salt), "is of model 'a model', model-a; this is for .* model-b"),
+        (SPEC, StoreIdentity("model-a", "another"), "of this model, but was taken under another tenant salt"),
+        (BF16, OURS, "holds KV in float32, this is for bfloat16"),
+        (KVSpec(3, 2, 8, "float32"), OURS, "holds KV of another shape, .*head_dim=4.* this is for .*head_dim=8"),
+    ],
+    ids=["model", "tenant", "dtype", "shape"],
+)
+def test_another_owner_is_refused(place, kv_spec, identity, message):
+    save_ten(place)
+    with open_cache(kv_spec=kv_spec, identity=identity) as cache:
+        with pytest.raises(SnapshotError, match=message):
+            restore_snapshot(cache, place)
+        assert contents(cache) == {}
+
+
+def test_the_salt_is_nowhere(place):
+    save_ten(place)
+    files = [path for path in place.rglob("*") if path.is_file()]
+    assert len(files) > 4 and not any(OURS.tenant_salt.encode() in path.read_bytes() for path in files)
+
+
+def test_a_newer_format_is_refused(place):
+    save_ten(place)
+    body = json.loads((place / KEY).read_bytes()) | {"format_version": 2}
+    del body["checksum"]
+    checksum = hashlib.sha256(_canonical(body)).hexdigest()
+    (place / KEY).write_bytes(_canonical(body | {"checksum": checksum}))
+    with pytest.raises(SnapshotError, match="has format version 2 and this program reads 1: upgrade this program"):
+        inspect_snapshot(place)
+
+
+def test_what_is_no_snapshot_is_refused(tmp_path):
+    with pytest.raises(SnapshotError, match=r"holds no snapshot \(no snapshot.json"):
+        inspect_snapshot(tmp_path)
+    (tmp_path / KEY).write_text('{"format": "something", "format_version": 1}')
+    with pytest.raises(SnapshotError, match="says format 'something', wanted 'ccjax-snapshot'"):
+        inspect_snapshot(tmp_path)
+    with pytest.raises(StoreUnavailableError, match="wanted a directory, got"):
+        inspect_snapshot(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match="wanted a URL that starts with one of file://, gs://, s3://"):
+        inspect_snapshot("ftp://somewhere")
+
+
+def test_an_existing_snapshot_stays_unless_it_is_to_be_overwritten(place, small_packs, monkeypatch):
+    _, expected = save_ten(place)
+    with open_cache() as cache:
+        new = put(cache, 50)
+        with pytest.raises(SnapshotError, match="holds a snapshot already; name another place, or overwrite it"):
+            save_snapshot(cache, place)
+        fill(cache, 7)
+        write = PackFolder.write
+
+        def fail_later(folder, part, packs):
+            if part == 1:
+                raise StoreUnavailableError("disk full")
+            write(folder, part, packs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PackFolder, "write", fail_later)
+            with pytest.raises(StoreUnavailableError, match="disk full"):
+                save_snapshot(cache, place, overwrite=True)
+        assert len(list((place / "parts").iterdir())) == 1
+        with open_cache() as other:
+            restore_snapshot(other, place)
+            assert contents(other) == expected
+        save_snapshot(cache, place, overwrite=True)
+        assert new in {variant.record.variant_id for variant in inspect_snapshot(place).variants}
+        assert [path.name for path in (place / "parts").iterdir()] == [inspect_snapshot(place).folder]
+        (place / KEY).write_bytes(b"damaged")
+        save_snapshot(cache, place, overwrite=True)
+        assert len(inspect_snapshot(place).variants) == 8
+
+
+def test_the_second_of_two_saves_to_one_place_is_refused(place, monkeypatch):
+    write = PackFolder.write
+    with open_cache() as cache:
+        fill(cache, 2)
+
+        def write_after_another(folder, part, packs):
+            with monkeypatch.context() as patch:
+                patch.setattr(PackFolder, "write", write)
+                save_snapshot(cache, place)
+            write(folder, part, packs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PackFolder, "write", write_after_another)
+            with pytest.raises(SnapshotError, match="another process saved one to .* meanwhile; that one stays"):
+                save_snapshot(cache, place)
+        assert restore_snapshot(cache, place).num_present == 2
+        assert [path.name for path in (place / "parts").iterdir()] == [inspect_snapshot(place).folder]
+
+
+def test_a_directory_with_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with open_cache() as cache, pytest.raises(SnapshotError, match="absent or empty .* with 'thesis.txt'"):
+        save_snapshot(cache, tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def spawn(*arguments, devices=1):
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [sys.executable, "-m", "tests.engine.snapshots", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize(("saving", "restoring"), [(4, 1), (1, 4)])
+def test_the_number_of_devices_does_not_matter(place, saving, restoring):
+    with spawn("save", place, 5, devices=saving) as process:
+        assert process.wait(60) == 0
+    with spawn("dump", place, devices=restoring) as process:
+        output, _ = process.communicate(timeout=60)
+    expected = {make_record(number).variant_id: make_kv(number).tobytes() for number in range(5)}
+    assert json.loads(output) == {key: hashlib.sha256(kv).hexdigest() for key, kv in expected.items()}
+
+
+def test_a_killed_save_is_never_taken_for_a_snapshot(tmp_path):
+    """CCJAX_SNAPSHOT_KILLS=50 kills as many."""
+    seeded = random.Random(0)
+    with open_cache(kv_spec=WIDE) as cache:
+        fill(cache, 16, num_tokens=64)
+        expected = contents(cache)
+        num_refused = 0
+        for kill in range(int(os.environ.get("CCJAX_SNAPSHOT_KILLS", "3"))):
+            folder = tmp_path / str(kill)
+            with spawn("save_forever", folder, 16) as process:
+                assert process.stdout is not None and process.stdout.readline() == "started\n"
+                time.sleep(seeded.uniform(0.2, 0.8))
+                process.kill()
+            for place in sorted(folder.iterdir(), key=lambda path: int(path.name))[-2:]:
+                with open_cache(kv_spec=WIDE) as other:
+                    try:
+                        report = restore_snapshot(other, place)
+                    except SnapshotError as error:
+                        assert "holds no snapshot" in str(error) and contents(other) == {}
+                        num_refused += 1
+                        save_snapshot(cache, place)  # the place is as good as new
+                    else:
+                        assert (report.num_restored, report.num_damaged) == (16, 0) and contents(other) == expected
+        assert num_refused
+
+
+def test_what_a_killed_save_left_goes_at_a_later_one(place):
+    save_ten(place)
+    old, recent = place / "parts" / f"{1:032x}", place / "parts" / f"{2:032x}"
+    for path in (old, recent):
+        path.mkdir()
+    then = time.time() - save_module.LEFT_OVER_AGE_S - 60
+    os.utime(old, (then, then))
+    with open_cache() as cache:
+        put(cache, 1)
+        save_snapshot(cache, place, overwrite=True)
+    assert {path.name for path in (place / "parts").iterdir()} == {recent.name, inspect_snapshot(place).folder}
+
+
+def test_the_index_names_no_file_outside(place):
+    save_ten(place)
+    body = json.loads((place / KEY).read_bytes()) | {"folder": "../../elsewhere"}
+    del body["checksum"]
+    raw = _canonical(body | {"checksum": hashlib.sha256(_canonical(body)).hexdigest()})
+    with pytest.raises(SnapshotError, match="folder: wanted 32 hex digits"):
+        decode_index(raw, "somewhere")
