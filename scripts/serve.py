@@ -368,6 +368,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--store", str, store_text),
         ("--host-cache-bytes", num_bytes, "memory for chunk-caches, such as 2GiB"),
         ("--disk-cache-bytes", num_bytes, "room in the store"),
+        ("--preload-bytes", num_bytes, "memory for what requests in line will need from the store, 0 for none"),
         ("--eviction-policy", str, f"which variants leave a full tier: {', '.join(sorted(POLICIES))}"),
         ("--max-variants", int, "chunk variants kept, however much room there is"),
         ("--tenant-salt", str, "separates the chunk-caches of tenants that share a store"),

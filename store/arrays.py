@@ -14,6 +14,9 @@ import tensorstore as ts
 
 from store.spec import KVSpec
 
+OnRead = Callable[[Any, int], Any]
+"""Called with the future of each read of a layer that begins, and its bytes; what it returns is waited for instead."""
+
 
 class ArrayDriver:
     """Writes and opens the data objects of one root; see `store.objects.Root` for `context` and `longest_wait_s`."""
@@ -111,7 +114,12 @@ class ShardReader:
         self._futures: list[Any] = [None] * len(crc32_by_layer)
         self._verified = [False] * len(crc32_by_layer)
         self._failure = failure
+        self._on_read: OnRead = lambda future, num_bytes: future
         self._lock = threading.Lock()
+
+    def watch(self, on_read: OnRead) -> None:
+        """Has `on_read` called with every read from now on, in the thread that starts it."""
+        self._on_read = on_read
 
     def start(self, first: int, last: int) -> None:
         """Starts reading layers `[first, last)` in the background; layers already under way are left alone. Nothing
@@ -119,11 +127,12 @@ class ShardReader:
         with self._lock:
             for layer in range(first, last) if self._failure is None else ():
                 if self._futures[layer] is None:
-                    self._futures[layer] = self._target[layer].write(self._array[layer])
+                    future = self._target[layer].write(self._array[layer])
+                    self._futures[layer] = self._on_read(future, self._buffer[layer].nbytes)
 
     def ready(self, first: int, last: int) -> bool:
         """True when `wait` for these layers would not block."""
-        return all(future is not None and future.done() for future in self._futures[first:last])
+        return self._failure is not None or self._num_done(first, last) == last - first
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> np.ndarray:
         """A read-only view `[last - first, 2, T, K, H]`, once it is there and checked.
@@ -160,10 +169,23 @@ class ShardReader:
             raise failure
         self._verified[layer] = True
 
+    def _num_done(self, first: int, last: int) -> int:
+        return sum(future is not None and future.done() for future in self._futures[first:last])
+
     @property
     def bytes_read(self) -> int:
         """KV bytes read and checked so far."""
         return sum(self._verified) * self._buffer[0].nbytes
+
+    @property
+    def bytes_there(self) -> int:
+        """KV bytes that arrived so far, checked or not."""
+        return self._num_done(0, len(self._futures)) * self._buffer[0].nbytes
+
+    @property
+    def has_failed(self) -> bool:
+        """True once no `wait` will succeed any more."""
+        return self._failure is not None
 
     def whole(self) -> np.ndarray | None:
         """The buffer itself when every layer was read and checked, else None."""
