@@ -108,8 +108,8 @@ class PrefillPlan:
         unfocused chunks are dropped; None switches the cut off.
       focus_rule: which gap rule alg. 1 uses (see ccjax.policy.focus).
       hkvd_counts_by_layer: CacheBlend sec. 4.3 tokens kept per layer; no strategy filters yet, so it is empty.
-      preload_depth: CacheCraft eq. 16, layers loaded before the first layer runs; the engine does not read it yet and
-        starts all reads at once.
+      preload_depth: CacheCraft eq. 16, layers whose KV is read ahead of the one that is merged; the engine sets it,
+        from what it measured.
       pin: variants that must stay in their tier until the prefill is done.
     """
 
@@ -177,6 +177,13 @@ class ReuseReport:
       exact: True when the answer is the one a full prefill gives.
       focus_cut_layer: first layer that ran without the unfocused chunks, or None.
       per_document: in prompt order, the system prompt first.
+      loaded_bytes: KV bytes merged into the context, from any tier.
+      preloaded_bytes: those that a disk variant had in memory before the prefill began.
+      load_wait_s: seconds that the device waited for KV.
+      load_s: seconds that loading this KV takes by itself at the measured rates, 0 while there are none; of them
+        `1 - load_wait_s / load_s` were hidden, behind the queue or computing.
+      failed_loads: variants that could not be read, or not in time, and were computed.
+      given_up_loads: variants that were computed because loading them would have taken longer.
     """
 
     mode: ReuseMode
@@ -194,6 +201,9 @@ class ReuseReport:
     plan_s: float = 0.0
     prefill_s: float = 0.0
     failed_loads: int = 0
+    preloaded_bytes: int = 0
+    load_s: float = 0.0
+    given_up_loads: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON types."""

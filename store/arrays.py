@@ -22,6 +22,9 @@ from store.formats import ObjectLayout, StorageFormat, object_bytes
 from store.local import LocalObject, shard_index, write_object
 from store.spec import KVSpec
 
+OnRead = Callable[[Any, int], Any]
+"""Called with the future of each read of a layer that begins, and its bytes; what it returns is waited for instead."""
+
 _NO_CACHE = {"cache_pool": {"total_bytes_limit": 0}}
 _OBJECT_KEY = "c.0.0.0.0.0"  # zarr3's name of the only chunk
 
@@ -192,6 +195,7 @@ class ShardReader:
         self._futures: list[Any] = [None] * len(buffer)
         self._verified = [False] * len(buffer)
         self._failure = failure
+        self._on_read: OnRead = lambda future, num_bytes: future
         self._lock = threading.Lock()
 
     @property
@@ -199,17 +203,22 @@ class ShardReader:
         """True when what is read may differ from what was written."""
         return self._layout.storage.is_lossy
 
+    def watch(self, on_read: OnRead) -> None:
+        """Has `on_read` called with every read from now on, in the thread that starts it."""
+        self._on_read = on_read
+
     def start(self, first: int, last: int) -> None:
         """Starts reading layers `[first, last)` in the background; layers already under way are left alone. Nothing
         starts after a failure."""
         with self._lock:
             for layer in range(first, last) if self._failure is None else ():
                 if self._futures[layer] is None:
-                    self._futures[layer] = self._read_layer(layer)
+                    future = self._read_layer(layer)
+                    self._futures[layer] = self._on_read(future, self._buffer[layer].nbytes)
 
     def ready(self, first: int, last: int) -> bool:
         """True when `wait` for these layers would not block."""
-        return all(future is not None and future.done() for future in self._futures[first:last])
+        return self._failure is not None or self._num_done(first, last) == last - first
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> np.ndarray:
         """A read-only view `[last - first, 2, T, K, H]`, once it is there and checked.
@@ -253,10 +262,23 @@ class ShardReader:
         found = tuple(checksum(chunk) for chunk in _inner_chunks(self._stored[layer], groups))
         return found == self._layout.checksums[layer * groups : (layer + 1) * groups]
 
+    def _num_done(self, first: int, last: int) -> int:
+        return sum(future is not None and future.done() for future in self._futures[first:last])
+
     @property
     def bytes_read(self) -> int:
         """KV bytes read and checked so far."""
         return sum(self._verified) * self._buffer[0].nbytes
+
+    @property
+    def bytes_there(self) -> int:
+        """KV bytes that arrived so far, checked or not."""
+        return self._num_done(0, len(self._futures)) * self._buffer[0].nbytes
+
+    @property
+    def has_failed(self) -> bool:
+        """True once no `wait` will succeed any more."""
+        return self._failure is not None
 
     def whole(self) -> np.ndarray | None:
         """The buffer itself when every layer was read and checked, else None."""

@@ -39,13 +39,16 @@ class LoadTicket:
         self._sources = dict(sources)
         self._num_layers = num_layers
         self._host_bytes_read = 0
+        self._read: set[str] = set()
         self._lock = threading.Lock()
         self._open = True
 
     @property
     def bytes_read(self) -> dict[str, int]:
         """Tier -> KV bytes handed out (host) or read and checked (disk) so far."""
-        disk_bytes = sum(source.bytes_read for source in self._sources.values() if isinstance(source, ShardReader))
+        # What this ticket only prefetched counts for the ticket that reads it.
+        read = (source for key, source in self._sources.items() if key in self._read)
+        disk_bytes = sum(source.bytes_read for source in read if isinstance(source, ShardReader))
         return {HOST: self._host_bytes_read, DISK: disk_bytes}
 
     def prefetch(self, variant_id: str, first: int, last: int) -> None:
@@ -75,6 +78,7 @@ class LoadTicket:
           TimeoutError: the layers were not there within `timeout_s`; the reads go on.
         """
         source = self._source(variant_id, first, last)
+        self._read.add(variant_id)
         if isinstance(source, ShardReader):
             return source.wait(first, last, timeout_s)
         view = source[first:last]

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from store.arrays import ShardReader
+from store.arrays import OnRead, ShardReader
 from store.disk import TensorStoreTier
 from store.errors import ShardNotFoundError, TierFullError
 from store.formats import StorageFormat
 from store.host import HostTier
+from store.sharing import SharedReaders
 from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import DISK, HOST, LoadTicket, StoreTicket
 from store.usage import TierUsage
@@ -30,11 +31,19 @@ class TieredStore:
     A variant is stored in every tier that has room; disk variants that were read whole are promoted to host memory.
     """
 
-    def __init__(self, kv_spec: KVSpec, host: HostTier, disk: TensorStoreTier | None, max_pending_bytes: int):
+    def __init__(
+        self,
+        kv_spec: KVSpec,
+        host: HostTier,
+        disk: TensorStoreTier | None,
+        max_pending_bytes: int,
+        on_read: OnRead | None = None,
+    ):
         self.kv_spec = kv_spec
         self._host = host
         self._disk = disk
         self._writer = None if disk is None else WriteBehind(disk, max_pending_bytes)
+        self._readers = SharedReaders(disk, on_read)
         self._lock = threading.RLock()
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
@@ -56,6 +65,7 @@ class TieredStore:
         max_pending_bytes: int = MAX_PENDING_BYTES,
         kv_dtype: str = "auto",
         compression: str = "none",
+        on_read: OnRead | None = None,
     ) -> TieredStore:
         """A store of one model's variants; `url=None` keeps them in host memory only.
 
@@ -64,6 +74,7 @@ class TieredStore:
           exclusive, head_groups: see `TensorStoreTier`.
           max_pending_bytes: KV that may wait for the disk before stores skip it.
           kv_dtype, compression: how the disk tier stores new variants, see `StorageFormat`.
+          on_read: sees, and may delay, every read of the disk tier.
 
         Raises:
           ValueError, StoreUnavailableError, StoreIdentityError: as `TensorStoreTier`.
@@ -74,7 +85,7 @@ class TieredStore:
             disk = TensorStoreTier(
                 url, kv_spec, identity, disk_bytes, exclusive=exclusive, head_groups=head_groups, storage=storage
             )
-        return cls(kv_spec, host, disk, max_pending_bytes)
+        return cls(kv_spec, host, disk, max_pending_bytes, on_read)
 
     def __enter__(self) -> TieredStore:
         return self
@@ -163,9 +174,14 @@ class TieredStore:
 
     # -- load --------------------------------------------------------------------------------------------------
 
-    def prepare_load(self, variant_ids: Iterable[str]) -> LoadTicket:
-        """Pins the variants in every tier, until `complete_load`. Reads nothing yet. One whose write is still queued is
-        read from the queue's memory."""
+    def unread_bytes(self, variant_id: str) -> int:
+        """KV bytes that a load would have to read from disk now: 0 where memory, or another load, has them all."""
+        record = self._disk_record(variant_id) if self.tier_of(variant_id) == DISK else None
+        return 0 if record is None else record.num_bytes - self._readers.bytes_there(variant_id)
+
+    def prepare_load(self, variant_ids: Iterable[str], *, counted: bool = True) -> LoadTicket:
+        """Pins the variants in every tier, until `complete_load`. Reads nothing yet: loads that are open at once share
+        what they read, a queued write is read from memory. `counted` off: the look-ups show in no usage."""
         wanted = tuple(dict.fromkeys(variant_ids))
         sources: dict[str, np.ndarray | ShardReader] = {}
         on_disk = []
@@ -173,7 +189,8 @@ class TieredStore:
             self._check_open()
             for variant_id in wanted:
                 tier = self.tier_of(variant_id)
-                self._count_look_up(tier)
+                if counted:
+                    self._count_look_up(tier)
                 if tier == HOST:
                     sources[variant_id] = self._host.get(variant_id)
                 elif tier == DISK and self._writer is not None:
@@ -185,9 +202,8 @@ class TieredStore:
             lossy_in_host = [key for key in sources if self._host.is_lossy(key)]
             self._pins.update([*sources, *on_disk])
         for position, variant_id in enumerate(on_disk):  # pinned, so this may be outside the lock
-            assert self._disk is not None
             try:
-                sources[variant_id] = self._disk.open(variant_id)
+                sources[variant_id] = self._readers.open(variant_id)
             except ShardNotFoundError:  # another process evicted it, and another thread just learnt of that
                 self._unpin([variant_id])
             except BaseException:  # no memory for the buffer: leave no pin that nobody could take back
@@ -392,6 +408,7 @@ class TieredStore:
         with self._lock:
             self._pins.subtract(list(variant_ids))  # a mapping would be taken for counts
             self._pins += collections.Counter()  # drops the zeros
+            self._readers.retain(self._pins)
 
     def _count_look_up(self, tier: str | None) -> None:
         for name in self._tiers():

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 
-from ccjax.engine.capture import capture_variants
-from ccjax.engine.prefill import IsCancelled, Prefiller, PrefillResult, ReadLayers, Size
+from ccjax.engine.capture import ReadLayers, capture_variants
+from ccjax.engine.config import EngineConfig
+from ccjax.engine.contexts import LayerLoader
+from ccjax.engine.load_plan import LoadPlanner
+from ccjax.engine.prefill import IsCancelled, Prefiller, PrefillResult, Size
 from ccjax.engine.prompts import Prompt
-from ccjax.engine.reads import BoundedReader, ComputeRate, LoadFailedError
+from ccjax.engine.rates import Rates
+from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.engine.variants import VariantIndex
-from ccjax.policy.planner import PlannerSettings, plan_prefill
+from ccjax.policy.planner import plan_prefill
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 from store.errors import ShardCorruptError, ShardNotFoundError
-from store.tickets import LoadTicket
+from store.tickets import DISK, HOST, LoadTicket
 from store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -26,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off."""
+    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off.
+
+    `preloaded_bytes`, `load_s`, `given_up_loads`: as in `ReuseReport`.
+    """
 
     prompt: Prompt
     plan: PrefillPlan
@@ -36,6 +44,9 @@ class Prefilled:
     plan_s: float
     planned_at: float
     failed_loads: int
+    preloaded_bytes: int = 0
+    load_s: float = 0.0
+    given_up_loads: int = 0
 
 
 class CachedPrefill:
@@ -49,17 +60,31 @@ class CachedPrefill:
         prefiller: Prefiller,
         store: TieredStore,
         variants: VariantIndex,
-        settings: PlannerSettings,
-        rate: ComputeRate,
-        *,
-        read_only: bool,
+        rates: Rates,
+        config: EngineConfig,
     ) -> None:
         self._prefiller = prefiller
         self._store = store
         self._variants = variants
-        self._settings = settings
-        self._read_only = read_only
-        self._rate = rate
+        self._settings = config.planner_settings()
+        self._read_only = config.read_only
+        self._rates = rates
+        self._loading = config.loading
+        self._loads = LoadPlanner(store, rates, prefiller.config.num_layers)
+        self._loader: LayerLoader | None = None
+
+    @property
+    def is_reading(self) -> bool:
+        """True while the prefill that runs has reads under way; may be asked from any thread."""
+        loader = self._loader
+        return loader is not None and loader.is_reading
+
+    def wanted(self, prompt: Prompt, mode: ReuseMode) -> dict[VariantId, int]:
+        """The variants that a plan made now would load, with their bytes; may be asked beside a running prefill."""
+        candidates = self._usable(prompt, frozenset())
+        pinned = self.plan(prompt, mode, candidates).pin
+        sizes = {meta.variant_id: meta.num_bytes for metas in candidates.values() for meta in metas}
+        return {variant_id: sizes[variant_id] for variant_id in pinned}
 
     def plan(self, prompt: Prompt, mode: ReuseMode, candidates: Mapping[ChunkId, Sequence[VariantMeta]]) -> PrefillPlan:
         """Policy's decisions for a prompt."""
@@ -91,36 +116,88 @@ class CachedPrefill:
             plan = self.plan(prompt, mode, {})
             planned = time.perf_counter()
             result = compute(plan)
-            self._measure(result, planned, waited_s=0.0)
+            self._measure(result, planned)
             return Prefilled(prompt, plan, result, None, None, planned - started, planned, 0)
         failed: set[VariantId] = set()
         lossy: set[str] = set()
-        lost_s = 0.0
+        patience = Patience(self._rates.seconds_per_token)
+        waited_s = 0.0
         while True:
-            plan = self.plan(prompt, mode, self._usable(prompt, failed, lossy=lossy))
+            plan, given_up = self._loads.settle(
+                lambda without: self.plan(prompt, mode, self._usable(prompt, failed | without, lossy=lossy))  # noqa: B023
+            )
             planned = time.perf_counter()
+            disk_bytes = self._loads.disk_bytes(plan)
+            preloaded_bytes = disk_bytes - self._loads.unread_bytes(plan)
             ticket = self._store.prepare_load(plan.pin)
             if not ticket.lossy.isdisjoint(_exactly_reused(plan)):  # since it was planned, the exact copy went
                 self._variants.complete_load(ticket, ok=False)
                 lossy |= ticket.lossy
                 continue
-            sizes = {segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id}
-            read_layers = BoundedReader(ticket, sizes, self._rate.seconds_per_token, is_cancelled)
+            spent_s = patience.spent_s
             try:
-                read_layers.start(self._prefiller.config.num_layers)
-                result = compute(plan, read_layers=read_layers, collect=not self._read_only)
+                with self._contexts(ticket, plan, patience, is_cancelled) as contexts:
+                    result = compute(plan, contexts=contexts, collect=not self._read_only)
             except LoadFailedError as error:
                 self._variants.complete_load(ticket)  # those that were read whole and sound may stay in host memory
                 failed.update(error.causes)
-                lost_s += read_layers.waited_s
-                self._leave_out(error)
+                waited_s += patience.spent_s - spent_s
+                self._leave_out(error, patience.spent_s - spent_s)
                 continue
             except BaseException:
                 self._variants.complete_load(ticket, ok=False)
                 raise
-            result.load_wait_s += lost_s
-            self._measure(result, planned, read_layers.waited_s)
-            return Prefilled(prompt, plan, result, ticket, read_layers, planned - started, planned, len(failed))
+            self._measure(result, planned)
+            result.load_wait_s += waited_s
+            return Prefilled(
+                prompt,
+                plan,
+                result,
+                ticket,
+                ticket.read_layers,
+                planned - started,
+                planned,
+                len(failed),
+                preloaded_bytes,
+                self._loads.load_s(plan, disk_bytes) or 0.0,
+                len(given_up),
+            )
+
+    @contextlib.contextmanager
+    def _contexts(
+        self, ticket: LoadTicket, plan: PrefillPlan, patience: Patience, is_cancelled: IsCancelled | None
+    ) -> Iterator[LayerLoader | None]:
+        """The loader of a plan at work, None where it reuses nothing.
+
+        Raises:
+          LoadFailedError: no tier has some of the variants any more.
+        """
+        if ticket.missing:
+            missing = sorted(ticket.missing)
+            raise LoadFailedError({VariantId(key): ShardNotFoundError("no tier holds it any more") for key in missing})
+        sizes = {segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id}
+        if not sizes:
+            yield None
+            return
+        patience.expect(sizes)
+        num_layers = self._prefiller.config.num_layers
+        loader = LayerLoader(
+            ticket,
+            plan,
+            shape=self._prefiller.context_shape(plan),
+            dtype=self._prefiller.dtype,
+            num_layers=num_layers,
+            patience=patience,
+            is_cancelled=is_cancelled,
+            lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
+            on_merge=self._rates.tiers[HOST].add,
+        )
+        with loader:
+            self._loader = loader
+            try:
+                yield loader
+            finally:
+                self._loader = None
 
     def finish(self, prefilled: Prefilled) -> None:
         """Credits the used variants, stores the new ones and unpins; a failure costs later reuse, never the answer."""
@@ -182,8 +259,12 @@ class CachedPrefill:
         usable = {chunk: [meta for meta in metas if meta.variant_id not in failed] for chunk, metas in known.items()}
         return {chunk: tuple(map(seen, metas)) for chunk, metas in usable.items()}
 
-    def _leave_out(self, error: LoadFailedError) -> None:
+    def _leave_out(self, error: LoadFailedError, waited_s: float) -> None:
         """Drops what is damaged or gone; what was only late, or behind a failing disk, stays for later requests."""
+        late = [key for key, cause in error.causes.items() if isinstance(cause, TimeoutError)]
+        late_bytes = sum(map(self._store.unread_bytes, late))
+        if late_bytes:  # the reads go on, but nobody may be there when they end
+            self._rates.tiers[DISK].add(late_bytes, waited_s)
         for variant_id, cause in error.causes.items():
             logger.warning("variant %s: %s; its chunk is computed instead", variant_id, cause)
             if isinstance(cause, ShardCorruptError):
@@ -191,11 +272,11 @@ class CachedPrefill:
             elif isinstance(cause, ShardNotFoundError):
                 self._variants.forget(variant_id)
 
-    def _measure(self, result: PrefillResult, planned: float, waited_s: float) -> None:
+    def _measure(self, result: PrefillResult, planned: float) -> None:
         """Waits for the device, so that the clock tells what computing took."""
         jax.block_until_ready(result.hidden)
-        seconds = time.perf_counter() - planned
-        self._rate.observe(result, self._prefiller.config.num_layers, seconds, waited_s)
+        seconds = time.perf_counter() - planned - result.load_wait_s
+        self._rates.compute.observe(result, self._prefiller.config.num_layers, seconds)
 
 
 def _exactly_reused(plan: PrefillPlan) -> frozenset[VariantId]:

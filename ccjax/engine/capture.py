@@ -5,13 +5,16 @@ Knows no store: it returns values. Equations are in `ccjax.policy.capture`; here
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ccjax.engine.prefill import PrefillResult, ReadLayers
+from ccjax.engine.prefill import PrefillResult
 from ccjax.policy.capture import should_capture, variant_meta
-from ccjax.types import ChunkId, PrefillPlan, Segment, VariantMeta
+from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId, VariantMeta
+
+ReadLayers = Callable[[VariantId, int, int], np.ndarray]
+"""(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""
 
 
 def capture_variants(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from ccjax.errors import ConfigError
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
@@ -10,6 +11,9 @@ from ccjax.policy.planner import PlannerSettings
 from store.formats import COMPRESSIONS, KV_DTYPES
 
 DTYPES = ("float32", "bfloat16")
+
+Loading = Literal["layerwise", "alg2", "sync"]
+LOADINGS: tuple[Loading, ...] = ("layerwise", "alg2", "sync")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,9 @@ class EngineConfig:
       disk_kv_dtype: how `store` keeps KV: "auto" (as it is), or in 8 bits, "int8" or "fp8", which is read back as
         approximate and never serves mode `exact`.
       disk_compression: "none" or "zstd"; changes no bit, pays for a slow link only.
+      preload_bytes: KV that may be read from disk for requests in line, beside `host_cache_bytes`; 0 reads none.
+      loading: when the first layer of a prefill may run: "layerwise" once its own KV is there, "alg2" once that of
+        CacheCraft alg. 2's first layers is, "sync" once all is.
       read_only: reuse what the store holds and add nothing to it.
       eviction_policy: which variants leave a full tier, a name of `ccjax.policy.eviction.POLICIES`.
       max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped; None for as
@@ -55,6 +62,8 @@ class EngineConfig:
     disk_compression: str = "none"
     eviction_policy: str = DEFAULT_POLICY
     max_variants: int | None = None
+    preload_bytes: int = 256 << 20
+    loading: Loading = "layerwise"
     read_only: bool = False
     tenant_salt: str = ""
     system_prompt: str | None = None
@@ -71,6 +80,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy: wanted one of {sorted(POLICIES)}, got {self.eviction_policy!r}")
+        if isinstance(self.preload_bytes, bool) or not isinstance(self.preload_bytes, int) or self.preload_bytes < 0:
+            raise ConfigError(f"preload_bytes: wanted an integer of at least 0, got {self.preload_bytes!r}")
+        if self.loading not in LOADINGS:
+            raise ConfigError(f"loading: wanted one of {LOADINGS}, got {self.loading!r}")
         if self.store is not None and not isinstance(self.store, str):
             raise ConfigError(f"store: wanted a URL such as 'file:///path', got {self.store!r}")
         try:

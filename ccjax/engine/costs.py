@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from ccjax.engine.reads import ComputeRate
+from ccjax.engine.rates import Rates
 
 _BYTES_PER_S = {"host": 10e9, "disk": 1e9}
 _UNMEASURED_S_PER_TOKEN = 1e-3
 
 
 class MeasuredCosts:
-    """Seconds per computed token as measured, seconds per loaded byte as usual."""
+    """Seconds per computed token and per loaded byte as measured; as usual, until there are measurements."""
 
-    def __init__(self, rate: ComputeRate) -> None:
-        self._rate = rate
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
 
     def compute_s(self, num_tokens: int) -> float:
         """Seconds to compute so many tokens from text."""
-        return num_tokens * (self._rate.seconds_per_token or _UNMEASURED_S_PER_TOKEN)
+        return num_tokens * (self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN)
 
     def load_s(self, tier: str, num_bytes: int) -> float:
         """Seconds to load so many bytes of KV out of a tier."""
-        return num_bytes / _BYTES_PER_S[tier]
+        measured_s = self._rates.load_s(tier, num_bytes) if self._rates.tiers[tier].is_settled else None
+        return num_bytes / _BYTES_PER_S[tier] if measured_s is None else measured_s

@@ -25,7 +25,8 @@ from ccjax.engine.loading import LoadedModel, Progress, load_model
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller
 from ccjax.engine.prompts import Prompt, assemble
-from ccjax.engine.reads import ComputeRate
+from ccjax.engine.queue_preload import Preload, Preloader
+from ccjax.engine.rates import Rates
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
@@ -38,6 +39,7 @@ from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
 from pallas_kernels.attention import check_implementation
 from store.spec import StoreIdentity
+from store.throttle import Link
 from store.tiered import TieredStore
 from store.usage import TierUsage
 
@@ -47,11 +49,13 @@ _LONGEST_DEFAULT = 8192
 class Engine:
     """A loaded model with its chunk-caches. Thread-safe; requests run one after another.
 
-    Use as a context manager or call `close`, which writes out what the disk tier has not taken yet.
+    Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
+    reads of the disk tier go through, for tests and benchmarks of slow ones.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: Link | None = None) -> None:
         self.config = config
+        self.rates = Rates()
         self.model_name = model.name
         self.tokenizer: Tokenizer | None = model.tokenizer
         self.model_config: LlamaConfig = model.config
@@ -83,17 +87,18 @@ class Engine:
             disk_bytes=config.disk_cache_bytes,
             kv_dtype=config.disk_kv_dtype,
             compression=config.disk_compression,
+            on_read=self.rates.on_disk_read(disk_link),
         )
-        rate = ComputeRate()
         self._variants = VariantIndex(
             self._store,
-            MeasuredCosts(rate),
+            MeasuredCosts(self.rates),
             policy=config.eviction_policy,
             alpha=config.alpha,
             max_variants=config.max_variants,
         )
-        self._prefill = CachedPrefill(
-            self._prefiller, self._store, self._variants, self._settings, rate, read_only=config.read_only
+        self._prefill = CachedPrefill(self._prefiller, self._store, self._variants, self.rates, config)
+        self._preloader = Preloader(
+            self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._prefill.is_reading
         )
         self._maintenance = Maintenance(
             self._prefill, self._variants, BackgroundCompiler(self._prefiller), max_model_len=limit
@@ -186,6 +191,14 @@ class Engine:
     def validate(self, request: Request) -> int:
         """Number of prompt tokens of a request that could run; raises what `run` would raise before its first step."""
         return self._assemble(request).num_tokens
+
+    def preload(self, request: Request) -> Preload:
+        """Begins to read what the request will probably reuse from disk, while others run; returns at once. To be
+        closed once its first token is there, or when it is given up."""
+        return self._preloader.add(lambda: self._prefill.wanted(self._assemble(request), self._mode(request)))
+
+    def _mode(self, request: Request) -> ReuseMode:
+        return "off" if self._settings.strategy == "full" else request.reuse
 
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
         """The answer piece by piece; the last delta carries the `Response`. Closing the iterator cancels the request.
@@ -328,6 +341,7 @@ class Engine:
             return
         with self._exclusive():
             self._closed = True
+            self._preloader.close()
             self._store.close()
             self._save_hints()
 
@@ -350,7 +364,7 @@ class Engine:
         self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
     ) -> Iterator[Delta]:
         started = time.perf_counter() - assemble_s
-        mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
+        mode = self._mode(request)
         prefilled = self._prefill.run(prompt, mode, is_cancelled=is_cancelled)
         try:
             result = prefilled.result
@@ -393,6 +407,9 @@ class Engine:
             plan_s=prefilled.plan_s,
             prefill_s=time.perf_counter() - prefilled.planned_at,
             failed_loads=prefilled.failed_loads,
+            preloaded_bytes=prefilled.preloaded_bytes,
+            load_s=prefilled.load_s,
+            given_up_loads=prefilled.given_up_loads,
         )
 
     def _save_hints(self) -> None:

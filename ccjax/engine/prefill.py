@@ -7,24 +7,42 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import time
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.policy.focus import FocusState, observe
-from ccjax.types import LayerStats, PrefillPlan, VariantId
+from ccjax.types import LayerStats, PrefillPlan
 from models.llama3.config import LlamaConfig
 from models.llama3.params import Params
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
 
-ReadLayers = Callable[[VariantId, int, int], np.ndarray]
-"""(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""
-
 IsCancelled = Callable[[], bool]
 """True once nobody wants the result any more; asked often, from the thread that works."""
+
+
+class Contexts(Protocol):
+    """Source of the reused variants' KV, merged layer by layer.
+
+    Attributes:
+      loaded_bytes: KV bytes merged so far.
+      waited_s: seconds that `take` waited so far.
+    """
+
+    loaded_bytes: int
+    waited_s: float
+
+    def is_ready(self, layer: int) -> bool:
+        """True when `take` of the layer would not wait."""
+        ...
+
+    def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """Keys before RoPE and values [S, K, H] of a layer, zeros elsewhere; called once for each, in order."""
+        ...
+
 
 Size = tuple[int, int, int]
 """What a layer step is compiled for: rows, context slots, columns of the mass output (0 without)."""
@@ -95,6 +113,10 @@ class Prefiller:
         num_rows = token_bucket(len(_computed_offsets(plan)))
         return num_rows, slot_bucket(plan.num_tokens), segment_bucket(len(plan.segments))
 
+    def context_shape(self, plan: PrefillPlan) -> tuple[int, int, int]:
+        """[S, K, H] of a layer's context."""
+        return slot_bucket(plan.num_tokens), self.config.num_kv_heads, self.config.head_dim
+
     def has_run(self, size: Size) -> bool:
         """True if `run` used that size before, so that it is compiled."""
         return size in self._sizes
@@ -104,7 +126,7 @@ class Prefiller:
         token_ids: np.ndarray,
         plan: PrefillPlan,
         *,
-        read_layers: ReadLayers | None = None,
+        contexts: Contexts | None = None,
         collect: bool = False,
         first_pos: int = 0,
         is_cancelled: IsCancelled | None = None,
@@ -113,7 +135,7 @@ class Prefiller:
         """The plan carried out over the prompt `token_ids` [n], int32.
 
         Args:
-          read_layers: source of the reused variants' KV; whatever it raises ends the run.
+          contexts: source of the reused variants' KV, of `context_shape(plan)`; whatever it raises ends the run.
           collect: keep computed KV and masses of every layer, for capture.
           first_pos: RoPE position of the prompt's first token.
           is_cancelled: asked before every layer.
@@ -126,9 +148,8 @@ class Prefiller:
         num_tokens = plan.num_tokens
         if token_ids.shape != (num_tokens,):
             raise ValueError(f"token_ids: wanted shape ({num_tokens},) as planned, got {token_ids.shape}")
-        reused = [segment for segment in plan.segments if segment.action == "reuse"]
-        if reused and read_layers is None:
-            raise ValueError("read_layers: wanted a source for the plan's reused variants, got None")
+        if contexts is None and any(segment.action == "reuse" for segment in plan.segments):
+            raise ValueError("contexts: wanted a source for the plan's reused variants, got None")
         num_slots = slot_bucket(num_tokens)
         positions = np.arange(first_pos, first_pos + num_slots, dtype=np.int32)
         segment_of_slot = np.full(num_slots, -1, np.int32)
@@ -147,14 +168,16 @@ class Prefiller:
         for layer in range(self.config.num_layers):
             want_mass = collect or (plan.focus_window is not None and focus.decided is None)
             num_segments = segment_bucket(len(plan.segments)) if want_mass else 0
-            k_context, v_context = self._context(layer, num_slots, plan, read_layers, result, slot_positions)
-            if is_cancelled is not None:
-                # The host runs ahead of the device: without this wait every layer is queued before the first answer.
-                under_way.append(x)
-                if len(under_way) > queued_layers:
-                    under_way.popleft().block_until_ready()
-                if is_cancelled():
-                    raise PrefillCancelledError
+            if contexts is not None and not contexts.is_ready(layer):
+                x.block_until_ready()  # what is waited for while the device works is not waited for
+            k_context, v_context = self._context(layer, contexts, slot_positions)
+            # The host runs ahead of the device: without this wait every layer is queued before the first answer, and
+            # all contexts are on the device at once.
+            under_way.append(x)
+            if len(under_way) > queued_layers:
+                under_way.popleft().block_until_ready()
+            if is_cancelled is not None and is_cancelled():
+                raise PrefillCancelledError
             out = layer_step(
                 self.params.layers[layer],
                 x,
@@ -193,6 +216,8 @@ class Prefiller:
                     rows = _Rows(offsets, first_pos, num_slots)
                     x = select_step(x, _padded(kept, rows.size, int(kept[-1])))
         result.hidden, result.num_rows, result.focused = x, rows.count, focus.decided
+        if contexts is not None:
+            result.loaded_bytes, result.load_wait_s = contexts.loaded_bytes, contexts.waited_s
         result.has_new_sizes = not sizes <= self._sizes
         self._sizes |= sizes
         return result
@@ -206,34 +231,13 @@ class Prefiller:
         """Logits [n, V], float32, of every row of the last layer."""
         return np.asarray(logits_step(self.top, result.hidden, config=self.config))[: result.num_rows]
 
-    def _context(
-        self,
-        layer: int,
-        num_slots: int,
-        plan: PrefillPlan,
-        read_layers: ReadLayers | None,
-        result: PrefillResult,
-        slot_positions: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    def _context(self, layer: int, contexts: Contexts | None, slot_positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rotated keys and values [S, K, H] of one layer with the reused variants in place, zeros elsewhere."""
-        shape = (num_slots, self.config.num_kv_heads, self.config.head_dim)
-        reused = [segment for segment in plan.segments if segment.variant_id is not None]
-        if not reused or read_layers is None:
+        if contexts is None:
+            shape = (len(slot_positions), self.config.num_kv_heads, self.config.head_dim)
             return jax.numpy.zeros(shape, self.dtype), jax.numpy.zeros(shape, self.dtype)
-        started = time.perf_counter()
-        k_buffer, v_buffer = np.zeros(shape, self.dtype), np.zeros(shape, self.dtype)
-        for segment in reused:
-            assert segment.variant_id is not None
-            kv = read_layers(segment.variant_id, layer, layer + 1)[0]
-            where = slice(segment.start, segment.start + segment.num_tokens)
-            k_buffer[where], v_buffer[where] = kv[0], kv[1]
-            result.loaded_bytes += kv.nbytes
-        result.load_wait_s += time.perf_counter() - started
-        # A numpy buffer may be aliased by the CPU device; the copy makes the context ours to donate.
-        return (
-            rotate_step(jax.numpy.asarray(k_buffer), slot_positions, config=self.config),
-            jax.numpy.array(v_buffer, copy=True),
-        )
+        k_context, v_context = contexts.take(layer)
+        return rotate_step(k_context, slot_positions, config=self.config), v_context
 
 
 class _Rows:

@@ -21,6 +21,9 @@ def build_report(
     plan_s: float,
     prefill_s: float,
     failed_loads: int,
+    preloaded_bytes: int,
+    load_s: float,
+    given_up_loads: int,
 ) -> ReuseReport:
     """What the prefill reused, per document and in sum."""
     documents: list[DocumentReuse] = []
@@ -65,6 +68,9 @@ def build_report(
         plan_s=plan_s,
         prefill_s=prefill_s,
         failed_loads=failed_loads,
+        preloaded_bytes=preloaded_bytes,
+        load_s=load_s,
+        given_up_loads=given_up_loads,
     )
 
 

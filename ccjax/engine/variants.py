@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class VariantIndex:
-    """Variants by chunk, rebuilt from the store's records at start; not thread-safe, the engine's lock guards it.
+    """Variants by chunk, rebuilt from the store's records at start; not thread-safe but for `of_chunks`, the engine's
+    lock guards it.
 
     Attributes:
       tokens: token ids of the chunks that the held variants are made of, as far as they are known.
@@ -50,6 +52,7 @@ class VariantIndex:
         self._placement = Placement(store, costs, policy=policy, on_gone=self._drop)
         self._by_id: dict[VariantId, VariantMeta] = {}
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta]] = {}
+        self._siblings_lock = threading.Lock()
         self._with_system: set[VariantId] = set()
         hints = store.read_hints()
         frequencies = _frequencies(hints)
@@ -67,8 +70,9 @@ class VariantIndex:
         return iter(tuple(self._by_id.values()))
 
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        """Known variants of each chunk; chunks without any are left out."""
-        return {chunk: tuple(self._by_chunk[chunk].values()) for chunk in chunk_ids if chunk in self._by_chunk}
+        """Known variants of each chunk; chunks without any are left out. May be asked while another thread adds."""
+        with self._siblings_lock:
+            return {chunk: tuple(self._by_chunk[chunk].values()) for chunk in chunk_ids if chunk in self._by_chunk}
 
     def prompt_of(self, meta: VariantMeta) -> Prompt:
         """The prompt that computes a held variant anew: its prefix, its chunk, and one token in place of a question.
@@ -131,10 +135,11 @@ class VariantIndex:
         if meta is not None:
             self._with_system.discard(variant_id)
             self.tokens.release(meta)
-            siblings = self._by_chunk[meta.chunk_id]
-            del siblings[variant_id]
-            if not siblings:
-                del self._by_chunk[meta.chunk_id]
+            with self._siblings_lock:
+                siblings = self._by_chunk[meta.chunk_id]
+                del siblings[variant_id]
+                if not siblings:
+                    del self._by_chunk[meta.chunk_id]
 
     def replaces_approximate(self, meta: VariantMeta) -> bool:
         """True if `add` of this exact variant would replace an approximate one."""
@@ -216,7 +221,8 @@ class VariantIndex:
             if has_system:
                 self._with_system.add(meta.variant_id)
         self._by_id[meta.variant_id] = meta
-        self._by_chunk.setdefault(meta.chunk_id, {})[meta.variant_id] = meta
+        with self._siblings_lock:
+            self._by_chunk.setdefault(meta.chunk_id, {})[meta.variant_id] = meta
 
 
 _STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")

@@ -36,7 +36,6 @@ class PlannerSettings:
       fast_ratio: in mode `fast`, the largest share of an approximately reused chunk that is recomputed.
       focus_window: CacheCraft alg. 1 w, in layers; None switches the focus cut off.
       focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
-      preload_depth: CacheCraft eq. 16 (see `preload`), layers loaded before the first one runs; passed on in the plan.
     """
 
     strategy: str = "cachecraft"
@@ -45,7 +44,6 @@ class PlannerSettings:
     fast_ratio: float = 0.05
     focus_window: int | None = 3
     focus_rule: str = "entropy"
-    preload_depth: int = 1
 
     def __post_init__(self) -> None:
         get_strategy(self.strategy)
@@ -56,7 +54,6 @@ class PlannerSettings:
         if self.focus_window is not None:
             check_count("focus_window", self.focus_window)
         check_focus_rule("focus_rule", self.focus_rule)
-        check_count("preload_depth", self.preload_depth)
 
 
 def plan_prefill(
@@ -118,7 +115,6 @@ def plan_prefill(
         segments=tuple(segments),
         focus_window=settings.focus_window if has_fixes else None,
         focus_rule=settings.focus_rule,
-        preload_depth=settings.preload_depth,
         pin=tuple(pin),
     )
 

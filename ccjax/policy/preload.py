@@ -1,7 +1,4 @@
-"""How many layers to load before the first one runs (CacheCraft eq. 16). Knows no tier and times nothing.
-
-The engine starts all reads at once and does not ask for this depth.
-"""
+"""How many layers to load ahead of the one that runs (CacheCraft eq. 16). Knows no tier and times nothing."""
 
 from __future__ import annotations
 

@@ -53,6 +53,9 @@ class ServerMetrics:
             )
         }
         self._loaded_bytes = counter("loaded_bytes", "KV bytes loaded for reuse")
+        self._preloaded_bytes = counter("preloaded_bytes", "KV bytes of disk variants that were read in time")
+        self._load_s = counter("load_seconds", "Time that loading took or would have taken by itself, hidden or not")
+        self._given_up_loads = counter("given_up_loads", "Stored variants that were quicker to compute than to load")
         self._failed_loads = counter("failed_loads", "Stored variants that could not be loaded and were computed")
         self._load_wait_s = counter("load_wait_seconds", "Time that prefills waited for stored KV")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token, queue included")
@@ -79,6 +82,7 @@ class ServerMetrics:
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
         self._registry.register(_StoreCollector(engine))
         self._registry.register(_MaintenanceCollector(engine))
+        self._registry.register(_RatesCollector(engine))
 
     def count_error(self, reason: str) -> None:
         """One more request that got no whole answer; `reason` is an `ApiError.reason` or "cancelled"."""
@@ -107,6 +111,9 @@ class ServerMetrics:
         self._generation_tokens.inc(len(response.token_ids))
         self._prefill_time.observe(report.prefill_s)
         self._loaded_bytes.inc(report.loaded_bytes)
+        self._preloaded_bytes.inc(report.preloaded_bytes)
+        self._load_s.inc(report.load_s)
+        self._given_up_loads.inc(report.given_up_loads)
         self._failed_loads.inc(report.failed_loads)
         self._load_wait_s.inc(report.load_wait_s)
         for name, metric in self._tokens_by_role.items():
@@ -145,3 +152,28 @@ class _MaintenanceCollector:
         counts = self._engine.maintenance_counts
         for name, text in _MAINTENANCE_COUNTERS.items():
             yield CounterMetricFamily(f"ccjax_variants_{name}", text, value=getattr(counts, name))
+
+
+class _RatesCollector:
+    """What loading and computing cost here as measured, read at every scrape; left out while unknown."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        rates = self._engine.rates
+        costs = {tier: rate.cost for tier, rate in rates.tiers.items()}
+        text = "Measured time to load from a tier of the store"
+        fixed = GaugeMetricFamily("ccjax_load_latency_seconds", f"{text}, whatever the size", labels=["tier"])
+        unit = GaugeMetricFamily("ccjax_load_seconds_per_byte", f"{text}, by size", labels=["tier"])
+        for tier, cost in costs.items():
+            if cost is not None:
+                fixed.add_metric([tier], cost.fixed_s)
+                unit.add_metric([tier], cost.unit_s)
+        yield fixed
+        yield unit
+        token_s = rates.seconds_per_token
+        per_token = GaugeMetricFamily("ccjax_compute_seconds_per_token", "Measured time of one more computed token")
+        if token_s is not None:
+            per_token.add_metric([], token_s)
+        yield per_token

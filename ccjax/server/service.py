@@ -73,6 +73,7 @@ class Service:
                 max_queue=self.settings.max_queue,
                 on_end=self.metrics.end,
                 idle_work=_repairs(engine) if self.settings.repair_when_idle else None,
+                preload=engine.preload,
             )
             model = self.settings.served_model_name or engine.model_name
             self._backend = Backend(engine, worker, retriever, model)

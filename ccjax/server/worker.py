@@ -32,6 +32,14 @@ class Stream(Protocol):
     def __call__(self, request: Request, *, is_cancelled: Callable[[], bool]) -> Iterator[Delta]: ...
 
 
+class Preload(Protocol):
+    """What was begun for a request in line."""
+
+    def close(self) -> None:
+        """Ends it; may be called twice."""
+        ...
+
+
 class QueueFullError(Exception):
     """As many requests wait as may."""
 
@@ -57,6 +65,7 @@ class Job:
         self.first_delta_s: float | None = None
         self.response: Response | None = None
         self.cancelled = False
+        self.preload: Preload | None = None
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Delta | Exception] = asyncio.Queue()
@@ -80,6 +89,11 @@ class Job:
         """Takes the job out of line, or stops it after the layer or token that runs; no effect on a complete answer."""
         self._worker._cancel(self)
 
+    def end_preload(self) -> None:
+        """Closes what was read ahead for the request, if anything was."""
+        if self.preload is not None:
+            self.preload.close()
+
     def _emit(self, event: Delta | Exception) -> None:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
@@ -97,15 +111,19 @@ class EngineWorker:
         max_queue: int,
         on_end: Callable[[Job], None] = lambda job: None,
         idle_work: IdleWork | None = None,
+        preload: Callable[[Request], Preload] | None = None,
     ) -> None:
         """
         Args:
           stream: if it returns a generator, closing that must cancel the request, too.
           on_end: called when a job has its response or is cancelled.
+          preload: told of a request that must wait for others, must return at once; what comes back is closed with the
+            request's first token, or with the request.
           idle_work: done on the same thread whenever no request came for a while, until nothing is left to do.
         """
         self._stream = stream
         self._idle_work = idle_work
+        self._preload = preload
         self._max_queue = max_queue
         self._on_end = on_end
         self._changed = threading.Condition()
@@ -148,6 +166,8 @@ class EngineWorker:
                 raise WorkerClosedError
             if self.is_full:
                 raise QueueFullError
+            if self._preload is not None and self.num_waiting + self.num_running:
+                job.preload = self._preload(request)
             self._waiting.append(job)
             self._changed.notify()
         return job
@@ -172,6 +192,7 @@ class EngineWorker:
                 self._waiting.remove(job)
         job._emit(JobCancelledError())
         if waits:
+            job.end_preload()
             self._on_end(job)
 
     def _run(self) -> None:
@@ -210,6 +231,7 @@ class EngineWorker:
             deltas = self._stream(job.request, is_cancelled=lambda: job.cancelled)
             for delta in deltas:
                 job.first_delta_s = job.first_delta_s or time.perf_counter()
+                job.end_preload()
                 job.response = delta.response
                 if delta.response is not None:
                     self._on_end(job)
@@ -223,5 +245,7 @@ class EngineWorker:
             if job.response is not None:
                 logger.exception("failed after the answer of %s", job.request.request_id)
             job._emit(error)
+        finally:
+            job.end_preload()
         if job.cancelled and job.response is None:
             self._on_end(job)

@@ -10,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.capture import ReadLayers
+from ccjax.engine.contexts import LayerLoader
 from ccjax.engine.loading import LoadedModel
+from ccjax.engine.prefill import Prefiller, PrefillResult
+from ccjax.engine.reads import Patience
+from ccjax.types import PrefillPlan, VariantId
 from models.llama3 import LlamaConfig
 from models.llama3.params import Params, build_params
+from store.throttle import Link
 from tests.oracles import head_size, random_llama, rope_frequencies, rotate
 
 TOLERANCE = 3e-5
@@ -46,8 +52,8 @@ class TinyModel:
             fingerprint=f"tiny-{seed}",
         )
 
-    def engine(self, **settings: Any) -> Engine:
-        return Engine(self.loaded, EngineConfig(**{"max_model_len": 4096, **settings}))
+    def engine(self, *, disk_link: Link | None = None, **settings: Any) -> Engine:
+        return Engine(self.loaded, EngineConfig(**{"max_model_len": 4096, **settings}), disk_link=disk_link)
 
 
 class After:
@@ -71,6 +77,41 @@ def draw_segments(
 def permuted(segments: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:
     """The same system and question around the passages in another order."""
     return [segments[0], *(segments[1 + index] for index in order), segments[-1]]
+
+
+class Memory:
+    """A ticket all of whose variants are in memory, as `read_layers` gives them."""
+
+    missing = frozenset()
+
+    def __init__(self, read_layers: ReadLayers) -> None:
+        self._read_layers = read_layers
+
+    def prefetch(self, variant_id: VariantId, first: int, last: int) -> None: ...
+
+    def ready(self, variant_id: VariantId, first: int, last: int) -> bool:
+        return True
+
+    def read_layers(
+        self, variant_id: VariantId, first: int, last: int, *, timeout_s: float | None = None
+    ) -> np.ndarray:
+        return self._read_layers(variant_id, first, last)
+
+
+def loader(prefiller: Prefiller, plan: PrefillPlan, ticket: Any, **settings: Any) -> LayerLoader:
+    """A loader of a plan's variants for `Prefiller.run`; nothing is waited for longer than a chunk's 5 s."""
+    patience = Patience(None)
+    patience.expect({segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id})
+    settings = {"patience": patience, "num_layers": prefiller.config.num_layers, **settings}
+    return LayerLoader(ticket, plan, shape=prefiller.context_shape(plan), dtype=prefiller.dtype, **settings)
+
+
+def run_reusing(
+    prefiller: Prefiller, token_ids: np.ndarray, plan: PrefillPlan, read_layers: ReadLayers, **settings: Any
+) -> PrefillResult:
+    """`Prefiller.run` over variants in memory."""
+    with loader(prefiller, plan, Memory(read_layers)) as contexts:
+        return prefiller.run(token_ids, plan, contexts=contexts, **settings)
 
 
 def selective_oracle(

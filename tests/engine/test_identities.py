@@ -6,7 +6,7 @@ import pytest
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.prefill import Prefiller
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
-from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_reusing
 from tests.oracles import llama_forward
 
 MODEL = TinyModel()
@@ -123,10 +123,11 @@ def test_recomputed_rows_leave_nothing_of_the_cached_ones():
     tokens = np.random.default_rng(5).integers(0, 97, sum(lengths)).astype(np.int32)
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
     shape = (1, 2, 33, MODEL.config.num_kv_heads, MODEL.config.head_dim)
-    poisoned = prefiller.run(
+    poisoned = run_reusing(
+        prefiller,
         tokens,
         _plan(lengths, [None, range(33), None]),
-        read_layers=lambda *_: np.full(shape, np.nan, np.float32),
+        lambda *_: np.full(shape, np.nan, np.float32),
     )
     wanted = llama_forward(MODEL.weights, MODEL.raw, tokens)[0][-1]
     np.testing.assert_allclose(prefiller.last_logits(poisoned), wanted, atol=TOLERANCE)
@@ -145,7 +146,7 @@ def test_recomputing_every_row_of_every_reused_chunk_is_full_prefill(seed):
     def read_layers(variant, first, last):
         return random.normal(size=(last - first, 2, lengths[int(variant[1:])], *heads)).astype(np.float32)
 
-    result = prefiller.run(tokens, _plan(lengths, actions), read_layers=read_layers)
+    result = run_reusing(prefiller, tokens, _plan(lengths, actions), read_layers)
     wanted = llama_forward(MODEL.weights, MODEL.raw, tokens)[0]
     np.testing.assert_allclose(prefiller.all_logits(result), wanted, atol=TOLERANCE)
 
@@ -162,12 +163,12 @@ def test_a_first_chunk_captured_at_one_position_serves_at_another(captured_at):
     wanted = llama_forward(MODEL.weights, MODEL.raw, tokens)[0][-1]
     np.testing.assert_allclose(prefiller.last_logits(result), wanted, atol=TOLERANCE)
     for first_pos in (0, 333):
-        reused = prefiller.run(
-            tokens, _plan(lengths, [(), None]), read_layers=lambda _, a, b: kv[a:b], first_pos=first_pos
+        reused = run_reusing(
+            prefiller, tokens, _plan(lengths, [(), None]), lambda _, a, b: kv[a:b], first_pos=first_pos
         )
         np.testing.assert_allclose(prefiller.last_logits(reused), wanted, atol=TOLERANCE)
     shifted = np.roll(kv, 1, axis=2)  # the mutant: one position off
-    wrong = prefiller.run(tokens, _plan(lengths, [(), None]), read_layers=lambda _, a, b: shifted[a:b])
+    wrong = run_reusing(prefiller, tokens, _plan(lengths, [(), None]), lambda _, a, b: shifted[a:b])
     assert np.abs(prefiller.last_logits(wrong) - wanted).max() > 100 * TOLERANCE
 
 

@@ -7,7 +7,7 @@ from ccjax.engine.capture import capture_variants
 from ccjax.engine.prefill import Prefiller
 from ccjax.policy.focus import FocusState, observe
 from ccjax.types import ChunkId, LayerStats, PrefillPlan, Segment, VariantId, VariantMeta
-from tests.engine.helpers import TOLERANCE, TinyModel, selective_oracle
+from tests.engine.helpers import TOLERANCE, TinyModel, run_reusing, selective_oracle
 from tests.oracles import llama_forward
 
 MODEL = TinyModel(seed=1, num_hidden_layers=5)
@@ -70,7 +70,7 @@ def test_selective_recompute_is_the_oracle(share):
     world = World(seed=round(share * 100))
     plan = world.plan(share)
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    result = prefiller.run(world.prompt, plan, read_layers=world.read_layers)
+    result = run_reusing(prefiller, world.prompt, plan, world.read_layers)
     rows = [computed_offsets(plan)] * 5
     wanted, _ = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows)
     np.testing.assert_allclose(prefiller.last_logits(result), wanted, atol=TOLERANCE)
@@ -84,7 +84,7 @@ def test_one_recomputed_token_more_or_less_exceeds_the_tolerance():
     plan = world.plan(0.3)
     rows = computed_offsets(plan)
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    got = prefiller.last_logits(prefiller.run(world.prompt, plan, read_layers=world.read_layers))
+    got = prefiller.last_logits(run_reusing(prefiller, world.prompt, plan, world.read_layers))
     fewer = [np.delete(rows, 3)] * 5  # a token of d
     wrong, _ = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), fewer)
     assert np.abs(got - wrong).max() > 10 * TOLERANCE
@@ -95,7 +95,7 @@ def test_focus_cut_is_the_oracle(window, rule):
     world = World(seed=10 + window)
     plan = world.plan(0.5, focus_window=window, focus_rule=rule)
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    result = prefiller.run(world.prompt, plan, read_layers=world.read_layers, collect=True)
+    result = run_reusing(prefiller, world.prompt, plan, world.read_layers, collect=True)
 
     # The oracle's own attention, layer by layer, decides the cut; then the oracle runs with it.
     documents = [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
@@ -176,7 +176,7 @@ def test_repaired_kv_is_captured_as_the_oracle_repairs_it(window):
     world = World(seed=30)
     plan = world.plan(0.4, focus_window=window)
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    result = prefiller.run(world.prompt, plan, read_layers=world.read_layers, collect=True)
+    result = run_reusing(prefiller, world.prompt, plan, world.read_layers, collect=True)
     parents = {name: [_parent(name, world)] for name in "sabcd"}
     captured = {meta.chunk_id: (meta, kv) for meta, kv in capture_variants(plan, result, parents, world.read_layers)}
     whole = [str(s.chunk_id) for i, s in enumerate(plan.segments[:-1]) if i not in result.unrepaired]

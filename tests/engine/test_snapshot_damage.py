@@ -139,7 +139,7 @@ def test_a_variant_under_the_id_of_another_is_not_stored(saved):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("first_token", 3), ("first_token", 500), ("pack", 1), ("crc32", 0)], ids=str
+    ("field", "value"), [("first_token", 3), ("first_token", 500), ("pack", 1), ("checksum", 0)], ids=str
 )
 def test_an_index_that_points_elsewhere_gives_nothing(saved, field, value):
     place, expected = saved

@@ -6,7 +6,7 @@ import pytest
 from ccjax.engine.decode import Decoder
 from ccjax.engine.prefill import Prefiller
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
-from tests.engine.helpers import TOLERANCE, TinyModel
+from tests.engine.helpers import TOLERANCE, TinyModel, run_reusing
 from tests.oracles import llama_forward
 from tests.pallas_kernels.cases import KERNELS
 
@@ -47,12 +47,12 @@ def test_full_prefill_reuse_recompute_and_decode_are_the_oracle(implementation):
     first = np.stack([np.stack([np.asarray(layer.k)[:41], np.asarray(layer.v)[:41]]) for layer in full.layers])
     stored = {"v0": first, "v1": np.full_like(first[:, :, :20], np.nan)}
     reuse = plan((), range(20), None)
-    merged = prefiller.run(prompt, reuse, read_layers=lambda variant, a, b: stored[variant][a:b])
+    merged = run_reusing(prefiller, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
     np.testing.assert_allclose(prefiller.last_logits(merged), wanted[len(prompt) - 1], atol=TOLERANCE)
     decoder = Decoder(prefiller, merged, num_prompt_tokens=len(prompt), max_new_tokens=len(answer))
     for number, token in enumerate(answer):
         np.testing.assert_allclose(decoder.step(int(token)), wanted[len(prompt) + number], atol=TOLERANCE)
 
     stored["v0"] = np.roll(first, 1, axis=2)  # the mutant: one position off
-    wrong = prefiller.run(prompt, reuse, read_layers=lambda variant, a, b: stored[variant][a:b])
+    wrong = run_reusing(prefiller, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
     assert np.abs(prefiller.last_logits(wrong) - wanted[len(prompt) - 1]).max() > 100 * TOLERANCE

@@ -62,3 +62,20 @@ def test_quality_prints_every_way_and_writes_the_plot(tmp_path):
     assert [trial["alpha"] for trial in trials[1:]] == sorted(trial["alpha"] for trial in trials[1:])
     assert [t["mean_cfo"] for t in trials[1:]] == sorted(t["mean_cfo"] for t in trials[1:]), "CFO grows with alpha"
     assert plot.read_text().count("</svg>") == 1
+
+
+def test_loading_prints_every_mode_with_what_it_hid():
+    command = [sys.executable, "scripts/bench.py", "loading", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    rows = {(row["tier"], row["mode"]): row for row in figures["cases"]}
+    modes = ["sync", "async", "layer", "alg2", "async + layer"]
+    assert list(rows) == [("host", "sync"), ("host", "layer"), *(("disk", mode) for mode in modes)]
+    for mode in modes:
+        row = rows["disk", mode]
+        assert row["hidden_share"] == 1 - (row["prefill_s"] - figures["ideal_s"]) / row["load_s"]
+        # The link is real: without time in line nothing is quicker than loading, with it by that time at most.
+        assert all(run_s > row["load_s"] - row["queue_s"] for run_s in row["runs_s"]) and row["lost_loads"] == 0
+        assert (row["preloaded_bytes"] > 0) == (row["queue_s"] > 0) == (mode in ("async", "async + layer"))
+    assert rows["disk", "sync"]["allowed_share"] == 0.0 < rows["disk", "layer"]["allowed_share"]

@@ -53,11 +53,13 @@ async def text(job: Job) -> str:
     return " ".join([delta.text async for delta in job.deltas() if delta.text])
 
 
-def run(scenario, *, max_queue: int = 8, idle_work: IdleWork | None = None) -> None:
+def run(scenario, *, max_queue: int = 8, idle_work: IdleWork | None = None, preload=None) -> None:
     """Runs `scenario(worker, steered, ended)` on an event loop; the worker's thread must end by itself."""
     steered = Steered()
     ended: list[Job] = []
-    worker = EngineWorker(steered.stream, max_queue=max_queue, on_end=ended.append, idle_work=idle_work)
+    worker = EngineWorker(
+        steered.stream, max_queue=max_queue, on_end=ended.append, idle_work=idle_work, preload=preload
+    )
     try:
         asyncio.run(scenario(worker, steered, ended))
     finally:
@@ -261,3 +263,60 @@ def test_closing_finishes_the_line_or_drops_it(drain: bool) -> None:
             assert steered.log == ["start a b", "closed a b"] and set(ended) == set(jobs)
 
     run(scenario)
+
+
+class Preloads:
+    """Notes what was begun for requests in line, and what was closed."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __call__(self, request: Request) -> Preloads.One:
+        self.log.append(f"begin {request.prompt}")
+        return Preloads.One(self, request)
+
+    class One:
+        def __init__(self, preloads: Preloads, request: Request) -> None:
+            self.preloads, self.request, self.is_open = preloads, request, True
+
+        def close(self) -> None:
+            if self.is_open:
+                self.is_open = False
+                self.preloads.log.append(f"close {self.request.prompt}")
+
+
+def test_what_a_request_in_line_will_need_is_read_ahead_until_its_first_token() -> None:
+    preloads = Preloads()
+
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        jobs = [worker.submit(request("a"))]
+        await until(lambda: steered.log == ["start a"])
+        jobs.append(worker.submit(request("b c")))
+        assert preloads.log == ["begin b c"], "the first one had nobody to wait for"
+        steered.step.release()
+        assert await text(jobs[0]) == "a"
+        await until(lambda: "start b c" in steered.log)
+        assert preloads.log == ["begin b c"]
+        steered.step.release()
+        await until(lambda: preloads.log == ["begin b c", "close b c"])  # with b; c is still to come
+        steered.step.release()
+        assert await text(jobs[1]) == "b c"
+
+    run(scenario, preload=preloads)
+
+
+def test_a_preload_ends_with_a_request_that_is_cancelled_in_line_or_fails() -> None:
+    preloads = Preloads()
+
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        first, given_up, bad = (worker.submit(request(prompt)) for prompt in ("a", "b", "boom"))
+        given_up.cancel()
+        assert preloads.log[-1] == "close b"
+        steered.step.release(2)
+        assert await text(first) == "a"
+        with pytest.raises(ValueError, match="boom"):
+            await text(bad)
+        await until(lambda: preloads.log[-1] == "close boom")
+        assert sorted(preloads.log[:2]) == ["begin b", "begin boom"]
+
+    run(scenario, preload=preloads)

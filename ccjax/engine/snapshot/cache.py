@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.reads import ComputeRate
+from ccjax.engine.rates import Rates
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from models.llama3.config import LlamaConfig
@@ -52,7 +52,7 @@ def open_cache(
     """
     with TieredStore.open(url, kv_spec=kv_spec, identity=identity, host_bytes=0, disk_bytes=disk_bytes) as store:
         policy = _policy_of(store.read_hints().get("eviction"))
-        variants = VariantIndex(store, MeasuredCosts(ComputeRate()), policy=policy, alpha=1.0, max_variants=None)
+        variants = VariantIndex(store, MeasuredCosts(Rates()), policy=policy, alpha=1.0, max_variants=None)
         before = len(variants)
         yield ChunkCache(store, variants, identity, model)
         store.flush()

@@ -1,7 +1,7 @@
 """The one object that makes a snapshot: what is in it, whose it is, where each variant's KV lies. Knows no KV bytes.
 
 A format of our own and not Orbax's, because a commit must be a single atomic write, in a bucket too. Its sha256 guards
-every byte of it; the crc32 of each variant in it guards the KV, of which Orbax returns a flipped byte without a word.
+every byte of it; the checksum of each variant in it guards the KV, of which Orbax returns a flipped byte without a word.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class SnapshotVariant:
 
     Attributes:
       frequency_reuse: CacheCraft sec. 3.3 `f_r` when the snapshot was taken.
-      crc32: of its KV `[L, 2, T, K, H]`.
+      checksum: of its KV `[L, 2, T, K, H]`.
       pack, first_token: its KV is `[:, :, first_token : first_token + T]` of that pack.
     """
 
     record: ShardRecord
     frequency_reuse: float
-    crc32: int
+    checksum: int
     pack: int
     first_token: int
 

@@ -17,7 +17,7 @@ from ccjax.engine.snapshot.index import PARTS, SnapshotIndex, SnapshotVariant, r
 from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.policy.capture import make_variant_id
-from store.arrays import layer_crc32
+from store.arrays import checksum
 from store.objects import open_root
 from store.spec import KVSpec, ShardRecord
 from store.tickets import StoreTicket
@@ -198,4 +198,4 @@ def _cut(packs: Mapping[int, np.ndarray], variant: SnapshotVariant, kv_spec: KVS
         return None
     last_token = variant.first_token + variant.record.num_tokens
     kv = np.ascontiguousarray(pack[:, :, variant.first_token : last_token])
-    return kv if kv.shape == shape and layer_crc32(kv) == variant.crc32 else None
+    return kv if kv.shape == shape and checksum(kv) == variant.checksum else None

@@ -18,7 +18,7 @@ from ccjax.engine.snapshot.index import KEY, PARTS, SnapshotIndex, SnapshotVaria
 from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.policy.variants import hottest_first
-from store.arrays import layer_crc32
+from store.arrays import checksum
 from store.errors import ShardCorruptError, ShardNotFoundError
 from store.objects import Root, open_root
 from store.spec import ShardRecord
@@ -178,8 +178,8 @@ class _Writer:
         for record, kv in found:
             pack[:, :, first : first + record.num_tokens] = kv
             frequency = self._frequencies[record.variant_id]
-            crc32 = layer_crc32(np.ascontiguousarray(kv))
-            self.variants.append(SnapshotVariant(record, frequency, crc32, len(self._parts), first))
+            digest = checksum(np.ascontiguousarray(kv))
+            self.variants.append(SnapshotVariant(record, frequency, digest, len(self._parts), first))
             self.num_bytes += record.num_bytes
             first += record.num_tokens
         return pack

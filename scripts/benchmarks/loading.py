@@ -1,0 +1,239 @@
+"""Loads behind compute (Cache-Craft fig. 29, eq. 16): prefill time with stored KV in host memory and on a slow disk.
+
+Each case prefills the same prompt through the public engine, its passages reused from the store with a share of their
+tokens recomputed. The disk is a real one behind a link so slow that loading takes 0.5, 1, 2 or 4 times as long as
+computing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
+from ccjax.engine.loading import LoadedModel
+from ccjax.engine.prefill import Prefiller, PrefillResult
+from ccjax.policy.preload import preload_depth
+from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
+from models.llama3 import LlamaConfig, Params, init_params
+from scripts.benchmarks.common import environment, median
+from store.throttle import Link
+
+NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 5
+RATIOS = (0.5, 1.0, 2.0, 4.0)
+QUEUE_SHARE = 0.54
+"""Time in line as a share of the time to load: 0.32 s of 0.59 s in Cache-Craft fig. 29."""
+
+MODES: dict[str, tuple[Any, bool]] = {
+    "sync": ("sync", False),
+    "async": ("sync", True),
+    "layer": ("layerwise", False),
+    "alg2": ("alg2", False),
+    "async + layer": ("layerwise", True),
+}
+"""Name -> how the engine loads, and whether reading begins while the request is in line."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--context-tokens", type=int, default=1024, help="prompt length (default 1024)")
+    parser.add_argument("--recompute-ratio", type=float, default=0.15, help="share of each passage that is recomputed")
+    parser.add_argument("--repetitions", type=int, default=5, help="runs per case, alternating; the median counts")
+
+
+@dataclasses.dataclass
+class Case:
+    """One row: where the KV is, how it is loaded, and what came of it; times in seconds."""
+
+    tier: str
+    mode: str
+    engine: Engine
+    load_s: float = 0.0
+    queue_s: float = 0.0
+    reports: list[ReuseReport] = dataclasses.field(default_factory=list)
+
+    def measure(self, request: Request) -> None:
+        """Runs the prompt once, behind `queue_s` in line."""
+        with contextlib.ExitStack() as stack:
+            if self.queue_s:
+                stack.callback(self.engine.preload(request).close)
+                time.sleep(self.queue_s)
+            self.reports.append(self.engine.run(request).reuse)
+
+
+class Ideal:
+    """The same prefill with every layer's context on the device before it begins."""
+
+    def __init__(self, params: Params, config: LlamaConfig, lengths: Sequence[int], recompute_ratio: float) -> None:
+        self._prefiller = Prefiller(params, config)
+        self._plan = _plan(lengths, recompute_ratio)
+        self._token_ids = np.zeros(self._plan.num_tokens, np.int32)
+        self.runs_s: list[float] = []
+        self.result: PrefillResult | None = None
+
+    def measure(self) -> None:
+        """Runs it once."""
+        contexts = _Held(self._prefiller.context_shape(self._plan), self._prefiller.config.num_layers)
+        started = time.perf_counter()
+        self.result = self._prefiller.run(self._token_ids, self._plan, contexts=contexts)
+        self._prefiller.last_logits(self.result)
+        self.runs_s.append(time.perf_counter() - started)
+
+
+class _Held:
+    """Contexts that nobody has to load."""
+
+    loaded_bytes, waited_s = 0, 0.0
+
+    def __init__(self, shape: tuple[int, int, int], num_layers: int) -> None:
+        self._contexts = [(jnp.ones(shape), jnp.ones(shape)) for _ in range(num_layers)]
+        jax.block_until_ready(self._contexts)
+
+    def is_ready(self, layer: int) -> bool:
+        return True
+
+    def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        return self._contexts[layer]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures all cases in alternation and prints the table."""
+    length = 512 if arguments.quick else arguments.context_tokens
+    repetitions = 2 if arguments.quick else arguments.repetitions
+    layers, width = (8, 256) if arguments.quick else (16, 1024)
+    config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
+    params = init_params(config, jax.random.key(0))
+    model = LoadedModel("random", config, params, None, None, frozenset(), "loading")
+    fill, request, lengths = _requests(config.vocab_size, length)
+    settings: dict[str, Any] = {"max_model_len": length + 1, "recompute_ratio": arguments.recompute_ratio}
+    settings |= {"focus_window": None, "read_only": True}  # every run reuses and recomputes the very same tokens
+
+    with tempfile.TemporaryDirectory() as directory, Progress(console=Console(stderr=True)) as progress:
+        url = f"file://{directory}/store"
+        with Engine(model, EngineConfig(store=url, max_model_len=length + 1)) as engine:
+            engine.run(fill)
+        ideal = Ideal(params, config, lengths, arguments.recompute_ratio)
+
+        def case(tier: str, mode: str, load_s: float = 0.0, link: Link | None = None) -> Case:
+            loading, is_in_line = MODES[mode]
+            host_bytes = {} if link is None else {"host_cache_bytes": 1}  # nothing moves up from the slow disk
+            engine = Engine(model, EngineConfig(store=url, loading=loading, **host_bytes, **settings), disk_link=link)
+            if ideal.result is not None:  # else nothing is known of computing, and a slow load is soon given up
+                engine.rates.compute.observe(ideal.result, layers, ideal.runs_s[-1])
+            return Case(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_in_line else 0.0)
+
+        ratios = (2.0,) if arguments.quick else RATIOS
+        task = progress.add_task("compile, then measure", total=3 + (len(MODES) * len(ratios) + 2) * (repetitions + 1))
+        cases = [case("host", "sync"), case("host", "layer")]
+        for _ in range(3):
+            ideal.measure()
+            for one in cases:  # the first run moves the KV up into host memory
+                one.measure(request)
+            progress.advance(task)
+        prefill_s, kv_bytes = min(ideal.runs_s), cases[0].reports[0].loaded_bytes
+        for ratio in ratios:
+            load_s = ratio * prefill_s
+            cases += [case("disk", mode, load_s, Link(kv_bytes / load_s)) for mode in MODES]
+        for _ in range(repetitions + 1):
+            ideal.measure()
+            for one in cases:
+                one.measure(request)
+                progress.advance(task)
+        ideal_s = median(ideal.runs_s[-repetitions:])
+        rows = [_row(one, ideal_s, layers, repetitions) for one in cases]
+        for one in cases:
+            one.engine.close()
+    _print(rows, ideal_s)
+    shapes = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff, "dtype": "float32"}
+    shapes |= {"context_tokens": length, "passages": NUM_PASSAGES, "recompute_ratio": arguments.recompute_ratio}
+    shapes |= {"kv_bytes": kv_bytes, "queue_share": QUEUE_SHARE}
+    ideal_figures = {"ideal_s": ideal_s, "ideal_runs_s": ideal.runs_s[-repetitions:]}
+    return {"benchmark": "loading", **environment(), "shapes": shapes, **ideal_figures, "cases": rows}
+
+
+def least_exposed_s(mode: str, num_layers: int, prefill_s: float, load_s: float, queue_s: float) -> float:
+    """Seconds of loading that a mode cannot hide; layers load one after another, from `queue_s` before the prefill on.
+
+    With `queue_s` = 0, layer by layer, this is CacheCraft eq. 16 without its rounding: `Lp load_s / num_layers`.
+    """
+    if MODES[mode][0] == "sync":
+        return max(0.0, load_s - queue_s)
+    exposed_s = (((n + 1) * load_s - n * prefill_s) / num_layers - queue_s for n in range(num_layers))
+    return max(0.0, *exposed_s)
+
+
+def _requests(vocab_size: int, length: int) -> tuple[Request, Request, list[int]]:
+    """The request that fills the store, the one that is measured (passages in another order), its segments' lengths."""
+    draw = random.Random(length)
+    left = length - NUM_SYSTEM - NUM_QUESTION
+    sizes = [left // NUM_PASSAGES + (number < left % NUM_PASSAGES) for number in range(NUM_PASSAGES)]
+    sizes = [NUM_SYSTEM, *sizes, NUM_QUESTION]
+    system, *passages, question = ([draw.randrange(vocab_size) for _ in range(size)] for size in sizes)
+    one_token = SamplingParams(max_new_tokens=1)
+    fill = Request(segments=[system, *passages, question], sampling=one_token)
+    request = Request(segments=[system, *passages[::-1], question], sampling=one_token)
+    return fill, request, sizes
+
+
+def _plan(lengths: Sequence[int], recompute_ratio: float) -> PrefillPlan:
+    """The plan of the measured request with other tokens, but as many of them, recomputed."""
+    segments, start = [], 0
+    for number, length in enumerate(lengths):
+        count = 0 if number == 0 else math.ceil(recompute_ratio * length)
+        action: Any = {
+            "action": "reuse",
+            "variant_id": VariantId(str(number)),
+            "recompute_offsets": tuple(range(count)),
+        }
+        if number == len(lengths) - 1:
+            action = {"action": "compute"}
+        role = "question" if number == len(lengths) - 1 else "document"
+        segments.append(Segment(role=role, start=start, num_tokens=length, **action))
+        start += length
+    return PrefillPlan("ideal", tuple(segments))
+
+
+def _row(case: Case, ideal_s: float, num_layers: int, repetitions: int) -> dict[str, Any]:
+    reports = case.reports[-repetitions:]
+    prefill_s = median([report.prefill_s for report in reports])
+    figures: dict[str, Any] = {"tier": case.tier, "mode": case.mode, "prefill_s": prefill_s}
+    figures["runs_s"] = [report.prefill_s for report in reports]
+    figures["wait_s"] = median([report.load_wait_s for report in reports])
+    figures["preloaded_bytes"] = median([report.preloaded_bytes for report in reports])
+    figures["lost_loads"] = sum(report.failed_loads + report.given_up_loads for report in reports)
+    if case.load_s:
+        figures |= {"load_s": case.load_s, "queue_s": case.queue_s}
+        figures["hidden_share"] = 1.0 - (prefill_s - ideal_s) / case.load_s
+        least_s = least_exposed_s(case.mode, num_layers, ideal_s, case.load_s, case.queue_s)
+        figures["allowed_share"] = 1.0 - least_s / case.load_s
+        figures["preload_depth"] = preload_depth(num_layers, ideal_s, case.load_s)
+    return figures
+
+
+def _print(rows: list[dict[str, Any]], ideal_s: float) -> None:
+    titles = ("tier", "load / prefill", "loading", "in line s", "prefill s", "over ideal s", "hidden", "possible")
+    table = Table(*titles, "compute slower")
+    table.add_row("device", "", "ideal", "", f"{ideal_s:.3f}")
+    for row in rows:
+        cells = [row["tier"], "", row["mode"], "", f"{row['prefill_s']:.3f}", f"{row['prefill_s'] - ideal_s:.3f}"]
+        if "load_s" in row:
+            cells[1], cells[3] = f"{row['load_s'] / ideal_s:.2f}", f"{row['queue_s']:.3f}"
+            cells += [f"{row['hidden_share']:.0%}", f"{row['allowed_share']:.0%}"]
+        else:
+            cells += ["", ""]
+        table.add_row(*cells, f"{(row['prefill_s'] - row['wait_s']) / ideal_s - 1.0:.0%}")
+    Console().print(table)

@@ -1,0 +1,61 @@
+"""One reader for all loads of a variant that are open at the same time: what one of them read is there for the others.
+Knows no pins and no tiers."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Container
+from typing import Protocol
+
+from store.arrays import OnRead, ShardReader
+
+
+class Tier(Protocol):
+    """Where readers come from."""
+
+    def open(self, variant_id: str) -> ShardReader:
+        """A new reader of a variant; may raise ShardNotFoundError."""
+        ...
+
+
+class SharedReaders:
+    """Readers in use, by variant; forgotten with their last user. Thread-safe.
+
+    Args:
+      tier: opens new ones; None where there is nothing to open.
+      on_read: see `ShardReader.watch`.
+    """
+
+    def __init__(self, tier: Tier | None, on_read: OnRead | None) -> None:
+        self._tier = tier
+        self._on_read = on_read
+        self._lock = threading.Lock()
+        self._readers: weakref.WeakValueDictionary[str, ShardReader] = weakref.WeakValueDictionary()
+
+    def open(self, variant_id: str) -> ShardReader:
+        """The reader in use, unless it failed, or a new one.
+
+        Raises:
+          ShardNotFoundError: the tier does not hold the variant.
+        """
+        with self._lock:
+            reader = self._readers.get(variant_id)
+            if reader is None or reader.has_failed:
+                assert self._tier is not None
+                reader = self._tier.open(variant_id)
+                if self._on_read is not None:
+                    reader.watch(self._on_read)
+                self._readers[variant_id] = reader
+            return reader
+
+    def bytes_there(self, variant_id: str) -> int:
+        """KV bytes of the variant that are in memory for whoever loads it now."""
+        reader = self._readers.get(variant_id)
+        return 0 if reader is None or reader.has_failed else reader.bytes_there
+
+    def retain(self, pinned: Container[str]) -> None:
+        """Shares no reader any more of a variant that is not pinned: it may be evicted and written anew."""
+        with self._lock:
+            for variant_id in [key for key in self._readers.keys() if key not in pinned]:
+                self._readers.pop(variant_id, None)

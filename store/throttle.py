@@ -1,0 +1,57 @@
+"""A link of limited bandwidth and fixed latency in front of a tier's reads, for tests and benchmarks; off by default.
+
+Knows no variant: what passes is any future with a number of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+
+class Link:
+    """Lets reads through as one shared wire would: in the order they were started, together at `bytes_per_s`.
+
+    A `store.arrays.OnRead`. A read is there `latency_s` after its start at the earliest, latencies of several reads
+    overlap, and none is there before the real read is.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        latency_s: float = 0.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """
+        Raises:
+          ValueError: no bandwidth, or a negative or endless latency.
+        """
+        if not 0.0 < bytes_per_s < math.inf:
+            raise ValueError(f"bytes_per_s: wanted a positive, finite number, got {bytes_per_s!r}")
+        if not 0.0 <= latency_s < math.inf:
+            raise ValueError(f"latency_s: wanted a finite number of at least 0, got {latency_s!r}")
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at = -math.inf
+        self._lock = threading.Lock()
+        self._wire = ThreadPoolExecutor(1, thread_name_prefix="store-link")
+
+    def __call__(self, read: Any, num_bytes: int) -> Future[Any]:
+        """A future with the outcome of `read`, done once its bytes came over the wire."""
+        with self._lock:
+            self._free_at = max(self._free_at, self._clock() + self._latency_s) + num_bytes / self._bytes_per_s
+            return self._wire.submit(self._carry, read, self._free_at)
+
+    def _carry(self, read: Any, there_at: float) -> Any:
+        left_s = there_at - self._clock()
+        if left_s > 0.0:
+            self._sleep(left_s)
+        return read.result()

@@ -1,0 +1,338 @@
+"""Layer-ahead loading: the same bits as loading all first, bounded reads in flight, no thread or pin left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ccjax.engine import Request, SamplingParams
+from ccjax.engine.contexts import LayerLoader
+from ccjax.engine.prefill import PrefillCancelledError, Prefiller
+from ccjax.engine.reads import LoadFailedError
+from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
+from store.arrays import ShardReader
+from store.errors import ShardCorruptError
+from store.throttle import Link
+from tests.engine.helpers import After, Memory, TinyModel, draw_segments, loader, permuted, run_reusing
+
+NUM_LAYERS = 6
+MODEL = TinyModel(seed=8, num_hidden_layers=NUM_LAYERS)
+SEGMENTS = draw_segments(np.random.default_rng(8), [40, 30, 50])
+ANSWER = SamplingParams(max_new_tokens=5, logprobs=0)
+
+
+def load_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ccjax-load"]
+
+
+def plan(depth: int = NUM_LAYERS) -> PrefillPlan:
+    """Two reused passages, the first one twice, a computed one, a question."""
+    segments, start = [], 0
+    for name, length, offsets in (("a", 20, (3, 9)), ("b", 33, ()), ("n", 10, None), ("a", 20, (0,)), ("q", 9, None)):
+        kind = {"action": "compute"}
+        if offsets is not None:
+            kind = {"action": "reuse", "variant_id": VariantId(name), "recompute_offsets": offsets}
+        role = "question" if name == "q" else "document"
+        segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(name), **kind))
+        start += length
+    return PrefillPlan("test", tuple(segments), preload_depth=depth)
+
+
+class SteeredTicket(Memory):
+    """Layers of a and b that arrive when the test says so; notes what was asked for."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        heads = (MODEL.config.num_kv_heads, MODEL.config.head_dim)
+        self.kv = {
+            name: random.normal(size=(NUM_LAYERS, 2, length, *heads)).astype(np.float32)
+            for name, length in (("a", 20), ("b", 33))
+        }
+        super().__init__(lambda variant_id, first, last: self.kv[variant_id][first:last])
+        self.changed = threading.Condition()
+        self.there = 0
+        self.started: set[tuple[str, int]] = set()
+        self.failure: Exception | None = None
+
+    def arrive(self, num_layers: int) -> None:
+        """The first `num_layers` layers of both are there."""
+        with self.changed:
+            self.there = num_layers
+            self.changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        with self.changed:
+            self.failure = error
+            self.changed.notify_all()
+
+    def wait_for(self, condition) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, 20)
+
+    def prefetch(self, variant_id, first, last):
+        with self.changed:
+            self.started |= {(variant_id, layer) for layer in range(first, last)}
+            self.changed.notify_all()
+
+    def ready(self, variant_id, first, last):
+        return last <= self.there
+
+    def read_layers(self, variant_id, first, last, *, timeout_s=None):
+        with self.changed:
+            if not self.changed.wait_for(lambda: last <= self.there or self.failure, timeout_s):
+                raise TimeoutError
+            if self.failure is not None and last > self.there:
+                raise self.failure
+        return super().read_layers(variant_id, first, last)
+
+
+@pytest.mark.parametrize("depth", [1, 2, NUM_LAYERS])
+def test_reads_stay_so_many_layers_ahead_of_the_one_that_is_merged(depth):
+    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    with loader(prefiller, plan(depth), ticket) as contexts:
+        for there in range(NUM_LAYERS):
+            first_behind = min(there + 1 + depth, NUM_LAYERS)
+            ticket.wait_for(lambda first_behind=first_behind: ("b", first_behind - 1) in ticket.started)
+            assert {layer for _, layer in ticket.started} == set(range(first_behind))
+            assert not contexts.is_ready(there) and contexts.is_reading
+            ticket.arrive(there + 1)
+            contexts.take(there)
+    assert (
+        contexts.loaded_bytes == (2 * 20 + 33) * 2 * NUM_LAYERS * 4 * MODEL.config.num_kv_heads * MODEL.config.head_dim
+    )
+    assert not load_threads() and not contexts.is_reading
+
+
+def test_no_more_than_two_contexts_stand_ready():
+    merged: list[int] = []
+    two = threading.Event()
+
+    def on_merge(num_bytes: int, seconds: float) -> None:
+        merged.append(num_bytes)
+        if len(merged) == 2:
+            two.set()
+
+    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket.arrive(NUM_LAYERS)
+    with loader(prefiller, plan(1), ticket, on_merge=on_merge) as contexts:
+        assert two.wait(20)
+        contexts._thread.join(0.05)
+        assert len(merged) == 2 and {layer for _, layer in ticket.started} == {0, 1, 2}
+        for layer in range(NUM_LAYERS):
+            contexts.take(layer)
+    assert len(merged) == NUM_LAYERS
+
+
+@pytest.mark.parametrize(("lead", "num_layers"), [(1, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS), (99, NUM_LAYERS)])
+def test_the_first_context_waits_for_so_many_layers(lead, num_layers):
+    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    with loader(prefiller, plan(1), ticket, lead=lead) as contexts:
+        if num_layers > 1:
+            ticket.arrive(num_layers - 1)
+            ticket.wait_for(lambda: ("b", num_layers - 1) in ticket.started)
+            contexts._thread.join(0.05)
+            assert not contexts.is_ready(0)
+        ticket.arrive(num_layers)
+        contexts.take(0)
+
+
+@pytest.mark.parametrize(("depth", "lead"), [(1, 1), (3, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS)])
+def test_every_way_to_load_gives_the_same_bits(depth, lead):
+    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket.arrive(NUM_LAYERS)
+    tokens = np.random.default_rng(1).integers(0, 97, plan().num_tokens).astype(np.int32)
+
+    class AllAtOnce:
+        """The contexts as they are defined, each made when it is asked for."""
+
+        loaded_bytes, waited_s = 0, 0.0
+
+        def is_ready(self, layer):
+            return True
+
+        def take(self, layer):
+            merged = np.zeros((2, *prefiller.context_shape(plan())), np.float32)
+            for segment in plan().segments:
+                if segment.variant_id is not None:
+                    kv = ticket.kv[segment.variant_id][layer]
+                    merged[:, segment.start : segment.start + segment.num_tokens] = kv
+            return tuple(np.array(part) for part in merged)
+
+    wanted = prefiller.run(tokens, plan(), contexts=_on_device(AllAtOnce()))
+    with loader(prefiller, plan(depth), ticket, lead=lead) as contexts:
+        got = prefiller.run(tokens, plan(depth), contexts=contexts)
+    np.testing.assert_array_equal(prefiller.all_logits(got), prefiller.all_logits(wanted))
+    for mine, other in zip(got.k_contexts + got.v_contexts, wanted.k_contexts + wanted.v_contexts, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+    # The mutant: one row of one layer off.
+    ticket.kv["b"][3, 1, 5] += 1e-3
+    wrong = run_reusing(prefiller, tokens, plan(), lambda variant, first, last: ticket.kv[variant][first:last])
+    assert (prefiller.all_logits(wrong) != prefiller.all_logits(wanted)).any()
+
+
+def _on_device(contexts):
+    take = contexts.take
+    contexts.take = lambda layer: tuple(jnp.array(part, copy=True) for part in take(layer))
+    return contexts
+
+
+def test_a_failing_read_ends_the_prefill_before_its_layer_runs():
+    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    error = ShardCorruptError("bit flip")
+    ticket.arrive(2)
+    with loader(prefiller, plan(), ticket) as contexts:
+        contexts.take(0)
+        contexts.take(1)
+        ticket.fail(error)
+        with pytest.raises(LoadFailedError) as caught:
+            contexts.take(2)
+    assert caught.value.causes == {"a": error} and not load_threads()
+
+
+def test_whatever_the_thread_stumbles_over_reaches_the_prefill():
+    def read_layers(variant, first, last):
+        raise MemoryError("no room")
+
+    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
+    with pytest.raises(MemoryError, match="no room"):
+        run_reusing(prefiller, np.zeros(plan().num_tokens, np.int32), plan(), read_layers)
+    assert not load_threads()
+
+
+def test_a_wait_ends_when_the_request_is_cancelled_and_so_does_the_thread():
+    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket.arrive(1)
+    with pytest.raises(PrefillCancelledError), loader(prefiller, plan(), ticket, is_cancelled=After(2)) as contexts:
+        contexts.take(0)
+        contexts.take(1)
+    assert not load_threads()
+
+
+def test_waiting_is_measured_while_the_device_has_nothing_to_do(events):
+    """Before it waits for KV, the host waits for the layer that runs."""
+    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket.arrive(2)
+    take = LayerLoader.take
+
+    def noted(contexts, layer):
+        if layer == 2:
+            events.append("take2")
+            ticket.arrive(NUM_LAYERS)
+        return take(contexts, layer)
+
+    with loader(prefiller, plan(1), ticket) as contexts:
+        contexts.take = noted.__get__(contexts)  # type: ignore[method-assign]
+        prefiller.run(np.zeros(plan().num_tokens, np.int32), plan(1), contexts=contexts, queued_layers=9)
+    assert events[events.index("run1") + 1 : events.index("take2")] == ["wait1"]
+
+
+# -- through the engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A store on disk that holds system prompt and passages."""
+    place = f"file://{tmp_path_factory.mktemp('kv')}/store"
+    with MODEL.engine(store=place) as engine:
+        engine.run(Request(segments=SEGMENTS, sampling=ANSWER))
+    return place
+
+
+@pytest.mark.parametrize("loading", ["layerwise", "alg2", "sync"])
+@pytest.mark.parametrize("where", ["disk", "slow disk", "host"])
+def test_answers_do_not_depend_on_how_and_from_where_kv_is_loaded(url, loading, where):
+    request = Request(segments=permuted(SEGMENTS, [2, 0, 1]), sampling=ANSWER)
+    with MODEL.engine(store=url, read_only=True) as engine:
+        engine.run(request)
+        wanted = engine.run(request)
+    link = Link(5e6, 0.001) if where == "slow disk" else None
+    settings = {} if where == "host" else {"host_cache_bytes": 1}
+    with MODEL.engine(store=url, read_only=True, loading=loading, disk_link=link, **settings) as engine:
+        for _ in range(3):  # the second and third plan with measured rates
+            got = engine.run(request)
+            assert got.token_ids == wanted.token_ids
+            assert got.logprobs == wanted.logprobs  # the same bits
+            assert got.reuse.loaded_bytes == wanted.reuse.loaded_bytes and got.reuse.failed_loads == 0
+            tiers = {document.tier for document in got.reuse.per_document}
+        assert tiers == {"host" if where == "host" else "disk"}
+        assert got.reuse.load_s > 0.0
+    assert not load_threads()
+
+
+def test_the_plan_gets_eq_16_of_what_was_measured(url, monkeypatch):
+    with MODEL.engine(store=url, read_only=True, host_cache_bytes=1) as engine:
+        seen: list[PrefillPlan] = []
+        start = LayerLoader.__init__
+
+        def noted(self, ticket, plan, **settings):
+            seen.append(plan)
+            start(self, ticket, plan, **settings)
+
+        monkeypatch.setattr(LayerLoader, "__init__", noted)
+        request = Request(segments=SEGMENTS, sampling=ANSWER)
+        engine.run(request)
+        assert seen[-1].preload_depth == NUM_LAYERS  # nothing is known yet
+        kv_bytes = engine.run(request).reuse.loaded_bytes
+        computed = len(SEGMENTS[-1])
+        for load_s, depth in ((0.5, 1), (2.0, 4), (1e9, NUM_LAYERS)):  # 5 (1 - 1/2) + 1 = 3.5
+            costs = engine.rates
+            monkeypatch.setattr(costs, "compute_s", lambda tokens: tokens / computed)
+            monkeypatch.setattr(
+                costs, "load_s", lambda tier, size, s=load_s: s * size / kv_bytes if tier == "disk" else 0
+            )
+            monkeypatch.setattr(type(costs), "seconds_per_token", property(lambda _: 1e9))
+            engine.run(request)
+            assert seen[-1].preload_depth == depth
+
+
+def test_a_read_that_fails_in_the_background_is_computed_instead(url, monkeypatch, caplog):
+    wait = ShardReader.wait
+    condemned = ShardCorruptError("bit flip")
+
+    def flip(reader, first, last, timeout_s=None):
+        if reader._buffer.shape[2] == 30 and last == NUM_LAYERS:
+            raise condemned
+        return wait(reader, first, last, timeout_s)
+
+    request = Request(segments=SEGMENTS, sampling=ANSWER)
+    with MODEL.engine(store=url, read_only=True, host_cache_bytes=1) as engine:
+        wanted = engine.run(dataclasses.replace(request, reuse="off"))
+        monkeypatch.setattr(ShardReader, "wait", flip)
+        discarded: list[VariantId] = []
+        monkeypatch.setattr(engine._variants, "discard", discarded.append)  # the store serves other tests
+        monkeypatch.setattr(engine._variants, "of_chunks", _without(engine._variants.of_chunks, discarded))
+        got = engine.run(request)
+        assert got.token_ids == wanted.token_ids and got.reuse.failed_loads == len(discarded) == 1
+        assert [d.num_tokens for d in got.reuse.per_document if d.computed_tokens] == [30]
+        assert not engine._store._pins and not load_threads()
+
+
+def _without(of_chunks, discarded):
+    return lambda chunks: {
+        chunk: tuple(meta for meta in metas if meta.variant_id not in discarded)
+        for chunk, metas in of_chunks(chunks).items()
+    }
+
+
+def test_a_slow_disk_is_given_up_before_it_is_read_and_tried_again_now_and_then(url):
+    """Computing takes next to nothing on this model, and the disk a second per kilobyte, as it seems."""
+    request = Request(segments=SEGMENTS, sampling=ANSWER)
+    with MODEL.engine(store=url, read_only=True, host_cache_bytes=1) as engine:
+        wanted = engine.run(dataclasses.replace(request, reuse="off"))
+        engine.run(dataclasses.replace(request, reuse="off"))  # measured, now that it is compiled
+        fast = engine.run(request)
+        assert fast.reuse.given_up_loads == 0 and fast.reuse.reused_tokens == sum(map(len, SEGMENTS[:-1]))
+        for _ in range(32):
+            engine.rates.tiers["disk"].add(1000, 1.0)
+        for number in range(1, 18):
+            got = engine.run(request)
+            assert got.token_ids == wanted.token_ids and got.reuse.failed_loads == 0
+            assert got.reuse.given_up_loads == (3 if number == 17 else 4), number  # the 17th reads the quickest
+        assert not engine._store._pins
+        for _ in range(32):
+            engine.rates.tiers["disk"].add(10**9, 1e-3)
+        assert engine.run(request).reuse.given_up_loads == 0

@@ -1,0 +1,236 @@
+"""Reading ahead for requests in line: what is there when they run, whose turn it is, that nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import weakref
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Request, SamplingParams
+from ccjax.engine.queue_preload import Preloader
+from ccjax.types import VariantId
+from store.arrays import ShardReader
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+
+NUM_LAYERS = 5
+MODEL = TinyModel(seed=9, num_hidden_layers=NUM_LAYERS)
+SEGMENTS = draw_segments(np.random.default_rng(9), [40, 30, 50])
+REQUEST = Request(segments=permuted(SEGMENTS, [1, 2, 0]), sampling=SamplingParams(max_new_tokens=4, logprobs=0))
+TOKEN_BYTES = 2 * NUM_LAYERS * 4 * MODEL.config.num_kv_heads * MODEL.config.head_dim
+NUM_TOKENS = sum(map(len, SEGMENTS[:-1]))
+
+
+class Wire:
+    """A link on which reads end, in order, when the test lets them."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.reads: list[tuple[Future, object]] = []
+        self.num_done = self.num_allowed = 0
+
+    def __call__(self, read, num_bytes):
+        with self.changed:
+            self.reads.append((Future(), read))
+            self.changed.notify_all()
+            future = self.reads[-1][0]
+        self._pass_on()
+        return future
+
+    def allow(self, num_reads: int) -> None:
+        """Lets so many reads end, in all."""
+        self.num_allowed = num_reads
+        self._pass_on()
+
+    def wait_for(self, num_started: int) -> None:
+        """Returns once so many reads have started."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.reads) >= num_started, 20)
+
+    def wait_for_end(self, num_reads: int) -> None:
+        """Returns once the first so many reads have started and ended."""
+        self.wait_for(num_reads)
+        for future, _ in self.reads[:num_reads]:
+            future.result(timeout=20)
+
+    def _pass_on(self) -> None:
+        with self.changed:
+            done = self.reads[self.num_done : self.num_allowed]
+            self.num_done += len(done)
+        for future, read in done:
+            future.set_result(read.result())
+
+
+def preload_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ccjax-preload"]
+
+
+def ended() -> None:
+    """Returns once no preloader has a thread any more."""
+    for thread in preload_threads():
+        thread.join(20)
+    assert not preload_threads()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A store on disk that holds system prompt and passages."""
+    place = f"file://{tmp_path_factory.mktemp('kv')}/store"
+    with MODEL.engine(store=place) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+    return place
+
+
+@pytest.fixture(scope="module")
+def wanted(url):
+    """The answer without any preload."""
+    with MODEL.engine(store=url, read_only=True) as engine:
+        return engine.run(REQUEST)
+
+
+@pytest.fixture
+def wire():
+    return Wire()
+
+
+@pytest.fixture
+def engine(url, wire):
+    with MODEL.engine(store=url, read_only=True, host_cache_bytes=1, disk_link=wire) as engine:
+        yield engine
+        wire.allow(10**6)
+    ended()
+
+
+def test_a_request_that_waited_long_enough_finds_its_kv_in_memory(engine, wire, wanted):
+    wire.allow(10**6)
+    preload = engine.preload(REQUEST)
+    wire.wait_for_end(4 * NUM_LAYERS)
+    got = engine.run(REQUEST)
+    preload.close()
+    assert (got.token_ids, got.logprobs) == (wanted.token_ids, wanted.logprobs)
+    assert got.reuse.preloaded_bytes == got.reuse.loaded_bytes == NUM_TOKENS * TOKEN_BYTES
+    assert len(wire.reads) == 4 * NUM_LAYERS, "nothing is read twice"
+    assert engine.run(REQUEST).reuse.preloaded_bytes == 0, "and nothing stays behind"
+
+
+def test_two_layers_are_under_way_and_the_prefill_reads_on_from_there(engine, wire, wanted):
+    preload = engine.preload(REQUEST)
+    wire.wait_for(2 * 4)
+    wire.allow(4)  # layer 0
+    wire.wait_for(3 * 4)
+    preload.close()  # its turn has come
+    assert len(wire.reads) == 3 * 4
+    ended()
+    again = engine.preload(REQUEST)  # starts over: nobody held what was read
+    wire.allow(3 * 4 + 2 * 4)
+    wire.wait_for(3 * 4 + 4 * 4)
+    wire.allow(3 * 4 + 3 * 4)
+    answers = []
+    runner = threading.Thread(target=lambda: answers.append(engine.run(REQUEST)))
+    runner.start()
+    wire.wait_for(3 * 4 + NUM_LAYERS * 4)  # the last layer was started by either
+    wire.allow(10**6)
+    runner.join(20)
+    again.close()
+    assert answers[0].token_ids == wanted.token_ids
+    assert answers[0].reuse.preloaded_bytes == NUM_TOKENS * TOKEN_BYTES * 3 // NUM_LAYERS
+    assert len(wire.reads) == 3 * 4 + NUM_LAYERS * 4
+
+
+def test_a_preload_closed_in_line_frees_memory_and_pins_and_ends_the_thread(engine, wire, monkeypatch):
+    readers: list[weakref.ref] = []
+    watch = ShardReader.watch
+    monkeypatch.setattr(
+        ShardReader, "watch", lambda reader, on_read: (readers.append(weakref.ref(reader)), watch(reader, on_read))
+    )
+    preload = engine.preload(REQUEST)
+    wire.wait_for(2 * 4)
+    assert engine._preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES and len(engine._store._pins) == 4
+    preload.close()
+    preload.close()
+    ended()
+    gc.collect()
+    assert len(readers) == 4 and not any(reader() for reader in readers)
+    assert not engine._store._pins and engine._preloader.held_bytes == 0
+
+
+def test_requests_in_line_share_what_they_share(engine, wire):
+    first = engine.preload(REQUEST)
+    second = engine.preload(dataclasses.replace(REQUEST, segments=permuted(SEGMENTS, [2, 1, 0])))
+    wire.wait_for(2 * 4)
+    asked = threading.Event()
+    engine._preloader.add(lambda: (asked.set(), {})[1])
+    assert asked.wait(20)  # so the second one has been looked at
+    wire.allow(10**6)
+    wire.wait_for_end(4 * NUM_LAYERS)
+    first.close()
+    third = engine.preload(REQUEST)
+    assert engine.run(REQUEST).reuse.preloaded_bytes == NUM_TOKENS * TOKEN_BYTES
+    assert engine._preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES
+    second.close()
+    third.close()
+    assert len(wire.reads) == 4 * NUM_LAYERS
+
+
+def test_a_request_that_cannot_run_harms_nobody(engine, wire):
+    wire.allow(10**6)
+    bad = engine.preload(Request(segments=[[1], [9999], [2]]))
+    good = engine.preload(REQUEST)
+    wire.wait_for(4 * NUM_LAYERS)
+    off = engine.preload(dataclasses.replace(REQUEST, reuse="off"))
+    for preload in (bad, good, off):
+        preload.close()
+    assert not engine._store._pins
+
+
+@pytest.mark.parametrize(("budget", "lengths"), [(0, []), (45, [7, 30]), (100, [7, 30, 50]), (10**6, [7, 30, 50, 40])])
+def test_only_what_fits_the_budget_is_read(url, wire, budget, lengths):
+    wire.allow(10**6)
+    settings = {"host_cache_bytes": 1, "preload_bytes": budget * TOKEN_BYTES}
+    with MODEL.engine(store=url, read_only=True, disk_link=wire, **settings) as engine:
+        engine.preload(REQUEST)
+        wire.wait_for_end(NUM_LAYERS * len(lengths))
+        assert engine._preloader.held_bytes == sum(lengths) * TOKEN_BYTES
+        assert bool(preload_threads()) == bool(lengths)
+    ended()  # closing the engine closes what is open
+
+
+def test_what_is_in_host_memory_is_not_read(url, wire):
+    wire.allow(10**6)
+    with MODEL.engine(store=url, read_only=True, disk_link=wire) as engine:
+        engine.run(REQUEST)
+        num_reads = len(wire.reads)
+        with_nothing_to_do = engine.preload(REQUEST)
+        asked = threading.Event()
+        after_it = engine._preloader.add(lambda: (asked.set(), {})[1])
+        assert asked.wait(20)
+        assert len(wire.reads) == num_reads and engine._preloader.held_bytes == 0 and not engine._store._pins
+        with_nothing_to_do.close()
+        after_it.close()
+
+
+def test_reads_of_the_running_request_go_first(url, wire):
+    busy, asked = threading.Event(), threading.Semaphore(0)
+    busy.set()
+
+    def must_wait() -> bool:
+        asked.release()
+        return busy.is_set()
+
+    wire.allow(10**6)
+    with MODEL.engine(store=url, read_only=True, host_cache_bytes=1, disk_link=wire) as engine:
+        preloader = Preloader(engine._store, budget_bytes=1 << 30, must_wait=must_wait)
+        sizes = {VariantId(record.variant_id): record.num_bytes for record in engine._store.records()}
+        preload = preloader.add(lambda: sizes)
+        for _ in range(3):
+            assert asked.acquire(timeout=20)
+        assert not wire.reads
+        busy.clear()
+        wire.wait_for(4 * NUM_LAYERS)
+        preload.close()
+        preloader.close()
+        assert preloader.add(lambda: sizes) is not None and not preload_threads()  # closed: nothing begins

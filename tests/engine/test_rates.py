@@ -1,0 +1,156 @@
+"""Measured rates against simulated links: parallel reads, queues, latency, hangs, single odd measurements."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+
+import pytest
+
+from ccjax.engine.prefill import PrefillResult
+from ccjax.engine.rates import Cost, LoadRate, Rates, fit
+from store.throttle import Link
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Disk:
+    """A link of `bytes_per_s` that serves reads in order, each `latency_s` after its start at the earliest."""
+
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        self.clock = Clock()
+        self.rate = LoadRate(self.clock)
+        self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
+
+    def burst(self, sizes: list[int], *, slower: float = 1.0) -> None:
+        """Reads that start at once, to the end of the last."""
+        free_at = self.clock.now + self._latency_s * slower
+        keys = [self.rate.begin() for _ in sizes]
+        for key, size in zip(keys, sizes, strict=True):
+            free_at += size / self._bytes_per_s * slower
+            self.clock.now = free_at
+            self.rate.end(key, size)
+        self.clock.now += 100.0  # what is idle says nothing
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 8])
+def test_latency_and_bandwidth_are_found_however_many_reads_share_the_link(parallel):
+    disk = Disk(bytes_per_s=1000.0, latency_s=0.02)
+    for number in range(1, 7):
+        disk.burst([10 * number] * parallel)
+    assert disk.rate.cost is not None
+    assert disk.rate.cost.fixed_s == pytest.approx(0.02) and disk.rate.cost.unit_s == pytest.approx(1e-3)
+    assert disk.rate.cost.seconds(500) == pytest.approx(0.52) and disk.rate.cost.seconds(0) == 0.0
+
+
+def test_bursts_of_one_size_give_their_mean_rate():
+    disk = Disk(1000.0, 0.02)
+    disk.burst([100])
+    assert disk.rate.cost == Cost(0.0, pytest.approx(0.0012)) and not disk.rate.is_settled
+    for _ in range(4):
+        disk.burst([100])
+    assert disk.rate.cost.seconds(100) == pytest.approx(0.12) and disk.rate.is_settled
+
+
+def test_odd_bursts_do_not_move_it_while_they_are_few_and_a_new_rate_is_learnt():
+    draw = random.Random(0)
+    disk = Disk(1e5, 0.0)  # so that the slow bursts, too, end within a second
+    for number in range(20):
+        disk.burst([draw.randrange(50, 500) for _ in range(4)], slower=30.0 if number % 5 == 2 else 1.0)
+    assert disk.rate.cost.seconds(1000) == pytest.approx(0.01, rel=0.05)
+    for _ in range(32):
+        disk.burst([draw.randrange(50, 500) for _ in range(4)], slower=3.0)
+    assert disk.rate.cost.seconds(1000) == pytest.approx(0.03, rel=0.05)
+
+
+def test_a_burst_without_end_is_measured_every_second():
+    rate = LoadRate(clock := Clock())
+    keys = [rate.begin()]
+    for _ in range(100):  # the next read begins before the last one ends
+        clock.now += 0.1
+        keys.append(rate.begin())
+        rate.end(keys.pop(0), 50)
+    assert rate.is_settled and rate.cost.seconds(1000) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_read_that_hangs_does_not_make_idle_time_count():
+    disk = Disk(1000.0, 0.0)
+    hanging = disk.rate.begin()
+    disk.clock.now += 50.0
+    for _ in range(5):
+        disk.burst([100, 300])
+    assert disk.rate.cost.seconds(1000) == pytest.approx(1.0)
+    disk.rate.end(hanging, 1000)  # came after all, and says nothing
+    disk.burst([100, 300])
+    assert disk.rate.cost.seconds(1000) == pytest.approx(1.0)
+
+
+def test_failed_reads_bring_no_bytes():
+    rate = LoadRate(clock := Clock())
+    read: Future = Future()
+    assert rate(read, 1000) is read
+    clock.now += 1.0
+    read.set_exception(ValueError("gone"))
+    assert rate.cost is None
+    good: Future = Future()
+    rate(good, 1000)
+    clock.now += 0.5
+    good.set_result(None)
+    assert rate.cost == Cost(0.0, 0.0005)
+
+
+def test_it_measures_what_a_throttled_link_was_set_to():
+    rate = LoadRate(clock := Clock())
+    link = Link(2000.0, 0.25, clock=clock, sleep=clock.sleep)
+    for size in (100, 200, 400, 800):
+        done: Future = Future()
+        done.set_result(None)
+        read: Future = Future()
+        rate(read, size)
+        read.set_result(link(done, size).result(timeout=10))
+    assert rate.cost.fixed_s == pytest.approx(0.25) and rate.cost.unit_s == pytest.approx(1 / 2000)
+
+
+def run(num_tokens: int, *, has_new_sizes: bool = False) -> PrefillResult:
+    result = PrefillResult(None, 1, [], [], [], 4 * num_tokens)  # type: ignore[arg-type]
+    result.has_new_sizes = has_new_sizes
+    return result
+
+
+def test_computing_has_a_fixed_part_and_one_by_token():
+    rates = Rates(Clock())
+    assert rates.compute_s(5) is None and rates.seconds_per_token is None and rates.load_s("disk", 5) is None
+    rates.compute.observe(run(400, has_new_sizes=True), 4, 99.0)  # may have compiled
+    assert rates.compute_s(5) is None
+    for tokens in (10, 200, 1000):
+        rates.compute.observe(run(tokens), 4, 0.1 + 0.002 * tokens)
+    assert rates.compute_s(500) == pytest.approx(1.1) and rates.seconds_per_token == pytest.approx(0.002)
+
+
+def test_what_is_read_from_disk_is_merged_meanwhile():
+    rates = Rates(Clock())
+    assert rates.load_behind_s(100, 50) is None
+    rates.tiers["host"].add(100, 1.0)
+    assert rates.load_behind_s(200, 0) == pytest.approx(2.0)
+    rates.tiers["disk"].add(100, 3.0)
+    assert rates.load_behind_s(200, 50) == pytest.approx(2.0) and rates.load_behind_s(200, 100) == pytest.approx(3.0)
+
+
+def test_the_fit_of_nothing_is_refused_and_nonsense_falls_back():
+    with pytest.raises(ValueError, match="^samples: wanted at least one"):
+        fit([])
+    assert fit([(10, 5.0), (20, 1.0), (40, 1.0)]) == Cost(0.0, 0.05)  # more in less time: the median of each one's
+
+
+@pytest.mark.parametrize("odd", [(1, 100.0), (100, 100.0), (10**6, 0.5)])
+def test_one_odd_sample_among_five_hardly_counts_however_large_it_is(odd):
+    samples = [(count, 0.01 + 1e-4 * count) for count in (50, 60, 100, 130)]
+    assert fit([*samples, odd]).seconds(100) == pytest.approx(0.02, rel=0.1)

@@ -1,0 +1,93 @@
+"""Which loads are not worth beginning: hand-worked plans, the band of indecision, exploring."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ccjax.policy.loading import EXPLORE_EVERY, LoadHabit, PlannedLoad, load_to_explore, loads_to_give_up
+from ccjax.types import VariantId
+
+STEADY, AVOIDING = LoadHabit(), LoadHabit(1)
+
+
+def loads(*times: tuple[float, float]) -> list[PlannedLoad]:
+    """Loads named a, b, c ... of (load_s, compute_s)."""
+    return [PlannedLoad(VariantId("abcdefgh"[n]), *pair) for n, pair in enumerate(times)]
+
+
+@pytest.mark.parametrize(
+    ("times", "hidden_s", "expected"),
+    [
+        ([(1.0, 2.0)], 0.0, ""),  # quicker to load
+        ([(3.0, 2.0)], 0.0, "a"),
+        ([(3.0, 2.0)], 1.0, ""),  # of the 3 s, 1 s is hidden
+        ([(2.5, 2.0)], 0.0, ""),  # exactly 1.25 times
+        ([(2.6, 2.0)], 0.0, "a"),
+        ([(3.0, 2.0), (3.0, 2.0)], 1.0, "b"),  # the first takes what hides
+        ([(4.0, 1.0)] * 5, 0.0, "abce"),  # a, b and c, computed, hide 3 s of d, which takes all of that
+        ([(4.0, 1.0)] * 8, 0.0, "abcefg"),
+        ([(0.0, 0.0)], 0.0, ""),
+        ([(0.1, 0.0)], 0.0, "a"),
+        ([], 5.0, ""),
+    ],
+)
+def test_by_hand(times, hidden_s, expected):
+    assert loads_to_give_up(loads(*times), hidden_s, STEADY) == frozenset(expected)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "steady", "avoiding"), [(0.7, "", ""), (0.81, "", "a"), (1.0, "", "a"), (1.24, "", "a"), (1.3, "a", "a")]
+)
+def test_between_the_factors_things_stay_as_they_are(load_s, steady, avoiding):
+    assert loads_to_give_up(loads((load_s, 1.0)), 0.0, STEADY) == frozenset(steady)
+    assert loads_to_give_up(loads((load_s, 1.0)), 0.0, AVOIDING) == frozenset(avoiding)
+
+
+def test_one_load_in_sixteen_plans_is_begun_all_the_same():
+    planned = loads((9.0, 1.0), (8.0, 1.0), (8.0, 1.0))
+    habit, explored = LoadHabit(), []
+    for number in range(3 * EXPLORE_EVERY):
+        given_up = loads_to_give_up(planned, 0.0, habit)
+        assert given_up == {"a", "b", "c"}
+        if load_to_explore(planned, given_up, habit) is not None:
+            explored.append((number, load_to_explore(planned, given_up, habit)))
+        habit = habit.after(True)
+    assert explored == [(EXPLORE_EVERY, "b"), (2 * EXPLORE_EVERY, "b")]  # the quickest; of equals, the first by id
+    assert habit.after(False) == LoadHabit() and not LoadHabit().explores
+
+
+def test_nothing_is_explored_beside_a_load_that_was_chosen():
+    habit = LoadHabit(EXPLORE_EVERY)
+    planned = loads((9.0, 1.0), (0.1, 1.0))
+    assert load_to_explore(planned, loads_to_give_up(planned, 0.0, habit), habit) is None
+    assert load_to_explore([], frozenset(), habit) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10)), max_size=8),
+    st.integers(0, 20),
+    st.sampled_from([STEADY, AVOIDING]),
+)
+def test_what_is_given_up_takes_longer_and_what_stays_is_not_waited_for_longer_than_computing(times, hidden_s, habit):
+    planned = loads(*times)
+    given_up = loads_to_give_up(planned, hidden_s, habit)
+    assert all(load.load_s > 0.8 * load.compute_s for load in planned if load.variant_id in given_up)
+    assert not loads_to_give_up(planned, hidden_s + sum(load.load_s for load in planned), habit)
+    kept = [load for load in planned if load.variant_id not in given_up]
+    computed_s = sum(load.compute_s for load in planned if load.variant_id in given_up)
+    waited_s = sum(load.load_s for load in kept) - hidden_s - computed_s
+    assert waited_s <= 1.25 * sum(load.compute_s for load in kept)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_bad_arguments_are_named(value):
+    with pytest.raises(ValueError, match="^load_s: wanted"):
+        PlannedLoad(VariantId("a"), value, 1.0)
+    with pytest.raises(ValueError, match="^compute_s: wanted"):
+        PlannedLoad(VariantId("a"), 1.0, value)
+    with pytest.raises(ValueError, match="^hidden_s: wanted"):
+        loads_to_give_up([], value, STEADY)

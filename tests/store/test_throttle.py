@@ -1,0 +1,101 @@
+"""The slow link: bytes and latencies on a clock that the test moves, parallel reads on one wire, outcomes unchanged."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from store.throttle import Link
+from tests.store.kv import SPEC, assert_same_bytes, get, make_kv, open_store, put
+
+
+class Clock:
+    """A clock that only sleeping moves; nobody sleeps before `go` is set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.go = threading.Event()
+        self.go.set()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0.0 and self.go.wait(10)
+        self.now += seconds
+
+
+def done(value: object = None) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+def arrivals(sizes: list[int], **settings: float) -> list[float]:
+    """When each of several reads that start at once is there, on a link of 100 bytes/s."""
+    clock, there = Clock(), []
+    link = Link(100.0, clock=clock, sleep=clock.sleep, **settings)
+    clock.go.clear()
+    all_there = threading.Semaphore(0)
+    for size in sizes:
+        read = link(done(), size)
+        read.add_done_callback(lambda _: (there.append(clock.now), all_there.release()))
+    clock.go.set()
+    for _ in sizes:
+        assert all_there.acquire(timeout=10)
+    return there
+
+
+def test_reads_side_by_side_share_the_bandwidth_in_order() -> None:
+    assert arrivals([50, 100, 25]) == pytest.approx([0.5, 1.5, 1.75])
+
+
+def test_latencies_overlap_and_bytes_do_not() -> None:
+    assert arrivals([50, 50], latency_s=2.0) == pytest.approx([2.5, 3.0])
+
+
+def test_a_free_link_begins_anew() -> None:
+    clock = Clock()
+    link = Link(100.0, 1.0, clock=clock, sleep=clock.sleep)
+    link(done(), 100).result(timeout=10)
+    assert clock.now == pytest.approx(2.0)
+    clock.now = 10.0
+    link(done(), 100).result(timeout=10)
+    assert clock.now == pytest.approx(12.0)
+
+
+def test_what_the_read_says_comes_through_and_not_before_it() -> None:
+    clock = Clock()
+    link = Link(1e9, clock=clock, sleep=clock.sleep)
+    read: Future = Future()
+    late = link(read, 1)
+    with pytest.raises(TimeoutError):
+        late.result(timeout=0.05)
+    read.set_result("kv")
+    assert late.result(timeout=10) == "kv"
+    broken: Future = Future()
+    broken.set_exception(ValueError("DATA_LOSS"))
+    with pytest.raises(ValueError, match="DATA_LOSS"):
+        link(broken, 1).result(timeout=10)
+
+
+def test_every_layer_of_the_disk_tier_goes_over_the_link(tmp_path) -> None:
+    clock = Clock()
+    with open_store(tmp_path, host_bytes=0) as store:
+        put(store, "a", 5)
+    link = Link(SPEC.num_bytes(5) / 3.0, clock=clock, sleep=clock.sleep)
+    with open_store(tmp_path, host_bytes=0, on_read=link) as store:
+        assert_same_bytes(get(store, "a"), make_kv("a", 5))
+        assert clock.now == pytest.approx(3.0)
+        get(store, "a")
+        assert clock.now == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [((0.0,), "bytes_per_s"), ((float("inf"),), "bytes_per_s"), ((1.0, -1.0), "latency_s")]
+)
+def test_bad_arguments_are_named(arguments, name) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: wanted"):
+        Link(*arguments)
