@@ -180,8 +180,8 @@ class TestRecompute:
         assert plan("XA", [variant("A", "X")], **settings).focus_window is None
 
     def test_settings_are_handed_on(self):
-        got = plan("A", focus_rule="largest_gap", preload_depth=4)
-        assert (got.request_id, got.focus_rule, got.preload_depth) == ("r1", "largest_gap", 4)
+        got = plan("A", focus_rule="largest_gap")
+        assert (got.request_id, got.focus_rule) == ("r1", "largest_gap")
 
 
 class TestInvariants:
@@ -328,7 +328,6 @@ class TestErrors:
             ("focus_window", 0),
             ("focus_window", 2.5),
             ("focus_rule", "gap"),
-            ("preload_depth", 0),
         ],
     )
     def test_settings_out_of_range_are_named(self, field, value):
