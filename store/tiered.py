@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from store.arrays import ShardReader
-from store.disk import TensorStoreTier
+from store.disk import ORPHAN_AGE_S, QUARANTINE_AGE_S, TensorStoreTier
 from store.errors import ShardNotFoundError, TierFullError
 from store.host import HostTier
+from store.notes import Notes
 from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import DISK, HOST, LoadTicket, StoreTicket
 from store.usage import TierUsage
@@ -30,6 +31,9 @@ class TieredStore:
     """Thread-safe; open it with `TieredStore.open`, use it as a context manager or `close` it.
 
     A variant is stored in every tier that has room; disk variants that were read whole are promoted to host memory.
+
+    Attributes:
+      notes: small JSON objects beside the variants, shared with other processes; in memory only without a disk tier.
     """
 
     def __init__(self, kv_spec: KVSpec, host: HostTier, disk: TensorStoreTier | None, max_pending_bytes: int):
@@ -37,6 +41,7 @@ class TieredStore:
         self._host = host
         self._disk = disk
         self._writer = None if disk is None else WriteBehind(disk, max_pending_bytes)
+        self.notes = Notes() if self._writer is None or disk is None else Notes(*disk.notes_place, self._writer.call)
         self._lock = threading.RLock()
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
@@ -144,12 +149,12 @@ class TieredStore:
 
     def read_hints(self) -> dict[str, Any]:
         """What `write_hints` noted last; empty without a disk."""
-        return {} if self._disk is None else self._disk.read_hints()
+        return {} if self._disk is None else self._disk.hints.read()
 
     def write_hints(self, hints: Mapping[str, Any]) -> None:
-        """Notes JSON values beside the disk tier, if there is one (`TensorStoreTier.write_hints`)."""
+        """Notes JSON values beside the disk tier, if there is one (`store.hints.Hints`)."""
         if self._disk is not None:
-            self._disk.write_hints(hints)
+            self._disk.hints.write(hints)
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -299,9 +304,32 @@ class TieredStore:
         if hidden and self._disk is not None:
             self._disk.erase(hidden, condemned=True)
 
+    def erase(self, variant_ids: Iterable[str], *, uncommitted: bool) -> tuple[str, ...]:
+        """`discard`s variants and looks whether they are gone; waits for the write queue. Returns the keys and variant
+        ids that could not be deleted, () without a disk. `records` may know more afterwards: it refreshes.
+
+        Args:
+          uncommitted: also delete whatever lies on disk without a sound record, of any age: parts of killed writes,
+            damaged records, temporary files. A write of another process that is under way may be lost by that.
+
+        Raises:
+          OSError: the disk cannot be listed, so that nobody knows what is left.
+        """
+        condemned = tuple(variant_ids)
+        for variant_id in condemned:
+            self.discard(variant_id)
+        if self._disk is None or self._writer is None:
+            return ()
+        disk, ages = self._disk, (0.0, 0.0) if uncommitted else (ORPHAN_AGE_S, QUARANTINE_AGE_S)
+        # On the writing thread: none of our own writes is under way then.
+        return self._writer.call(lambda: (*disk.sweep(*ages), *disk.forget(condemned))).result()
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that."""
-        return self._writer is None or self._writer.flush(timeout_s)
+        if self._writer is not None and not self._writer.flush(timeout_s):
+            return False
+        self.notes.flush()
+        return True
 
     def close(self) -> None:
         """Writes what is queued and refuses further use. May be called twice."""

@@ -125,6 +125,7 @@ class CachedPrefill:
             segments = prefilled.plan.segments
             self._variants.credit([(one.variant_id, one.cfo or 0.0) for one in segments if one.variant_id is not None])
             if not self._read_only:
+                self._variants.documents.learn(prefilled.prompt.chunks)
                 self._capture(prefilled, only_replacing=False)
         except Exception:
             logger.exception("the chunk-caches of a prompt could not be stored")
@@ -139,19 +140,44 @@ class CachedPrefill:
         finally:
             self._variants.complete_load(prefilled.ticket)
 
-    def _capture(self, prefilled: Prefilled, *, only_replacing: bool) -> int:
+    def store_new(self, prefilled: Prefilled, kept: set[VariantId]) -> None:
+        """Stores what is new of a prefill ahead of any question and unpins; nothing is credited. None of `kept` goes
+        for it, and what is stored joins them."""
+        assert prefilled.ticket is not None
+        try:
+            self._variants.documents.learn(prefilled.prompt.chunks)
+            self._capture(prefilled, only_replacing=False, kept=kept)
+        finally:
+            self._variants.complete_load(prefilled.ticket)
+
+    def _capture(self, prefilled: Prefilled, *, only_replacing: bool, kept: set[VariantId] | None = None) -> int:
         """Stores variants of a prefill; how many."""
         prompt, plan = prefilled.prompt, prefilled.plan
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
-        kept = set(plan.pin)  # nor do the new variants of one prompt push each other out
+        seen = self._seen(plan)
+        kept = set() if kept is None else kept
+        kept.update(plan.pin)  # nor do the new variants of one prompt push each other out
         count = 0
         for meta, kv in capture_variants(plan, prefilled.result, known, prefilled.read_layers):
             if only_replacing and not self._variants.replaces_approximate(meta):
                 continue
-            if self._variants.add(meta, kv, prompt, pinned=kept):
+            if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)]):
                 kept.add(meta.variant_id)
                 count += 1
         return count
+
+    def _seen(self, plan: PrefillPlan) -> list[frozenset[ChunkId]]:
+        """For each chunk of a plan, all chunks that have a part in its KV: those up to it, and what the reused variants
+        among these had seen."""
+        seen: frozenset[ChunkId] = frozenset()
+        by_chunk = []
+        for segment in plan.segments:
+            if segment.chunk_id is not None:
+                seen |= {segment.chunk_id}
+                if segment.variant_id is not None:
+                    seen |= self._variants.origin_of(segment.variant_id).seen
+                by_chunk.append(seen)
+        return by_chunk
 
     def _usable(self, prompt: Prompt, failed: Collection[VariantId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})

@@ -210,7 +210,9 @@ class Service:
         with self.metrics.retrieval_time.time():
             passages = await asyncio.to_thread(backend.retriever.search, query, top_k)
         return tuple(
-            Document(passage.text, passage.passage_id, passage.title, passage.version, passage.score)
+            Document(
+                passage.text, passage.passage_id, passage.title, passage.version, passage.score, passage.document_id
+            )
             for passage in passages
         )
 
