@@ -204,13 +204,13 @@ class DocumentCache:
                 if self.registry.is_erased(meta.chunk_id, self._variants.origin(meta)):
                     self._variants.discard(meta.variant_id)
 
-    def list(self, document_id: str | None = None) -> tuple[CachedDocument, ...]:
+    def list(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
         """What is cached, by document and version.
 
         Raises:
           RequestError, UnknownDocumentError: as `DocumentRegistry.select`.
         """
-        links = dict(self.registry.links()) if document_id is None else self.registry.select(document_id, None)
+        links = dict(self.registry.links()) if document_id is None else self.registry.select(document_id, version)
         by_version: dict[tuple[str, str | None], list[tuple[str, Link]]] = collections.defaultdict(list)
         for name, link in links.items():
             by_version[link.document_id, link.version].append((name, link))

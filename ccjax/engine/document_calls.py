@@ -178,14 +178,14 @@ class DocumentCalls:
         with self._exclusive():
             return self._documents.remove(document_id, version, whole=True)
 
-    def documents(self, document_id: str | None = None) -> tuple[CachedDocument, ...]:
-        """What is cached, by document and version; of one document alone where `document_id` is given.
+    def documents(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
+        """What is cached, by document and version; of one document, or version of it, where they are given.
 
         Raises:
           RequestError, UnknownDocumentError: as `pin`.
         """
         with self._exclusive():
-            return self._documents.list(document_id)
+            return self._documents.list(document_id, version)
 
     @property
     def document_counts(self) -> DocumentCounts:
