@@ -321,8 +321,13 @@ class TieredStore:
         if self._disk is None or self._writer is None:
             return ()
         disk, ages = self._disk, (0.0, 0.0) if uncommitted else (ORPHAN_AGE_S, QUARANTINE_AGE_S)
-        # On the writing thread: none of our own writes is under way then.
-        return self._writer.call(lambda: (*disk.sweep(*ages), *disk.forget(condemned))).result()
+
+        def delete() -> tuple[str, ...]:
+            disk.refresh()
+            disk.erase(disk.hide(condemned), condemned=True)  # what an earlier attempt left, or another process wrote
+            return (*disk.sweep(*ages), *disk.forget(condemned))
+
+        return self._writer.call(delete).result()  # on the writing thread: none of our own writes is under way then
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that."""
