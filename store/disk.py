@@ -249,15 +249,6 @@ class TensorStoreTier:
         orphans = [name for name in objects if name not in committed]
         return sweep(self._root, self._namespace, orphans, orphan_age_s, quarantine_age_s, self._delete_quietly)
 
-    def forget(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """Drops variants from memory and budget, not from the disk; returns those that were known. The next refresh
-        finds again what is still there."""
-        with self._lock:
-            known = [shard for key in variant_ids if (shard := self._shards.get(key)) is not None]
-            for shard in known:
-                self._forget(shard)
-        return tuple(shard.record.variant_id for shard in known)
-
     @property
     def notes_place(self) -> tuple[Root, str]:
         """Where the notes of this identity are kept: root and prefix."""

@@ -79,10 +79,11 @@ class Notes:
                 self._values.pop(name, None)
                 self._unwritten.pop(name, None)
 
-    def flush(self) -> None:
-        """Waits until what was put is written or has failed."""
+    def flush(self) -> bool:
+        """Waits until what was put is written or has failed; True."""
         if self._run is not None and self._unwritten:
             self._run(lambda: None).result()
+        return True
 
     def refresh(self) -> tuple[dict[str, Mapping[str, Any]], tuple[str, ...]]:
         """Takes in what other processes noted and took away since: (added, names of removed); tries again to write what

@@ -4,6 +4,7 @@ Knows no policy: which variants go is decided by the caller, and `meta` is opaqu
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from store.arrays import ShardReader
-from store.disk import ORPHAN_AGE_S, QUARANTINE_AGE_S, TensorStoreTier
+from store.disk import TensorStoreTier
+from store.erasure import erase_from_disk
 from store.errors import ShardNotFoundError, TierFullError
 from store.host import HostTier
 from store.notes import Notes
@@ -31,9 +33,7 @@ class TieredStore:
     """Thread-safe; open it with `TieredStore.open`, use it as a context manager or `close` it.
 
     A variant is stored in every tier that has room; disk variants that were read whole are promoted to host memory.
-
-    Attributes:
-      notes: small JSON objects beside the variants, shared with other processes; in memory only without a disk tier.
+    `notes` are small JSON objects beside the variants, shared with other processes.
     """
 
     def __init__(self, kv_spec: KVSpec, host: HostTier, disk: TensorStoreTier | None, max_pending_bytes: int):
@@ -305,36 +305,22 @@ class TieredStore:
             self._disk.erase(hidden, condemned=True)
 
     def erase(self, variant_ids: Iterable[str], *, uncommitted: bool) -> tuple[str, ...]:
-        """`discard`s variants and looks whether they are gone; waits for the write queue. Returns the keys and variant
-        ids that could not be deleted, () without a disk. `records` may know more afterwards: it refreshes.
-
-        Args:
-          uncommitted: also delete whatever lies on disk without a sound record, of any age: parts of killed writes,
-            damaged records, temporary files. A write of another process that is under way may be lost by that.
-
-        Raises:
-          OSError: the disk cannot be listed, so that nobody knows what is left.
+        """`discard`s variants and looks whether they are gone, behind the write queue; returns the keys and variant ids
+        that could not be deleted. It refreshes, so `records` may know more. Raises OSError: the disk cannot be listed.
+        With `uncommitted` also goes what lies on disk without a sound record, of any age: parts of killed writes, damaged
+        records, temporary files. A write of another process that is under way may be lost by that.
         """
         condemned = tuple(variant_ids)
         for variant_id in condemned:
             self.discard(variant_id)
         if self._disk is None or self._writer is None:
             return ()
-        disk, ages = self._disk, (0.0, 0.0) if uncommitted else (ORPHAN_AGE_S, QUARANTINE_AGE_S)
-
-        def delete() -> tuple[str, ...]:
-            disk.refresh()
-            disk.erase(disk.hide(condemned), condemned=True)  # what an earlier attempt left, or another process wrote
-            return (*disk.sweep(*ages), *disk.forget(condemned))
-
-        return self._writer.call(delete).result()  # on the writing thread: none of our own writes is under way then
+        erase = functools.partial(erase_from_disk, self._disk, condemned, uncommitted=uncommitted)
+        return self._writer.call(erase).result()  # on the writing thread: none of our own writes is under way then
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that."""
-        if self._writer is not None and not self._writer.flush(timeout_s):
-            return False
-        self.notes.flush()
-        return True
+        return self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
 
     def close(self) -> None:
         """Writes what is queued and refuses further use. May be called twice."""

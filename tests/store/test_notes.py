@@ -1,6 +1,7 @@
 """Notes: small facts that are written once, survive, and are shared; and erasing what lies beside the records."""
 
 import threading
+import time
 
 import pytest
 
@@ -96,12 +97,13 @@ def test_erase_takes_variants_and_what_no_record_commits_of_any_age(place):
         for key in ("a", "b"):
             put(store, key)
         space = OURS.namespace
-        place.write(f"{space}/data/{'0' * 31}1/c", b"part of a killed write")
-        place.write(f"{space}/quarantine/x.{'0' * 32}.json", b"damaged")
+        fresh = f"{time.time_ns() // 1_000_000:012x}{'0' * 20}"
+        place.write(f"{space}/data/{fresh}/c", b"part of a killed write")
+        place.write(f"{space}/quarantine/x.{fresh}.json", b"damaged")
         assert store.erase(["a", "never there"], uncommitted=False) == ()
         assert [key for key in place.keys() if "quarantine" in key] and store.tier_of("a") is None
         assert store.erase([], uncommitted=True) == ()
-        assert not [key for key in place.keys() if "quarantine" in key or "0001/" in key]
+        assert not [key for key in place.keys() if "quarantine" in key or fresh in key]
         assert store.tiers_of("b") == ("host", "disk") and len(place.object_keys()) == 1
         put(store, "a")
         assert store.tiers_of("a") == ("host", "disk")
