@@ -307,8 +307,8 @@ class TieredStore:
     def erase(self, variant_ids: Iterable[str], *, uncommitted: bool) -> tuple[str, ...]:
         """`discard`s variants and looks whether they are gone, behind the write queue; returns the keys and variant ids
         that could not be deleted. It refreshes, so `records` may know more. Raises OSError: the disk cannot be listed.
-        With `uncommitted` also goes what lies on disk without a sound record, of any age: parts of killed writes, damaged
-        records, temporary files. A write of another process that is under way may be lost by that.
+        With `uncommitted` also goes what lies on disk without a sound record, of any age: parts of killed writes,
+        damaged records, temporary files. A write of another process that is under way may be lost by that.
         """
         condemned = tuple(variant_ids)
         for variant_id in condemned:

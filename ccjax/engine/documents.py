@@ -193,7 +193,7 @@ class DocumentRegistry:
     def pins(self) -> list[Pin]:
         """Those that have not run out."""
         now = self.clock()
-        return [pin for pin in self._pins.values() if pin.until > now]
+        return [pin for pin in tuple(self._pins.values()) if pin.until > now]  # metrics ask from another thread
 
     def drop_expired_pins(self) -> None:
         """Deletes the notes of pins that have run out. Raises OSError."""
@@ -214,7 +214,7 @@ class DocumentRegistry:
     # -- erasures ----------------------------------------------------------------------------------------------
 
     def begin(self, chunk_ids: Collection[ChunkId], links: Collection[str], *, whole: bool) -> Erasure:
-        """An erasure that lasts until `finish`; in memory at once. Raises OSError: it is not on disk yet."""
+        """An erasure that lasts until `finish`; in memory alone until `note`."""
         erasure = Erasure(uuid.uuid4().hex, frozenset(chunk_ids), tuple(sorted(links)), whole, self.clock())
         self._erasures[erasure.id] = erasure
         return erasure
@@ -240,7 +240,7 @@ class DocumentRegistry:
 
     def unfinished(self) -> list[Erasure]:
         """Erasures of which something may be left."""
-        return [erasure for erasure in self._erasures.values() if not erasure.is_done]
+        return [erasure for erasure in tuple(self._erasures.values()) if not erasure.is_done]
 
     def outdated(self) -> list[Erasure]:
         """Finished ones that nobody needs to hear of any more."""
