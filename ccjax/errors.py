@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RequestError(ValueError):
     """A request cannot be served as it stands: `argument` names the field, the message what was wanted and got."""
@@ -13,6 +15,29 @@ class RequestError(ValueError):
 
 class ContextLengthError(RequestError):
     """The prompt and the wanted answer do not fit into the model's context."""
+
+
+class UnknownDocumentError(RequestError):
+    """Nothing is known under this document id, or under this version of it."""
+
+
+class PinLimitError(RequestError):
+    """More would be pinned than may be."""
+
+
+class ReadOnlyError(RequestError):
+    """The engine was started to change nothing in its store."""
+
+
+class EraseIncompleteError(RuntimeError):
+    """Something could not be deleted yet; it is not used any more, and its deletion is tried again.
+
+    `remaining` names it: keys of the store, or why they cannot be known.
+    """
+
+    def __init__(self, message: str, remaining: Sequence[str]) -> None:
+        super().__init__(message)
+        self.remaining = tuple(remaining)
 
 
 class ConfigError(ValueError):

@@ -24,13 +24,17 @@ SegmentAction = Literal["compute", "reuse"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """A passage as the caller or the retriever hands it over: the unit that is cached, versioned and reported."""
+    """A passage as the caller or the retriever hands it over: the unit that is cached, versioned and reported.
+
+    `source_id` is the document that the passage was cut from, where `id` names the passage alone.
+    """
 
     text: str
     id: str | None = None
     title: str | None = None
     version: str | None = None
     score: float | None = None
+    source_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Chunk:
     document_id: str | None = None
     version: str | None = None
     title: str | None = None
+    source_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

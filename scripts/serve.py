@@ -251,6 +251,7 @@ def _server_settings(args: argparse.Namespace) -> ServerSettings:
     return ServerSettings(
         served_model_name=args.served_model_name,
         api_key=args.api_key if args.api_key is not None else os.environ.get("CCJAX_API_KEY"),
+        admin_key=args.admin_key if args.admin_key is not None else os.environ.get("CCJAX_ADMIN_KEY"),
         reuse=args.reuse,
         top_k=args.top_k,
         max_queue=args.max_queue,
@@ -326,6 +327,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=_port, default=8000, help="port to listen on, 0 for any free one (default 8000)")
     add("--served-model-name", metavar="NAME", help="the model's name in the API (default: that of its directory)")
     add("--api-key", metavar="KEY", help="ask clients for this bearer token (default: $CCJAX_API_KEY, else none)")
+    admin_text = "open /v1/cache/... to whoever has this bearer token (default: $CCJAX_ADMIN_KEY, else closed)"
+    add("--admin-key", metavar="KEY", help=admin_text)
     add("--max-queue", type=int, default=128, metavar="N", help="requests that may wait, more get 429 (default 128)")
     add("--max-body-bytes", type=num_bytes, default=10_000_000, metavar="SIZE", help="longest body (default 10MB)")
     add("--no-warmup", dest="warmup", action="store_false", help="compile when a request first needs it")
@@ -373,6 +376,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--preload-bytes", num_bytes, "memory for what requests in line will need from the store, 0 for none"),
         ("--eviction-policy", str, f"which variants leave a full tier: {', '.join(sorted(POLICIES))}"),
         ("--max-variants", int, "chunk variants kept, however much room there is"),
+        ("--pin-share", float, "share of every budget that pinned documents may keep, 0 to 1"),
         ("--tenant-salt", str, "separates the chunk-caches of tenants that share a store"),
         ("--system-prompt", str, "used where a request brings no system message"),
     ):

@@ -4,12 +4,10 @@ with other processes. Knows no host memory, no pins, no queue and no eviction or
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -17,10 +15,12 @@ from store.arrays import ArrayDriver, ShardReader
 from store.budget import ByteBudget
 from store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
 from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, expected_layout
+from store.hints import Hints
 from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
-from store.objects import for_each, open_root
+from store.objects import Root, for_each, open_root
 from store.records import StoredShard, decode_record, encode_record
 from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+from store.sweep import sweep
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +73,10 @@ class TensorStoreTier:
         self._root = open_root(url)
         self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s)
         self._namespace = identity.namespace
+        self.hints = Hints(self._root, self._key("hints.json"), self._warn)
         try:
             open_namespace(self._root, url, identity, kv_spec, exclusive=exclusive)
-            self._refresh_and_sweep()
+            self.sweep(ORPHAN_AGE_S, QUARANTINE_AGE_S)
         except OSError as error:
             raise StoreUnavailableError(f"store: cannot open {url}: {error}") from error
 
@@ -245,22 +246,27 @@ class TensorStoreTier:
             self._forget(known[variant_id])
         return tuple(shard.record.variant_id for shard in added), removed
 
-    def read_hints(self) -> dict[str, Any]:
-        """What `write_hints` noted last; empty where there is nothing or it cannot be read."""
-        try:
-            hints = json.loads(self._root.read(self._key("hints.json")) or b"{}")
-        except (OSError, ValueError, RecursionError) as error:
-            self._warn("store: cannot read the hints in %s: %s", self.url, error)
-            return {}
-        return hints if isinstance(hints, dict) else {}
+    def sweep(self, orphan_age_s: float, quarantine_age_s: float) -> tuple[str, ...]:
+        """Refreshes, and deletes what is at least that old of data objects that no record commits, of what killed
+        processes left, and of quarantine. Returns the keys that could not be deleted.
 
-    def write_hints(self, hints: Mapping[str, Any]) -> None:
-        """Replaces JSON values that may be lost, or be another process's, without harm. A refusal of the disk is
-        logged."""
-        try:
-            self._root.replace(self._key("hints.json"), json.dumps(dict(hints)).encode())
-        except OSError as error:
-            self._warn("store: cannot write the hints in %s: %s", self.url, error)
+        Raises:
+          OSError: the directory or bucket cannot be listed.
+        """
+        self._num_unread = 0
+        objects = self._names("data")  # before the records: an object committed in between must not look like an orphan
+        self.refresh()
+        if self._num_unread:  # an unread record may commit any object; a later sweep deletes
+            return (self._key("records"),)
+        with self._lock:
+            committed = {shard.object_id for shard in self._shards.values()}
+        orphans = [name for name in objects if name not in committed]
+        return sweep(self._root, self._namespace, orphans, orphan_age_s, quarantine_age_s, self._delete_quietly)
+
+    @property
+    def notes_place(self) -> tuple[Root, str]:
+        """Where the notes of this identity are kept: root and prefix."""
+        return self._root, self._key("notes")
 
     # -- records -----------------------------------------------------------------------------------------------
 
@@ -381,29 +387,15 @@ class TensorStoreTier:
         aside = self._key("quarantine", f"{variant_id}.{self._root.new_id()}.json")
         self._root.move(self._record_key(variant_id), aside)
 
-    def _delete_quietly(self, key: str) -> None:
+    def _delete_quietly(self, key: str) -> bool:
+        """False where the disk refused."""
         try:
             self._root.delete(key)
         except OSError as error:  # without a record it is never read again; the next open sweeps it
             self._warn("store: cannot delete %s in %s: %s", key, self.url, error)
+            return False
+        return True
 
     def _warn(self, message: str, *values: object) -> None:
         # An outage shows in every call; that there is one is logged by those who write and refresh.
         _log.log(logging.WARNING if self._root.outage() is None else logging.DEBUG, message, *values)
-
-    def _refresh_and_sweep(self) -> None:
-        """Refreshes, and deletes data objects that no record commits, what killed processes left and quarantine, once
-        they are old enough."""
-        objects = self._names("data")  # before the records: an object committed in between must not look like an orphan
-        self.refresh()
-        if self._num_unread:  # an unread record may commit any object; the next open sweeps
-            return
-        with self._lock:
-            committed = {shard.object_id for shard in self._shards.values()}
-        stale = [self._key("data", name) for name in objects if name not in committed]
-        stale += self._root.left_overs(("", self._namespace, self._key("records")))
-        ages = dict.fromkeys(stale, ORPHAN_AGE_S)
-        ages |= {self._key("quarantine", name): QUARANTINE_AGE_S for name in self._names("quarantine")}
-        for_each(
-            self._root, self._delete_quietly, [key for key, age_s in ages.items() if self._root.age_s(key) > age_s]
-        )

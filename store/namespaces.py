@@ -5,6 +5,7 @@ ROOT/NAMESPACE/identity.json            whose namespace it is, and its KV shape
 ROOT/NAMESPACE/hints.json               what the owner notes between runs, replaced as a whole
 ROOT/NAMESPACE/records/VARIANT.json     written last, create-if-absent: this commits
 ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant under an id that is never used again
+ROOT/NAMESPACE/notes/NAME.json          small facts that the owner keeps beside the variants, never changed
 ROOT/NAMESPACE/quarantine/              records that failed their check; nothing reads them
 """
 
@@ -52,7 +53,7 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
             f"store: {url} holds the KV of {', '.join(sorted(foreign))} and none of this model, "
             f"{identity.model_fingerprint}: name another URL, or open it with exclusive=False to keep both"
         )
-    for folder in ("", "records", "data", "quarantine"):
+    for folder in ("", "records", "data", "notes", "quarantine"):
         root.make_prefix(f"{namespace}/{folder}".rstrip("/"))
     owner = {"model_fingerprint": identity.model_fingerprint, "kv_spec": dataclasses.asdict(kv_spec)}
     key = f"{namespace}/identity.json"

@@ -4,6 +4,7 @@ Knows no policy: which variants go is decided by the caller, and `meta` is opaqu
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,9 +14,11 @@ import numpy as np
 
 from store.arrays import OnRead, ShardReader
 from store.disk import TensorStoreTier
+from store.erasure import erase_from_disk
 from store.errors import ShardNotFoundError, TierFullError
 from store.formats import StorageFormat
 from store.host import HostTier
+from store.notes import Notes
 from store.sharing import SharedReaders
 from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import DISK, HOST, LoadTicket, StoreTicket
@@ -29,6 +32,7 @@ class TieredStore:
     """Thread-safe; open it with `TieredStore.open`, use it as a context manager or `close` it.
 
     A variant is stored in every tier that has room; disk variants that were read whole are promoted to host memory.
+    `notes` are small JSON objects beside the variants, shared with other processes.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class TieredStore:
         self._disk = disk
         self._writer = None if disk is None else WriteBehind(disk, max_pending_bytes)
         self._readers = SharedReaders(disk, on_read)
+        self.notes = Notes() if self._writer is None or disk is None else Notes(*disk.notes_place, self._writer.call)
         self._lock = threading.RLock()
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
@@ -165,12 +170,12 @@ class TieredStore:
 
     def read_hints(self) -> dict[str, Any]:
         """What `write_hints` noted last; empty without a disk."""
-        return {} if self._disk is None else self._disk.read_hints()
+        return {} if self._disk is None else self._disk.hints.read()
 
     def write_hints(self, hints: Mapping[str, Any]) -> None:
-        """Notes JSON values beside the disk tier, if there is one (`TensorStoreTier.write_hints`)."""
+        """Notes JSON values beside the disk tier, if there is one (`store.hints.Hints`)."""
         if self._disk is not None:
-            self._disk.write_hints(hints)
+            self._disk.hints.write(hints)
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -327,9 +332,23 @@ class TieredStore:
         if hidden and self._disk is not None:
             self._disk.erase(hidden, condemned=True)
 
+    def erase(self, variant_ids: Iterable[str], *, uncommitted: bool) -> tuple[str, ...]:
+        """`discard`s variants and looks whether they are gone, behind the write queue; returns the keys and variant ids
+        that could not be deleted. It refreshes, so `records` may know more. Raises OSError: the disk cannot be listed.
+        With `uncommitted` also goes what lies on disk without a sound record, of any age: parts of killed writes,
+        damaged records, temporary files. A write of another process that is under way may be lost by that.
+        """
+        condemned = tuple(variant_ids)
+        for variant_id in condemned:
+            self.discard(variant_id)
+        if self._disk is None or self._writer is None:
+            return ()
+        erase = functools.partial(erase_from_disk, self._disk, condemned, uncommitted=uncommitted)
+        return self._writer.call(erase).result()  # on the writing thread: none of our own writes is under way then
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that."""
-        return self._writer is None or self._writer.flush(timeout_s)
+        return self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
 
     def close(self) -> None:
         """Writes what is queued and refuses further use. May be called twice."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from store.disk import TensorStoreTier
 from store.spec import ShardRecord
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 MAX_PENDING_BYTES = 256 << 20
 """Default of `TieredStore.open(max_pending_bytes=...)`: KV that may wait for the disk."""
@@ -37,6 +40,7 @@ class WriteBehind:
         self._tier = tier
         self._max_pending_bytes = max_pending_bytes
         self._pending: dict[str, tuple[ShardRecord, np.ndarray]] = {}
+        self._writing: str | None = None
         self._cancelled: set[str] = set()
         self._failing = False
         self._closed = False
@@ -63,14 +67,26 @@ class WriteBehind:
             if self._closed or not self._has_room(record):
                 return False
             self._pending[record.variant_id] = (record, kv)
-            self._executor.submit(self._write, record, kv)
+            self._executor.submit(self._write, record.variant_id)
             return True
 
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Runs `function` on the writing thread, after all that is queued now and while nothing is written.
+
+        Raises:
+          RuntimeError: the queue is closed.
+        """
+        return self._executor.submit(function)
+
     def cancel(self, variant_id: str) -> None:
-        """Makes a queued variant never readable from disk; does nothing when it is not queued."""
+        """Makes a queued variant never readable from disk: it leaves the queue at once, or the disk as soon as the
+        write that is under way is over. Does nothing when it is not queued."""
         with self._changed:
-            if variant_id in self._pending:
+            if variant_id == self._writing:
                 self._cancelled.add(variant_id)
+            elif (pending := self._pending.pop(variant_id, None)) is not None:
+                self._tier.release(pending[0])
+                self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all that was queued is on disk or has failed; False when `timeout_s` passed before that."""
@@ -93,7 +109,12 @@ class WriteBehind:
         waiting = sum(pending.num_bytes for pending, _ in self._pending.values())
         return not waiting or waiting + record.num_bytes <= self._max_pending_bytes
 
-    def _write(self, record: ShardRecord, kv: np.ndarray) -> None:
+    def _write(self, variant_id: str) -> None:
+        with self._changed:
+            if variant_id not in self._pending:  # cancelled meanwhile
+                return
+            record, kv = self._pending[variant_id]
+            self._writing = variant_id
         start_s = time.monotonic()
         error = None
         won = False
@@ -102,17 +123,18 @@ class WriteBehind:
         except Exception as caught:  # whatever it is: the answer was given long ago, and the thread must live on
             error = caught
         with self._changed:
-            cancelled = record.variant_id in self._cancelled
+            cancelled = variant_id in self._cancelled
             if won:
                 self.num_written += 1
                 self.bytes_written += self._tier.charged(record.variant_id) or 0
             self.num_failed += error is not None
         if cancelled:
-            self._tier.remove((record.variant_id,))
+            self._tier.remove((variant_id,))
         self._log_change(error, time.monotonic() - start_s)
         with self._changed:
-            self._cancelled.discard(record.variant_id)
-            del self._pending[record.variant_id]
+            self._cancelled.discard(variant_id)
+            self._writing = None
+            del self._pending[variant_id]
             self._changed.notify_all()
 
     def _log_change(self, error: Exception | None, seconds: float) -> None:

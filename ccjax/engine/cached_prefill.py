@@ -207,6 +207,7 @@ class CachedPrefill:
             segments = prefilled.plan.segments
             self._variants.credit([(one.variant_id, one.cfo or 0.0) for one in segments if one.variant_id is not None])
             if not self._read_only:
+                self._variants.documents.learn(prefilled.prompt.chunks)
                 self._capture(prefilled, only_replacing=False)
         except Exception:
             logger.exception("the chunk-caches of a prompt could not be stored")
@@ -222,22 +223,47 @@ class CachedPrefill:
         finally:
             self._variants.complete_load(prefilled.ticket)
 
-    def _capture(self, prefilled: Prefilled, *, only_replacing: bool) -> int:
+    def store_new(self, prefilled: Prefilled, kept: set[VariantId]) -> None:
+        """Stores what is new of a prefill ahead of any question and unpins; nothing is credited. None of `kept` goes
+        for it, and what is stored joins them."""
+        assert prefilled.ticket is not None
+        try:
+            self._variants.documents.learn(prefilled.prompt.chunks)
+            self._capture(prefilled, only_replacing=False, kept=kept)
+        finally:
+            self._variants.complete_load(prefilled.ticket)
+
+    def _capture(self, prefilled: Prefilled, *, only_replacing: bool, kept: set[VariantId] | None = None) -> int:
         """Stores variants of a prefill; how many."""
         prompt, plan = prefilled.prompt, prefilled.plan
         # A lossy copy that was reused may beget a repaired variant, like the exact one that it is of: error does not
         # build up, for a repaired one is approximate and begets none. Others are replaced by what was computed.
         known = self._usable(prompt, as_stored=plan.pin)
-        kept = set(plan.pin)  # nor do the new variants of one prompt push each other out
+        seen = self._seen(plan)
+        kept = set() if kept is None else kept
+        kept.update(plan.pin)  # nor do the new variants of one prompt push each other out
         count = 0
         for meta, kv in capture_variants(plan, prefilled.result, known, prefilled.read_layers):
             is_replacing = self._variants.replaces_approximate(meta) or self._store.is_lossy(meta.variant_id)
             if only_replacing and not is_replacing:
                 continue
-            if self._variants.add(meta, kv, prompt, pinned=kept):
+            if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)]):
                 kept.add(meta.variant_id)
                 count += 1
         return count
+
+    def _seen(self, plan: PrefillPlan) -> list[frozenset[ChunkId]]:
+        """For each chunk of a plan, all chunks that have a part in its KV: those up to it, and what the reused variants
+        among these had seen."""
+        seen: frozenset[ChunkId] = frozenset()
+        by_chunk = []
+        for segment in plan.segments:
+            if segment.chunk_id is not None:
+                seen |= {segment.chunk_id}
+                if segment.variant_id is not None:
+                    seen |= self._variants.origin_of(segment.variant_id).seen
+                by_chunk.append(seen)
+        return by_chunk
 
     def _usable(
         self,

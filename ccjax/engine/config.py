@@ -43,6 +43,7 @@ class EngineConfig:
       eviction_policy: which variants leave a full tier, a name of `ccjax.policy.eviction.POLICIES`.
       max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped; None for as
         many as the budgets have room for.
+      pin_share: of each tier's budget, and of `max_variants`, what pinned documents may keep for themselves.
       tenant_salt: separates the chunk-caches of tenants that share a store.
       system_prompt: used where a request brings no system message; None takes the built-in one.
     """
@@ -64,6 +65,7 @@ class EngineConfig:
     max_variants: int | None = None
     preload_bytes: int = 256 << 20
     loading: Loading = "layerwise"
+    pin_share: float = 0.5
     read_only: bool = False
     tenant_salt: str = ""
     system_prompt: str | None = None
@@ -84,6 +86,8 @@ class EngineConfig:
             raise ConfigError(f"preload_bytes: wanted an integer of at least 0, got {self.preload_bytes!r}")
         if self.loading not in LOADINGS:
             raise ConfigError(f"loading: wanted one of {LOADINGS}, got {self.loading!r}")
+        if isinstance(self.pin_share, bool) or not 0.0 <= self.pin_share <= 1.0:
+            raise ConfigError(f"pin_share: wanted a share from 0 to 1, got {self.pin_share!r}")
         if self.store is not None and not isinstance(self.store, str):
             raise ConfigError(f"store: wanted a URL such as 'file:///path', got {self.store!r}")
         try:

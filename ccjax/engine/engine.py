@@ -21,8 +21,11 @@ from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.decode import Decoder
+from ccjax.engine.document_cache import DocumentCache
+from ccjax.engine.document_calls import DocumentCalls
 from ccjax.engine.loading import LoadedModel, Progress, load_model
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
+from ccjax.engine.pins import DocumentPins
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.queue_preload import Preload, Preloader
@@ -46,7 +49,7 @@ from store.usage import TierUsage
 _LONGEST_DEFAULT = 8192
 
 
-class Engine:
+class Engine(DocumentCalls):
     """A loaded model with its chunk-caches. Thread-safe; requests run one after another.
 
     Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
@@ -100,12 +103,16 @@ class Engine:
         self._preloader = Preloader(
             self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._prefill.is_reading
         )
-        self._maintenance = Maintenance(
-            self._prefill, self._variants, BackgroundCompiler(self._prefiller), max_model_len=limit
-        )
+        compiler = BackgroundCompiler(self._prefiller)
+        self._maintenance = Maintenance(self._prefill, self._variants, compiler, max_model_len=limit)
         self._cache = ChunkCache(
             self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
         )
+        self._documents = DocumentCache(self._prefill, self._variants, self._store, compiler)
+        self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
+        self._variants.spare(self._pins)
+        if not config.read_only:
+            self._documents.tend()
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._closed = False
@@ -305,10 +312,15 @@ class Engine:
         Raises:
           RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
         """
+        notes = self._documents.fetch()  # first: what was erased must not be taken in
         added, removed = self._store.refresh()
-        if added or removed:
+        is_due = not self.config.read_only and self._documents.needs_tending()
+        if added or removed or any(notes) or is_due:
             with self._exclusive():
+                self._documents.follow(*notes)
                 self._maintenance.follow(added, removed)
+                if is_due:
+                    self._documents.tend()
 
     def save_snapshot(
         self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None

@@ -39,6 +39,14 @@ class Sized(Protocol):
     def num_bytes(self) -> int: ...
 
 
+class Pinned(Protocol):
+    """Variants that eviction leaves alone."""
+
+    def pinned_ids(self, tier: str | None) -> Collection[VariantId]:
+        """Those that must not leave `tier`; None: those that must not leave the last tier that holds them."""
+        ...
+
+
 class Placement:
     """The order in which variants leave each tier; not thread-safe, the engine's lock guards it.
 
@@ -49,6 +57,9 @@ class Placement:
     Args:
       policy: a name of `ccjax.policy.eviction.POLICIES`.
       on_gone: called with the id of a variant that no tier holds any more.
+
+    Attributes:
+      pins: what stays for other reasons than its use; None for nothing.
     """
 
     def __init__(self, store: TieredStore, costs: Costs, *, policy: str, on_gone: Callable[[VariantId], None]) -> None:
@@ -58,6 +69,11 @@ class Placement:
         self._name = policy
         self._policies = {tier: make_policy(policy) for tier in store.usage()}
         self._num_requests = 0
+        self.pins: Pinned | None = None
+
+    def pinned_ids(self, tier: str | None) -> Collection[VariantId]:
+        """What `pins` keeps in a tier; None: in some tier."""
+        return () if self.pins is None else self.pins.pinned_ids(tier)
 
     def next_request(self) -> None:
         """The uses that follow are another request's."""
@@ -187,7 +203,7 @@ class Placement:
         policy, variant_id = self._policies[tier], newcomer.variant_id
         self._drop(variant_id, {tier})
         policy.on_insert(variant_id, info, self._num_requests)
-        kept: set[str] = set(pinned)  # and those that turn out to be in use
+        kept: set[str] = {*pinned, *self.pinned_ids(tier)}  # and those that turn out to be in use
         while short := shortfall():
             victims = policy.victims(short, pinned=kept, newcomer=variant_id)
             if victims is None or variant_id in victims:

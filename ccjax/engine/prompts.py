@@ -76,7 +76,7 @@ def assemble(
     else:
         system, passages, question = _from_text(request, builder)
         documents = request.documents
-    chunks = [_chunk(ids, document) for ids, document in zip(passages, documents, strict=True)]
+    chunks = [as_chunk(ids, document) for ids, document in zip(passages, documents, strict=True)]
     head = [Chunk(chunk_id(system), system)] if system else []
     fixed = len(system) + len(question)
     wanted = request.sampling.max_new_tokens
@@ -97,10 +97,19 @@ def assemble(
     return Prompt((*head, *chunks), bool(system), question, wanted if wanted is not None else max_model_len - total)
 
 
-def _chunk(token_ids: tuple[int, ...], document: Document | None) -> Chunk:
+def as_chunk(token_ids: tuple[int, ...], document: Document | None) -> Chunk:
+    """The chunk with these ids, and the document that it is, if that is known."""
     if document is None:
         return Chunk(chunk_id(token_ids), token_ids)
-    return Chunk(chunk_id(token_ids), token_ids, document.text, document.id, document.version, document.title)
+    return Chunk(
+        chunk_id(token_ids),
+        token_ids,
+        document.text,
+        document.id,
+        document.version,
+        document.title,
+        document.source_id,
+    )
 
 
 _Parts = tuple[tuple[int, ...], Sequence[tuple[int, ...]], tuple[int, ...]]

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ccjax.engine.chunk_tokens import ChunkTokens
-from ccjax.engine.placement import Costs, Placement
+from ccjax.engine.documents import DocumentRegistry, Origin
+from ccjax.engine.placement import Costs, Pinned, Placement
 from ccjax.engine.prompts import Prompt
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.reuse import cache_fix_overhead
@@ -34,6 +35,7 @@ class VariantIndex:
 
     Attributes:
       tokens: token ids of the chunks that the held variants are made of, as far as they are known.
+      documents: which documents the chunks belong to, and which of these were erased.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class VariantIndex:
           max_variants: CacheCraft sec. 3.3 `N x M`; None for as many as there is room for.
         """
         self.tokens = ChunkTokens()
+        self.documents = DocumentRegistry(store.notes)
         self._store = store
         self._alpha = alpha
         self._max_variants = max_variants
@@ -54,6 +57,7 @@ class VariantIndex:
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta]] = {}
         self._siblings_lock = threading.Lock()
         self._with_system: set[VariantId] = set()
+        self._origins: dict[VariantId, Origin] = {}
         hints = store.read_hints()
         frequencies = _frequencies(hints)
         for record in store.records():
@@ -83,6 +87,19 @@ class VariantIndex:
         chunks = tuple(self.tokens.chunk(key) for key in (*meta.prefix_ids, meta.chunk_id))
         return Prompt(chunks, meta.variant_id in self._with_system, chunks[-1].token_ids[-1:], max_new_tokens=1)
 
+    def origin(self, meta: VariantMeta) -> Origin:
+        """Which texts a held variant was computed while looking at."""
+        return self._origins.get(meta.variant_id) or Origin(frozenset({meta.chunk_id, *meta.prefix_ids}))
+
+    def origin_of(self, variant_id: VariantId) -> Origin:
+        """`origin` by id; of none where the variant is not held."""
+        meta = self._by_id.get(variant_id)
+        return Origin(frozenset()) if meta is None else self.origin(meta)
+
+    def spare(self, pins: Pinned) -> None:
+        """From now on eviction leaves alone what `pins` names."""
+        self._placement.pins = pins
+
     def credit(self, cfo_by_variant: Sequence[tuple[VariantId, float]]) -> None:
         """The uses of one request: each is worth 1/CFO to `f_r` (CacheCraft sec. 3.3)."""
         self._placement.next_request()
@@ -93,25 +110,36 @@ class VariantIndex:
                 self._put(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
                 self._placement.use(meta, cfo)
 
-    def add(self, meta: VariantMeta, kv: np.ndarray, prompt: Prompt, *, pinned: Collection[VariantId]) -> bool:
+    def add(
+        self,
+        meta: VariantMeta,
+        kv: np.ndarray,
+        prompt: Prompt,
+        *,
+        pinned: Collection[VariantId],
+        seen: frozenset[ChunkId] = frozenset(),
+    ) -> bool:
         """Stores a variant computed in `prompt`, evicting what is worth less; False if no tier took it. An exact
         variant takes the place of the approximate one behind the same prefix, its `f_r` and its uses, or of a lossy
-        copy of itself."""
+        copy of itself. `seen` are chunks besides its own and its prefix that had a part in its KV."""
         meta = self._in_place_of_approximate(meta)
         known = self._by_id.get(meta.variant_id)
         if known is not None:
             meta = dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + known.frequency_reuse)
         if self._max_variants is not None:
             excess = max(0, len(self._by_id) + (known is None) - self._max_variants)
-            victims = choose_victims(self._by_id.values(), excess, pinned=pinned)
+            protected = {*pinned, *self._placement.pinned_ids(None)}
+            victims = choose_victims(self._by_id.values(), excess, pinned=protected)
             if victims is None:
                 return False
             self._placement.evict(victims)
         expected_cfo = cache_fix_overhead(meta.cci, 0.0, self._alpha)
-        record = _record_from_meta(meta, prompt)
+        seen = seen.union((meta.chunk_id, *meta.prefix_ids))
+        origin = Origin(seen, self.documents.after(meta.chunk_id, seen))
+        record = _with_origin(_record_from_meta(meta, prompt), origin)
         if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned):
             return False
-        self._put(meta, has_system=prompt.has_system)
+        self._put(meta, has_system=prompt.has_system, origin=origin)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
         return True
@@ -134,6 +162,7 @@ class VariantIndex:
         meta = self._by_id.pop(variant_id, None)
         if meta is not None:
             self._with_system.discard(variant_id)
+            self._origins.pop(variant_id, None)
             self.tokens.release(meta)
             with self._siblings_lock:
                 siblings = self._by_chunk[meta.chunk_id]
@@ -210,14 +239,19 @@ class VariantIndex:
             logger.warning("variant %s: unreadable metadata, dropped from the store", record.variant_id)
             self._store.discard(record.variant_id)
             return
-        self._put(
-            dataclasses.replace(meta, frequency_reuse=frequency_reuse), has_system=record.meta.get("has_system") is True
-        )
+        origin = origin_of_record(record)
+        if self.documents.is_erased(meta.chunk_id, origin):
+            self._store.discard(record.variant_id)
+            return
+        meta = dataclasses.replace(meta, frequency_reuse=frequency_reuse)
+        self._put(meta, has_system=record.meta.get("has_system") is True, origin=origin)
         self.tokens.learn(meta.chunk_id, _token_ids(record))
 
-    def _put(self, meta: VariantMeta, *, has_system: bool = False) -> None:
+    def _put(self, meta: VariantMeta, *, has_system: bool = False, origin: Origin | None = None) -> None:
         if meta.variant_id not in self._by_id:
             self.tokens.hold(meta)
+            if origin is not None:
+                self._origins[meta.variant_id] = origin
             if has_system:
                 self._with_system.add(meta.variant_id)
         self._by_id[meta.variant_id] = meta
@@ -273,6 +307,24 @@ def _meta_from_record(record: ShardRecord) -> VariantMeta | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _with_origin(record: ShardRecord, origin: Origin) -> ShardRecord:
+    """The record with what `origin_of_record` finds; for most variants nothing but their prefix."""
+    beyond = {"seen": origin.seen - origin_of_record(record).seen, "after": origin.after}
+    more = {name: sorted(values) for name, values in beyond.items() if values}
+    return dataclasses.replace(record, meta={**record.meta, **more}) if more else record
+
+
+def origin_of_record(record: ShardRecord) -> Origin:
+    """What a record says of where its KV comes from."""
+    chunks = [record.chunk_id, *_texts(record, "prefix_ids"), *_texts(record, "seen")]
+    return Origin(frozenset(map(ChunkId, chunks)), frozenset(_texts(record, "after")))
+
+
+def _texts(record: ShardRecord, name: str) -> list[str]:
+    values = record.meta.get(name)
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 def _token_ids(record: ShardRecord) -> list[int]:

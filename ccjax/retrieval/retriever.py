@@ -164,6 +164,20 @@ class Retriever:
         """Passages that can be found."""
         return len(self._current())
 
+    @property
+    def document_ids(self) -> tuple[str, ...]:
+        """Ids of the documents that can be found."""
+        return tuple(document.document_id for document in self._current().documents)
+
+    def passages(self, document_id: str) -> list[Passage]:
+        """All passages of a document in reading order, each with score 0; empty where there is no such document."""
+        return [
+            self._passage(document, number, 0.0)
+            for document in self._current().documents
+            if document.document_id == document_id
+            for number in range(len(document.passages))
+        ]
+
     def search(self, query: str, top_k: int) -> list[Passage]:
         """The `top_k` passages most similar to `query`, best first; fewer where fewer exist or match.
 
@@ -178,18 +192,7 @@ class Retriever:
         if not len(index):
             return []
         vector = self._embedder.embed([query])[0]
-        return [
-            Passage(
-                document_id=document.document_id,
-                passage_id=f"{document.document_id}#{n}",
-                title=document.title,
-                text=document.passages[n],
-                version=document.version,
-                score=score,
-                path=str(self._docs_dir / document.document_id),
-            )
-            for score, document, n in index.search(vector, top_k)
-        ]
+        return [self._passage(document, number, score) for score, document, number in index.search(vector, top_k)]
 
     def refresh(self) -> RefreshReport:
         """Brings the index in step with the directory and saves it if it changed.
@@ -220,6 +223,17 @@ class Retriever:
         if index is None:
             raise ValueError("the retriever is closed")
         return index
+
+    def _passage(self, document: IndexedDocument, number: int, score: float) -> Passage:
+        return Passage(
+            document_id=document.document_id,
+            passage_id=f"{document.document_id}#{number}",
+            title=document.title,
+            text=document.passages[number],
+            version=document.version,
+            score=score,
+            path=str(self._docs_dir / document.document_id),
+        )
 
     def _load(self) -> str | None:
         """Takes over the saved index; else says why there is something to rebuild (None at a first start)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +18,7 @@ from starlette.requests import ClientDisconnect
 import ccjax
 from ccjax.engine import Delta
 from ccjax.errors import RequestError
+from ccjax.server.admin import ADMIN_BODIES, admin_routes, bearer_token, is_same
 from ccjax.server.body import add_schemas, describe, json_body
 from ccjax.server.errors import ApiError, as_api_error
 from ccjax.server.openai_format import DONE, Formatter, Kind, event
@@ -28,7 +28,7 @@ from ccjax.server.worker import Job, JobCancelledError
 
 logger = logging.getLogger(__name__)
 
-_BODIES = (ChatBody, CompletionBody, TokenizeBody)
+_BODIES = (ChatBody, CompletionBody, TokenizeBody, *ADMIN_BODIES)
 _CLIENT_GONE = 499  # nginx's number; nobody reads it
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must pass events on one by one
 
@@ -47,6 +47,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.max_body_bytes = service.settings.max_body_bytes
     _add_error_handlers(app, service)
     app.include_router(_public_routes(service))
+    app.include_router(admin_routes(service))
     app.include_router(_api_routes(service), dependencies=[Depends(_bearer_check(service.settings.api_key))])
 
     def openapi() -> dict[str, Any]:
@@ -186,10 +187,7 @@ async def _cancel_when_gone(request: Request, job: Job) -> None:
 
 def _bearer_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
-        if api_key is None:
-            return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), api_key.encode()):
+        if api_key is not None and not is_same(bearer_token(request), api_key):
             message = "wanted the server's API key as 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

@@ -8,9 +8,23 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from ccjax.errors import ContextLengthError, RequestError
+from ccjax.errors import (
+    ContextLengthError,
+    EraseIncompleteError,
+    PinLimitError,
+    ReadOnlyError,
+    RequestError,
+    UnknownDocumentError,
+)
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}
+_REFUSALS: dict[type[RequestError], tuple[int, str]] = {
+    ContextLengthError: (400, "context_length_exceeded"),
+    UnknownDocumentError: (404, "document_not_found"),
+    PinLimitError: (409, "pin_limit"),
+    ReadOnlyError: (409, "read_only"),
+}
+_MOST_REMAINING = 5
 
 
 class ApiError(Exception):
@@ -65,8 +79,12 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
     if isinstance(error, RequestError):
         argument = (names or {}).get(error.argument, error.argument)
         message = argument + str(error).removeprefix(error.argument)
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-        return ApiError(400, message, param=argument, code=code)
+        status, code = _REFUSALS.get(type(error), (400, None))
+        return ApiError(status, message, param=argument, code=code)
+    if isinstance(error, EraseIncompleteError):
+        shown = [*error.remaining[:_MOST_REMAINING], *(["..."] if len(error.remaining) > _MOST_REMAINING else [])]
+        message = f"{error}: {'; '.join(shown)}"
+        return ApiError(503, message, code="erase_incomplete", headers={"Retry-After": "10"})
     if isinstance(error, HTTPException):
         code = _CODES.get(error.status_code)
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)

@@ -52,6 +52,8 @@ class ServerMetrics:
                 ("computed", "that had no stored KV"),
             )
         }
+        self._admin = counter("cache_admin", "Calls of the admin API", "operation", "outcome")
+        self._warmed = counter("warmed_documents", "Documents of warm jobs that are done", "status")
         self._loaded_bytes = counter("loaded_bytes", "KV bytes loaded for reuse")
         self._preloaded_bytes = counter("preloaded_bytes", "KV bytes of disk variants that were read in time")
         self._load_s = counter("load_seconds", "Time that loading took or would have taken by itself, hidden or not")
@@ -74,6 +76,12 @@ class ServerMetrics:
             "num_requests_running": ("Requests that run", lambda: worker.num_running),
             "num_requests_waiting": ("Requests in line", lambda: worker.num_waiting),
             "num_variants": ("Chunk variants that can be reused", lambda: engine.num_variants),
+            "cached_documents": ("Versions of documents in the cache", lambda: engine.document_counts.documents),
+            "pins": ("Pins that have not run out", lambda: engine.document_counts.pins),
+            "unfinished_erasures": (
+                "Erasures of which something could not be deleted yet",
+                lambda: engine.document_counts.unfinished_erasures,
+            ),
         }
         if retriever is not None:
             readers["num_documents"] = ("Documents in the index", lambda: retriever.num_documents)
@@ -87,6 +95,15 @@ class ServerMetrics:
     def count_error(self, reason: str) -> None:
         """One more request that got no whole answer; `reason` is an `ApiError.reason` or "cancelled"."""
         self._errors.labels(reason).inc()
+
+    def count_admin(self, operation: str, status: int) -> None:
+        """One more call of the admin API; `operation` is one of its few."""
+        outcome = "ok" if status < 400 else "refused" if status < 500 else "failed"
+        self._admin.labels(operation, outcome).inc()
+
+    def count_warmed(self, status: str) -> None:
+        """One more warmed document; `status` is a `WarmStatus`."""
+        self._warmed.labels(status).inc()
 
     def end(self, job: Job) -> None:
         """Counts a job that has its response or was cancelled."""

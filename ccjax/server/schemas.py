@@ -258,6 +258,26 @@ class CompletionBody(Generation):
         return super().argument_names() | {"segments[1]": "prompt"}
 
 
+class PinBody(Body):
+    """Body of PUT /v1/cache/pins/ID."""
+
+    ttl_s: float = Field(3600.0, description="seconds that the pin lasts")
+    host: bool = Field(False, description="keep it in host memory, too, where it is there")
+
+
+class WarmBody(Body):
+    """Body of POST /v1/cache/warm."""
+
+    documents: list[DocumentIn] | None = Field(None, description="passages in the wording that requests will have")
+    document_ids: list[str] | Literal["all"] | None = Field(None, description="documents of the server's own")
+    system_prompt: str | None = Field(None, description="that of the requests to come, where they bring one")
+    at_once: bool = Field(False, description="one document between two requests, instead of in idle time only")
+
+    def own_documents(self) -> tuple[Document, ...]:
+        """The passages in the body."""
+        return tuple(_document(number, value) for number, value in enumerate(self.documents or ()))
+
+
 class TokenizeBody(Body):
     """Body of /tokenize: a text, or messages with documents, of which only the number of tokens is told."""
 

@@ -8,26 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ccjax
 from ccjax.engine import Engine, Request
-from ccjax.errors import RequestError
-from ccjax.retrieval import Retriever
+from ccjax.errors import EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
+from ccjax.retrieval import Passage, RefreshReport, Retriever
 from ccjax.server.errors import ApiError, as_api_error
 from ccjax.server.metrics import ServerMetrics
-from ccjax.server.schemas import Generation, TokenizeBody
+from ccjax.server.schemas import Generation, TokenizeBody, WarmBody
 from ccjax.server.settings import ServerSettings
+from ccjax.server.warming import MOST_JOBS, WarmJob, WarmJobs
 from ccjax.server.worker import EngineWorker, IdleWork, Job, QueueFullError, WorkerClosedError
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Backend:
     worker: EngineWorker
     retriever: Retriever | None
     model: str
+    warm_jobs: WarmJobs
 
 
 class Service:
@@ -68,15 +72,19 @@ class Service:
         with self._lock:
             if self._closed or self._backend is not None:
                 raise RuntimeError("service: opened or closed already")
+            jobs = WarmJobs(engine, self.metrics.count_warmed)
             worker = EngineWorker(
                 engine.stream,
                 max_queue=self.settings.max_queue,
                 on_end=self.metrics.end,
-                idle_work=_repairs(engine) if self.settings.repair_when_idle else None,
+                idle_work=_idle_work(engine, jobs, self.settings.repair_when_idle),
                 preload=engine.preload,
             )
             model = self.settings.served_model_name or engine.model_name
-            self._backend = Backend(engine, worker, retriever, model)
+            self._backend = Backend(engine, worker, retriever, model, jobs)
+            if retriever is not None and (retriever.report.changed or retriever.report.removed):
+                drop = functools.partial(_drop_old_versions, self._backend, retriever.report)
+                threading.Thread(target=drop, name="ccjax-drop", daemon=True).start()
             self.metrics.attach(
                 version=ccjax.__version__, model=model, engine=engine, worker=worker, retriever=retriever
             )
@@ -131,12 +139,8 @@ class Service:
                 documents, reuse=self.settings.reuse, request_id=f"{id_prefix}-{uuid.uuid4().hex}"
             )
             await asyncio.to_thread(backend.engine.validate, request)
-        try:
+        with _taking(self.settings.max_queue):
             return backend.worker.submit(request), documents
-        except QueueFullError:
-            raise _queue_full(self.settings.max_queue) from None
-        except WorkerClosedError:
-            raise ApiError(503, "the server is shutting down", code="not_ready") from None
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """vLLM's answer of /tokenize; `tokens` is null for messages, of which only the number is known here."""
@@ -155,6 +159,57 @@ class Service:
                 tokens = await asyncio.to_thread(_encode, engine, body.prompt, body.add_special_tokens)
                 count = len(tokens)
         return {"count": count, "max_model_len": engine.max_model_len, "tokens": tokens}
+
+    async def between(self, function: Callable[[Engine], Result]) -> Result:
+        """What `function` returns of the engine, run by the worker between two requests.
+
+        Raises:
+          ApiError: the server is not ready, shuts down, has too much in line, or the store did not answer.
+        """
+        backend = self.backend
+        with _taking(self.settings.max_queue):
+            future = backend.worker.call(lambda: function(backend.engine))
+        try:
+            # Shielded: an order that was given is carried out, also when the client does not wait for it.
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except WorkerClosedError:
+            raise _shutting_down() from None
+        except OSError as error:
+            raise ApiError(503, f"the store does not answer: {error}", code="store_unavailable") from error
+
+    async def warm(self, body: WarmBody) -> WarmJob:
+        """The job that warms the documents of a body.
+
+        Raises:
+          ApiError, RequestError: it is refused; nothing is computed.
+        """
+        backend = self.backend
+        if (body.documents is None) == (body.document_ids is None):
+            raise ApiError(400, "documents: wanted exactly one of documents and document_ids", param="documents")
+        documents = body.own_documents() if body.document_ids is None else _own(backend, body.document_ids)
+        warming = await asyncio.to_thread(backend.engine.begin_warming, documents, system_prompt=body.system_prompt)
+        with _taking(self.settings.max_queue):
+            job = backend.warm_jobs.add(warming, backend.worker, at_once=body.at_once)
+        if job is None:
+            message = f"wanted at most {MOST_JOBS} warm jobs at a time, and so many run already; try again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "10"})
+        return job
+
+    def warm_job(self, job_id: str) -> WarmJob:
+        """A warm job.
+
+        Raises:
+          ApiError: 404, there is none of that id.
+        """
+        job = self.backend.warm_jobs.get(job_id)
+        if job is None:
+            raise ApiError(404, f"job_id: there is no warm job {job_id!r}", param="job_id", code="job_not_found")
+        return job
+
+    def has_own(self, document_id: str) -> bool:
+        """True if the server's own documents have this one, so that the next question may bring it back."""
+        retriever = self.backend.retriever
+        return retriever is not None and document_id in retriever.document_ids
 
     def check_model(self, name: str | None) -> None:
         """Nothing, where `name` is the served model or not given.
@@ -210,20 +265,33 @@ class Service:
         top_k = (body.retrieval.top_k if body.retrieval else None) or self.settings.top_k
         with self.metrics.retrieval_time.time():
             passages = await asyncio.to_thread(backend.retriever.search, query, top_k)
-        return tuple(
-            Document(passage.text, passage.passage_id, passage.title, passage.version, passage.score)
-            for passage in passages
-        )
+        return tuple(map(_as_document, passages))
 
 
-def _repairs(engine: Engine) -> IdleWork:
-    return lambda is_cancelled: engine.repair_one(is_cancelled=is_cancelled)
+def _idle_work(engine: Engine, jobs: WarmJobs, repair: bool) -> IdleWork:
+    """Warm jobs first: somebody asked for them."""
+    return lambda is_wanted: jobs.step(is_wanted) or (repair and engine.repair_one(is_cancelled=is_wanted))
+
+
+def _drop_old_versions(backend: Backend, report: RefreshReport) -> None:
+    """Takes what changed or vanished since out of the cache. No question finds that text any more, it only takes room;
+    unchanged passages of a changed document stay."""
+    assert backend.retriever is not None
+    for document_id in (*report.changed, *report.removed):
+        kept = [_as_document(passage) for passage in backend.retriever.passages(document_id)]
+        try:
+            backend.worker.call(functools.partial(backend.engine.invalidate, document_id, keep=kept)).result()
+        except (UnknownDocumentError, ReadOnlyError):  # never asked for, or not to be changed
+            pass
+        except (EraseIncompleteError, QueueFullError, WorkerClosedError) as error:
+            logger.warning("documents: the old version of %s stays in the cache: %r", document_id, error)
 
 
 def _refresh_documents(backend: Backend) -> None:
     if backend.retriever is None:
         return
     report = backend.retriever.refresh()
+    _drop_old_versions(backend, report)
     if report.added or report.changed or report.removed:
         logger.info(
             "documents: %d added, %d changed, %d removed",
@@ -235,6 +303,40 @@ def _refresh_documents(backend: Backend) -> None:
 
 def _refresh_store(backend: Backend) -> None:
     backend.engine.refresh()
+
+
+def _own(backend: Backend, document_ids: Sequence[str]) -> list[Document]:
+    """All passages of the server's own documents with these ids; "all" for every one."""
+    retriever = backend.retriever
+    if retriever is None:
+        raise RequestError("document_ids", "this server has no documents of its own; send documents")
+    known = retriever.document_ids
+    wanted = known if document_ids == "all" else document_ids
+    for number, document_id in enumerate(wanted):
+        if document_id not in known:
+            raise UnknownDocumentError(f"document_ids[{number}]", f"this server has no document {document_id!r}")
+    return [_as_document(passage) for document_id in wanted for passage in retriever.passages(document_id)]
+
+
+def _as_document(passage: Passage) -> Document:
+    return Document(
+        passage.text, passage.passage_id, passage.title, passage.version, passage.score, passage.document_id
+    )
+
+
+@contextlib.contextmanager
+def _taking(max_queue: int) -> Iterator[None]:
+    """Turns the worker's refusals into `ApiError`s."""
+    try:
+        yield
+    except QueueFullError:
+        raise _queue_full(max_queue) from None
+    except WorkerClosedError:
+        raise _shutting_down() from None
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="not_ready")
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ class ServerSettings:
     Attributes:
       served_model_name: the model's name in the API; None takes the engine's.
       api_key: bearer token that all but health, readiness and metrics ask for; None asks for none.
+      admin_key: bearer token for what changes the cache; None keeps those endpoints closed.
       reuse: mode of requests that name none.
       top_k: passages retrieved where a request does not say how many.
       max_queue: requests that may wait behind the running one; more are refused with 429.
@@ -29,6 +30,7 @@ class ServerSettings:
 
     served_model_name: str | None = None
     api_key: str | None = None
+    admin_key: str | None = None
     reuse: ReuseMode = "bounded"
     top_k: int = 5
     max_queue: int = 128
@@ -38,9 +40,11 @@ class ServerSettings:
     repair_when_idle: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key"):
+        for name in ("served_model_name", "api_key", "admin_key"):
             if getattr(self, name) is not None and not getattr(self, name).strip():
                 raise ConfigError(f"{name}: wanted a non-empty text, got {getattr(self, name)!r}")
+        if self.admin_key is not None and self.admin_key == self.api_key:
+            raise ConfigError("admin_key: wanted another key than api_key: whoever may ask must not be able to erase")
         if self.reuse not in REUSE_MODES:
             raise ConfigError(f"reuse: wanted one of {REUSE_MODES}, got {self.reuse!r}")
         if not 1 <= self.top_k <= LARGEST_TOP_K:

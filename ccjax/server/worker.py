@@ -2,7 +2,7 @@
 HTTP and no model.
 
 Verbs: `submit` puts a request in line, `Job.deltas` follows its answer, `Job.cancel` takes it out of line or stops it,
-`close` ends the thread.
+`call` runs a function between two requests, `close` ends the thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from ccjax.engine import Delta, Request, Response
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE_AFTER_S = 0.1
 """Without a request for this long, idle work begins: not in the moment between two requests of one client."""
+
+Result = TypeVar("Result")
 
 IdleWork = Callable[[Callable[[], bool]], bool]
 """Does a piece of work, asks its argument often and stops once that returns True; returns whether more may be left."""
@@ -128,6 +131,8 @@ class EngineWorker:
         self._on_end = on_end
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
+        self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
+        self._called_last = False
         self._running: Job | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ccjax-engine", daemon=True)
@@ -172,14 +177,36 @@ class EngineWorker:
             self._changed.notify()
         return job
 
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Runs a function on the worker's thread, so that no request runs meanwhile, ahead of the requests in line; of
+        several calls, one between two requests. From any thread; afterwards idle work is looked for again.
+
+        Raises:
+          QueueFullError, WorkerClosedError: it was not taken.
+        """
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._closed:
+                raise WorkerClosedError
+            if len(self._calls) > self._max_queue:
+                raise QueueFullError
+            self._calls.append((function, future))
+            self._changed.notify()
+        return future
+
     def close(self, *, drain: bool = True) -> None:
         """Ends the thread: after all jobs, or without `drain` after the step that runs, with the rest cancelled."""
         with self._changed:
             self._closed = True
             jobs = [] if drain else [*self._waiting, *([self._running] if self._running else [])]
+            futures = [] if drain else [future for _, future in self._calls]
+            if not drain:
+                self._calls.clear()
             self._changed.notify()
         for job in jobs:
             job.cancel()
+        for future in futures:
+            future.set_exception(WorkerClosedError())
         self._thread.join()
 
     def _cancel(self, job: Job) -> None:
@@ -206,16 +233,24 @@ class EngineWorker:
             with self._changed:
                 self._running = None
                 self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S if is_more_to_do else None)
-                if self._waiting:
+                is_call = bool(self._calls) and not (self._waiting and self._called_last)
+                self._called_last = is_call
+                if is_call:
+                    function, future = self._calls.popleft()
+                elif self._waiting:
                     self._running = self._waiting.popleft()
                     return self._running
-                if self._closed:
+                elif self._closed:
                     return None
-            is_more_to_do = self._work_idly()
+            if is_call:
+                _complete(future, function)
+                is_more_to_do = self._idle_work is not None
+            else:
+                is_more_to_do = self._work_idly()
 
     def _is_wanted(self) -> bool:
         """True when the thread has better to do than wait or idle work."""
-        return bool(self._waiting) or self._closed
+        return bool(self._waiting or self._calls) or self._closed
 
     def _work_idly(self) -> bool:
         assert self._idle_work is not None
@@ -249,3 +284,10 @@ class EngineWorker:
             job.end_preload()
         if job.cancelled and job.response is None:
             self._on_end(job)
+
+
+def _complete(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

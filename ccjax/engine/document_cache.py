@@ -1,0 +1,301 @@
+"""Documents as units of the cache: warm, invalidate, erase, list, in every tier and variant. Knows no HTTP and no lock.
+
+An erasure is noted before anything is deleted and stays noted until all is: what a disk refuses to delete is tried
+again at every `tend`, also by the next process.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from ccjax.engine.cached_prefill import CachedPrefill
+from ccjax.engine.documents import Erasure, Link
+from ccjax.engine.prefill import IsCancelled
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.variants import VariantIndex, origin_of_record
+from ccjax.engine.warmup import BackgroundCompiler
+from ccjax.errors import EraseIncompleteError
+from ccjax.types import Chunk, ChunkId, Document, VariantId
+from store.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+_TEND_INTERVAL_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CachedDocument:
+    """One version of a document and what is cached of it.
+
+    Attributes:
+      chunks, variants: how many; a chunk is one wording of a passage, a variant its KV behind one prefix.
+      num_bytes: tier -> bytes of KV. What two documents share counts for both.
+      frequency_reuse: CacheCraft sec. 3.3 `f_r`, summed over the variants.
+      last_used: when this process last had it in a request, seconds since the epoch; None if it never had.
+      pinned_until: None where it is not pinned.
+      erasing: it is not used any more, but not all of it could be deleted yet.
+    """
+
+    document_id: str
+    version: str | None
+    chunks: int
+    variants: int
+    num_bytes: dict[str, int]
+    frequency_reuse: float
+    last_used: float | None
+    pinned_until: float | None
+    erasing: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Removal:
+    """What an invalidation or an erasure took away.
+
+    Attributes:
+      chunks: of the document that no other document has. kept_chunks: that another one has, too, so they stay.
+      variants: chunk variants that are gone from every tier. num_bytes: tier -> bytes of KV that they took.
+    """
+
+    document_id: str
+    version: str | None
+    chunks: int
+    kept_chunks: int
+    variants: int
+    num_bytes: dict[str, int]
+
+
+WarmStatus = Literal["present", "computed", "no_room"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WarmedDocument:
+    """A document that was to be warmed: its variant was there already, was computed, or found no room."""
+
+    document_id: str | None
+    version: str | None
+    num_tokens: int
+    status: WarmStatus
+
+
+class Warming:
+    """Documents to warm, and how far that is; `done` grows document by document."""
+
+    def __init__(self, documents: Sequence[Document], prompts: Sequence[Prompt]) -> None:
+        self.total = len(documents)
+        self.done: list[WarmedDocument] = []
+        self._left = collections.deque(zip(documents, prompts, strict=True))
+        self._kept: set[VariantId] = set()
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every document was dealt with."""
+        return not self._left
+
+
+class DocumentCache:
+    """Works on one engine's variants; not thread-safe, the engine's lock guards it."""
+
+    def __init__(
+        self, prefill: CachedPrefill, variants: VariantIndex, store: TieredStore, compiler: BackgroundCompiler
+    ) -> None:
+        self.registry = variants.documents
+        self._prefill = prefill
+        self._variants = variants
+        self._store = store
+        self._compiler = compiler
+        self._next_tend = 0.0
+
+    def warm_one(self, warming: Warming, is_cancelled: IsCancelled | None) -> None:
+        """Computes and stores the next document's variant behind the system prompt alone, unless there is one.
+
+        Raises:
+          PrefillCancelledError: `is_cancelled` returned True; the document is still to be done.
+        """
+        document, prompt = warming._left[0]
+        status: WarmStatus = "present"
+        if self._warm_id(prompt) is None:
+            self._compiler.wait_for(self._prefill.size_of(prompt, "exact"), is_cancelled)
+            prefilled = self._prefill.run(prompt, "exact", is_cancelled=is_cancelled, queued_layers=0)
+            self._prefill.store_new(prefilled, warming._kept)
+            status = "no_room" if self._warm_id(prompt) is None else "computed"
+        else:
+            self.registry.learn(prompt.chunks)
+        found = self._warm_id(prompt)
+        if found is not None:
+            warming._kept.add(found)
+        name = document.source_id or document.id
+        warming.done.append(WarmedDocument(name, document.version, len(prompt.chunks[-1].token_ids), status))
+        warming._left.popleft()
+
+    def remove(self, document_id: str, version: str | None, *, whole: bool, keep: Sequence[Chunk] = ()) -> Removal:
+        """Takes a document's variants out of use and out of every tier, except those of chunks in `keep`, which belong
+        to another version of it.
+
+        Args:
+          whole: also what was computed while looking at it, and what lies on disk uncommitted.
+
+        Raises:
+          RequestError, UnknownDocumentError: as `DocumentRegistry.select`.
+          EraseIncompleteError: not everything could be deleted, or noted; nothing of it is used any more.
+        """
+        self._take_in_all()
+        stays = self.registry.learn([chunk for chunk in keep if self.registry.knows(chunk.chunk_id)])
+        links = {name: link for name, link in self.registry.select(document_id, version).items() if name not in stays}
+        chunk_ids = self.registry.without_others(links)
+        kept = {link.chunk_id for link in links.values()} - chunk_ids
+        erasure = self.registry.begin(chunk_ids, list(links), whole=whole)
+        failure = ""
+        try:
+            self.registry.note(erasure)
+        except OSError as error:
+            failure = f"the order itself could not be noted, a crash would forget it: {error}"
+        variants, num_bytes, remaining = self._carry_out(erasure)
+        if failure:
+            remaining = (failure, *remaining)
+        elif not remaining:
+            remaining = self._finish(erasure)
+        if remaining:
+            raise EraseIncompleteError(
+                f"document {document_id!r}: {len(remaining)} objects could not be deleted or noted yet; nothing of it "
+                "is used any more, and the rest is tried again",
+                remaining,
+            )
+        return Removal(document_id, version, len(chunk_ids), len(kept), variants, num_bytes)
+
+    def needs_tending(self) -> bool:
+        """True when `tend` has something to do."""
+        return bool(self.registry.unfinished()) or self.registry.clock() >= self._next_tend
+
+    def tend(self) -> None:
+        """Tries again what could not be deleted, and drops notes that have served."""
+        self._next_tend = self.registry.clock() + _TEND_INTERVAL_S
+        for erasure in self.registry.unfinished():
+            try:
+                self.registry.note(erasure)
+            except OSError:
+                continue
+            if not self._carry_out(erasure)[2]:
+                self._finish(erasure)
+        try:
+            self.registry.drop_expired_pins()
+            for erasure in self.registry.outdated():
+                if not self._carry_out(erasure)[2]:  # once more: others may have stored something since
+                    self.registry.forget(erasure)
+            self.registry.forget_unused({key for meta in self._variants for key in self._variants.origin(meta).seen})
+        except OSError as error:
+            logger.warning("documents: notes that have served cannot be deleted: %s", error)
+
+    def fetch(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
+        """News of other processes for `follow`; reads the disk and changes nothing. None while it does not answer."""
+        try:
+            return self.registry.fetch()
+        except OSError as error:
+            logger.debug("documents: cannot read what other processes noted: %s", error)
+            return {}, ()
+
+    def follow(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> None:
+        """Takes in what `fetch` returned: drops what other processes erased from every tier, memory included."""
+        if self.registry.follow(added, removed):
+            for meta in tuple(self._variants):
+                if self.registry.is_erased(meta.chunk_id, self._variants.origin(meta)):
+                    self._variants.discard(meta.variant_id)
+
+    def list(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
+        """What is cached, by document and version.
+
+        Raises:
+          RequestError, UnknownDocumentError: as `DocumentRegistry.select`.
+        """
+        links = dict(self.registry.links()) if document_id is None else self.registry.select(document_id, version)
+        by_version: dict[tuple[str, str | None], list[tuple[str, Link]]] = collections.defaultdict(list)
+        for name, link in links.items():
+            by_version[link.document_id, link.version].append((name, link))
+        going = {name for erasure in self.registry.unfinished() for name in erasure.links}
+        order = sorted(by_version, key=lambda key: (key[0], key[1] is not None, key[1] or ""))
+        return tuple(self._describe(*key, by_version[key], going) for key in order)
+
+    def _describe(
+        self, document_id: str, version: str | None, links: Sequence[tuple[str, Link]], going: Collection[str]
+    ) -> CachedDocument:
+        chunk_ids = {link.chunk_id for _, link in links}
+        metas = [meta for found in self._variants.of_chunks(chunk_ids).values() for meta in found]
+        num_bytes = dict.fromkeys(self._store.usage(), 0)
+        for meta in metas:
+            for tier in self._store.tiers_of(meta.variant_id):
+                num_bytes[tier] += meta.num_bytes
+        used = [at for chunk in chunk_ids if (at := self.registry.last_used(chunk)) is not None]
+        pins = [
+            pin.until
+            for pin in self.registry.pins()
+            if any(link.is_of(pin.document_id, pin.version) for _, link in links)
+        ]
+        return CachedDocument(
+            document_id=document_id,
+            version=version,
+            chunks=len(chunk_ids),
+            variants=len(metas),
+            num_bytes=num_bytes,
+            frequency_reuse=sum(meta.frequency_reuse for meta in metas),
+            last_used=max(used, default=None),
+            pinned_until=max(pins, default=None),
+            erasing=any(name in going for name, _ in links),
+        )
+
+    def _warm_id(self, prompt: Prompt) -> VariantId | None:
+        """The exact variant that warming a prompt's last chunk is about, if it is held."""
+        *before, last = (chunk.chunk_id for chunk in prompt.chunks)
+        for meta in self._variants.of_chunks({last}).get(last, ()):
+            if meta.fidelity == "exact" and meta.prefix_ids == tuple(before):
+                return meta.variant_id
+        return None
+
+    def _take_in_all(self) -> None:
+        """Learns what other processes noted and stored, as far as the disk answers."""
+        self.follow(*self.fetch())
+        self._store.refresh()
+        self._reconcile()
+
+    def _reconcile(self) -> None:
+        stored = {record.variant_id for record in self._store.records()}
+        gone = [meta.variant_id for meta in self._variants if self._store.tier_of(meta.variant_id) is None]
+        self._variants.follow([key for key in stored if key not in self._variants], gone)
+
+    def _carry_out(self, erasure: Erasure) -> tuple[int, dict[str, int], tuple[str, ...]]:
+        """Deletes what an erasure takes: number of variants, their bytes by tier, and what could not be deleted."""
+        held = [meta for meta in self._variants if erasure.takes(meta.chunk_id, self._variants.origin(meta))]
+        num_bytes = dict.fromkeys(self._store.usage(), 0)
+        for meta in held:
+            for tier in self._store.tiers_of(meta.variant_id):
+                num_bytes[tier] += meta.num_bytes
+        condemned = {str(meta.variant_id) for meta in held}
+        condemned |= self._taken_by(erasure)  # of an earlier attempt: no longer in the index
+        try:
+            remaining = self._store.erase(sorted(condemned), uncommitted=erasure.whole and not erasure.is_done)
+            remaining += tuple(self._taken_by(erasure))  # what that found on disk, and could not be deleted earlier
+        except OSError as error:
+            remaining = (f"the disk cannot be listed: {error}",)
+        for meta in held:
+            self._variants.forget(meta.variant_id)
+        self._reconcile()
+        self._variants.save_hints()
+        return len(held), num_bytes, remaining
+
+    def _taken_by(self, erasure: Erasure) -> set[str]:
+        """Variants in the store that an erasure takes."""
+        return {
+            record.variant_id
+            for record in self._store.records()
+            if erasure.takes(ChunkId(record.chunk_id), origin_of_record(record))
+        }
+
+    def _finish(self, erasure: Erasure) -> tuple[str, ...]:
+        """Ends an erasure that left nothing behind; what of its notes could not be deleted."""
+        try:
+            self.registry.finish(erasure)
+        except OSError as error:
+            return (f"its notes: {error}",)
+        return ()

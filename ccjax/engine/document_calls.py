@@ -1,0 +1,200 @@
+"""What an engine offers for documents as units of its cache. Knows neither HTTP nor how it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ccjax.engine.config import EngineConfig
+from ccjax.engine.document_cache import CachedDocument, DocumentCache, Removal, WarmedDocument, Warming
+from ccjax.engine.documents import Pin, check_id
+from ccjax.engine.pins import DocumentPins
+from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
+from ccjax.engine.prompts import Prompt, as_chunk
+from ccjax.engine.requests import Request, SamplingParams, documents_from
+from ccjax.errors import ContextLengthError, ReadOnlyError, RequestError
+from ccjax.text import PromptBuilder
+from ccjax.types import Document
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DocumentCounts:
+    """How things stand: documents (versions apart) in the cache, pins, and erasures of which something is left."""
+
+    documents: int
+    pins: int
+    unfinished_erasures: int
+
+
+class DocumentCalls:
+    """The part of `Engine` for documents; each call waits for the request that runs.
+
+    A document is named by its `id`, or that of one of its passages; `version` None stands for all versions.
+    """
+
+    config: EngineConfig
+    _builder: PromptBuilder | None
+    _documents: DocumentCache
+    _pins: DocumentPins
+
+    def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
+        raise NotImplementedError
+
+    def _assemble(self, request: Request, *, answer: bool = True) -> Prompt:
+        raise NotImplementedError
+
+    def warm(
+        self,
+        documents: Sequence[Document | Mapping[str, Any]],
+        *,
+        system_prompt: str | None = None,
+        is_cancelled: IsCancelled | None = None,
+    ) -> tuple[WarmedDocument, ...]:
+        """Computes and stores documents ahead of any question, each behind the system prompt alone, in the wording that
+        requests have. Other requests may run between two documents.
+
+        Args:
+          system_prompt: that of the requests to come, where they bring one of their own.
+          is_cancelled: asked before every layer; once it returns True the rest is left out of what is returned.
+
+        Raises:
+          RequestError, ContextLengthError: a document cannot be used or is too long; nothing was computed.
+          ReadOnlyError: the engine is `read_only`, or never reuses anything.
+        """
+        warming = self.begin_warming(documents, system_prompt=system_prompt)
+        while not warming.is_finished and self.warm_one(warming, is_cancelled=is_cancelled):
+            pass
+        return tuple(warming.done)
+
+    def begin_warming(
+        self, documents: Sequence[Document | Mapping[str, Any]], *, system_prompt: str | None = None
+    ) -> Warming:
+        """What `warm` begins with, for callers that go on with `warm_one` whenever there is time; raises as `warm`."""
+        self._check_writable()
+        checked = documents_from(documents)
+        if not checked:
+            raise RequestError("documents", "wanted at least one document, got none")
+        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        prompts = []
+        for number, document in enumerate(checked):
+            messages = [*system, {"role": "user", "content": "?"}]
+            request = Request(messages=messages, documents=[document], sampling=SamplingParams(max_new_tokens=None))
+            try:
+                prompt = self._assemble(request, answer=False)
+            except ContextLengthError as error:
+                message = str(error).removeprefix(f"{error.argument}: ").partition(";")[0]
+                raise ContextLengthError(f"documents[{number}]", message) from error
+            # One token in place of a question: a prefill ends with one.
+            prompts.append(dataclasses.replace(prompt, question=prompt.chunks[-1].token_ids[-1:], max_new_tokens=1))
+        return Warming(checked, prompts)
+
+    def warm_one(self, warming: Warming, *, is_cancelled: IsCancelled | None = None) -> bool:
+        """Deals with the next document of a warming; False if `is_cancelled` returned True first."""
+        with self._exclusive():
+            try:
+                self._documents.warm_one(warming, is_cancelled)
+            except PrefillCancelledError:
+                return False
+        return True
+
+    def pin(self, document_id: str, version: str | None = None, *, ttl_s: float = 3600.0, host: bool = False) -> Pin:
+        """Keeps a document's variants, also those to come, in the last tier that holds them for `ttl_s` seconds; a pin
+        of the same document and version is replaced. It outlasts a restart where there is a disk tier.
+
+        Args:
+          host: do not evict them from host memory either, where they are there.
+
+        Raises:
+          RequestError: an argument is of the wrong type or out of range.
+          UnknownDocumentError: nothing is cached of it.
+          PinLimitError: `pin_share` of a budget is exceeded; nothing changed.
+          ReadOnlyError: the engine is `read_only`.
+          OSError: the disk did not take the pin; it holds in this process.
+        """
+        self._check_writable()
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not (math.isfinite(ttl_s) and ttl_s > 0):
+            raise RequestError("ttl_s", f"wanted a positive number of seconds, got {ttl_s!r}")
+        with self._exclusive():
+            registry = self._documents.registry
+            registry.select(document_id, version)
+            pin = Pin(document_id, version, registry.clock() + ttl_s, bool(host))
+            self._pins.check(pin)
+            registry.pin(pin)
+            return pin
+
+    def unpin(self, document_id: str, version: str | None = None) -> bool:
+        """Takes back the pin of exactly this document and version; False if there was none.
+
+        Raises:
+          RequestError, ReadOnlyError, OSError: as `pin`.
+        """
+        self._check_writable()
+        check_id("document_id", document_id)
+        if version is not None:
+            check_id("version", version)
+        with self._exclusive():
+            return self._documents.registry.unpin(document_id, version)
+
+    def invalidate(
+        self, document_id: str, version: str | None = None, *, keep: Sequence[Document | Mapping[str, Any]] = ()
+    ) -> Removal:
+        """From the next request on, no variant of the document's text is used, and all go from every tier; text that
+        another document (or version) has, too, stays.
+
+        What was computed behind that text stays as well: it is another passage's KV, and is repaired wherever it is
+        used. To leave no trace, `erase`.
+
+        Args:
+          keep: passages that the document still has; where their text is cached it stays, under their version.
+
+        Raises:
+          RequestError, UnknownDocumentError, ReadOnlyError: as `pin`.
+          EraseIncompleteError: not everything could be deleted yet.
+        """
+        self._check_writable()
+        kept = documents_from(keep)
+        if kept and self._builder is None:
+            raise RequestError("keep", "wanted a model with tokenizer files for text; this one takes token ids only")
+        chunks = [as_chunk(self._builder.document_ids(document), document) for document in kept if self._builder]
+        with self._exclusive():
+            return self._documents.remove(document_id, version, whole=False, keep=chunks)
+
+    def erase(self, document_id: str, version: str | None = None) -> Removal:
+        """As `invalidate`, and leaves nothing of the text or its KV in any tier that this process can reach: also gone
+        are all variants that were computed while looking at it, queued writes, quarantine and parts of killed writes.
+
+        Other processes on the same store drop what they have in memory at their next `refresh`, and this one then
+        deletes what they still stored. For an hour a hash of the text is kept for that. Not reached: backups,
+        snapshots and versions that a bucket keeps, the documents directory and its index, logs.
+
+        Raises:
+          RequestError, UnknownDocumentError, ReadOnlyError: as `pin`.
+          EraseIncompleteError: as `invalidate`; say so to whoever asked for it.
+        """
+        self._check_writable()
+        with self._exclusive():
+            return self._documents.remove(document_id, version, whole=True)
+
+    def documents(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
+        """What is cached, by document and version; of one document, or version of it, where they are given.
+
+        Raises:
+          RequestError, UnknownDocumentError: as `pin`.
+        """
+        with self._exclusive():
+            return self._documents.list(document_id, version)
+
+    @property
+    def document_counts(self) -> DocumentCounts:
+        """How many documents, pins and unfinished erasures there are; waits for nobody."""
+        registry = self._documents.registry
+        versions = {(link.document_id, link.version) for _, link in registry.links()}
+        return DocumentCounts(len(versions), len(registry.pins()), len(registry.unfinished()))
+
+    def _check_writable(self) -> None:
+        for name, refused in (("read_only", self.config.read_only), ("strategy", self.config.strategy == "full")):
+            if refused:
+                raise ReadOnlyError(name, f"wanted an engine that stores chunks, this one has {name}={refused}")

@@ -1,0 +1,130 @@
+"""Warm jobs: documents that are computed ahead of questions, while no request waits or one between two requests.
+
+Knows no HTTP. `step` is idle work of the engine's worker; jobs in a hurry come through its `call`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ccjax.engine import Engine, Warming
+from ccjax.server.worker import EngineWorker, QueueFullError, WorkerClosedError
+
+logger = logging.getLogger(__name__)
+
+MOST_JOBS = 16
+"""Jobs that may be unfinished at a time."""
+
+_MOST_KEPT = 100
+"""Finished jobs that can still be asked for."""
+
+WarmJobStatus = Literal["running", "completed", "cancelled", "failed"]
+
+
+class WarmJob:
+    """One list of documents, and how far it is."""
+
+    def __init__(self, warming: Warming, at_once: bool) -> None:
+        self.id = f"warm-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.warming = warming
+        self.at_once = at_once
+        self.status: WarmJobStatus = "running"
+
+    def as_json(self) -> dict[str, Any]:
+        """The job as the API shows it."""
+        done = tuple(self.warming.done)
+        counts = {status: sum(item.status == status for item in done) for status in ("present", "computed", "no_room")}
+        return {
+            "id": self.id,
+            "object": "cache.warm",
+            "created": self.created,
+            "status": self.status,
+            "at_once": self.at_once,
+            "total": self.warming.total,
+            "done": len(done),
+            **counts,
+        }
+
+
+class WarmJobs:
+    """The jobs of one engine. Thread-safe."""
+
+    def __init__(self, engine: Engine, count: Callable[[str], None]) -> None:
+        """
+        Args:
+          count: called with the status of each document that is done.
+        """
+        self._engine = engine
+        self._count = count
+        self._lock = threading.Lock()
+        self._jobs: dict[str, WarmJob] = {}
+
+    def add(self, warming: Warming, worker: EngineWorker, *, at_once: bool) -> WarmJob | None:
+        """The job of a warming that begins now; None where too many are unfinished.
+
+        Raises:
+          QueueFullError, WorkerClosedError: the worker does not take it.
+        """
+        job = WarmJob(warming, at_once)
+        with self._lock:
+            if sum(other.status == "running" for other in self._jobs.values()) >= MOST_JOBS:
+                return None
+            worker.call((lambda: self._go_on(job, worker)) if at_once else (lambda: None))  # wakes it up
+            self._jobs[job.id] = job
+            finished = [key for key, other in self._jobs.items() if other.status != "running"]
+            for key in finished[: max(0, len(finished) - _MOST_KEPT)]:
+                del self._jobs[key]
+        return job
+
+    def get(self, job_id: str) -> WarmJob | None:
+        """The job, or None where it is not known (any more)."""
+        return self._jobs.get(job_id)
+
+    def cancel(self, job: WarmJob) -> bool:
+        """Ends a job; what it computed stays. False where it was over already."""
+        with self._lock:
+            if job.status != "running":
+                return False
+            job.status = "cancelled"
+        return True
+
+    def step(self, is_wanted: Callable[[], bool]) -> bool:
+        """Deals with a document of the oldest job, until `is_wanted`; False if nothing is left to do now."""
+        for job in tuple(self._jobs.values()):
+            if job.status == "running" and not job.at_once:
+                self._warm_one(job, is_wanted)
+                return not is_wanted()
+        return False
+
+    def _go_on(self, job: WarmJob, worker: EngineWorker) -> None:
+        """Deals with a document of a job in a hurry and gets in line for the next."""
+        if job.status == "running":
+            self._warm_one(job, lambda: False)
+        if job.status == "running":
+            try:
+                worker.call(lambda: self._go_on(job, worker))
+            except (QueueFullError, WorkerClosedError):
+                job.at_once = False  # then in idle time
+
+    def _warm_one(self, job: WarmJob, is_wanted: Callable[[], bool]) -> None:
+        try:
+            is_done = self._engine.warm_one(job.warming, is_cancelled=lambda: is_wanted() or job.status != "running")
+        except Exception:
+            logger.exception("warm job %s failed at document %d", job.id, len(job.warming.done))
+            self._end(job, "failed")
+            return
+        if is_done:
+            self._count(job.warming.done[-1].status)
+            if job.warming.is_finished:
+                self._end(job, "completed")
+
+    def _end(self, job: WarmJob, status: WarmJobStatus) -> None:
+        with self._lock:
+            if job.status == "running":
+                job.status = status

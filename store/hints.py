@@ -1,0 +1,35 @@
+"""JSON values of one identity that may be lost without harm. Knows no meaning of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from store.objects import Root
+
+
+class Hints:
+    """One object that is replaced as a whole; `warn(message, key, error)` logs what the disk refuses."""
+
+    def __init__(self, root: Root, key: str, warn: Callable[..., None]):
+        self._root = root
+        self._key = key
+        self._warn = warn
+
+    def read(self) -> dict[str, Any]:
+        """What `write` noted last; empty where there is nothing or it cannot be read."""
+        try:
+            hints = json.loads(self._root.read(self._key) or b"{}")
+        except (OSError, ValueError, RecursionError) as error:
+            self._warn("store: cannot read the hints in %s: %s", self._key, error)
+            return {}
+        return hints if isinstance(hints, dict) else {}
+
+    def write(self, hints: Mapping[str, Any]) -> None:
+        """Replaces JSON values that may be lost, or be another process's, without harm. A refusal of the disk is
+        logged."""
+        try:
+            self._root.replace(self._key, json.dumps(dict(hints)).encode())
+        except OSError as error:
+            self._warn("store: cannot write the hints in %s: %s", self._key, error)

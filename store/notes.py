@@ -1,0 +1,142 @@
+"""Small JSON objects by name, beside the variants of one identity and shared by its processes. Knows no meaning of it.
+
+Each note is written once and never changed, so that processes add and take away facts without overwriting others'.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from store.objects import Root, for_each
+
+_log = logging.getLogger(__name__)
+
+
+class Notes:
+    """Thread-safe. Without a root they live in memory.
+
+    Args:
+      root, prefix: where they are kept, as `PREFIX/NAME.json`.
+      run: runs a function on a thread that may wait for the disk; in order, and before variants that are stored later.
+    """
+
+    def __init__(
+        self,
+        root: Root | None = None,
+        prefix: str = "",
+        run: Callable[[Callable[[], None]], Future[None]] | None = None,
+    ):
+        self._root = root
+        self._prefix = prefix
+        self._run = run
+        self._lock = threading.Lock()
+        self._disk_lock = threading.Lock()  # one change of the disk at a time, so that no write undoes a deletion
+        self._values: dict[str, Mapping[str, Any]] = {}
+        self._unwritten: dict[str, Mapping[str, Any]] = {}
+
+    def items(self) -> dict[str, Mapping[str, Any]]:
+        """All that are known: name -> value."""
+        with self._lock:
+            return dict(self._values)
+
+    def put(self, name: str, value: Mapping[str, Any], *, wait: bool = False) -> None:
+        """Adds a note; one of that name stays as it was. It is written in the background, and once more at every
+        `refresh` until the disk took it.
+
+        Args:
+          wait: write it before this returns.
+
+        Raises:
+          OSError: with `wait`, the disk refused; the note is known here all the same, and written later.
+        """
+        with self._lock:
+            if name in self._values:
+                return
+            self._values[name] = value
+            if self._root is None or self._run is None:
+                return
+            self._unwritten[name] = value
+        if wait:
+            self._write(name)
+        else:
+            self._run(lambda: self._write_quietly(name))
+
+    def delete(self, name: str) -> None:
+        """Takes a note away; nothing happens when there is none.
+
+        Raises:
+          OSError: the disk refused, and the note is still there.
+        """
+        with self._disk_lock:
+            if self._root is not None:
+                self._root.delete(self._key(name))
+            with self._lock:
+                self._values.pop(name, None)
+                self._unwritten.pop(name, None)
+
+    def flush(self) -> bool:
+        """Waits until what was put is written or has failed; True."""
+        if self._run is not None and self._unwritten:
+            self._run(lambda: None).result()
+        return True
+
+    def refresh(self) -> tuple[dict[str, Mapping[str, Any]], tuple[str, ...]]:
+        """Takes in what other processes noted and took away since: (added, names of removed); tries again to write what
+        could not be written.
+
+        Raises:
+          OSError: the directory or bucket cannot be listed or read.
+        """
+        root = self._root
+        if root is None:
+            return {}, ()
+        for name in tuple(self._unwritten):
+            self._write_quietly(name)
+        with self._lock:
+            known = self._values.keys() - self._unwritten.keys()
+        listed = {name.removesuffix(".json") for name in root.names(self._prefix) if name.endswith(".json")}
+        new = sorted(listed - known)
+        values = for_each(root, lambda name: _decoded(root.read(self._key(name))), new)
+        added = {name: value for name, value in zip(new, values, strict=True) if value is not None}
+        removed = tuple(sorted(known - listed))
+        with self._lock:
+            self._values.update(added)
+            for name in removed:
+                self._values.pop(name, None)
+        return added, removed
+
+    def _write(self, name: str) -> None:
+        assert self._root is not None
+        with self._disk_lock:
+            with self._lock:
+                value = self._unwritten.get(name)
+            if value is None:  # written, or taken away meanwhile
+                return
+            self._root.create(self._key(name), json.dumps(dict(value)).encode())
+            with self._lock:
+                del self._unwritten[name]
+
+    def _write_quietly(self, name: str) -> None:
+        try:
+            self._write(name)
+        except OSError as error:
+            _log.warning("store: cannot write the note %s: %s; it is tried again", name, error)
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}.json"
+
+
+def _decoded(raw: bytes | None) -> dict[str, Any] | None:
+    """The note; an empty one where it is damaged, None where it is gone."""
+    if raw is None:
+        return None
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

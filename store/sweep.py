@@ -1,0 +1,37 @@
+"""Deletes what nobody will read: data without a record, what killed processes left, quarantine. Knows no variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from store.objects import Root, for_each
+
+
+def sweep(
+    root: Root,
+    namespace: str,
+    orphans: Iterable[str],
+    orphan_age_s: float,
+    quarantine_age_s: float,
+    delete: Callable[[str], bool],
+) -> tuple[str, ...]:
+    """Deletes in `namespace` the data objects `orphans`, left-overs and quarantine, where they are older than that; an
+    age of 0 means all of them.
+
+    Args:
+      delete: deletes one key; False where the disk refused.
+
+    Returns:
+      The keys that could not be deleted.
+
+    Raises:
+      OSError: the directory or bucket cannot be listed.
+    """
+    stale = [f"{namespace}/data/{name}" for name in orphans]
+    stale += root.left_overs(("", namespace, f"{namespace}/records", f"{namespace}/notes"))
+    ages = dict.fromkeys(stale, orphan_age_s)
+    quarantine = f"{namespace}/quarantine"
+    ages |= {f"{quarantine}/{name}": quarantine_age_s for name in root.names(quarantine)}
+    old = [key for key, age_s in ages.items() if not age_s or root.age_s(key) > age_s]
+    went = for_each(root, delete, old)
+    return tuple(key for key, is_gone in zip(old, went, strict=True) if not is_gone)
