@@ -17,7 +17,7 @@ import numpy as np
 
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.prompts import chunk_id
-from ccjax.engine.reads import ComputeRate
+from ccjax.engine.rates import Rates
 from ccjax.engine.snapshot import ChunkCache, restore_snapshot, save_snapshot
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
@@ -70,7 +70,7 @@ def open_cache(
     with TieredStore.open(
         url, kv_spec=kv_spec, identity=identity, host_bytes=host_bytes, disk_bytes=disk_bytes
     ) as store:
-        costs = MeasuredCosts(ComputeRate())
+        costs = MeasuredCosts(Rates())
         variants = VariantIndex(store, costs, policy=DEFAULT_POLICY, alpha=1.0, max_variants=max_variants)
         yield ChunkCache(store, variants, identity, "a model", max_variants)
 
