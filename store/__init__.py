@@ -11,7 +11,7 @@ from store.errors import (
     TierFullError,
 )
 from store.host import HostTier
-from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity
+from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, ShardSummary, StoreIdentity
 from store.tickets import LoadTicket, StoreTicket
 from store.tiered import TieredStore
 from store.usage import TierUsage
@@ -25,6 +25,7 @@ __all__ = [
     "ShardCorruptError",
     "ShardNotFoundError",
     "ShardRecord",
+    "ShardSummary",
     "StoreError",
     "StoreIdentity",
     "StoreIdentityError",

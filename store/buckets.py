@@ -177,7 +177,7 @@ class BucketRoot:
         found = self._wait(self._live().read(key))
         return found.value if found.state == "value" else None
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         bucket = self._live()
         try:
             # A refusal raises nothing and has no generation. (`if_equal=b""` would be no condition at all.)
@@ -191,7 +191,7 @@ class BucketRoot:
             raise StoreUnavailableError(f"store: {self.url}: cannot create {key}, though there is none: bucket gone?")
         return found == data
 
-    def replace(self, key: str, data: bytes) -> None:
+    def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
         self._wait(self._live().write(key, data))
 
     def make_prefix(self, prefix: str) -> None:

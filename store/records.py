@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any
+import zlib
+from typing import Any, NamedTuple
 
 from store.errors import ShardCorruptError
 from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity
@@ -28,6 +29,24 @@ class StoredShard:
     layer_crc32: tuple[int, ...]
     head_groups: int
     charge_bytes: int
+
+
+class KnownShard(NamedTuple):
+    """A committed variant as memory holds it by the hundred thousand: the bytes of its record, and what must be known
+    of it before anybody looks into them.
+
+    Attributes:
+      raw: the record. `decode_known` gives its `StoredShard`.
+      crc32: of `raw` when it was checked wholly.
+    """
+
+    variant_id: str
+    chunk_id: str
+    num_tokens: int
+    object_id: str
+    charge_bytes: int
+    crc32: int
+    raw: bytes
 
 
 def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int) -> int:
@@ -80,6 +99,40 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
         sound = False
     if not sound:
         raise ShardCorruptError(f"record of variant {variant_id}: checksum failed")
+    return _shard(body, len(raw), variant_id, identity, kv_spec)
+
+
+def known_from_raw(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec) -> KnownShard:
+    """As `decode_record`, in the form that is kept. Raises ShardCorruptError."""
+    shard = decode_record(raw, variant_id=variant_id, identity=identity, kv_spec=kv_spec)
+    record = shard.record
+    return KnownShard(
+        variant_id, record.chunk_id, record.num_tokens, shard.object_id, shard.charge_bytes, zlib.crc32(raw), raw
+    )
+
+
+def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec) -> StoredShard:
+    """The shard that `known.raw` commits; a quarter of `decode_record`'s time, as the bytes passed it once.
+
+    Raises:
+      ShardCorruptError: they are not those bytes, or not of what `known` says they are.
+    """
+    if zlib.crc32(known.raw) != known.crc32:
+        raise ShardCorruptError(f"record of variant {known.variant_id}: checksum failed")
+    try:
+        shard = _shard(json.loads(known.raw), len(known.raw), known.variant_id, identity, kv_spec)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ShardCorruptError(f"record of variant {known.variant_id}: {error}") from error
+    record = shard.record
+    found = (record.variant_id, record.chunk_id, record.num_tokens, shard.object_id, shard.charge_bytes)
+    if found != known[:5]:
+        raise ShardCorruptError(f"record of variant {known.variant_id}: it is {found}, wanted {known[:5]}")
+    return shard
+
+
+def _shard(
+    body: dict[str, Any], record_bytes: int, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec
+) -> StoredShard:
     expected = {
         "format_version": FORMAT_VERSION,
         "namespace": identity.namespace,
@@ -91,13 +144,13 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
     for name, want in expected.items():
         if body[name] != want:
             raise ShardCorruptError(f"record of variant {variant_id}: {name} is {body[name]!r}, wanted {want!r}")
-    record = ShardRecord(variant_id, body["chunk_id"], body["num_tokens"], body["num_bytes"], body["meta"])
+    num_tokens = body["num_tokens"]
     return StoredShard(
-        record=record,
+        record=ShardRecord.of_json(variant_id, body["chunk_id"], num_tokens, body["num_bytes"], body["meta"]),
         object_id=body["object_id"],
         layer_crc32=tuple(int(crc, 16) for crc in body["layer_crc32"]),
         head_groups=body["head_groups"],
-        charge_bytes=len(raw) + object_bytes(kv_spec, record.num_tokens, body["head_groups"]),
+        charge_bytes=record_bytes + object_bytes(kv_spec, num_tokens, body["head_groups"]),
     )
 
 

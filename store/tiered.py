@@ -15,21 +15,19 @@ from store.arrays import ShardReader
 from store.disk import TensorStoreTier
 from store.errors import ShardNotFoundError, TierFullError
 from store.host import HostTier
-from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+from store.spec import KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import DISK, HOST, LoadTicket, StoreTicket
 from store.usage import TierUsage
-from store.write_behind import WriteBehind
+from store.write_behind import MAX_PENDING_BYTES, WriteBehind
 
 _log = logging.getLogger(__name__)
-
-MAX_PENDING_BYTES = 256 << 20
-"""Default of `TieredStore.open(max_pending_bytes=...)`: KV that may wait for the disk."""
 
 
 class TieredStore:
     """Thread-safe; open it with `TieredStore.open`, use it as a context manager or `close` it.
 
     A variant is stored in every tier that has room; disk variants that were read whole are promoted to host memory.
+    `claims` is what this process and others say they compute, None without a disk.
     """
 
     def __init__(self, kv_spec: KVSpec, host: HostTier, disk: TensorStoreTier | None, max_pending_bytes: int):
@@ -37,6 +35,7 @@ class TieredStore:
         self._host = host
         self._disk = disk
         self._writer = None if disk is None else WriteBehind(disk, max_pending_bytes)
+        self.claims = None if self._writer is None else self._writer.claims
         self._lock = threading.RLock()
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
@@ -60,8 +59,7 @@ class TieredStore:
         """A store of one model's variants; `url=None` keeps them in host memory only.
 
         Args:
-          host_bytes, disk_bytes: budgets; `disk_bytes=None` is no limit.
-          exclusive, head_groups: see `TensorStoreTier`.
+          host_bytes, disk_bytes, exclusive, head_groups: budgets (None is no limit), and as `TensorStoreTier`.
           max_pending_bytes: KV that may wait for the disk before stores skip it.
 
         Raises:
@@ -82,11 +80,28 @@ class TieredStore:
 
     # -- looking -----------------------------------------------------------------------------------------------
 
-    def records(self) -> list[ShardRecord]:
-        """Every committed variant of any tier, once."""
+    def summaries(self) -> list[ShardSummary]:
+        """Every committed variant of any tier, once. Reads nothing."""
         with self._lock:
-            found = {record.variant_id: record for tier in self._tiers().values() for record in tier.records()}
+            found = {one.variant_id: one for tier in self._tiers().values() for one in tier.summaries()}
         return list(found.values())
+
+    def get_summary(self, variant_id: str) -> ShardSummary | None:
+        """Of a committed variant of any tier, or None. Reads nothing."""
+        with self._lock:
+            found = (tier.get_summary(variant_id) for tier in self._tiers().values())
+            return next(filter(None, found), None)
+
+    def records(self) -> list[ShardRecord]:
+        """The whole records behind `summaries`."""
+        found = (self.get_record(one.variant_id) for one in self.summaries())
+        return [record for record in found if record is not None]
+
+    def get_record(self, variant_id: str) -> ShardRecord | None:
+        """The record of a committed variant of any tier; None where there is none, or none that is sound."""
+        with self._lock:
+            held = self._host.get_record(variant_id)
+        return held or (None if self._disk is None else self._disk.get_record(variant_id))
 
     def tier_of(self, variant_id: str) -> str | None:
         """The fastest tier that holds the variant: "host", "disk" or None."""
@@ -141,6 +156,11 @@ class TieredStore:
             _log.warning("store: refresh of %s: %s", self._disk.url, failure or "succeeds again")
         self._refresh_fails = failure is not None
         return changes
+
+    def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
+        """Work for idle time, and for the end: keeps the disk tier quick to open (`TensorStoreTier.tidy`)."""
+        if self._disk is not None:
+            self._disk.tidy(is_cancelled)
 
     def read_hints(self) -> dict[str, Any]:
         """What `write_hints` noted last; empty without a disk."""
@@ -200,13 +220,15 @@ class TieredStore:
             for tier, num_bytes in ticket.bytes_read.items():
                 self._counts[tier]["bytes_read"] += num_bytes
             for variant_id, kv in whole.items() if ok else ():
-                record = self._disk_record(variant_id)
-                if record is None or variant_id in self._host or self._short(HOST, record.num_bytes):
+                summary = self.get_summary(variant_id)
+                if summary is None or variant_id in self._host or self._short(HOST, summary.num_bytes):
                     continue
                 if promote is not None and variant_id not in promote:
                     continue
-                self._put_host(record, kv)
-                promoted.append(variant_id)
+                record = self.get_record(variant_id)
+                if record is not None:
+                    self._put_host(record, kv)
+                    promoted.append(variant_id)
         return tuple(promoted)
 
     # -- store -------------------------------------------------------------------------------------------------
@@ -336,9 +358,6 @@ class TieredStore:
                 return {}
             short = {tier: self._short(tier, 0) for tier in ticket.tiers}
         return {tier: num_bytes for tier, num_bytes in short.items() if num_bytes}
-
-    def _disk_record(self, variant_id: str) -> ShardRecord | None:
-        return None if self._disk is None else self._disk.get_record(variant_id)
 
     def _put_host(self, record: ShardRecord, kv: np.ndarray) -> None:
         self._host.put(record, kv)
