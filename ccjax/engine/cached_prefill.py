@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 
@@ -14,6 +14,7 @@ from ccjax.engine.capture import capture_variants
 from ccjax.engine.prefill import IsCancelled, Prefiller, PrefillResult, ReadLayers, Size
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.reads import BoundedReader, ComputeRate, LoadFailedError
+from ccjax.engine.sharing import SharedPrefill
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off."""
+    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off, `shared` where
+    nothing was agreed with other processes."""
 
     prompt: Prompt
     plan: PrefillPlan
@@ -36,6 +38,7 @@ class Prefilled:
     plan_s: float
     planned_at: float
     failed_loads: int
+    shared: SharedPrefill | None = None
 
 
 class CachedPrefill:
@@ -72,13 +75,21 @@ class CachedPrefill:
         return self._prefiller.size_of(self.plan(prompt, mode, self._usable(prompt, frozenset())))
 
     def run(
-        self, prompt: Prompt, mode: ReuseMode, *, is_cancelled: IsCancelled | None = None, queued_layers: int = 1
+        self,
+        prompt: Prompt,
+        mode: ReuseMode,
+        *,
+        is_cancelled: IsCancelled | None = None,
+        queued_layers: int = 1,
+        is_shared: bool = False,
     ) -> Prefilled:
         """Plans, loads and computes. Variants that cannot be read, or not in time, are left out and the prompt planned
         again without them.
 
         Args:
           is_cancelled, queued_layers: as `Prefiller.run`.
+          is_shared: chunks that another process on the same store is just computing are waited for
+            (`ccjax.engine.sharing`), and others may wait for those that are computed here.
 
         Raises:
           PrefillCancelledError: `is_cancelled` returned True; nothing stays pinned.
@@ -93,10 +104,36 @@ class CachedPrefill:
             result = compute(plan)
             self._measure(result, planned, waited_s=0.0)
             return Prefilled(prompt, plan, result, None, None, planned - started, planned, 0)
+        shared = self._shared(is_cancelled) if is_shared else None
+        try:
+            return self._run_stored(prompt, mode, compute, is_cancelled, started, shared)
+        except BaseException:
+            if shared is not None:
+                shared.release()
+            raise
+
+    def _shared(self, is_cancelled: IsCancelled | None) -> SharedPrefill | None:
+        claims = None if self._read_only else self._store.claims
+        if claims is None:
+            return None
+        return SharedPrefill(claims, self._variants, self._rate.seconds_per_token, is_cancelled)
+
+    def _run_stored(
+        self,
+        prompt: Prompt,
+        mode: ReuseMode,
+        compute: Callable[..., PrefillResult],
+        is_cancelled: IsCancelled | None,
+        started: float,
+        shared: SharedPrefill | None,
+    ) -> Prefilled:
         failed: set[VariantId] = set()
         lost_s = 0.0
         while True:
-            plan = self.plan(prompt, mode, self._usable(prompt, failed))
+            usable = self._usable(prompt, failed)
+            plan = self.plan(prompt, mode, usable)
+            if shared is not None and shared.settle(plan, usable):
+                continue
             planned = time.perf_counter()
             ticket = self._store.prepare_load(plan.pin)
             sizes = {segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id}
@@ -113,9 +150,11 @@ class CachedPrefill:
             except BaseException:
                 self._variants.complete_load(ticket, ok=False)
                 raise
-            result.load_wait_s += lost_s
+            shared_s = 0.0 if shared is None else shared.waited_s
+            result.load_wait_s += lost_s + shared_s
             self._measure(result, planned, read_layers.waited_s)
-            return Prefilled(prompt, plan, result, ticket, read_layers, planned - started, planned, len(failed))
+            plan_s = planned - started - shared_s
+            return Prefilled(prompt, plan, result, ticket, read_layers, plan_s, planned, len(failed), shared)
 
     def finish(self, prefilled: Prefilled) -> None:
         """Credits the used variants, stores the new ones and unpins; a failure costs later reuse, never the answer."""
@@ -130,6 +169,8 @@ class CachedPrefill:
             logger.exception("the chunk-caches of a prompt could not be stored")
         finally:
             self._variants.complete_load(prefilled.ticket)
+            if prefilled.shared is not None:
+                prefilled.shared.release()
 
     def replace_approximate(self, prefilled: Prefilled) -> int:
         """Of the computed chunks, stores those that take the place of an approximate variant, and unpins; how many."""

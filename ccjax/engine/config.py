@@ -29,6 +29,8 @@ class EngineConfig:
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
       host_cache_bytes, disk_cache_bytes: budgets of the tiers; None for disk means no limit.
       read_only: reuse what the store holds and add nothing to it.
+      share_computation: agree with other processes on the same store who computes which chunk; a request then waits for
+        what another one is computing, no longer than computing it here would take and a second.
       eviction_policy: which variants leave a full tier, a name of `ccjax.policy.eviction.POLICIES`.
       max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped; None for as
         many as the budgets have room for.
@@ -50,6 +52,7 @@ class EngineConfig:
     eviction_policy: str = DEFAULT_POLICY
     max_variants: int | None = None
     read_only: bool = False
+    share_computation: bool = False
     tenant_salt: str = ""
     system_prompt: str | None = None
 
@@ -60,6 +63,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
+        if not isinstance(self.share_computation, bool):
+            raise ConfigError(f"share_computation: wanted True or False, got {self.share_computation!r}")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy: wanted one of {sorted(POLICIES)}, got {self.eviction_policy!r}")
         if self.store is not None and not isinstance(self.store, str):

@@ -288,11 +288,13 @@ class Engine:
         if added or removed:
             with self._exclusive():
                 self._maintenance.follow(added, removed)
+        self._tidy()
 
     def flush(self) -> None:
         """Waits until the disk tier has taken everything."""
         self._store.flush()
         self._save_hints()
+        self._tidy()
 
     def close(self) -> None:
         """Waits for a running request, writes out what is pending and lets go of the store. May be called twice.
@@ -306,6 +308,7 @@ class Engine:
             self._closed = True
             self._store.close()
             self._save_hints()
+            self._tidy()
 
     def __enter__(self) -> Engine:
         return self
@@ -327,8 +330,11 @@ class Engine:
     ) -> Iterator[Delta]:
         started = time.perf_counter() - assemble_s
         mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
-        prefilled = self._prefill.run(prompt, mode, is_cancelled=is_cancelled)
-        try:
+        is_shared = self.config.share_computation
+        prefilled = self._prefill.run(prompt, mode, is_cancelled=is_cancelled, is_shared=is_shared)
+        finish = contextlib.ExitStack()  # also when the client went away: what was computed serves the next request
+        finish.callback(self._prefill.finish, prefilled)
+        with finish:
             result = prefilled.result
             answer = Answer(request.sampling, self.tokenizer, self._eos_ids, prompt.question)
             delta = answer.push(self._prefiller.last_logits(result))
@@ -343,6 +349,8 @@ class Engine:
             while answer.finish_reason is None:
                 if delta.token_ids:
                     yield delta
+                if is_shared:
+                    finish.close()  # once the first token is out: others may wait for what was computed
                 if answer.num_tokens == prompt.max_new_tokens:
                     break
                 delta = answer.push(decoder.step(answer.last_token))
@@ -354,8 +362,6 @@ class Engine:
                 ttft_s=ttft_s,
                 total_s=time.perf_counter() - started,
             )
-        finally:
-            self._prefill.finish(prefilled)  # also when the client went away: what was computed serves the next request
 
     def _report(self, prefilled: Prefilled, mode: ReuseMode, wanted: ReuseMode) -> ReuseReport:
         return build_report(
@@ -370,6 +376,10 @@ class Engine:
             prefill_s=time.perf_counter() - prefilled.planned_at,
             failed_loads=prefilled.failed_loads,
         )
+
+    def _tidy(self) -> None:
+        if not self.config.read_only:
+            self._store.tidy()
 
     def _save_hints(self) -> None:
         if not self.config.read_only:

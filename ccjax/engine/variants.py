@@ -1,14 +1,14 @@
 """The engine's index of chunk variants: what is stored, and how useful each has been.
 
 Keeps metadata and token ids, no KV. Bytes are the store's, what goes when room is needed is for placement to say.
+A variant's record is looked into when its chunk is first asked for: there may be hundreds of thousands.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,14 @@ import numpy as np
 from ccjax.engine.chunk_tokens import ChunkTokens
 from ccjax.engine.placement import Costs, Placement
 from ccjax.engine.prompts import Prompt
+from ccjax.engine.variant_records import (
+    KnownVariant,
+    has_system,
+    is_frequency,
+    meta_from_record,
+    record_from_meta,
+    token_ids,
+)
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.reuse import cache_fix_overhead
 from ccjax.policy.variants import choose_victims, reuse_credit
@@ -31,7 +39,7 @@ class VariantIndex:
     """Variants by chunk, rebuilt from the store's records at start; not thread-safe, the engine's lock guards it.
 
     Attributes:
-      tokens: token ids of the chunks that the held variants are made of, as far as they are known.
+      tokens: token ids of the chunks that the variants looked into are made of, as far as they are known.
     """
 
     def __init__(
@@ -48,13 +56,14 @@ class VariantIndex:
         self._alpha = alpha
         self._max_variants = max_variants
         self._placement = Placement(store, costs, policy=policy, on_gone=self._drop)
-        self._by_id: dict[VariantId, VariantMeta] = {}
-        self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta]] = {}
+        self._by_id: dict[VariantId, VariantMeta | KnownVariant] = {}
+        self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta | KnownVariant]] = {}
         self._with_system: set[VariantId] = set()
+        self._maybe_approximate: dict[VariantId, None] = {}
         hints = store.read_hints()
         frequencies = _frequencies(hints)
-        for record in store.records():
-            self._take_in(record, frequencies.get(record.variant_id, 0.0))
+        for summary in store.summaries():
+            self._put_known(KnownVariant.of(summary, frequencies.get(summary.variant_id, 0.0)))
         self._placement.adopt(self._by_id.values(), hints.get("eviction"))
 
     def __len__(self) -> int:
@@ -64,11 +73,35 @@ class VariantIndex:
         return variant_id in self._by_id
 
     def __iter__(self) -> Iterator[VariantMeta]:
-        return iter(tuple(self._by_id.values()))
+        """Every variant; reads the records of those that were never asked for, and does not keep what it read."""
+        for held in tuple(self._by_id.values()):
+            meta = held if isinstance(held, VariantMeta) else self._read(held)[0]
+            if meta is not None:
+                yield meta
 
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        """Known variants of each chunk; chunks without any are left out."""
-        return {chunk: tuple(self._by_chunk[chunk].values()) for chunk in chunk_ids if chunk in self._by_chunk}
+        """Known variants of each chunk; chunks without any are left out. The first call with a chunk reads the records
+        of its variants; one that cannot be read is dropped."""
+        found = {}
+        for chunk in chunk_ids:
+            held = tuple(self._by_chunk.get(chunk, {}).values())
+            metas = tuple(filter(None, map(self._look_into, held)))
+            if metas:
+                found[chunk] = metas
+        return found
+
+    def approximate(self, is_cancelled: Callable[[], bool] | None = None) -> list[VariantMeta]:
+        """The approximate variants, with the token ids of their chunks as far as these are known. Work for idle time:
+        reads the records of all variants once, until `is_cancelled` returns True."""
+        while self._maybe_approximate and not (is_cancelled is not None and is_cancelled()):
+            variant_id = next(iter(self._maybe_approximate))
+            del self._maybe_approximate[variant_id]
+            record = self._store.get_record(variant_id)
+            if record is not None and record.meta.get("fidelity") != "exact":
+                self._look_into(self._by_id[variant_id])
+        metas = [meta for meta in self._by_id.values() if isinstance(meta, VariantMeta) and meta.fidelity == "approx"]
+        self._learn_tokens({key for meta in metas for key in meta.prefix_ids})
+        return metas
 
     def prompt_of(self, meta: VariantMeta) -> Prompt:
         """The prompt that computes a held variant anew: its prefix, its chunk, and one token in place of a question.
@@ -76,6 +109,7 @@ class VariantIndex:
         Raises:
           KeyError: the token ids of one of these chunks are not known.
         """
+        self._learn_tokens((*meta.prefix_ids, meta.chunk_id))
         chunks = tuple(self.tokens.chunk(key) for key in (*meta.prefix_ids, meta.chunk_id))
         return Prompt(chunks, meta.variant_id in self._with_system, chunks[-1].token_ids[-1:], max_new_tokens=1)
 
@@ -86,7 +120,7 @@ class VariantIndex:
             meta = self._by_id.get(variant_id)
             if meta is not None:
                 gain = reuse_credit(cfo, meta.num_tokens)
-                self._put(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
+                self._update(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
                 self._placement.use(meta, cfo)
 
     def add(self, meta: VariantMeta, kv: np.ndarray, prompt: Prompt, *, pinned: Collection[VariantId]) -> bool:
@@ -100,7 +134,7 @@ class VariantIndex:
                 return False
             self._placement.evict(victims)
         expected_cfo = cache_fix_overhead(meta.cci, 0.0, self._alpha)
-        record = _record_from_meta(meta, prompt)
+        record = record_from_meta(meta, prompt)
         if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned):
             return False
         self._put(meta, has_system=prompt.has_system)
@@ -126,7 +160,9 @@ class VariantIndex:
         meta = self._by_id.pop(variant_id, None)
         if meta is not None:
             self._with_system.discard(variant_id)
-            self.tokens.release(meta)
+            self._maybe_approximate.pop(variant_id, None)
+            if isinstance(meta, VariantMeta):
+                self.tokens.release(meta)
             siblings = self._by_chunk[meta.chunk_id]
             del siblings[variant_id]
             if not siblings:
@@ -139,7 +175,8 @@ class VariantIndex:
     def drop_if_replaced(self, meta: VariantMeta) -> bool:
         """Removes an approximate variant for which there is an exact one behind the same prefix, say of another
         process; False if there is none."""
-        exact = self._by_id.get(_twin_id(meta, "exact"))
+        known = self._by_id.get(_twin_id(meta, "exact"))
+        exact = None if known is None else self._look_into(known)
         if exact is None:
             return False
         self._put(self._in_place_of_approximate(exact))
@@ -149,10 +186,9 @@ class VariantIndex:
         """Takes in what the disk gained and lost by other processes; the numbers of variants that became known and
         unknown here by that."""
         before = set(self._by_id)
-        records = {record.variant_id: record for record in self._store.records()} if added else {}
-        for variant_id in added:
-            if variant_id in records and variant_id not in self._by_id:
-                self._take_in(records[variant_id], 0.0)
+        for summary in filter(None, map(self._store.get_summary, added)):
+            if summary.variant_id not in self._by_id:
+                self._put_known(KnownVariant.of(summary, 0.0))
         self._placement.adopt([self._by_id[VariantId(key)] for key in added if key in self._by_id])
         for variant_id in removed:
             self._placement.follow(variant_id)
@@ -165,7 +201,8 @@ class VariantIndex:
         still go first."""
         hints = self._store.read_hints()
         earlier = _frequencies(hints)  # of another process on the same store; `f_r` only grows
-        held = {meta.variant_id: max(meta.frequency_reuse, earlier.get(meta.variant_id, 0.0)) for meta in self}
+        known = self._by_id.values()
+        held = {one.variant_id: max(one.frequency_reuse, earlier.get(one.variant_id, 0.0)) for one in known}
         frequencies = {key: value for key, value in held.items() if value}
         eviction = self._placement.state(hints.get("eviction"), held)
         self._store.write_hints({"frequency_reuse": frequencies, "eviction": eviction})
@@ -178,90 +215,53 @@ class VariantIndex:
         self.discard(twin.variant_id)
         return dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + twin.frequency_reuse)
 
-    def _take_in(self, record: ShardRecord, frequency_reuse: float) -> None:
-        meta = _meta_from_record(record)
-        if meta is None:
-            logger.warning("variant %s: unreadable metadata, dropped from the store", record.variant_id)
-            self._store.discard(record.variant_id)
-            return
-        self._put(
-            dataclasses.replace(meta, frequency_reuse=frequency_reuse), has_system=record.meta.get("has_system") is True
-        )
-        self.tokens.learn(meta.chunk_id, _token_ids(record))
+    def _read(self, known: KnownVariant) -> tuple[VariantMeta | None, ShardRecord | None]:
+        """What the record says, and the record itself; None where either cannot be read."""
+        record = self._store.get_record(known.variant_id)
+        return (None if record is None else meta_from_record(record, known.frequency_reuse)), record
+
+    def _look_into(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
+        """The metadata of a held variant, read and kept if it was not; one that cannot be read is dropped: None."""
+        if isinstance(held, VariantMeta):
+            return held
+        meta, record = self._read(held)
+        if record is None:  # another process evicted it
+            self.forget(held.variant_id)
+        elif meta is None:
+            logger.warning("variant %s: unreadable metadata, dropped from the store", held.variant_id)
+            self.discard(held.variant_id)
+        else:
+            self._put(meta, has_system=has_system(record))
+            self.tokens.learn(meta.chunk_id, token_ids(record))
+        return meta
+
+    def _learn_tokens(self, chunk_ids: Collection[ChunkId]) -> None:
+        """Makes the ids of these chunks known, where a held variant's record has them."""
+        self.of_chunks([key for key in chunk_ids if key not in self.tokens.known()])
 
     def _put(self, meta: VariantMeta, *, has_system: bool = False) -> None:
-        if meta.variant_id not in self._by_id:
+        if not isinstance(self._by_id.get(meta.variant_id), VariantMeta):
             self.tokens.hold(meta)
             if has_system:
                 self._with_system.add(meta.variant_id)
+        self._maybe_approximate.pop(meta.variant_id, None)
+        self._update(meta)
+
+    def _put_known(self, known: KnownVariant) -> None:
+        self._maybe_approximate[known.variant_id] = None
+        self._update(known)
+
+    def _update(self, meta: VariantMeta | KnownVariant) -> None:
         self._by_id[meta.variant_id] = meta
         self._by_chunk.setdefault(meta.chunk_id, {})[meta.variant_id] = meta
-
-
-_STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
-"""Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
 
 
 def _twin_id(meta: VariantMeta, fidelity: Fidelity) -> VariantId:
     return make_variant_id(meta.chunk_id, meta.prefix_ids, fidelity)
 
 
-def _record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
-    """The record of a variant computed in `prompt`, with what it takes to compute it again."""
-    lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
-    lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
-    lasting["has_system"] = prompt.has_system
-    return ShardRecord(
-        variant_id=meta.variant_id,
-        chunk_id=meta.chunk_id,
-        num_tokens=meta.num_tokens,
-        num_bytes=meta.num_bytes,
-        meta={name: list(value) if isinstance(value, tuple) else value for name, value in lasting.items()},
-    )
-
-
-def _meta_from_record(record: ShardRecord) -> VariantMeta | None:
-    try:
-        meta = record.meta
-        prefix_ids = tuple(ChunkId(chunk) for chunk in meta["prefix_ids"])
-        inter = tuple(float(value) for value in meta["inter_by_prefix"])
-        ranking = tuple(int(offset) for offset in meta["token_ranking"])
-        fidelity = meta["fidelity"]
-        if len(inter) != len(prefix_ids) or sorted(ranking) != list(range(record.num_tokens)):
-            return None
-        if fidelity not in ("exact", "approx"):
-            return None
-        return VariantMeta(
-            variant_id=VariantId(record.variant_id),
-            chunk_id=ChunkId(record.chunk_id),
-            prefix_ids=prefix_ids,
-            inter_by_prefix=inter,
-            a_mean=float(meta["a_mean"]),
-            b_mean=float(meta["b_mean"]),
-            cci=float(meta["cci"]),
-            token_ranking=ranking,
-            num_tokens=record.num_tokens,
-            num_bytes=record.num_bytes,
-            fidelity=fidelity,
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _token_ids(record: ShardRecord) -> list[int]:
-    """The chunk's token ids; none in records of older stores."""
-    ids = record.meta.get("token_ids")
-    if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
-        return []
-    return ids
-
-
 def _frequencies(hints: Mapping[str, Any]) -> dict[str, float]:
     """The sound ones of the `f_r` that `save_hints` noted."""
     values = hints.get("frequency_reuse")
     items = values.items() if isinstance(values, dict) else ()
-    return {key: float(value) for key, value in items if _is_frequency(value)}
-
-
-def _is_frequency(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0.0
+    return {key: float(value) for key, value in items if is_frequency(value)}
