@@ -217,6 +217,12 @@ def test_claims_end_with_the_request(url, tmp_path, reuse):
         assert leases(tmp_path) == []
 
 
+def test_claims_of_what_finds_no_room_end_with_the_request_too(url, tmp_path):
+    with MODEL.engine(store=url, share_computation=True, host_cache_bytes=1, disk_cache_bytes=1) as engine:
+        answer(engine)
+        assert engine.num_variants == 0 and leases(tmp_path) == []
+
+
 def test_variants_are_stored_before_the_rest_of_the_answer_is_drawn(url):
     with MODEL.engine(store=url, share_computation=True) as engine:
         stream = engine.stream(_request(SEGMENTS))
