@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from store.budget import ByteBudget
+from store.bulk import uncollected
 from store.catalog import read_catalog, write_catalog
 from store.errors import ShardCorruptError
 from store.objects import Root, for_each
@@ -100,8 +101,9 @@ class CommittedShards:
         listed = {name.removesuffix(".json") for name in names if name.endswith(".json")}
         new = sorted(listed - known.keys())
         is_worthwhile = len(new) >= max(LEAST_CHANGES, int(COPIED_SHARE * len(listed)))
-        copies = self._copies(set(new)) if is_worthwhile else {}
-        self._adopt_copies([copies[key] for key in new if key in copies])
+        with uncollected():
+            copies = self._copies(set(new)) if is_worthwhile else {}
+            self._adopt_copies([copies[key] for key in new if key in copies])
         read = for_each(self._root, self._read_quietly, [key for key in new if key not in copies])
         singles = {shard.variant_id: shard for shard in read if shard is not None}
         for shard in singles.values():

@@ -28,6 +28,7 @@ from ccjax.policy.capture import make_variant_id
 from ccjax.policy.reuse import cache_fix_overhead
 from ccjax.policy.variants import choose_victims, reuse_credit
 from ccjax.types import ChunkId, Fidelity, VariantId, VariantMeta
+from store.bulk import uncollected
 from store.spec import ShardRecord
 from store.tickets import LoadTicket
 from store.tiered import TieredStore
@@ -62,9 +63,10 @@ class VariantIndex:
         self._maybe_approximate: dict[VariantId, None] = {}
         hints = store.read_hints()
         frequencies = _frequencies(hints)
-        for summary in store.summaries():
-            self._put_known(KnownVariant.of(summary, frequencies.get(summary.variant_id, 0.0)))
-        self._placement.adopt(self._by_id.values(), hints.get("eviction"))
+        with uncollected():
+            for summary in store.summaries():
+                self._put_known(KnownVariant.of(summary, frequencies.get(summary.variant_id, 0.0)))
+            self._placement.adopt(self._by_id.values(), hints.get("eviction"))
 
     def __len__(self) -> int:
         return len(self._by_id)
