@@ -368,6 +368,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--store", str, store_text),
         ("--host-cache-bytes", num_bytes, "memory for chunk-caches, such as 2GiB"),
         ("--disk-cache-bytes", num_bytes, "room in the store"),
+        ("--disk-kv-dtype", str, "auto: stored as it is; int8 or fp8: less room, read back as approximate"),
+        ("--disk-compression", str, "none or zstd, which pays for a slow link only"),
         ("--eviction-policy", str, f"which variants leave a full tier: {', '.join(sorted(POLICIES))}"),
         ("--max-variants", int, "chunk variants kept, however much room there is"),
         ("--tenant-salt", str, "separates the chunk-caches of tenants that share a store"),

@@ -10,6 +10,7 @@ from store.errors import (
     StoreUnavailableError,
     TierFullError,
 )
+from store.formats import StorageFormat
 from store.host import HostTier
 from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, ShardSummary, StoreIdentity
 from store.tickets import LoadTicket, StoreTicket
@@ -26,6 +27,7 @@ __all__ = [
     "ShardNotFoundError",
     "ShardRecord",
     "ShardSummary",
+    "StorageFormat",
     "StoreError",
     "StoreIdentity",
     "StoreIdentityError",

@@ -1,18 +1,29 @@
 """One variant as one immutable zarr3 object: written whole, read layer by layer into one buffer. Knows no records and
-no budget; what a failed read means is for the caller to say."""
+no budget; what a failed read means is for the caller to say, what the stored bytes mean for `store.formats`.
+
+An object that is not compressed has no checksums of its own: those of its record find every wrong byte, in whatever
+way it was read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
+import xxhash
 
+from store.formats import ObjectLayout, StorageFormat, object_bytes
+from store.local import LocalObject, shard_index, write_object
 from store.spec import KVSpec
+
+_NO_CACHE = {"cache_pool": {"total_bytes_limit": 0}}
+_OBJECT_KEY = "c.0.0.0.0.0"  # zarr3's name of the only chunk
 
 
 class ArrayDriver:
@@ -23,41 +34,97 @@ class ArrayDriver:
         self._longest_wait_s = longest_wait_s
         # No cache: it would keep decoded layers beside the buffers, outside every budget, and serve what is deleted.
         # Reading the shard index again for every layer costs nothing measurable on a file (1.2 ms per 2 MiB layer).
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}}, parent=context)
+        self._context = ts.Context(_NO_CACHE, parent=context)
 
-    def write(self, kvstore: dict[str, Any], kv: np.ndarray, head_groups: int) -> None:
-        """Writes `kv` `[L, 2, T, K, H]` as one object, visible whole or not at all.
+    def prepare(
+        self, kv: np.ndarray, head_groups: int, storage: StorageFormat
+    ) -> tuple[ObjectLayout, np.ndarray | bytes]:
+        """The layout of the object that `kv` `[L, 2, T, K, H]` becomes, and what `write` wants of it; in `storage`
+        as far as that is possible (`StorageFormat.encode`)."""
+        storage, stored = storage.encode(self.kv_spec, kv)
+        num_bytes = object_bytes(self.kv_spec, kv.shape[2], head_groups, storage)
+        checksums = tuple(checksum(chunk) for layer in stored for chunk in _inner_chunks(layer, head_groups))
+        layout = ObjectLayout(head_groups, storage, num_bytes, checksums)
+        if storage.compression == "none":
+            return layout, stored
+        # Compressed bytes are counted before they are written: the record says how many there are.
+        kvstore, context = {"driver": "memory"}, ts.Context(_NO_CACHE)  # a memory of its own, which goes with it
+        self._open(kvstore, stored.shape, layout, {"write": True}, context).write(stored).result()
+        packed = ts.KvStore.open(kvstore, context=context).result().read(_OBJECT_KEY).result().value
+        return dataclasses.replace(layout, num_bytes=len(packed)), packed
+
+    def write(
+        self, kvstore: dict[str, Any], layout: ObjectLayout, prepared: np.ndarray | bytes, folder: Path | None = None
+    ) -> None:
+        """Writes what `prepare` gave as one object, durably.
+
+        Args:
+          folder: where `kvstore` is in this machine's file system, if it is: written without a detour then.
 
         Raises:
+          OSError: the file system refused.
           ValueError: what tensorstore makes of every failure.
           TimeoutError: it was not done after `longest_wait_s`; it may still be.
         """
-        writing = self._open(kvstore, kv.shape[2], head_groups, write=True).write(kv)
+        if folder is not None:
+            packed = isinstance(prepared, bytes)
+            chunks = [] if packed else [one for layer in prepared for one in _inner_chunks(layer, layout.head_groups)]
+            write_object(folder / _OBJECT_KEY, [prepared] if packed else [*chunks, shard_index(chunks)])
+            return
+        if isinstance(prepared, bytes):
+            writing = ts.KvStore.open(kvstore, context=self._context).result().write(_OBJECT_KEY, prepared)
+        else:
+            writing = self._open(kvstore, prepared.shape, layout, {"write": True}).write(prepared)
         try:
             writing.result(timeout=self._longest_wait_s)
         except TimeoutError:
             raise TimeoutError(f"no answer within {self._longest_wait_s:g} s") from None
 
-    def open(self, kvstore: dict[str, Any], num_tokens: int, head_groups: int) -> ts.TensorStore:
-        """The array for reading. Reads no byte yet: the metadata comes from the arguments."""
-        return self._open(kvstore, num_tokens, head_groups, write=False)
+    def open(
+        self,
+        kvstore: dict[str, Any],
+        num_tokens: int,
+        layout: ObjectLayout,
+        explain: Callable[[ValueError | TimeoutError | None], Exception],
+        failure: Exception | None = None,
+        *,
+        folder: Path | None = None,
+    ) -> ShardReader:
+        """A reader of an object; see there for `explain` and `failure`, `write` for `folder`. Reads no byte yet: the
+        metadata comes from the arguments."""
+        shape = layout.storage.shape(self.kv_spec, num_tokens)
+        buffer = np.empty(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)  # no memory before a layer arrives
+        stored = np.empty(shape, np.uint8) if layout.storage.is_lossy else buffer
+        if folder is not None and layout.storage.compression == "none" and layout.head_groups == 1:
+            read_layer = LocalObject(folder / _OBJECT_KEY, stored).read
+        else:
+            read_layer = _ts_reader(self._open(kvstore, shape, layout, {"read": True}), stored)
+        return ShardReader(
+            read_layer, layout, stored, buffer, explain, longest_wait_s=self._longest_wait_s, failure=failure
+        )
 
-    def _open(self, kvstore: dict[str, Any], num_tokens: int, head_groups: int, *, write: bool) -> ts.TensorStore:
-        shape = list(self.kv_spec.shape(num_tokens))
-        checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    def _open(
+        self,
+        kvstore: dict[str, Any],
+        shape: tuple[int, ...],
+        layout: ObjectLayout,
+        mode: dict[str, Any],
+        context: ts.Context | None = None,
+    ) -> ts.TensorStore:
+        to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
         sharding = {
-            "chunk_shape": [1, 2, num_tokens, self.kv_spec.num_kv_heads // head_groups, self.kv_spec.head_dim],
-            "codecs": checked,
-            "index_codecs": checked,
+            "chunk_shape": [1, *shape[1:3], shape[3] // layout.head_groups, shape[4]],
+            "codecs": [to_bytes, *layout.storage.codecs],
+            "index_codecs": [to_bytes],
             "index_location": "end",
         }
         metadata = {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": shape,
-            "data_type": self.kv_spec.dtype,
+            "shape": list(shape),
+            "data_type": layout.storage.dtype(self.kv_spec),
             "fill_value": 0,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         }
@@ -69,24 +136,37 @@ class ArrayDriver:
             "store_data_equal_to_fill_value": True,  # an all-zero layer would not be stored, and then count as missing
             "recheck_cached_data": False,  # objects never change
         }
-        mode: dict[str, Any] = {"write": True} if write else {"read": True}
-        return ts.open(spec, open=True, assume_metadata=True, context=self._context, **mode).result()
+        return ts.open(spec, open=True, assume_metadata=True, context=context or self._context, **mode).result()
 
 
-def layer_crc32(layer: np.ndarray) -> int:
-    """crc32 of the bytes of a contiguous array."""
-    return zlib.crc32(layer.view(np.uint8).data)
+def _ts_reader(array: ts.TensorStore, stored: np.ndarray) -> Callable[[int], Any]:
+    target = ts.array(stored, copy=False, write=True)
+    return lambda layer: target[layer].write(array[layer])
+
+
+def checksum(chunk: np.ndarray) -> int:
+    """xxh3 of the bytes of a contiguous array, 64 bits: at the speed of memory, where zlib's crc32 would be the slowest
+    part of a read."""
+    return xxhash.xxh3_64_intdigest(chunk.view(np.uint8).data)
+
+
+def _inner_chunks(layer: np.ndarray, head_groups: int) -> list[np.ndarray]:
+    """The contiguous inner chunks of a layer `[2, T, K, H]`, in the order of the object."""
+    return [np.ascontiguousarray(part) for part in np.split(layer, head_groups, axis=2)]
 
 
 class ShardReader:
     """Reads of one variant's layers into one buffer `[L, 2, T, K, H]`; each layer is read and checked once.
 
-    Thread-safe: one thread may prefetch while another waits.
+    Thread-safe: one thread may prefetch while another waits. A layer that is not stored as it is gets decoded by who
+    waits for it, after its check: no byte that is not the record's is ever decoded.
 
     Args:
-      array: the opened data object, dtype and shape of the buffer.
-      crc32_by_layer: what each layer must hash to.
-      explain: turns tensorstore's ValueError, the TimeoutError of a read that took `longest_wait_s`, or None where the
+      read_layer: starts to read a layer of the data object into `stored`; returns a future.
+      layout: how the KV is stored in it, and what each inner chunk must hash to.
+      stored: what `read_layer` fills.
+      buffer: is filled, in the KV's own dtype; `stored` itself where that is stored as it is.
+      explain: turns the ValueError of a read, the TimeoutError of a read that took `longest_wait_s`, or None where the
         checksum differs, into the error to raise.
       longest_wait_s: a layer that is not there after it has failed; None waits for ever.
       failure: raised by every `wait`; nothing is read then.
@@ -94,24 +174,30 @@ class ShardReader:
 
     def __init__(
         self,
-        array: ts.TensorStore,
-        dtype: np.dtype,
-        crc32_by_layer: Sequence[int],
+        read_layer: Callable[[int], Any],
+        layout: ObjectLayout,
+        stored: np.ndarray,
+        buffer: np.ndarray,
         explain: Callable[[ValueError | TimeoutError | None], Exception],
         *,
         longest_wait_s: float | None = None,
         failure: Exception | None = None,
     ):
-        self._array = array
-        self._crc32_by_layer = crc32_by_layer
+        self._read_layer = read_layer
+        self._layout = layout
         self._explain = explain
         self._longest_wait_s = longest_wait_s
-        self._buffer = np.empty(array.shape, dtype)  # untouched pages cost nothing until a layer arrives
-        self._target = ts.array(self._buffer, copy=False, write=True)
-        self._futures: list[Any] = [None] * len(crc32_by_layer)
-        self._verified = [False] * len(crc32_by_layer)
+        self._buffer = buffer
+        self._stored = stored
+        self._futures: list[Any] = [None] * len(buffer)
+        self._verified = [False] * len(buffer)
         self._failure = failure
         self._lock = threading.Lock()
+
+    @property
+    def is_lossy(self) -> bool:
+        """True when what is read may differ from what was written."""
+        return self._layout.storage.is_lossy
 
     def start(self, first: int, last: int) -> None:
         """Starts reading layers `[first, last)` in the background; layers already under way are left alone. Nothing
@@ -119,7 +205,7 @@ class ShardReader:
         with self._lock:
             for layer in range(first, last) if self._failure is None else ():
                 if self._futures[layer] is None:
-                    self._futures[layer] = self._target[layer].write(self._array[layer])
+                    self._futures[layer] = self._read_layer(layer)
 
     def ready(self, first: int, last: int) -> bool:
         """True when `wait` for these layers would not block."""
@@ -148,7 +234,7 @@ class ShardReader:
         is_ours = timeout_s is None or (limit_s is not None and limit_s < timeout_s)  # else it is the caller who leaves
         try:
             self._futures[layer].result(timeout=limit_s if is_ours else timeout_s)
-            failure = None if layer_crc32(self._buffer[layer]) == self._crc32_by_layer[layer] else self._explain(None)
+            failure = None if self._is_sound(layer) else self._explain(None)
         except TimeoutError:
             if not is_ours:
                 raise
@@ -158,7 +244,14 @@ class ShardReader:
         if failure is not None:
             self._failure = failure
             raise failure
+        if self.is_lossy:
+            self._layout.storage.decode(self._stored[layer], self._buffer[layer])
         self._verified[layer] = True
+
+    def _is_sound(self, layer: int) -> bool:
+        groups = self._layout.head_groups
+        found = tuple(checksum(chunk) for chunk in _inner_chunks(self._stored[layer], groups))
+        return found == self._layout.checksums[layer * groups : (layer + 1) * groups]
 
     @property
     def bytes_read(self) -> int:

@@ -10,6 +10,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
@@ -58,8 +59,8 @@ class BucketRoot:
     names a server other than Google's.
 
     A bucket tells no object's age in its listings, so ids begin with the writer's clock. The sweep of orphans is right
-    as long as the clocks of all writers agree to well within `store.disk.ORPHAN_AGE_S`; an object that was swept too
-    early is a miss, never wrong data.
+    as long as the clocks of all writers agree to well within `store.namespaces.ORPHAN_AGE_S`; an object that was swept
+    too early is a miss, never wrong data.
 
     Raises (constructor):
       ValueError: the URL has another form, or options that its scheme does not know.
@@ -117,6 +118,9 @@ class BucketRoot:
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return {**self._spec, "path": f"{self._spec['path']}{prefix}/"}
+
+    def folder(self, prefix: str) -> Path | None:
+        return None
 
     def new_id(self) -> str:
         return f"{time.time_ns() // 1_000_000:012x}{uuid.uuid4().hex[:20]}"

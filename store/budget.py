@@ -36,6 +36,18 @@ class ByteBudget:
             )
         self.used_bytes += num_bytes
 
+    def recharge(self, charged: int, num_bytes: int) -> int:
+        """Counts `num_bytes` as used in place of the `charged` that were counted before, and returns them.
+
+        Raises:
+          TierFullError: they are more, and do not fit; nothing changed then.
+        """
+        if num_bytes > charged:
+            self.charge(num_bytes - charged)
+        else:
+            self.release(charged - num_bytes)
+        return num_bytes
+
     def adopt(self, num_bytes: int) -> None:
         """Counts bytes that are there already (another process wrote them), even beyond the limit."""
         self.used_bytes += num_bytes

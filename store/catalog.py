@@ -26,7 +26,7 @@ RECORDS_PER_PART = 256
 """About that many records in a part: less than 1 MB, which a bucket takes within its time for a small object."""
 
 _PART = re.compile(r"\d+-of-\d+\.bin")
-_COLUMNS = ("variant_id", "chunk_id", "num_tokens", "object_id", "charge_bytes", "crc32")
+_COLUMNS = ("variant_id", "chunk_id", "num_tokens", "object_id", "charge_bytes", "is_lossy", "crc32")
 
 
 class CatalogError(ValueError):

@@ -12,23 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from store.arrays import ArrayDriver, ShardReader, layer_crc32
+from store.arrays import ArrayDriver, ShardReader
 from store.budget import ByteBudget
 from store.commits import CommittedShards
 from store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
+from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, expected_layout
 from store.leases import Leases
-from store.namespaces import foreign_fingerprints, open_namespace
+from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
 from store.objects import for_each, open_root
-from store.records import KnownShard, encode_record, object_bytes
+from store.records import KnownShard, encode_record
 from store.spec import KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
 
 _log = logging.getLogger(__name__)
-
-ORPHAN_AGE_S = 3600.0
-"""Data objects without a record and temporary files go at open once they are this old: no write takes that long."""
-
-QUARANTINE_AGE_S = 7 * 24 * 3600.0
-"""Damaged records are kept that long for a look."""
 
 # How tensorstore's errors begin when the stored bytes are wrong; others (permissions, I/O, timeouts) do not mean that.
 _BAD_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
@@ -45,6 +40,7 @@ class TensorStoreTier:
         counts once `refresh` has seen it.
       exclusive: refuse a store that holds another model's variants and none of ours.
       head_groups: inner chunks per layer along K, so that a reader of some heads need not read the others.
+      storage: how to store new variants; what is there is read however it is stored.
 
     Raises:
       ValueError: a bad URL or argument.
@@ -61,6 +57,7 @@ class TensorStoreTier:
         *,
         exclusive: bool = False,
         head_groups: int = 1,
+        storage: StorageFormat = AS_IT_IS,
     ):
         if kv_spec.num_kv_heads % positive_int("head_groups", head_groups):
             raise ValueError(f"head_groups: wanted a divisor of {kv_spec.num_kv_heads} KV heads, got {head_groups}")
@@ -69,6 +66,7 @@ class TensorStoreTier:
         self.identity = identity
         self.head_groups = head_groups
         self._bytes_per_token = kv_spec.num_bytes(1)
+        self.storage = storage
         self.budget = ByteBudget("disk", budget_bytes)
         self._root = open_root(url)
         self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s)
@@ -117,24 +115,34 @@ class TensorStoreTier:
         """Fingerprints of the other models that have variants under this URL."""
         return foreign_fingerprints(self._root, self.identity)
 
+    def is_lossy(self, variant_id: str) -> bool:
+        """True when the variant's copy may differ from what was written."""
+        known = self._commits.get(variant_id)
+        return known is not None and known.is_lossy
+
+    def takes(self, variant_id: str) -> bool:
+        """True where `write` stores the variant: it is not here, or is a lossy copy and would not be one now."""
+        return variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy)
+
     def charge_bytes(self, record: ShardRecord) -> int:
-        """Bytes on disk that `record` will take: object, checksums, index and the record itself."""
-        raw = self._encode(record, uuid.uuid4().hex, (0,) * self.kv_spec.num_layers)
-        return len(raw) + object_bytes(self.kv_spec, record.num_tokens, self.head_groups)
+        """Bytes on disk that `record` will take, with compression at most: object, checksums, index, the record itself.
+        Where 8 bits cannot hold the KV it is more; `write` charges that when it finds out."""
+        layout = expected_layout(self.kv_spec, record.num_tokens, self.head_groups, self.storage)
+        return layout.num_bytes + len(self._encode(record, uuid.uuid4().hex, layout))
 
     def charged(self, variant_id: str) -> int | None:
         """Bytes that a committed variant takes out of the budget; None for others."""
         known = self._commits.get(variant_id)
         return None if known is None else known.charge_bytes
 
-    def reserve(self, record: ShardRecord) -> None:
-        """Charges the budget for a later `write(..., reserved=True)`, which gives it back if it fails.
+    def reserve(self, record: ShardRecord) -> int:
+        """Charges the budget for a later `write(..., reserved=True)`, which returns it if it fails; how many bytes.
 
         Raises:
           TierFullError: it does not fit.
         """
         with self._lock:
-            self.budget.charge(self.charge_bytes(record))
+            return self.budget.recharge(0, self.charge_bytes(record))
 
     def release(self, record: ShardRecord) -> None:
         """Gives back what `reserve` charged, where no write follows."""
@@ -142,8 +150,8 @@ class TensorStoreTier:
             self.budget.release(self.charge_bytes(record))
 
     def write(self, record: ShardRecord, kv: np.ndarray, *, reserved: bool = False) -> bool:
-        """Stores `kv` `[L, 2, T, K, H]` durably. True when these bytes are what is stored now, False when another
-        writer committed the variant first; its bytes stay.
+        """Stores `kv` `[L, 2, T, K, H]` durably. True when it is what is stored now, in `storage` or, where 8 bits
+        cannot hold it, as it is; False when another writer committed the variant first, whose bytes stay.
 
         Raises:
           ValueError: record or KV do not fit `kv_spec`.
@@ -154,14 +162,20 @@ class TensorStoreTier:
         """
         check_record(record, self.kv_spec)
         kv = np.ascontiguousarray(check_kv(kv, record, self.kv_spec))
-        if not reserved:
-            self.reserve(record)
+        charged = self.charge_bytes(record) if reserved else self.reserve(record)
         object_id = self._root.new_id()  # never two writers on one data object
         committed = is_kept = False
         try:
-            raw = self._encode(record, object_id, tuple(layer_crc32(layer) for layer in kv))
-            self._root.make_prefix(self._key("data", object_id))
-            self._arrays.write(self._root.kvstore(self._key("data", object_id)), kv, self.head_groups)
+            layout, prepared = self._arrays.prepare(kv, self.head_groups, self.storage)
+            raw = self._encode(record, object_id, layout)
+            with self._lock:
+                charged = self.budget.recharge(charged, len(raw) + layout.num_bytes)
+            place = self._key("data", object_id)
+            folder = self._root.folder(place)
+            if folder is None:
+                self._root.make_prefix(place)
+            self._arrays.write(self._root.kvstore(place), layout, prepared, folder)
+            self.remove([record.variant_id] if self.takes(record.variant_id) else [])  # a lossy copy, if any
             committed = self._commits.commit(record.variant_id, raw)
         except CommitUnknownError:
             is_kept = True  # deleting the object would break the variant if the record is there after all
@@ -171,7 +185,8 @@ class TensorStoreTier:
             raise StoreUnavailableError(f"store: cannot write to {self.url}: {error}") from error
         finally:
             if not committed:
-                self.release(record)
+                with self._lock:
+                    self.budget.release(charged)
             if not (committed or is_kept):
                 with contextlib.suppress(OSError):  # the error on its way says it all; the next open sweeps
                     self._root.delete(self._key("data", object_id))
@@ -186,15 +201,14 @@ class TensorStoreTier:
         shard = self._commits.details(variant_id)
         if shard is None:
             raise ShardNotFoundError(f"disk tier: no variant {variant_id}")
-        kvstore = self._root.kvstore(self._key("data", shard.object_id))
-        array = self._arrays.open(kvstore, shard.record.num_tokens, shard.head_groups)
-        return ShardReader(
-            array,
-            self.kv_spec.np_dtype,
-            shard.layer_crc32,
+        place = self._key("data", shard.object_id)
+        return self._arrays.open(
+            self._root.kvstore(place),
+            shard.record.num_tokens,
+            shard.layout,
             lambda error: self._explain(variant_id, shard.object_id, error),
-            longest_wait_s=self._root.longest_wait_s,
-            failure=self._root.outage(),
+            self._root.outage(),
+            folder=self._root.folder(place),
         )
 
     def remove(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
@@ -274,15 +288,8 @@ class TensorStoreTier:
         num_tokens = known.num_tokens
         return ShardSummary(known.variant_id, known.chunk_id, num_tokens, num_tokens * self._bytes_per_token)
 
-    def _encode(self, record: ShardRecord, object_id: str, crc32_by_layer: tuple[int, ...]) -> bytes:
-        return encode_record(
-            record,
-            identity=self.identity,
-            kv_spec=self.kv_spec,
-            object_id=object_id,
-            layer_crc32=crc32_by_layer,
-            head_groups=self.head_groups,
-        )
+    def _encode(self, record: ShardRecord, object_id: str, layout: ObjectLayout) -> bytes:
+        return encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id=object_id, layout=layout)
 
     def _record_names(self, variant_id: str, object_id: str) -> bool:
         """True unless the record on disk commits another object: then another process wrote the variant anew. Raises

@@ -52,6 +52,9 @@ class FileRoot:
         # Mode "none" writes a unique temporary name and renames it, which is right for keys that are written once.
         return {"driver": "file", "path": f"{self.path}/{prefix}/", "file_io_locking": {"mode": "none"}}
 
+    def folder(self, prefix: str) -> Path | None:
+        return self.path / prefix
+
     def new_id(self) -> str:
         return uuid.uuid4().hex
 

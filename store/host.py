@@ -18,6 +18,7 @@ class HostTier:
     def __init__(self, budget_bytes: int):
         self.budget = ByteBudget("host", budget_bytes)
         self._shards: dict[str, tuple[ShardRecord, np.ndarray]] = {}
+        self._lossy: set[str] = set()
 
     def __contains__(self, variant_id: str) -> bool:
         return variant_id in self._shards
@@ -48,17 +49,27 @@ class HostTier:
         shard = self._shards.get(variant_id)
         return None if shard is None else shard[0].num_bytes
 
-    def put(self, record: ShardRecord, kv: np.ndarray) -> None:
-        """Keeps `kv` itself, not a copy, and makes it read-only; the caller must own its memory.
+    def is_lossy(self, variant_id: str) -> bool:
+        """True when the variant's copy may differ from what was stored."""
+        return variant_id in self._lossy
+
+    def put(self, record: ShardRecord, kv: np.ndarray, *, is_lossy: bool = False) -> None:
+        """Keeps `kv` itself, not a copy, and makes it read-only; the caller must own its memory. A variant that is held
+        stays, but for a lossy copy where this one is not.
 
         Raises:
           TierFullError: it does not fit; nothing changed.
         """
-        if record.variant_id in self._shards:
-            return
+        variant_id = record.variant_id
+        if variant_id in self._shards:
+            if is_lossy or variant_id not in self._lossy:
+                return
+            self.remove(variant_id)  # makes just the room that is needed
         self.budget.charge(record.num_bytes)
         kv.flags.writeable = False
-        self._shards[record.variant_id] = (record, kv)
+        self._shards[variant_id] = (record, kv)
+        if is_lossy:
+            self._lossy.add(variant_id)
 
     def get(self, variant_id: str) -> np.ndarray:
         """The read-only KV `[L, 2, T, K, H]`.
@@ -76,5 +87,6 @@ class HostTier:
         shard = self._shards.pop(variant_id, None)
         if shard is None:
             return False
+        self._lossy.discard(variant_id)
         self.budget.release(shard[0].num_bytes)
         return True

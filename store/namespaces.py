@@ -21,6 +21,12 @@ from store.errors import StoreIdentityError
 from store.objects import Root
 from store.spec import FORMAT_VERSION, KVSpec, StoreIdentity
 
+ORPHAN_AGE_S = 3600.0
+"""Data objects without a record and temporary files go at open once they are this old: no write takes that long."""
+
+QUARANTINE_AGE_S = 7 * 24 * 3600.0
+"""Damaged records are kept that long for a look."""
+
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
 

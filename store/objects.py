@@ -6,6 +6,7 @@ from __future__ import annotations
 import urllib.parse
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 import tensorstore as ts
@@ -30,6 +31,10 @@ class Root(Protocol):
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """tensorstore's kvstore spec of everything below `prefix`."""
+        ...
+
+    def folder(self, prefix: str) -> Path | None:
+        """The directory of this machine where everything below `prefix` is; None where there is none."""
         ...
 
     def new_id(self) -> str:

@@ -9,7 +9,12 @@ import zlib
 from typing import Any, NamedTuple
 
 from store.errors import ShardCorruptError
+from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, object_bytes
 from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity
+
+CODED_VERSION = 2
+"""`format_version` of records whose KV is not stored as it is. Programs that know only 1 refuse these as damaged,
+instead of taking the codes for KV; all other records stay at 1, which every program reads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,16 +23,12 @@ class StoredShard:
 
     Attributes:
       object_id: fresh random hex per write, the name of the data object.
-      layer_crc32: crc32 of each layer's bytes. It binds the object to the record: the object's own checksums would
-        accept another variant's object that was moved in its place.
-      head_groups: how many inner chunks a layer has along K.
       charge_bytes: bytes of data object and record on disk.
     """
 
     record: ShardRecord
     object_id: str
-    layer_crc32: tuple[int, ...]
-    head_groups: int
+    layout: ObjectLayout
     charge_bytes: int
 
 
@@ -36,6 +37,7 @@ class KnownShard(NamedTuple):
     of it before anybody looks into them.
 
     Attributes:
+      is_lossy: its object may differ from what was written.
       raw: the record. `decode_known` gives its `StoredShard`.
       crc32: of `raw` when it was checked wholly.
     """
@@ -45,26 +47,16 @@ class KnownShard(NamedTuple):
     num_tokens: int
     object_id: str
     charge_bytes: int
+    is_lossy: bool
     crc32: int
     raw: bytes
 
 
-def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int) -> int:
-    """Size of a data object: the KV, 4 bytes of crc32c per inner chunk, and the shard index (16 bytes per inner chunk
-    and its crc32c)."""
-    return kv_spec.num_bytes(num_tokens) + kv_spec.num_layers * head_groups * (4 + 16) + 4
-
-
 def encode_record(
-    record: ShardRecord,
-    *,
-    identity: StoreIdentity,
-    kv_spec: KVSpec,
-    object_id: str,
-    layer_crc32: tuple[int, ...],
-    head_groups: int,
+    record: ShardRecord, *, identity: StoreIdentity, kv_spec: KVSpec, object_id: str, layout: ObjectLayout
 ) -> bytes:
-    """Canonical JSON with a sha256 of itself. Its length does not depend on the digits of ids and checksums."""
+    """Canonical JSON with a sha256 of itself. Its length does not depend on the digits of ids and checksums; a larger
+    object never makes it shorter."""
     body: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "namespace": identity.namespace,
@@ -75,11 +67,14 @@ def encode_record(
         "num_bytes": record.num_bytes,
         "shape": list(kv_spec.shape(record.num_tokens)),
         "dtype": kv_spec.dtype,
-        "head_groups": head_groups,
+        "head_groups": layout.head_groups,
         "object_id": object_id,
-        "layer_crc32": [f"{crc:08x}" for crc in layer_crc32],
+        "checksums": [f"{one:016x}" for one in layout.checksums],
         "meta": record.meta,
     }
+    if layout.storage != AS_IT_IS:
+        how = dataclasses.asdict(layout.storage)
+        body |= {"format_version": CODED_VERSION, "object_bytes": layout.num_bytes, **how}
     return _canonical({**body, "checksum": hashlib.sha256(_canonical(body)).hexdigest()})
 
 
@@ -87,7 +82,8 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
     """The shard that `raw`, found under the name `variant_id`, commits.
 
     Raises:
-      ShardCorruptError: a byte differs from what was written, or it is the record of another variant, model or shape.
+      ShardCorruptError: a byte differs from what was written, it is the record of another variant, model or shape, or
+        a newer program wrote it in a format that this one does not know.
     """
     try:
         body = json.loads(raw)
@@ -105,10 +101,7 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
 def known_from_raw(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec) -> KnownShard:
     """As `decode_record`, in the form that is kept. Raises ShardCorruptError."""
     shard = decode_record(raw, variant_id=variant_id, identity=identity, kv_spec=kv_spec)
-    record = shard.record
-    return KnownShard(
-        variant_id, record.chunk_id, record.num_tokens, shard.object_id, shard.charge_bytes, zlib.crc32(raw), raw
-    )
+    return KnownShard(*_known_fields(shard), zlib.crc32(raw), raw)
 
 
 def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec) -> StoredShard:
@@ -123,18 +116,25 @@ def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec)
         shard = _shard(json.loads(known.raw), len(known.raw), known.variant_id, identity, kv_spec)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ShardCorruptError(f"record of variant {known.variant_id}: {error}") from error
-    record = shard.record
-    found = (record.variant_id, record.chunk_id, record.num_tokens, shard.object_id, shard.charge_bytes)
-    if found != known[:5]:
-        raise ShardCorruptError(f"record of variant {known.variant_id}: it is {found}, wanted {known[:5]}")
+    found = _known_fields(shard)
+    if found != known[: len(found)]:
+        raise ShardCorruptError(f"record of variant {known.variant_id}: it is {found}, wanted {known[: len(found)]}")
     return shard
+
+
+def _known_fields(shard: StoredShard) -> tuple[str, str, int, str, int, bool]:
+    """The first fields of the `KnownShard`."""
+    record, is_lossy = shard.record, shard.layout.storage.is_lossy
+    return record.variant_id, record.chunk_id, record.num_tokens, shard.object_id, shard.charge_bytes, is_lossy
 
 
 def _shard(
     body: dict[str, Any], record_bytes: int, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec
 ) -> StoredShard:
+    version = body["format_version"]
+    if version not in (FORMAT_VERSION, CODED_VERSION):
+        raise ShardCorruptError(f"record of variant {variant_id}: format_version {version!r} is not known here")
     expected = {
-        "format_version": FORMAT_VERSION,
         "namespace": identity.namespace,
         "model_fingerprint": identity.model_fingerprint,
         "variant_id": variant_id,
@@ -144,14 +144,20 @@ def _shard(
     for name, want in expected.items():
         if body[name] != want:
             raise ShardCorruptError(f"record of variant {variant_id}: {name} is {body[name]!r}, wanted {want!r}")
-    num_tokens = body["num_tokens"]
-    return StoredShard(
-        record=ShardRecord.of_json(variant_id, body["chunk_id"], num_tokens, body["num_bytes"], body["meta"]),
-        object_id=body["object_id"],
-        layer_crc32=tuple(int(crc, 16) for crc in body["layer_crc32"]),
-        head_groups=body["head_groups"],
-        charge_bytes=record_bytes + object_bytes(kv_spec, num_tokens, body["head_groups"]),
-    )
+    record = ShardRecord.of_json(variant_id, body["chunk_id"], body["num_tokens"], body["num_bytes"], body["meta"])
+    layout = _layout(body, kv_spec)
+    return StoredShard(record, body["object_id"], layout, record_bytes + layout.num_bytes)
+
+
+def _layout(body: dict[str, Any], kv_spec: KVSpec) -> ObjectLayout:
+    groups, checksums = body["head_groups"], tuple(int(one, 16) for one in body["checksums"])
+    if body["format_version"] == FORMAT_VERSION:
+        return ObjectLayout(groups, AS_IT_IS, object_bytes(kv_spec, body["num_tokens"], groups), checksums)
+    try:
+        storage = StorageFormat(body["kv_dtype"], body["compression"])
+    except ValueError as error:
+        raise ShardCorruptError(f"record of variant {body['variant_id']}: {error}") from error
+    return ObjectLayout(groups, storage, body["object_bytes"], checksums)
 
 
 def _canonical(value: Any) -> bytes:

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 
 FORMAT_VERSION = 1
-"""Version of everything that is written to disk; part of every namespace, record and marker."""
+"""Version of everything that is written to disk; part of every namespace, record and marker. (Only records of coded KV
+have another one: `store.records.CODED_VERSION`.)"""
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")  # ids become file names

@@ -4,7 +4,7 @@ Knows neither budgets nor the tiers themselves, only arrays and readers that the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -22,16 +22,20 @@ class LoadTicket:
     Attributes:
       tiers: variant id -> the tier it is read from, "host" or "disk".
       missing: the wanted ids that no tier has.
+      lossy: the ids whose KV, as it is read here, may differ from what was stored.
     """
 
     def __init__(
         self,
         variant_ids: tuple[str, ...],
         sources: Mapping[str, np.ndarray | ShardReader],
+        lossy_in_host: Collection[str],
         num_layers: int,
     ):
         self.tiers = {key: HOST if isinstance(source, np.ndarray) else DISK for key, source in sources.items()}
         self.missing = frozenset(variant_ids) - self.tiers.keys()
+        readers = {key: source for key, source in sources.items() if isinstance(source, ShardReader)}
+        self.lossy = frozenset(lossy_in_host).union(key for key, reader in readers.items() if reader.is_lossy)
         self._sources = dict(sources)
         self._num_layers = num_layers
         self._host_bytes_read = 0

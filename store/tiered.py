@@ -14,6 +14,7 @@ import numpy as np
 from store.arrays import ShardReader
 from store.disk import TensorStoreTier
 from store.errors import ShardNotFoundError, TierFullError
+from store.formats import StorageFormat
 from store.host import HostTier
 from store.spec import KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import DISK, HOST, LoadTicket, StoreTicket
@@ -55,21 +56,25 @@ class TieredStore:
         exclusive: bool = True,
         head_groups: int = 1,
         max_pending_bytes: int = MAX_PENDING_BYTES,
+        kv_dtype: str = "auto",
+        compression: str = "none",
     ) -> TieredStore:
         """A store of one model's variants; `url=None` keeps them in host memory only.
 
         Args:
           host_bytes, disk_bytes, exclusive, head_groups: budgets (None is no limit), and as `TensorStoreTier`.
           max_pending_bytes: KV that may wait for the disk before stores skip it.
+          kv_dtype, compression: how the disk tier stores new variants, see `StorageFormat`.
 
         Raises:
           ValueError, StoreUnavailableError, StoreIdentityError: as `TensorStoreTier`.
         """
         positive_int("max_pending_bytes", max_pending_bytes)
-        host = HostTier(host_bytes)
-        disk = None
+        storage, host, disk = StorageFormat(kv_dtype, compression), HostTier(host_bytes), None
         if url is not None:
-            disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, exclusive=exclusive, head_groups=head_groups)
+            disk = TensorStoreTier(
+                url, kv_spec, identity, disk_bytes, exclusive=exclusive, head_groups=head_groups, storage=storage
+            )
         return cls(kv_spec, host, disk, max_pending_bytes)
 
     def __enter__(self) -> TieredStore:
@@ -111,6 +116,14 @@ class TieredStore:
         """Every tier that holds the variant, the fastest first; "disk" from the moment that its write is queued."""
         queued = self._writer is not None and variant_id in self._writer  # first: what leaves the queue is on disk
         return tuple(name for name, tier in self._tiers().items() if variant_id in tier or (queued and name == DISK))
+
+    def is_lossy(self, variant_id: str) -> bool:
+        """True when the copy that a load would read now may differ from what was stored; see `LoadTicket.lossy`."""
+        with self._lock:
+            if variant_id in self._host:
+                return self._host.is_lossy(variant_id)
+            is_queued = self._writer is not None and variant_id in self._writer
+            return self._disk is not None and not is_queued and self._disk.is_lossy(variant_id)
 
     def usage(self) -> dict[str, TierUsage]:
         """Tier -> usage and counters since open."""
@@ -192,6 +205,7 @@ class TieredStore:
                         on_disk.append(variant_id)
                     else:
                         sources[variant_id] = queued
+            lossy_in_host = [key for key in sources if self._host.is_lossy(key)]
             self._pins.update([*sources, *on_disk])
         for position, variant_id in enumerate(on_disk):  # pinned, so this may be outside the lock
             assert self._disk is not None
@@ -202,7 +216,7 @@ class TieredStore:
             except BaseException:  # no memory for the buffer: leave no pin that nobody could take back
                 self._unpin([*sources, *on_disk[position:]])
                 raise
-        return LoadTicket(wanted, sources, self.kv_spec.num_layers)
+        return LoadTicket(wanted, sources, lossy_in_host, self.kv_spec.num_layers)
 
     def complete_load(
         self, ticket: LoadTicket, ok: bool = True, *, promote: Collection[str] | None = None
@@ -227,14 +241,15 @@ class TieredStore:
                     continue
                 record = self.get_record(variant_id)
                 if record is not None:
-                    self._put_host(record, kv)
+                    self._put_host(record, kv, is_lossy=variant_id in ticket.lossy)
                     promoted.append(variant_id)
         return tuple(promoted)
 
     # -- store -------------------------------------------------------------------------------------------------
 
     def prepare_store(self, record: ShardRecord) -> StoreTicket:
-        """Announces a variant, so that the caller can make the room that `ticket.shortfall_bytes` wants.
+        """Announces a variant, so that the caller can make the room that `ticket.shortfall_bytes` wants. A
+        variant of which a load would read a lossy copy may be stored again: it takes the place of that.
 
         Raises:
           ValueError: `record.num_bytes` does not belong to its tokens.
@@ -243,10 +258,9 @@ class TieredStore:
         with self._lock:
             self._check_open()
             variant_id = record.variant_id
-            exists = self.tier_of(variant_id) is not None or variant_id in self._announced
-            charges = [(name, tier.charge_bytes(record), tier.budget) for name, tier in self._tiers().items()]
-            fitting = {} if exists else {name: size for name, size, budget in charges if budget.can_ever_hold(size)}
-            ticket = StoreTicket(record, exists, fitting, self._store_shortfall)
+            is_there = self.tier_of(variant_id) is not None and not self.is_lossy(variant_id)
+            exists = is_there or variant_id in self._announced
+            ticket = StoreTicket(record, exists, {} if exists else self._charges(record), self._store_shortfall)
             if not exists:
                 self._announced[variant_id] = ticket
             return ticket
@@ -280,7 +294,8 @@ class TieredStore:
                 return ()
             if self._fits(HOST, self._put_host, record, copied):
                 took.append(HOST)
-            on_disk = self._disk is not None and self._fits(DISK, self._disk.reserve, record)
+            disk = self._disk if self._disk is not None and self._disk.takes(record.variant_id) else None
+            on_disk = disk is not None and self._fits(DISK, disk.reserve, record)
         if on_disk and self._write_behind(record, copied, wait):
             took.append(DISK)
         return tuple(took)
@@ -352,6 +367,13 @@ class TieredStore:
         announced = sum(ticket.charge_bytes.get(tier, 0) for ticket in self._announced.values())
         return self._tiers()[tier].budget.shortfall(announced + num_bytes)
 
+    def _charges(self, record: ShardRecord) -> dict[str, int]:
+        """Bytes that storing takes in each tier that would be written to and that can ever hold them."""
+        charges = {HOST: 0 if record.variant_id in self._host else record.num_bytes}  # a lossy copy makes room for it
+        if self._disk is not None and self._disk.takes(record.variant_id):
+            charges[DISK] = self._disk.charge_bytes(record)
+        return {name: size for name, size in charges.items() if self._tiers()[name].budget.can_ever_hold(size)}
+
     def _store_shortfall(self, ticket: StoreTicket) -> dict[str, int]:
         with self._lock:
             if self._announced.get(ticket.record.variant_id) is not ticket:
@@ -359,12 +381,12 @@ class TieredStore:
             short = {tier: self._short(tier, 0) for tier in ticket.tiers}
         return {tier: num_bytes for tier, num_bytes in short.items() if num_bytes}
 
-    def _put_host(self, record: ShardRecord, kv: np.ndarray) -> None:
-        self._host.put(record, kv)
+    def _put_host(self, record: ShardRecord, kv: np.ndarray, is_lossy: bool = False) -> None:
+        self._host.put(record, kv, is_lossy=is_lossy)
         self._counts[HOST]["writes"] += 1
         self._counts[HOST]["bytes_written"] += record.num_bytes
 
-    def _fits(self, tier: str, charge: Callable[..., None], *args: Any) -> bool:
+    def _fits(self, tier: str, charge: Callable[..., Any], *args: Any) -> bool:
         """Runs `charge(*args)`; False, counted, when the tier's budget refuses it."""
         try:
             charge(*args)

@@ -17,7 +17,7 @@ from store.spec import ShardRecord
 _log = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 256 << 20
-"""KV that may wait for the disk, unless told otherwise."""
+"""Default of `TieredStore.open(max_pending_bytes=...)`: KV that may wait for the disk."""
 
 
 class WriteBehind:
@@ -109,7 +109,7 @@ class WriteBehind:
             cancelled = record.variant_id in self._cancelled
             if won:
                 self.num_written += 1
-                self.bytes_written += self._tier.charge_bytes(record)
+                self.bytes_written += self._tier.charged(record.variant_id) or 0
             self.num_failed += error is not None
         if cancelled:
             self._tier.remove((record.variant_id,))

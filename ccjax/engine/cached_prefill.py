@@ -72,7 +72,7 @@ class CachedPrefill:
 
     def size_of(self, prompt: Prompt, mode: ReuseMode) -> Size:
         """The size that `run` will begin with, if it captures and all loads succeed."""
-        return self._prefiller.size_of(self.plan(prompt, mode, self._usable(prompt, frozenset())))
+        return self._prefiller.size_of(self.plan(prompt, mode, self._usable(prompt)))
 
     def run(
         self,
@@ -128,14 +128,19 @@ class CachedPrefill:
         shared: SharedPrefill | None,
     ) -> Prefilled:
         failed: set[VariantId] = set()
+        lossy: set[str] = set()
         lost_s = 0.0
         while True:
-            usable = self._usable(prompt, failed)
+            usable = self._usable(prompt, failed, lossy=lossy)
             plan = self.plan(prompt, mode, usable)
             if shared is not None and shared.settle(plan, usable):
                 continue
             planned = time.perf_counter()
             ticket = self._store.prepare_load(plan.pin)
+            if not ticket.lossy.isdisjoint(_exactly_reused(plan)):  # since it was planned, the exact copy went
+                self._variants.complete_load(ticket, ok=False)
+                lossy |= ticket.lossy
+                continue
             sizes = {segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id}
             read_layers = BoundedReader(ticket, sizes, self._rate.seconds_per_token, is_cancelled)
             try:
@@ -173,7 +178,8 @@ class CachedPrefill:
                 prefilled.shared.release()
 
     def replace_approximate(self, prefilled: Prefilled) -> int:
-        """Of the computed chunks, stores those that take the place of an approximate variant, and unpins; how many."""
+        """Of the computed chunks, stores those that take the place of an approximate variant or of a lossy copy, and
+        unpins; how many."""
         assert prefilled.ticket is not None
         try:
             return self._capture(prefilled, only_replacing=True)
@@ -183,20 +189,39 @@ class CachedPrefill:
     def _capture(self, prefilled: Prefilled, *, only_replacing: bool) -> int:
         """Stores variants of a prefill; how many."""
         prompt, plan = prefilled.prompt, prefilled.plan
-        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
+        # A lossy copy that was reused may beget a repaired variant, like the exact one that it is of: error does not
+        # build up, for a repaired one is approximate and begets none. Others are replaced by what was computed.
+        known = self._usable(prompt, as_stored=plan.pin)
         kept = set(plan.pin)  # nor do the new variants of one prompt push each other out
         count = 0
         for meta, kv in capture_variants(plan, prefilled.result, known, prefilled.read_layers):
-            if only_replacing and not self._variants.replaces_approximate(meta):
+            is_replacing = self._variants.replaces_approximate(meta) or self._store.is_lossy(meta.variant_id)
+            if only_replacing and not is_replacing:
                 continue
             if self._variants.add(meta, kv, prompt, pinned=kept):
                 kept.add(meta.variant_id)
                 count += 1
         return count
 
-    def _usable(self, prompt: Prompt, failed: Collection[VariantId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
+    def _usable(
+        self,
+        prompt: Prompt,
+        failed: Collection[str] = (),
+        *,
+        lossy: Collection[str] = (),
+        as_stored: Collection[str] = (),
+    ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
+        """The known variants but the `failed` ones. One of which a load would read a lossy copy, or read one (`lossy`),
+        is approximate there, unless it is among `as_stored`: a lossy copy must not pass for a full prefill."""
+
+        def seen(meta: VariantMeta) -> VariantMeta:
+            is_lossy = meta.variant_id in lossy or self._store.is_lossy(meta.variant_id)
+            is_approx = is_lossy and meta.variant_id not in as_stored
+            return dataclasses.replace(meta, fidelity="approx") if is_approx else meta
+
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
-        return {chunk: tuple(meta for meta in metas if meta.variant_id not in failed) for chunk, metas in known.items()}
+        usable = {chunk: [meta for meta in metas if meta.variant_id not in failed] for chunk, metas in known.items()}
+        return {chunk: tuple(map(seen, metas)) for chunk, metas in usable.items()}
 
     def _leave_out(self, error: LoadFailedError) -> None:
         """Drops what is damaged or gone; what was only late, or behind a failing disk, stays for later requests."""
@@ -212,3 +237,12 @@ class CachedPrefill:
         jax.block_until_ready(result.hidden)
         seconds = time.perf_counter() - planned
         self._rate.observe(result, self._prefiller.config.num_layers, seconds, waited_s)
+
+
+def _exactly_reused(plan: PrefillPlan) -> frozenset[VariantId]:
+    """The variants that the plan takes for what a full prefill would give."""
+    return frozenset(
+        segment.variant_id
+        for segment in plan.segments
+        if segment.variant_id is not None and segment.fidelity == "exact"
+    )

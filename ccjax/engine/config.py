@@ -7,6 +7,7 @@ import dataclasses
 from ccjax.errors import ConfigError
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.planner import PlannerSettings
+from store.formats import COMPRESSIONS, KV_DTYPES
 
 DTYPES = ("float32", "bfloat16")
 
@@ -28,6 +29,9 @@ class EngineConfig:
       focus_rule: gap rule of alg. 1, "entropy" (as printed) or "largest_gap".
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
       host_cache_bytes, disk_cache_bytes: budgets of the tiers; None for disk means no limit.
+      disk_kv_dtype: how `store` keeps KV: "auto" (as it is), or in 8 bits, "int8" or "fp8", which is read back as
+        approximate and never serves mode `exact`.
+      disk_compression: "none" or "zstd"; changes no bit, pays for a slow link only.
       read_only: reuse what the store holds and add nothing to it.
       share_computation: agree with other processes on the same store who computes which chunk; a request then waits for
         what another one is computing, no longer than computing it here would take and a second.
@@ -49,6 +53,8 @@ class EngineConfig:
     max_model_len: int | None = None
     host_cache_bytes: int = 2 << 30
     disk_cache_bytes: int | None = None
+    disk_kv_dtype: str = "auto"
+    disk_compression: str = "none"
     eviction_policy: str = DEFAULT_POLICY
     max_variants: int | None = None
     read_only: bool = False
@@ -59,6 +65,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: wanted one of {DTYPES}, got {self.dtype!r}")
+        for name, known in (("disk_kv_dtype", KV_DTYPES), ("disk_compression", COMPRESSIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}: wanted one of {known}, got {getattr(self, name)!r}")
         for name in ("max_model_len", "host_cache_bytes", "disk_cache_bytes", "max_variants"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -78,6 +78,8 @@ class Engine:
             identity=StoreIdentity(model.fingerprint, config.tenant_salt),
             host_bytes=config.host_cache_bytes,
             disk_bytes=config.disk_cache_bytes,
+            kv_dtype=config.disk_kv_dtype,
+            compression=config.disk_compression,
         )
         rate = ComputeRate()
         self._variants = VariantIndex(

@@ -23,7 +23,7 @@ class MaintenanceCounts:
     """What was done since the engine started.
 
     Attributes:
-      repaired: approximate variants that exact ones took the place of.
+      repaired: approximate variants, and lossy copies that stood before them, that exact ones took the place of.
       repair_failed: approximate variants that could not be computed anew; they stay.
       adopted, vanished: variants that other processes stored in, or took out of, the same store.
     """

@@ -127,10 +127,14 @@ class VariantIndex:
 
     def add(self, meta: VariantMeta, kv: np.ndarray, prompt: Prompt, *, pinned: Collection[VariantId]) -> bool:
         """Stores a variant computed in `prompt`, evicting what is worth less; False if no tier took it. An exact
-        variant takes the place of the approximate one behind the same prefix, its `f_r` and its uses."""
+        variant takes the place of the approximate one behind the same prefix, its `f_r` and its uses, or of a lossy
+        copy of itself."""
         meta = self._in_place_of_approximate(meta)
+        known = self._by_id.get(meta.variant_id)
+        if known is not None:
+            meta = dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + known.frequency_reuse)
         if self._max_variants is not None:
-            excess = max(0, len(self._by_id) + 1 - self._max_variants)
+            excess = max(0, len(self._by_id) + (known is None) - self._max_variants)
             victims = choose_victims(self._by_id.values(), excess, pinned=pinned)
             if victims is None:
                 return False

@@ -31,6 +31,7 @@ from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
 from ccjax.types import ChunkId
 from scripts.benchmarks.common import environment
 from store import KVSpec, ShardRecord, StoreIdentity, TieredStore
+from store.formats import AS_IT_IS, expected_layout
 from store.records import encode_record
 
 LLAMA3_8B = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -80,13 +81,12 @@ def add_records(root: Path, num_variants: int, seed: int) -> int:
     """Commits `num_variants` without their KV, and without waiting for the disk; bytes of one record, on average."""
     rng = random.Random(seed)
     space = root / IDENTITY.namespace
+    plain = expected_layout(LLAMA3_8B, NUM_TOKENS, 1, AS_IT_IS)
     num_bytes = 0
     for record in track(records(num_variants, seed), "records", num_variants, console=Console(stderr=True)):
         object_id = f"{rng.getrandbits(128):032x}"
-        checksums = tuple(rng.getrandbits(32) for _ in range(LLAMA3_8B.num_layers))
-        raw = encode_record(
-            record, identity=IDENTITY, kv_spec=LLAMA3_8B, object_id=object_id, layer_crc32=checksums, head_groups=1
-        )
+        layout = dataclasses.replace(plain, checksums=tuple(rng.getrandbits(32) for _ in plain.checksums))
+        raw = encode_record(record, identity=IDENTITY, kv_spec=LLAMA3_8B, object_id=object_id, layout=layout)
         (space / "data" / object_id).mkdir(exist_ok=True)
         (space / "records" / f"{record.variant_id}.json").write_bytes(raw)
         num_bytes += len(raw)

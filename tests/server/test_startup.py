@@ -111,6 +111,8 @@ def test_bad_sizes(text: str) -> None:
         (["--attention", "abacus"], ["--attention", "abacus"]),
         (["--eviction-policy", "mru"], ["--eviction-policy", "saved_seconds", "'mru'"]),
         (["--dtype", "float8"], ["--dtype", "bfloat16", "float8"]),
+        (["--disk-kv-dtype", "int4"], ["--disk-kv-dtype", "int8", "int4"]),
+        (["--disk-compression", "lz4"], ["--disk-compression", "zstd", "lz4"]),
         (["--docs", "/no/such/folder"], ["--docs", "directory", "/no/such/folder"]),
         (["--embedder", "/no/such/encoder", "--docs", "."], ["--embedder", "/no/such/encoder"]),
         (["--store", "carrier-pigeon://coop"], ["--store", "carrier-pigeon"]),

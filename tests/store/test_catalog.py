@@ -12,7 +12,7 @@ import store.commits
 from store import ShardNotFoundError, StoreUnavailableError, TensorStoreTier
 from store.catalog import CATALOG_VERSION
 from store.commits import CommittedShards
-from store.disk import ORPHAN_AGE_S
+from store.namespaces import ORPHAN_AGE_S
 from tests.store.kv import (
     OTHERS,
     OURS,

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from store import TensorStoreTier
-from store.disk import ORPHAN_AGE_S
+from store.namespaces import ORPHAN_AGE_S
 from tests.store.kv import (
     OURS,
     SPEC,

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from store import KVSpec, ShardCorruptError, ShardRecord, StoreIdentity
-from store.records import decode_record, encode_record, object_bytes
+from store.formats import AS_IT_IS, ObjectLayout, object_bytes
+from store.records import decode_record, encode_record
 from tests.store.kv import BF16, OTHERS, OURS, SPEC, make_record
 
 
@@ -62,24 +63,23 @@ def test_meta_refuses_what_json_cannot_hold(bad):
         ShardRecord("v", "c", 1, 1, bad)
 
 
-def encoded(variant_id="v", identity=OURS, kv_spec=SPEC, crcs=(1, 2, 3)) -> bytes:
+def encoded(variant_id="v", identity=OURS, kv_spec=SPEC, checksums=(1, 2, 3)) -> bytes:
     return encode_record(
         make_record(variant_id, kv_spec=kv_spec),
         identity=identity,
         kv_spec=kv_spec,
         object_id="0" * 32,
-        layer_crc32=crcs,
-        head_groups=1,
+        layout=ObjectLayout(1, AS_IT_IS, 0, checksums),
     )
 
 
 def test_record_comes_back():
-    raw = encoded(crcs=(0, 0xFFFFFFFF, 7))
+    raw = encoded(checksums=(0, 0xFFFFFFFFFFFFFFFF, 7))
     shard = decode_record(raw, variant_id="v", identity=OURS, kv_spec=SPEC)
     assert shard.record == make_record("v")
-    assert shard.layer_crc32 == (0, 0xFFFFFFFF, 7)
-    # by hand: 3 layers of 2*5*2*4 float32, 4 bytes of crc and 16 of index each, 4 for the index' own crc
-    assert object_bytes(SPEC, 5, 1) == 3 * (2 * 5 * 2 * 4 * 4 + 4 + 16) + 4
+    assert shard.layout == ObjectLayout(1, AS_IT_IS, object_bytes(SPEC, 5, 1), (0, 0xFFFFFFFFFFFFFFFF, 7))
+    # by hand: 3 layers of 2*5*2*4 float32, and 16 bytes of index each
+    assert object_bytes(SPEC, 5, 1) == 3 * (2 * 5 * 2 * 4 * 4 + 16)
     assert shard.charge_bytes == len(raw) + object_bytes(SPEC, 5, 1)
 
 

@@ -1,0 +1,119 @@
+"""How the bytes of a variant lie in its data object: which dtype, compressed or not, and how many they are at most.
+Knows no place, no tier and no record."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from store.quantize import SCALE_ROWS, dequantize, quantize
+from store.spec import KVSpec
+
+KV_DTYPES = ("auto", "int8", "fp8")
+COMPRESSIONS = ("none", "zstd")
+
+# A frame of zstd has bits that decide nothing: the checksum makes sure that nobody touched those either.
+_CODECS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageFormat:
+    """How KV is stored on disk. The default is what every version of the store reads.
+
+    Attributes:
+      kv_dtype: "auto", the KV's own, bit for bit; or 8 bits with scales (`store.quantize`), which cannot be undone:
+        "int8", or "fp8", float8_e4m3fn.
+      compression: "none", or "zstd" for a link slower than some 0.3 GB/s; never changes a bit.
+
+    Raises:
+      ValueError: another value.
+    """
+
+    kv_dtype: str = "auto"
+    compression: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, known in (("kv_dtype", KV_DTYPES), ("compression", COMPRESSIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+    @property
+    def is_lossy(self) -> bool:
+        """True when what is read may differ from what was written."""
+        return self.kv_dtype != "auto"
+
+    @property
+    def codecs(self) -> list[dict]:
+        """zarr3 codecs behind the bytes of an inner chunk."""
+        return _CODECS[self.compression]
+
+    def as_it_is(self) -> StorageFormat:
+        """The same compression of the KV's own dtype."""
+        return dataclasses.replace(self, kv_dtype="auto")
+
+    def of(self, kv_spec: KVSpec, num_tokens: int) -> StorageFormat:
+        """The format that a variant of so many tokens gets: 8 bits only where that saves more than the scales take."""
+        saves = num_tokens + SCALE_ROWS < num_tokens * kv_spec.np_dtype.itemsize
+        return self if saves or not self.is_lossy else self.as_it_is()
+
+    def shape(self, kv_spec: KVSpec, num_tokens: int) -> tuple[int, int, int, int, int]:
+        """Shape of the stored array: that of the KV, with the rows of the scales behind its tokens."""
+        return kv_spec.shape(num_tokens + SCALE_ROWS if self.is_lossy else num_tokens)
+
+    def dtype(self, kv_spec: KVSpec) -> str:
+        """zarr3's name of the stored array's dtype."""
+        return "uint8" if self.is_lossy else kv_spec.dtype
+
+    def encode(self, kv_spec: KVSpec, kv: np.ndarray) -> tuple[StorageFormat, np.ndarray]:
+        """The array to store of `kv` `[L, 2, T, K, H]` and its format: `of`, or "auto" where 8 bits cannot hold it."""
+        storage = self.of(kv_spec, kv.shape[2])
+        stored = quantize(kv, storage.kv_dtype) if storage.is_lossy else kv
+        return (storage.as_it_is(), kv) if stored is None else (storage, stored)
+
+    def decode(self, stored: np.ndarray, out: np.ndarray) -> None:
+        """Fills `out` `[2, T, K, H]` from one layer of a lossy format's array."""
+        dequantize(stored, self.kv_dtype, out)
+
+
+AS_IT_IS = StorageFormat()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ObjectLayout:
+    """What a record says of its data object.
+
+    Attributes:
+      head_groups: how many inner chunks a layer has along K.
+      storage: how the KV is stored.
+      num_bytes: size of the object.
+      checksums: of each inner chunk's bytes (`store.arrays.checksum`), layer by layer: with their scales, before
+        compression. They also bind the object to the record: checksums inside the object would accept another
+        variant's that was moved in its place. Of the stored bytes, because they are fewer, and because other
+        processors may decode to other last bits.
+    """
+
+    head_groups: int
+    storage: StorageFormat
+    num_bytes: int
+    checksums: tuple[int, ...]
+
+
+def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
+    """Size of a data object, with compression the most that it can be: the stored array, and 16 bytes of shard index
+    per inner chunk; 4 of crc32c where it is compressed."""
+    num_chunks = kv_spec.num_layers * head_groups
+    itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
+    chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks
+    if storage.compression == "zstd":
+        chunk_bytes += chunk_bytes // 256 + 64 + 4  # ZSTD_compressBound, crc32c
+    return num_chunks * (chunk_bytes + 16)
+
+
+def expected_layout(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat) -> ObjectLayout:
+    """The layout that a variant of so many tokens will get, before its KV is there: with no checksums, and with
+    compression the largest it can be. Only KV that 8 bits cannot hold gets a larger one."""
+    storage = storage.of(kv_spec, num_tokens)
+    num_bytes = object_bytes(kv_spec, num_tokens, head_groups, storage)
+    return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups))
