@@ -381,6 +381,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--system-prompt", str, "used where a request brings no system message"),
     ):
         add(flag, type=kind, default=argparse.SUPPRESS, metavar=metavars[kind], help=text)
+    text = "wait for chunks that another process on the same store is computing, instead of computing them too"
+    add("--share-computation", action="store_true", default=argparse.SUPPRESS, help=text)
     return parser
 
 

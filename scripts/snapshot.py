@@ -87,6 +87,7 @@ def restore(args: argparse.Namespace) -> int:
             (report.num_left_out, "beyond --max-bytes"),
             (report.num_no_room, "without room"),
             (report.num_damaged, "damaged, left out"),
+            (report.num_erased, "of erased documents, left out"),
             (num_failed, "could not be written"),
         ),
     )

@@ -12,7 +12,7 @@ from store.errors import (
 )
 from store.formats import StorageFormat
 from store.host import HostTier
-from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity
+from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, ShardSummary, StoreIdentity
 from store.tickets import LoadTicket, StoreTicket
 from store.tiered import TieredStore
 from store.usage import TierUsage
@@ -26,6 +26,7 @@ __all__ = [
     "ShardCorruptError",
     "ShardNotFoundError",
     "ShardRecord",
+    "ShardSummary",
     "StorageFormat",
     "StoreError",
     "StoreIdentity",

@@ -184,7 +184,7 @@ class BucketRoot:
         found = self._wait(self._live().read(key))
         return found.value if found.state == "value" else None
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         assert self._absent, "opened read_only"  # without it the write would have no condition
         bucket = self._live()
         try:
@@ -199,7 +199,7 @@ class BucketRoot:
             raise StoreUnavailableError(f"store: {self.url}: cannot create {key}, though there is none: bucket gone?")
         return found == data
 
-    def replace(self, key: str, data: bytes) -> None:
+    def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
         self._wait(self._live().write(key, data))
 
     def make_prefix(self, prefix: str) -> None:

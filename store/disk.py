@@ -4,25 +4,23 @@ with other processes. Knows no host memory, no pins, no queue and no eviction or
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from store.arrays import ArrayDriver, ShardReader
 from store.budget import ByteBudget
+from store.commits import CommittedShards
 from store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
 from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, expected_layout
 from store.hints import Hints
+from store.leases import Leases
 from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
 from store.objects import Root, for_each, open_root
-from store.records import StoredShard, decode_record, encode_record
-from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+from store.records import KnownShard, encode_record
+from store.spec import KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
 from store.sweep import sweep
-
-_log = logging.getLogger(__name__)
 
 # How tensorstore's errors begin when the stored bytes are wrong; others (permissions, I/O, timeouts) do not mean that.
 _BAD_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
@@ -64,36 +62,52 @@ class TensorStoreTier:
         self.kv_spec = kv_spec
         self.identity = identity
         self.head_groups = head_groups
+        self._bytes_per_token = kv_spec.num_bytes(1)
         self.storage = storage
         self.budget = ByteBudget("disk", budget_bytes)
-        self.num_corrupt = 0
-        self._num_unread = 0
-        self._lock = threading.RLock()
-        self._shards: dict[str, StoredShard] = {}
         self._root = open_root(url)
         self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s)
         self._namespace = identity.namespace
-        self.hints = Hints(self._root, self._key("hints.json"), self._warn)
+        self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget)
+        self._lock = self._commits.lock
+        self.leases = Leases(self._root, self._namespace)
+        self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn)
+        self._suspects: list[str] = []
         try:
             open_namespace(self._root, url, identity, kv_spec, exclusive=exclusive)
-            self.sweep(ORPHAN_AGE_S, QUARANTINE_AGE_S)
+            self.leases.sweep()
+            self.sweep(ORPHAN_AGE_S, QUARANTINE_AGE_S, quick=True)
         except OSError as error:
             raise StoreUnavailableError(f"store: cannot open {url}: {error}") from error
 
     def __contains__(self, variant_id: str) -> bool:
-        return variant_id in self._shards
+        return variant_id in self._commits
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self._commits)
+
+    @property
+    def num_corrupt(self) -> int:
+        """Failed checks of records and data since open."""
+        return self._commits.num_corrupt
+
+    def summaries(self) -> list[ShardSummary]:
+        """Of all committed variants this process knows of; reads nothing."""
+        return [self._summary(known) for known in self._commits.all()]
+
+    def get_summary(self, variant_id: str) -> ShardSummary | None:
+        """Of a committed variant, or None; reads nothing."""
+        known = self._commits.get(variant_id)
+        return None if known is None else self._summary(known)
 
     def records(self) -> list[ShardRecord]:
-        """Records of all committed variants this process knows of."""
-        with self._lock:
-            return [shard.record for shard in self._shards.values()]
+        """The whole records behind `summaries`, some 50 us each."""
+        found = (self.get_record(known.variant_id) for known in self._commits.all())
+        return [record for record in found if record is not None]
 
     def get_record(self, variant_id: str) -> ShardRecord | None:
         """The record of a committed variant, or None."""
-        shard = self._shards.get(variant_id)
+        shard = self._commits.details(variant_id)
         return None if shard is None else shard.record
 
     def foreign_fingerprints(self) -> frozenset[str]:
@@ -102,12 +116,12 @@ class TensorStoreTier:
 
     def is_lossy(self, variant_id: str) -> bool:
         """True when the variant's copy may differ from what was written."""
-        shard = self._shards.get(variant_id)
-        return shard is not None and shard.layout.storage.is_lossy
+        known = self._commits.get(variant_id)
+        return known is not None and known.is_lossy
 
     def takes(self, variant_id: str) -> bool:
         """True where `write` stores the variant: it is not here, or is a lossy copy and would not be one now."""
-        return variant_id not in self._shards or (self.is_lossy(variant_id) and not self.storage.is_lossy)
+        return variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy)
 
     def charge_bytes(self, record: ShardRecord) -> int:
         """Bytes on disk that `record` will take, with compression at most: object, checksums, index, the record itself.
@@ -117,8 +131,8 @@ class TensorStoreTier:
 
     def charged(self, variant_id: str) -> int | None:
         """Bytes that a committed variant takes out of the budget; None for others."""
-        shard = self._shards.get(variant_id)
-        return None if shard is None else shard.charge_bytes
+        known = self._commits.get(variant_id)
+        return None if known is None else known.charge_bytes
 
     def reserve(self, record: ShardRecord) -> int:
         """Charges the budget for a later `write(..., reserved=True)`, which returns it if it fails; how many bytes.
@@ -161,7 +175,7 @@ class TensorStoreTier:
                 self._root.make_prefix(place)
             self._arrays.write(self._root.kvstore(place), layout, prepared, folder)
             self.remove([record.variant_id] if self.takes(record.variant_id) else [])  # a lossy copy, if any
-            committed = self._commit(record.variant_id, raw)
+            committed = self._commits.commit(record.variant_id, raw)
         except CommitUnknownError:
             is_kept = True  # deleting the object would break the variant if the record is there after all
             raise
@@ -183,8 +197,7 @@ class TensorStoreTier:
         Raises:
           ShardNotFoundError: no such variant is known here.
         """
-        with self._lock:
-            shard = self._shards.get(variant_id)
+        shard = self._commits.details(variant_id)
         if shard is None:
             raise ShardNotFoundError(f"disk tier: no variant {variant_id}")
         place = self._key("data", shard.object_id)
@@ -192,7 +205,7 @@ class TensorStoreTier:
             self._root.kvstore(place),
             shard.record.num_tokens,
             shard.layout,
-            lambda error: self._explain(shard, error),
+            lambda error: self._explain(variant_id, shard.object_id, error),
             self._root.outage(),
             folder=self._root.folder(place),
         )
@@ -201,31 +214,30 @@ class TensorStoreTier:
         """Evicts; returns what went. A variant that could not be deleted stays."""
         return self.erase(self.hide(variant_ids))
 
-    def hide(self, variant_ids: Iterable[str]) -> list[StoredShard]:
+    def hide(self, variant_ids: Iterable[str]) -> list[KnownShard]:
         """First, instant half of an eviction: the variants that were here are unknown now; `erase` must follow."""
-        with self._lock:
-            return [shard for key in variant_ids if (shard := self._shards.pop(key, None)) is not None]
+        return self._commits.hide(variant_ids)
 
-    def erase(self, shards: Iterable[StoredShard], *, condemned: bool = False) -> tuple[str, ...]:
+    def erase(self, shards: Iterable[KnownShard], *, condemned: bool = False) -> tuple[str, ...]:
         """Second half, milliseconds per variant: the record goes first, so that no reader begins what the deletion of
         the data would cut short. Returns the ids that went; one that could not be deleted is known again, unless it is
         `condemned`."""
         return tuple(filter(None, for_each(self._root, lambda shard: self._erase_one(shard, condemned), shards)))
 
-    def _erase_one(self, shard: StoredShard, condemned: bool) -> str | None:
+    def _erase_one(self, shard: KnownShard, condemned: bool) -> str | None:
         """The variant's id if it went."""
-        variant_id = shard.record.variant_id
+        variant_id = shard.variant_id
         try:
-            if self._record_names(shard):
-                self._root.delete(self._record_key(variant_id))
+            if self._record_names(variant_id, shard.object_id):
+                self._root.delete(self._commits.record_key(variant_id))
         except OSError as error:
-            self._warn("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
+            self._commits.warn("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
             if not condemned:
-                self._restore(shard)
+                self._commits.restore(shard)
                 return None
         self._delete_quietly(self._key("data", shard.object_id))
         with self._lock:
-            self._forget(shard)  # a refresh in between may have found the record again
+            self._commits.forget(variant_id, shard.object_id)  # a refresh in between may have found the record again
             self.budget.release(shard.charge_bytes)
         return variant_id
 
@@ -235,167 +247,122 @@ class TensorStoreTier:
         Raises:
           OSError: the directory or bucket cannot be listed.
         """
-        with self._lock:
-            known = dict(self._shards)  # before the listing: what this process commits meanwhile is no removal
-        listed = {name.removesuffix(".json") for name in self._names("records") if name.endswith(".json")}
-        added = list(filter(None, for_each(self._root, self._load_sound, sorted(listed - known.keys()))))
-        for shard in added:
-            self._adopt(shard)
-        removed = tuple(sorted(known.keys() - listed))
-        for variant_id in removed:
-            self._forget(known[variant_id])
-        return tuple(shard.record.variant_id for shard in added), removed
+        return self._commits.refresh()
 
-    def sweep(self, orphan_age_s: float, quarantine_age_s: float) -> tuple[str, ...]:
+    def look_up(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
+        """Those that are committed now, by whomever; reads the record of each that was not known. Much less than
+        `refresh` for a few variants. What cannot be read counts as not committed, and is logged."""
+        wanted = tuple(dict.fromkeys(variant_ids))
+        found = for_each(self._root, lambda key: key in self or self._commits.take_in(key), wanted)
+        return tuple(key for key, is_there in zip(wanted, found, strict=True) if is_there)
+
+    def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
+        """Work for idle time: what `open` left of the sweep, and a new catalog if enough changed. Failures are
+        logged."""
+        if self._suspects and self._commits.verify(is_cancelled):
+            self._sweep_suspects()
+        if is_cancelled is None or not is_cancelled():
+            self._commits.save_catalog()
+
+    def sweep(self, orphan_age_s: float, quarantine_age_s: float, *, quick: bool = False) -> tuple[str, ...]:
         """Refreshes, and deletes what is at least that old of data objects that no record commits, of what killed
-        processes left, and of quarantine. Returns the keys that could not be deleted.
+        processes left, and of quarantine; an age of 0 means all of them. Returns the keys that could not be deleted.
+
+        Args:
+          quick: do not read the record of each variant that is known from the catalog alone, if these are many. Then
+            `tidy` deletes the data objects of no record; one that only the catalog still has is left to a later sweep.
 
         Raises:
           OSError: the directory or bucket cannot be listed.
         """
-        self._num_unread = 0
+        self._commits.num_unread = 0
         objects = self._names("data")  # before the records: an object committed in between must not look like an orphan
         self.refresh()
-        if self._num_unread:  # an unread record may commit any object; a later sweep deletes
+        is_verified = quick or self._commits.verify()
+        if self._commits.num_unread or not is_verified:  # an unread record may commit any object; a later sweep deletes
             return (self._key("records"),)
-        with self._lock:
-            committed = {shard.object_id for shard in self._shards.values()}
-        orphans = [name for name in objects if name not in committed]
+        self._suspects = [name for name in self._uncommitted(objects) if self._is_older(name, orphan_age_s)]
+        orphans = []
+        # The catalog may tell of an object that another process replaced, so it cannot say which ones are orphans.
+        if self._suspects and (not quick or (self._commits.is_quickly_verified and self._commits.verify())):
+            orphans, self._suspects = self._uncommitted(self._suspects), []
         return sweep(self._root, self._namespace, orphans, orphan_age_s, quarantine_age_s, self._delete_quietly)
+
+    def drop_catalog(self) -> tuple[str, ...]:
+        """Deletes the catalog, which may have copies of records that are long gone; `tidy` writes a new one. Returns
+        the keys that could not be deleted. Raises OSError: it cannot be listed."""
+        return self._commits.drop_catalog(self._delete_quietly)
+
+    def renew_catalog(self) -> None:
+        """Makes the next `tidy` write a new catalog, however little changed."""
+        self._commits.renew_catalog()
 
     @property
     def notes_place(self) -> tuple[Root, str]:
         """Where the notes of this identity are kept: root and prefix."""
         return self._root, self._key("notes")
 
-    # -- records -----------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------------
 
-    def _commit(self, variant_id: str, raw: bytes) -> bool:
-        """Publishes the record `raw`, whose bytes are already charged. False when a sound record was there first."""
-        mine = self._decode(variant_id, raw)
-        for _ in range(2):
-            if self._root.create(self._record_key(variant_id), raw):
-                with self._lock:
-                    if variant_id in self._shards:  # another process evicted that one, and no refresh saw it yet
-                        self._forget(self._shards[variant_id])
-                    self._shards[variant_id] = mine
-                return True
-            if self._take_in(variant_id):
-                return False
-            # The name was held by a record that failed its check; it is in quarantine now, so try once more.
-        return False
-
-    def _take_in(self, variant_id: str) -> bool:
-        """Reads the record on disk into memory and says whether there is a sound one; a bad one goes to quarantine."""
-        shard = self._load_sound(variant_id)
-        if shard is not None:
-            self._adopt(shard)
-        return shard is not None
-
-    def _load_sound(self, variant_id: str) -> StoredShard | None:
-        try:
-            try:
-                return self._load(variant_id)
-            except ShardCorruptError as error:
-                _log.warning("store: %s; moved to quarantine", error)
-                with self._lock:
-                    self.num_corrupt += 1
-                self._set_aside(variant_id)
-        except OSError as error:
-            self._warn("store: cannot take in the record of variant %s from %s: %s", variant_id, self.url, error)
-            self._num_unread += 1
-        return None
-
-    def _adopt(self, shard: StoredShard) -> None:
-        with self._lock:
-            known = self._shards.get(shard.record.variant_id)
-            if known is None or known.object_id != shard.object_id:
-                if known is not None:
-                    self._forget(known)
-                self._shards[shard.record.variant_id] = shard
-                self.budget.adopt(shard.charge_bytes)
-
-    def _load(self, variant_id: str) -> StoredShard | None:
-        raw = self._root.read(self._record_key(variant_id))
-        return None if raw is None else self._decode(variant_id, raw)
-
-    def _decode(self, variant_id: str, raw: bytes) -> StoredShard:
-        return decode_record(raw, variant_id=variant_id, identity=self.identity, kv_spec=self.kv_spec)
+    def _summary(self, known: KnownShard) -> ShardSummary:
+        num_tokens = known.num_tokens
+        return ShardSummary(known.variant_id, known.chunk_id, num_tokens, num_tokens * self._bytes_per_token)
 
     def _encode(self, record: ShardRecord, object_id: str, layout: ObjectLayout) -> bytes:
         return encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id=object_id, layout=layout)
 
-    def _record_names(self, shard: StoredShard) -> bool:
-        """True unless the record on disk commits another object: then another process wrote the variant anew."""
+    def _record_names(self, variant_id: str, object_id: str) -> bool:
+        """True unless the record on disk commits another object: then another process wrote the variant anew. Raises
+        OSError."""
         try:
-            current = self._load(shard.record.variant_id)
+            current = self._commits.read(variant_id)
         except ShardCorruptError:
             return True
-        return current is not None and current.object_id == shard.object_id
+        return current is not None and current.object_id == object_id
 
-    def _explain(self, shard: StoredShard, error: ValueError | TimeoutError | None) -> Exception:
-        """What a failed read of `shard` means; `error` is tensorstore's, None where the bytes are not the record's."""
-        variant_id = shard.record.variant_id
+    def _explain(self, variant_id: str, object_id: str, error: ValueError | TimeoutError | None) -> Exception:
+        """What a failed read of a variant's object means; `error` is tensorstore's, None where the bytes are not what
+        the record says."""
         if error is not None and not str(error).startswith(_BAD_DATA):
             self._root.note_failure(error)
             return StoreUnavailableError(f"store: cannot read variant {variant_id} from {self.url}: {error}")
         try:
-            current = self._load(variant_id)
-        except ShardCorruptError:
-            current = shard
+            is_outdated = not self._record_names(variant_id, object_id)
         except OSError as record_error:
             return StoreUnavailableError(f"store: cannot read {self.url}: {record_error}")
-        if current is None or current.object_id != shard.object_id:
-            self._forget(shard)
-            if current is not None:
-                self._take_in(variant_id)
+        if is_outdated:
+            self._commits.forget(variant_id, object_id)
+            self._commits.take_in(variant_id)
             return ShardNotFoundError(f"disk tier: variant {variant_id} was evicted")
         with self._lock:
-            self.num_corrupt += 1
+            self._commits.num_corrupt += 1
         reason = error or "the data object is not the one that the record commits"
         return ShardCorruptError(f"variant {variant_id} in {self.url}: {reason}")
-
-    def _forget(self, shard: StoredShard) -> None:
-        """Drops `shard` from memory and budget, unless another one took its place."""
-        with self._lock:
-            known = self._shards.get(shard.record.variant_id)
-            if known is not None and known.object_id == shard.object_id:
-                del self._shards[shard.record.variant_id]
-                self.budget.release(shard.charge_bytes)
-
-    def _restore(self, shard: StoredShard) -> None:
-        """Undoes `hide`."""
-        with self._lock:
-            if shard.record.variant_id in self._shards:
-                self.budget.release(shard.charge_bytes)
-            else:
-                self._shards[shard.record.variant_id] = shard
-
-    # -- names and files ---------------------------------------------------------------------------------------
 
     def _key(self, *parts: str) -> str:
         return "/".join((self._namespace, *parts))
 
-    def _record_key(self, variant_id: str) -> str:
-        return self._key("records", f"{variant_id}.json")
-
     def _names(self, folder: str) -> list[str]:
         return self._root.names(self._key(folder))
-
-    def _set_aside(self, variant_id: str) -> None:
-        """Moves the record to quarantine. Raises OSError."""
-        aside = self._key("quarantine", f"{variant_id}.{self._root.new_id()}.json")
-        self._root.move(self._record_key(variant_id), aside)
 
     def _delete_quietly(self, key: str) -> bool:
         """False where the disk refused."""
         try:
             self._root.delete(key)
         except OSError as error:  # without a record it is never read again; the next open sweeps it
-            self._warn("store: cannot delete %s in %s: %s", key, self.url, error)
+            self._commits.warn("store: cannot delete %s in %s: %s", key, self.url, error)
             return False
         return True
 
-    def _warn(self, message: str, *values: object) -> None:
-        # An outage shows in every call; that there is one is logged by those who write and refresh.
-        _log.log(logging.WARNING if self._root.outage() is None else logging.DEBUG, message, *values)
+    def _is_older(self, object_id: str, age_s: float) -> bool:
+        return not age_s or self._root.age_s(self._key("data", object_id)) > age_s
+
+    def _sweep_suspects(self) -> None:
+        """Deletes them, but for those that a record commits; every known variant must have been verified."""
+        orphans = [self._key("data", name) for name in self._uncommitted(self._suspects)]
+        for_each(self._root, self._delete_quietly, orphans)
+        self._suspects = []
+
+    def _uncommitted(self, object_ids: list[str]) -> list[str]:
+        committed = {known.object_id for known in self._commits.all()}
+        return [name for name in object_ids if name not in committed]

@@ -9,7 +9,8 @@ from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
 
 
 def erase_from_disk(disk: TensorStoreTier, condemned: Collection[str], *, uncommitted: bool) -> tuple[str, ...]:
-    """Deletes variants, also such as an earlier attempt left or another process wrote meanwhile.
+    """Deletes variants, also such as an earlier attempt left or another process wrote meanwhile, and every copy of a
+    record.
 
     Args:
       uncommitted: also whatever lies there without a sound record, however young.
@@ -26,4 +27,6 @@ def erase_from_disk(disk: TensorStoreTier, condemned: Collection[str], *, uncomm
     left = disk.sweep(*ages)  # it refreshes, and so knows again what could not be deleted
     stayed = disk.hide(condemned)
     disk.erase(stayed, condemned=True)  # once more, and out of the budget
-    return (*left, *(shard.record.variant_id for shard in stayed))
+    # Even where nothing was deleted: the catalog may have copies of records that were evicted since it was written.
+    copies = disk.drop_catalog()
+    return (*left, *copies, *(shard.variant_id for shard in stayed))

@@ -75,13 +75,15 @@ class FileRoot:
         except FileNotFoundError:
             return None
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         final = self.path / key
         try:
-            with self._temporary(final, data) as temporary:
+            with self._temporary(final, data, durable) as temporary:
                 os.link(temporary, final)  # atomic, and refuses to replace: rename would let the second writer win
         except FileExistsError:
             return False
+        if not durable:
+            return True
         try:
             self.sync(os.path.dirname(key))
         except OSError:
@@ -89,20 +91,21 @@ class FileRoot:
             raise
         return True
 
-    def replace(self, key: str, data: bytes) -> None:
+    def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
         final = self.path / key
-        with self._temporary(final, data) as temporary:
+        with self._temporary(final, data, durable) as temporary:
             os.replace(temporary, final)
 
     @contextlib.contextmanager
-    def _temporary(self, final: Path, data: bytes) -> Iterator[Path]:
-        """A file beside `final` that durably holds `data`; gone afterwards, under this name."""
+    def _temporary(self, final: Path, data: bytes, durable: bool = True) -> Iterator[Path]:
+        """A file beside `final` that holds `data`; gone afterwards, under this name."""
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}.tmp")
         try:
             with open(temporary, "xb") as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             yield temporary
         finally:
             with contextlib.suppress(OSError):

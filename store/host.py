@@ -6,7 +6,7 @@ import numpy as np
 
 from store.budget import ByteBudget
 from store.errors import ShardNotFoundError
-from store.spec import ShardRecord
+from store.spec import ShardRecord, ShardSummary
 
 
 class HostTier:
@@ -26,9 +26,19 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._shards)
 
-    def records(self) -> list[ShardRecord]:
-        """Records of all variants held, oldest first."""
-        return [record for record, _ in self._shards.values()]
+    def summaries(self) -> list[ShardSummary]:
+        """Of all variants held, oldest first."""
+        return [record.summary for record, _ in self._shards.values()]
+
+    def get_record(self, variant_id: str) -> ShardRecord | None:
+        """The record of a variant that is held, or None."""
+        shard = self._shards.get(variant_id)
+        return None if shard is None else shard[0]
+
+    def get_summary(self, variant_id: str) -> ShardSummary | None:
+        """Of a variant that is held, or None."""
+        record = self.get_record(variant_id)
+        return None if record is None else record.summary
 
     def charge_bytes(self, record: ShardRecord) -> int:
         """Bytes that `record` takes out of the budget."""

@@ -6,6 +6,8 @@ ROOT/NAMESPACE/hints.json               what the owner notes between runs, repla
 ROOT/NAMESPACE/records/VARIANT.json     written last, create-if-absent: this commits
 ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant under an id that is never used again
 ROOT/NAMESPACE/notes/NAME.json          small facts that the owner keeps beside the variants, never changed
+ROOT/NAMESPACE/catalog/K-of-P.bin       copies of many records in one object (`store.catalog`); may be lost at any time
+ROOT/NAMESPACE/leases/VARIANT.EPOCH     who computes what just now (`store.leases`)
 ROOT/NAMESPACE/quarantine/              records that failed their check; nothing reads them
 """
 

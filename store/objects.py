@@ -53,17 +53,19 @@ class Root(Protocol):
         """The object's bytes, or None when there is none."""
         ...
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         """Writes `data` whole and durably, or not at all; False when the key existed already, and stays as it was. A
-        root may answer True where these very bytes are there, which can be by its own doing.
+        root may answer True where these very bytes are there, which can be by its own doing. Without `durable` a power
+        cut may undo it.
 
         Raises:
           CommitUnknownError: it may have been written, or may still be.
         """
         ...
 
-    def replace(self, key: str, data: bytes) -> None:
-        """Writes `data` over whatever was there; a reader sees the old bytes or the new ones, never a mixture."""
+    def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Writes `data` over whatever was there; a reader sees the old bytes or the new ones, never a mixture. Without
+        `durable` a power cut may leave anything."""
         ...
 
     def make_prefix(self, prefix: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any
+import zlib
+from typing import Any, NamedTuple
 
 from store.errors import ShardCorruptError
 from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, object_bytes
@@ -29,6 +30,26 @@ class StoredShard:
     object_id: str
     layout: ObjectLayout
     charge_bytes: int
+
+
+class KnownShard(NamedTuple):
+    """A committed variant as memory holds it by the hundred thousand: the bytes of its record, and what must be known
+    of it before anybody looks into them.
+
+    Attributes:
+      is_lossy: its object may differ from what was written.
+      raw: the record. `decode_known` gives its `StoredShard`.
+      crc32: of `raw` when it was checked wholly.
+    """
+
+    variant_id: str
+    chunk_id: str
+    num_tokens: int
+    object_id: str
+    charge_bytes: int
+    is_lossy: bool
+    crc32: int
+    raw: bytes
 
 
 def encode_record(
@@ -74,6 +95,42 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
         sound = False
     if not sound:
         raise ShardCorruptError(f"record of variant {variant_id}: checksum failed")
+    return _shard(body, len(raw), variant_id, identity, kv_spec)
+
+
+def known_from_raw(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec) -> KnownShard:
+    """As `decode_record`, in the form that is kept. Raises ShardCorruptError."""
+    shard = decode_record(raw, variant_id=variant_id, identity=identity, kv_spec=kv_spec)
+    return KnownShard(*_known_fields(shard), zlib.crc32(raw), raw)
+
+
+def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec) -> StoredShard:
+    """The shard that `known.raw` commits; a quarter of `decode_record`'s time, as the bytes passed it once.
+
+    Raises:
+      ShardCorruptError: they are not those bytes, or not of what `known` says they are.
+    """
+    if zlib.crc32(known.raw) != known.crc32:
+        raise ShardCorruptError(f"record of variant {known.variant_id}: checksum failed")
+    try:
+        shard = _shard(json.loads(known.raw), len(known.raw), known.variant_id, identity, kv_spec)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ShardCorruptError(f"record of variant {known.variant_id}: {error}") from error
+    found = _known_fields(shard)
+    if found != known[: len(found)]:
+        raise ShardCorruptError(f"record of variant {known.variant_id}: it is {found}, wanted {known[: len(found)]}")
+    return shard
+
+
+def _known_fields(shard: StoredShard) -> tuple[str, str, int, str, int, bool]:
+    """The first fields of the `KnownShard`."""
+    record, is_lossy = shard.record, shard.layout.storage.is_lossy
+    return record.variant_id, record.chunk_id, record.num_tokens, shard.object_id, shard.charge_bytes, is_lossy
+
+
+def _shard(
+    body: dict[str, Any], record_bytes: int, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec
+) -> StoredShard:
     version = body["format_version"]
     if version not in (FORMAT_VERSION, CODED_VERSION):
         raise ShardCorruptError(f"record of variant {variant_id}: format_version {version!r} is not known here")
@@ -87,9 +144,9 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
     for name, want in expected.items():
         if body[name] != want:
             raise ShardCorruptError(f"record of variant {variant_id}: {name} is {body[name]!r}, wanted {want!r}")
-    record = ShardRecord(variant_id, body["chunk_id"], body["num_tokens"], body["num_bytes"], body["meta"])
+    record = ShardRecord.of_json(variant_id, body["chunk_id"], body["num_tokens"], body["num_bytes"], body["meta"])
     layout = _layout(body, kv_spec)
-    return StoredShard(record, body["object_id"], layout, len(raw) + layout.num_bytes)
+    return StoredShard(record, body["object_id"], layout, record_bytes + layout.num_bytes)
 
 
 def _layout(body: dict[str, Any], kv_spec: KVSpec) -> ObjectLayout:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -86,6 +86,15 @@ class StoreIdentity:
         return hashlib.sha256(whole.encode()).hexdigest()
 
 
+class ShardSummary(NamedTuple):
+    """The part of a `ShardRecord` that is at hand for every variant, be there ever so many; the rest has to be read."""
+
+    variant_id: str
+    chunk_id: str
+    num_tokens: int
+    num_bytes: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardRecord:
     """What is known of one stored variant beside its KV.
@@ -117,6 +126,21 @@ class ShardRecord:
         except (TypeError, ValueError) as error:
             raise ValueError(f"meta: wanted JSON values, finite numbers and string keys: {error}") from error
         object.__setattr__(self, "meta", meta)
+
+    @classmethod
+    def of_json(
+        cls, variant_id: str, chunk_id: str, num_tokens: int, num_bytes: int, meta: Mapping[str, Any]
+    ) -> ShardRecord:
+        """The record of values that went through the constructor before they became JSON: checks and copies nothing."""
+        record = object.__new__(cls)
+        for name, value in zip(cls.__slots__, (variant_id, chunk_id, num_tokens, num_bytes, meta), strict=True):
+            object.__setattr__(record, name, value)
+        return record
+
+    @property
+    def summary(self) -> ShardSummary:
+        """All but `meta`."""
+        return ShardSummary(self.variant_id, self.chunk_id, self.num_tokens, self.num_bytes)
 
 
 def check_kv(kv: Any, record: ShardRecord, kv_spec: KVSpec) -> np.ndarray:

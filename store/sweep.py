@@ -28,7 +28,8 @@ def sweep(
       OSError: the directory or bucket cannot be listed.
     """
     stale = [f"{namespace}/data/{name}" for name in orphans]
-    stale += root.left_overs(("", namespace, f"{namespace}/records", f"{namespace}/notes"))
+    folders = (f"{namespace}/{name}" for name in ("records", "notes", "catalog", "leases"))
+    stale += root.left_overs(("", namespace, *folders))
     ages = dict.fromkeys(stale, orphan_age_s)
     quarantine = f"{namespace}/quarantine"
     ages |= {f"{quarantine}/{name}": quarantine_age_s for name in root.names(quarantine)}

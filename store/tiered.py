@@ -20,7 +20,7 @@ from store.formats import StorageFormat
 from store.host import HostTier
 from store.notes import Notes
 from store.sharing import SharedReaders
-from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+from store.spec import KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import DISK, HOST, LoadTicket, StoreTicket
 from store.usage import TierUsage
 from store.write_behind import MAX_PENDING_BYTES, WriteBehind
@@ -32,7 +32,8 @@ class TieredStore:
     """Thread-safe; open it with `TieredStore.open`, use it as a context manager or `close` it.
 
     A variant is stored in every tier that has room; disk variants that were read whole are promoted to host memory.
-    `notes` are small JSON objects beside the variants, shared with other processes.
+    `notes` are small JSON objects beside the variants, shared with other processes; `claims` is what this process and
+    others say they compute, None without a disk.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TieredStore:
         self._writer = None if disk is None else WriteBehind(disk, max_pending_bytes)
         self._readers = SharedReaders(disk, on_read)
         self.notes = Notes() if self._writer is None or disk is None else Notes(*disk.notes_place, self._writer.call)
+        self.claims = None if self._writer is None else self._writer.claims
         self._lock = threading.RLock()
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
@@ -75,8 +77,7 @@ class TieredStore:
         """A store of one model's variants; `url=None` keeps them in host memory only.
 
         Args:
-          host_bytes, disk_bytes: budgets; `disk_bytes=None` is no limit.
-          exclusive, head_groups: see `TensorStoreTier`.
+          host_bytes, disk_bytes, exclusive, head_groups: budgets (None is no limit), and as `TensorStoreTier`.
           max_pending_bytes: KV that may wait for the disk before stores skip it.
           kv_dtype, compression: how the disk tier stores new variants, see `StorageFormat`.
           on_read: sees, and may delay, every read of the disk tier.
@@ -100,11 +101,28 @@ class TieredStore:
 
     # -- looking -----------------------------------------------------------------------------------------------
 
-    def records(self) -> list[ShardRecord]:
-        """Every committed variant of any tier, once."""
+    def summaries(self) -> list[ShardSummary]:
+        """Every committed variant of any tier, once. Reads nothing."""
         with self._lock:
-            found = {record.variant_id: record for tier in self._tiers().values() for record in tier.records()}
+            found = {one.variant_id: one for tier in self._tiers().values() for one in tier.summaries()}
         return list(found.values())
+
+    def get_summary(self, variant_id: str) -> ShardSummary | None:
+        """Of a committed variant of any tier, or None. Reads nothing."""
+        with self._lock:
+            found = (tier.get_summary(variant_id) for tier in self._tiers().values())
+            return next(filter(None, found), None)
+
+    def records(self) -> list[ShardRecord]:
+        """The whole records behind `summaries`."""
+        found = (self.get_record(one.variant_id) for one in self.summaries())
+        return [record for record in found if record is not None]
+
+    def get_record(self, variant_id: str) -> ShardRecord | None:
+        """The record of a committed variant of any tier; None where there is none, or none that is sound."""
+        with self._lock:
+            held = self._host.get_record(variant_id)
+        return held or (None if self._disk is None else self._disk.get_record(variant_id))
 
     def tier_of(self, variant_id: str) -> str | None:
         """The fastest tier that holds the variant: "host", "disk" or None."""
@@ -168,6 +186,16 @@ class TieredStore:
         self._refresh_fails = failure is not None
         return changes
 
+    def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
+        """Work for idle time, and for the end: keeps the disk tier quick to open (`TensorStoreTier.tidy`)."""
+        if self._disk is not None:
+            self._disk.tidy(is_cancelled)
+
+    def renew_catalog(self) -> None:
+        """The next `tidy` is to leave no copy of a record that is gone, not even one, which it may else."""
+        if self._disk is not None:
+            self._disk.renew_catalog()
+
     def read_hints(self) -> dict[str, Any]:
         """What `write_hints` noted last; empty without a disk."""
         return {} if self._disk is None else self._disk.hints.read()
@@ -181,8 +209,8 @@ class TieredStore:
 
     def unread_bytes(self, variant_id: str) -> int:
         """KV bytes that a load would have to read from disk now: 0 where memory, or another load, has them all."""
-        record = self._disk_record(variant_id) if self.tier_of(variant_id) == DISK else None
-        return 0 if record is None else record.num_bytes - self._readers.bytes_there(variant_id)
+        summary = self.get_summary(variant_id) if self.tier_of(variant_id) == DISK else None
+        return 0 if summary is None else summary.num_bytes - self._readers.bytes_there(variant_id)
 
     def prepare_load(self, variant_ids: Iterable[str], *, counted: bool = True) -> LoadTicket:
         """Pins the variants in every tier, until `complete_load`. Reads nothing yet: loads that are open at once share
@@ -232,13 +260,15 @@ class TieredStore:
             for tier, num_bytes in ticket.bytes_read.items():
                 self._counts[tier]["bytes_read"] += num_bytes
             for variant_id, kv in whole.items() if ok else ():
-                record = self._disk_record(variant_id)
-                if record is None or variant_id in self._host or self._short(HOST, record.num_bytes):
+                summary = self.get_summary(variant_id)
+                if summary is None or variant_id in self._host or self._short(HOST, summary.num_bytes):
                     continue
                 if promote is not None and variant_id not in promote:
                     continue
-                self._put_host(record, kv, is_lossy=variant_id in ticket.lossy)
-                promoted.append(variant_id)
+                record = self.get_record(variant_id)
+                if record is not None:
+                    self._put_host(record, kv, is_lossy=variant_id in ticket.lossy)
+                    promoted.append(variant_id)
         return tuple(promoted)
 
     # -- store -------------------------------------------------------------------------------------------------
@@ -390,9 +420,6 @@ class TieredStore:
                 return {}
             short = {tier: self._short(tier, 0) for tier in ticket.tiers}
         return {tier: num_bytes for tier, num_bytes in short.items() if num_bytes}
-
-    def _disk_record(self, variant_id: str) -> ShardRecord | None:
-        return None if self._disk is None else self._disk.get_record(variant_id)
 
     def _put_host(self, record: ShardRecord, kv: np.ndarray, is_lossy: bool = False) -> None:
         self._host.put(record, kv, is_lossy=is_lossy)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from store.claims import Claims
 from store.disk import TensorStoreTier
 from store.spec import ShardRecord
 
@@ -30,6 +31,7 @@ class WriteBehind:
 
     Attributes:
       num_written, bytes_written: commits by this queue and the bytes they take on disk.
+      claims: leases on variants of the tier, given up when their write is done.
       num_failed: writes that the disk refused. The first of a row is logged as a warning, so is the recovery.
     """
 
@@ -37,6 +39,7 @@ class WriteBehind:
         self.num_written = 0
         self.bytes_written = 0
         self.num_failed = 0
+        self.claims = Claims(tier, self.__contains__)
         self._tier = tier
         self._max_pending_bytes = max_pending_bytes
         self._pending: dict[str, tuple[ShardRecord, np.ndarray]] = {}
@@ -102,6 +105,7 @@ class WriteBehind:
             self._closed = True
             self._changed.notify_all()
         self._executor.shutdown(wait=True)
+        self.claims.close()
 
     def _has_room(self, record: ShardRecord) -> bool:
         if record.variant_id in self._pending:
@@ -131,6 +135,7 @@ class WriteBehind:
         if cancelled:
             self._tier.remove((variant_id,))
         self._log_change(error, time.monotonic() - start_s)
+        self.claims.written(record.variant_id)
         with self._changed:
             self._cancelled.discard(variant_id)
             self._writing = None

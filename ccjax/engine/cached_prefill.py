@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 
@@ -19,6 +19,7 @@ from ccjax.engine.prefill import IsCancelled, Prefiller, PrefillResult, Size
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError, Patience
+from ccjax.engine.sharing import SharedPrefill
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.planner import plan_prefill
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
@@ -27,11 +28,13 @@ from store.tickets import DISK, HOST, LoadTicket
 from store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
+KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off.
+    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off, `shared` where
+    nothing was agreed with other processes.
 
     `preloaded_bytes`, `load_s`, `given_up_loads`: as in `ReuseReport`.
     """
@@ -47,6 +50,7 @@ class Prefilled:
     preloaded_bytes: int = 0
     load_s: float = 0.0
     given_up_loads: int = 0
+    shared: SharedPrefill | None = None
 
 
 class CachedPrefill:
@@ -81,7 +85,7 @@ class CachedPrefill:
 
     def wanted(self, prompt: Prompt, mode: ReuseMode) -> dict[VariantId, int]:
         """The variants that a plan made now would load, with their bytes; may be asked beside a running prefill."""
-        candidates = self._usable(prompt, frozenset())
+        candidates = self._usable(prompt, known=self._variants.peek)
         pinned = self.plan(prompt, mode, candidates).pin
         sizes = {meta.variant_id: meta.num_bytes for metas in candidates.values() for meta in metas}
         return {variant_id: sizes[variant_id] for variant_id in pinned}
@@ -97,13 +101,21 @@ class CachedPrefill:
         return self._prefiller.size_of(self.plan(prompt, mode, self._usable(prompt)))
 
     def run(
-        self, prompt: Prompt, mode: ReuseMode, *, is_cancelled: IsCancelled | None = None, queued_layers: int = 1
+        self,
+        prompt: Prompt,
+        mode: ReuseMode,
+        *,
+        is_cancelled: IsCancelled | None = None,
+        queued_layers: int = 1,
+        is_shared: bool = False,
     ) -> Prefilled:
         """Plans, loads and computes. Variants that cannot be read, or not in time, are left out and the prompt planned
         again without them.
 
         Args:
           is_cancelled, queued_layers: as `Prefiller.run`.
+          is_shared: chunks that another process on the same store is just computing are waited for
+            (`ccjax.engine.sharing`), and others may wait for those that are computed here.
 
         Raises:
           PrefillCancelledError: `is_cancelled` returned True; nothing stays pinned.
@@ -118,6 +130,29 @@ class CachedPrefill:
             result = compute(plan)
             self._measure(result, planned)
             return Prefilled(prompt, plan, result, None, None, planned - started, planned, 0)
+        shared = self._shared(is_cancelled) if is_shared else None
+        try:
+            return self._run_stored(prompt, mode, compute, is_cancelled, started, shared)
+        except BaseException:
+            if shared is not None:
+                shared.release()
+            raise
+
+    def _shared(self, is_cancelled: IsCancelled | None) -> SharedPrefill | None:
+        claims = None if self._read_only else self._store.claims
+        if claims is None:
+            return None
+        return SharedPrefill(claims, self._variants, self._rates.seconds_per_token, is_cancelled)
+
+    def _run_stored(
+        self,
+        prompt: Prompt,
+        mode: ReuseMode,
+        compute: Callable[..., PrefillResult],
+        is_cancelled: IsCancelled | None,
+        started: float,
+        shared: SharedPrefill | None,
+    ) -> Prefilled:
         failed: set[VariantId] = set()
         lossy: set[str] = set()
         patience = Patience(self._rates.seconds_per_token)
@@ -126,6 +161,9 @@ class CachedPrefill:
             plan, given_up = self._loads.settle(
                 lambda without: self.plan(prompt, mode, self._usable(prompt, failed | without, lossy=lossy))  # noqa: B023
             )
+            # What is given up is stored all the same, so nobody need be told that it is computed.
+            if shared is not None and shared.settle(plan, self._usable(prompt, failed, lossy=lossy)):
+                continue
             planned = time.perf_counter()
             disk_bytes = self._loads.disk_bytes(plan)
             preloaded_bytes = disk_bytes - self._loads.unread_bytes(plan)
@@ -148,19 +186,21 @@ class CachedPrefill:
                 self._variants.complete_load(ticket, ok=False)
                 raise
             self._measure(result, planned)
-            result.load_wait_s += waited_s
+            shared_s = 0.0 if shared is None else shared.waited_s
+            result.load_wait_s += waited_s + shared_s
             return Prefilled(
                 prompt,
                 plan,
                 result,
                 ticket,
                 ticket.read_layers,
-                planned - started,
+                planned - started - shared_s,
                 planned,
                 len(failed),
                 preloaded_bytes,
                 self._loads.load_s(plan, disk_bytes) or 0.0,
                 len(given_up),
+                shared,
             )
 
     @contextlib.contextmanager
@@ -213,6 +253,8 @@ class CachedPrefill:
             logger.exception("the chunk-caches of a prompt could not be stored")
         finally:
             self._variants.complete_load(prefilled.ticket)
+            if prefilled.shared is not None:
+                prefilled.shared.release()
 
     def replace_approximate(self, prefilled: Prefilled) -> int:
         """Of the computed chunks, stores those that take the place of an approximate variant or of a lossy copy, and
@@ -272,17 +314,19 @@ class CachedPrefill:
         *,
         lossy: Collection[str] = (),
         as_stored: Collection[str] = (),
+        known: KnownVariants | None = None,
     ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """The known variants but the `failed` ones. One of which a load would read a lossy copy, or read one (`lossy`),
-        is approximate there, unless it is among `as_stored`: a lossy copy must not pass for a full prefill."""
+        is approximate there, unless it is among `as_stored`: a lossy copy must not pass for a full prefill. `known`
+        asks the index, None for `VariantIndex.of_chunks`."""
 
         def seen(meta: VariantMeta) -> VariantMeta:
             is_lossy = meta.variant_id in lossy or self._store.is_lossy(meta.variant_id)
             is_approx = is_lossy and meta.variant_id not in as_stored
             return dataclasses.replace(meta, fidelity="approx") if is_approx else meta
 
-        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
-        usable = {chunk: [meta for meta in metas if meta.variant_id not in failed] for chunk, metas in known.items()}
+        found = (known or self._variants.of_chunks)({chunk.chunk_id for chunk in prompt.chunks})
+        usable = {chunk: [meta for meta in metas if meta.variant_id not in failed] for chunk, metas in found.items()}
         return {chunk: tuple(map(seen, metas)) for chunk, metas in usable.items()}
 
     def _leave_out(self, error: LoadFailedError, waited_s: float) -> None:

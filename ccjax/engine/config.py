@@ -40,6 +40,8 @@ class EngineConfig:
       loading: when the first layer of a prefill may run: "layerwise" once its own KV is there, "alg2" once that of
         CacheCraft alg. 2's first layers is, "sync" once all is.
       read_only: reuse what the store holds and add nothing to it.
+      share_computation: agree with other processes on the same store who computes which chunk; a request then waits for
+        what another one is computing, no longer than computing it here would take and a second.
       eviction_policy: which variants leave a full tier, a name of `ccjax.policy.eviction.POLICIES`.
       max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped; None for as
         many as the budgets have room for.
@@ -67,6 +69,7 @@ class EngineConfig:
     loading: Loading = "layerwise"
     pin_share: float = 0.5
     read_only: bool = False
+    share_computation: bool = False
     tenant_salt: str = ""
     system_prompt: str | None = None
 
@@ -80,6 +83,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
+        if not isinstance(self.share_computation, bool):
+            raise ConfigError(f"share_computation: wanted True or False, got {self.share_computation!r}")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy: wanted one of {sorted(POLICIES)}, got {self.eviction_policy!r}")
         if isinstance(self.preload_bytes, bool) or not isinstance(self.preload_bytes, int) or self.preload_bytes < 0:

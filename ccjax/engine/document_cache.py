@@ -16,7 +16,8 @@ from ccjax.engine.cached_prefill import CachedPrefill
 from ccjax.engine.documents import Erasure, Link
 from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.prompts import Prompt
-from ccjax.engine.variants import VariantIndex, origin_of_record
+from ccjax.engine.variant_records import origin_of_record
+from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler
 from ccjax.errors import EraseIncompleteError
 from ccjax.types import Chunk, ChunkId, Document, VariantId
@@ -97,7 +98,11 @@ class Warming:
 
 
 class DocumentCache:
-    """Works on one engine's variants; not thread-safe, the engine's lock guards it."""
+    """Works on one engine's variants; not thread-safe, the engine's lock guards it.
+
+    Whatever has to do with erasures asks where each variant's KV came from, so it reads the records of all variants
+    that no request asked for yet: some 50 us each.
+    """
 
     def __init__(
         self, prefill: CachedPrefill, variants: VariantIndex, store: TieredStore, compiler: BackgroundCompiler
@@ -143,6 +148,7 @@ class DocumentCache:
           EraseIncompleteError: not everything could be deleted, or noted; nothing of it is used any more.
         """
         self._take_in_all()
+        self._variants.look_into_all()  # before the erasure begins, after which what it takes would only be dropped
         stays = self.registry.learn([chunk for chunk in keep if self.registry.knows(chunk.chunk_id)])
         links = {name: link for name, link in self.registry.select(document_id, version).items() if name not in stays}
         chunk_ids = self.registry.without_others(links)
@@ -173,6 +179,19 @@ class DocumentCache:
     def tend(self) -> None:
         """Tries again what could not be deleted, and drops notes that have served."""
         self._next_tend = self.registry.clock() + _TEND_INTERVAL_S
+        self.tend_erasures()
+        try:
+            self.registry.drop_expired_pins()
+            # A variant's own chunk is known without its record, so all are only read where some link may really go.
+            held = self._variants.chunk_ids()
+            passing = {name: chunk for name, chunk in self.registry.passing().items() if chunk not in held}
+            seen = self._variants.seen() if passing else frozenset()
+            self.registry.forget_links([name for name, chunk in passing.items() if chunk not in seen])
+        except OSError as error:
+            logger.warning("documents: notes that have served cannot be deleted: %s", error)
+
+    def tend_erasures(self) -> None:
+        """The part of `tend` that cannot wait, for engines that open; does nothing where nothing was erased."""
         for erasure in self.registry.unfinished():
             try:
                 self.registry.note(erasure)
@@ -180,14 +199,9 @@ class DocumentCache:
                 continue
             if not self._carry_out(erasure)[2]:
                 self._finish(erasure)
-        try:
-            self.registry.drop_expired_pins()
-            for erasure in self.registry.outdated():
-                if not self._carry_out(erasure)[2]:  # once more: others may have stored something since
-                    self.registry.forget(erasure)
-            self.registry.forget_unused({key for meta in self._variants for key in self._variants.origin(meta).seen})
-        except OSError as error:
-            logger.warning("documents: notes that have served cannot be deleted: %s", error)
+        for erasure in self.registry.outdated():
+            if not self._carry_out(erasure)[2]:  # once more: others may have stored something since
+                self._forget(erasure)
 
     def fetch(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
         """News of other processes for `follow`; reads the disk and changes nothing. None while it does not answer."""
@@ -200,12 +214,10 @@ class DocumentCache:
     def follow(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> None:
         """Takes in what `fetch` returned: drops what other processes erased from every tier, memory included."""
         if self.registry.follow(added, removed):
-            for meta in tuple(self._variants):
-                if self.registry.is_erased(meta.chunk_id, self._variants.origin(meta)):
-                    self._variants.discard(meta.variant_id)
+            self._variants.discard_erased()
 
     def list(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
-        """What is cached, by document and version.
+        """What is cached, by document and version. Reads the records of their variants that no request asked for yet.
 
         Raises:
           RequestError, UnknownDocumentError: as `DocumentRegistry.select`.
@@ -260,12 +272,13 @@ class DocumentCache:
         self._reconcile()
 
     def _reconcile(self) -> None:
-        stored = {record.variant_id for record in self._store.records()}
-        gone = [meta.variant_id for meta in self._variants if self._store.tier_of(meta.variant_id) is None]
+        gone = [variant_id for variant_id in self._variants.ids() if self._store.tier_of(variant_id) is None]
+        stored = (one.variant_id for one in self._store.summaries())
         self._variants.follow([key for key in stored if key not in self._variants], gone)
 
     def _carry_out(self, erasure: Erasure) -> tuple[int, dict[str, int], tuple[str, ...]]:
-        """Deletes what an erasure takes: number of variants, their bytes by tier, and what could not be deleted."""
+        """Deletes what an erasure takes: number of variants, their bytes by tier, and what could not be deleted. Such
+        as were not looked into before the erasure began are deleted and not counted."""
         held = [meta for meta in self._variants if erasure.takes(meta.chunk_id, self._variants.origin(meta))]
         num_bytes = dict.fromkeys(self._store.usage(), 0)
         for meta in held:
@@ -285,12 +298,18 @@ class DocumentCache:
         return len(held), num_bytes, remaining
 
     def _taken_by(self, erasure: Erasure) -> set[str]:
-        """Variants in the store that an erasure takes."""
+        """Variants in the store that an erasure takes; reads all records."""
         return {
             record.variant_id
             for record in self._store.records()
             if erasure.takes(ChunkId(record.chunk_id), origin_of_record(record))
         }
+
+    def _forget(self, erasure: Erasure) -> None:
+        try:
+            self.registry.forget(erasure)
+        except OSError as error:
+            logger.warning("documents: the note of an erasure cannot be deleted: %s", error)
 
     def _finish(self, erasure: Erasure) -> tuple[str, ...]:
         """Ends an erasure that left nothing behind; what of its notes could not be deleted."""

@@ -142,7 +142,7 @@ class DocumentCalls:
         self, document_id: str, version: str | None = None, *, keep: Sequence[Document | Mapping[str, Any]] = ()
     ) -> Removal:
         """From the next request on, no variant of the document's text is used, and all go from every tier; text that
-        another document (or version) has, too, stays.
+        another document (or version) has, too, stays. Reads the record of every variant: some 50 us each.
 
         What was computed behind that text stays as well: it is another passage's KV, and is repaired wherever it is
         used. To leave no trace, `erase`.
@@ -164,7 +164,8 @@ class DocumentCalls:
 
     def erase(self, document_id: str, version: str | None = None) -> Removal:
         """As `invalidate`, and leaves nothing of the text or its KV in any tier that this process can reach: also gone
-        are all variants that were computed while looking at it, queued writes, quarantine and parts of killed writes.
+        are all variants that were computed while looking at it, queued writes, quarantine, parts of killed writes and
+        copies of records.
 
         Other processes on the same store drop what they have in memory at their next `refresh`, and this one then
         deletes what they still stored. For an hour a hash of the text is kept for that. Not reached: backups,
@@ -179,7 +180,8 @@ class DocumentCalls:
             return self._documents.remove(document_id, version, whole=True)
 
     def documents(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
-        """What is cached, by document and version; of one document, or version of it, where they are given.
+        """What is cached, by document and version; of one document, or version of it, where they are given. Reads the
+        records of these variants, as far as no request asked for them yet: some 50 us each.
 
         Raises:
           RequestError, UnknownDocumentError: as `pin`.

@@ -166,13 +166,19 @@ class DocumentRegistry:
         going = {name for erasure in self.unfinished() for name in erasure.links}.union(names)
         return frozenset(self._links[n].chunk_id for n in names if self._by_chunk[self._links[n].chunk_id] <= going)
 
-    def forget_unused(self, seen: Collection[ChunkId]) -> None:
-        """Drops old links of chunks that no variant has `seen` and that are not pinned. Raises OSError."""
-        pinned = self.pinned_chunks()
-        for name, link in self.links():
-            is_old = self.clock() - self._linked_at[name] > ERASURE_AGE_S  # a younger one's variant may be on its way
-            if is_old and link.chunk_id not in seen and link.chunk_id not in pinned:
-                self._drop(name)
+    def passing(self) -> dict[str, ChunkId]:
+        """Name -> chunk of old links to chunks that are not pinned: forgotten once no variant has seen the chunk."""
+        pinned, now = self.pinned_chunks(), self.clock()
+        return {
+            name: link.chunk_id
+            for name, link in self.links()  # a younger one's variant may be on its way
+            if now - self._linked_at[name] > ERASURE_AGE_S and link.chunk_id not in pinned
+        }
+
+    def forget_links(self, names: Collection[str]) -> None:
+        """Drops links. Raises OSError."""
+        for name in names:
+            self._drop(name)
 
     # -- pins --------------------------------------------------------------------------------------------------
 
@@ -258,7 +264,13 @@ class DocumentRegistry:
 
     def is_erased(self, chunk_id: ChunkId, origin: Origin) -> bool:
         """True for a variant that an erasure has to take."""
-        return any(erasure.takes(chunk_id, origin) for erasure in self._erasures.values())
+        erasures = tuple(self._erasures.values())  # those who read ahead ask from another thread
+        return any(erasure.takes(chunk_id, origin) for erasure in erasures)
+
+    @property
+    def has_erasures(self) -> bool:
+        """True while any variant could be erased."""
+        return bool(self._erasures)
 
     # -- other processes ---------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Engine(DocumentCalls):
         self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
         self._variants.spare(self._pins)
         if not config.read_only:
-            self._documents.tend()
+            self._documents.tend_erasures()
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._closed = False
@@ -321,6 +321,7 @@ class Engine(DocumentCalls):
                 self._maintenance.follow(added, removed)
                 if is_due:
                     self._documents.tend()
+        self._tidy()
 
     def save_snapshot(
         self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
@@ -342,6 +343,7 @@ class Engine(DocumentCalls):
         """Waits until the disk tier has taken everything."""
         self._store.flush()
         self._save_hints()
+        self._tidy()
 
     def close(self) -> None:
         """Waits for a running request, writes out what is pending and lets go of the store. May be called twice.
@@ -356,6 +358,7 @@ class Engine(DocumentCalls):
             self._preloader.close()
             self._store.close()
             self._save_hints()
+            self._tidy()
 
     def __enter__(self) -> Engine:
         return self
@@ -377,8 +380,11 @@ class Engine(DocumentCalls):
     ) -> Iterator[Delta]:
         started = time.perf_counter() - assemble_s
         mode = self._mode(request)
-        prefilled = self._prefill.run(prompt, mode, is_cancelled=is_cancelled)
-        try:
+        is_shared = self.config.share_computation
+        prefilled = self._prefill.run(prompt, mode, is_cancelled=is_cancelled, is_shared=is_shared)
+        finish = contextlib.ExitStack()  # also when the client went away: what was computed serves the next request
+        finish.callback(self._prefill.finish, prefilled)
+        with finish:
             result = prefilled.result
             answer = Answer(request.sampling, self.tokenizer, self._eos_ids, prompt.question)
             delta = answer.push(self._prefiller.last_logits(result))
@@ -393,6 +399,8 @@ class Engine(DocumentCalls):
             while answer.finish_reason is None:
                 if delta.token_ids:
                     yield delta
+                if is_shared:
+                    finish.close()  # once the first token is out: others may wait for what was computed
                 if answer.num_tokens == prompt.max_new_tokens:
                     break
                 delta = answer.push(decoder.step(answer.last_token))
@@ -404,8 +412,6 @@ class Engine(DocumentCalls):
                 ttft_s=ttft_s,
                 total_s=time.perf_counter() - started,
             )
-        finally:
-            self._prefill.finish(prefilled)  # also when the client went away: what was computed serves the next request
 
     def _report(self, prefilled: Prefilled, mode: ReuseMode, wanted: ReuseMode) -> ReuseReport:
         return build_report(
@@ -423,6 +429,10 @@ class Engine(DocumentCalls):
             load_s=prefilled.load_s,
             given_up_loads=prefilled.given_up_loads,
         )
+
+    def _tidy(self) -> None:
+        if not self.config.read_only:
+            self._store.tidy()
 
     def _save_hints(self) -> None:
         if not self.config.read_only:

@@ -57,7 +57,7 @@ class Maintenance:
         Approximate variants of chunks in that prefix are replaced along the way. A variant whose repair fails is not
         tried again. False if there was nothing to do or `is_cancelled` returned True.
         """
-        meta = self._choose()
+        meta = self._choose(is_cancelled)
         if meta is None:
             return False
         try:
@@ -77,10 +77,10 @@ class Maintenance:
         adopted, vanished = self._variants.follow(added, removed)
         self._count(adopted=adopted, vanished=vanished)
 
-    def _choose(self) -> VariantMeta | None:
-        held = tuple(self._variants)
-        self._given_up.intersection_update(meta.variant_id for meta in held)
-        candidates = (meta for meta in held if meta.variant_id not in self._given_up and self._fits(meta))
+    def _choose(self, is_cancelled: IsCancelled | None) -> VariantMeta | None:
+        approximate = self._variants.approximate(is_cancelled)
+        self._given_up.intersection_update(meta.variant_id for meta in approximate)
+        candidates = (meta for meta in approximate if meta.variant_id not in self._given_up and self._fits(meta))
         return choose_repair(candidates, self._variants.tokens.known())
 
     def _fits(self, meta: VariantMeta) -> bool:

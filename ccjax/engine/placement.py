@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ccjax.policy.eviction import EntryInfo, make_policy
-from ccjax.types import VariantId, VariantMeta
+from ccjax.types import VariantId
 from store.spec import ShardRecord
 from store.tickets import LoadTicket
 from store.tiered import TieredStore
@@ -96,7 +96,7 @@ class Placement:
                 if one.variant_id not in self._policies[tier]:
                     self._policies[tier].on_adopt(one.variant_id, self._info(one, tier, 0.0, ()))
 
-    def use(self, meta: VariantMeta, cfo: float) -> None:
+    def use(self, meta: Sized, cfo: float) -> None:
         """This request reused the variant and recomputed that share of it."""
         tiers = self._store.tiers_of(meta.variant_id)
         for number, tier in enumerate(tiers):
@@ -128,7 +128,7 @@ class Placement:
         self._drop(record.variant_id, set(willing).difference(took))
         return bool(took)
 
-    def complete_load(self, ticket: LoadTicket, metas: Mapping[VariantId, VariantMeta], *, ok: bool = True) -> None:
+    def complete_load(self, ticket: LoadTicket, metas: Mapping[VariantId, Sized], *, ok: bool = True) -> None:
         """Unpins. With `ok`, what was read whole from a lower tier moves up where it is worth more than what makes room
         for it there."""
         above = next(iter(self._policies))

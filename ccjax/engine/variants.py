@@ -1,15 +1,16 @@
 """The engine's index of chunk variants: what is stored, and how useful each has been.
 
 Keeps metadata and token ids, no KV. Bytes are the store's, what goes when room is needed is for placement to say.
+A variant's record is looked into when its chunk is first asked for: there may be hundreds of thousands. Only then is it
+known whether an erasure has to take it, so nothing hands out a variant that was not looked into.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,21 @@ from ccjax.engine.chunk_tokens import ChunkTokens
 from ccjax.engine.documents import DocumentRegistry, Origin
 from ccjax.engine.placement import Costs, Pinned, Placement
 from ccjax.engine.prompts import Prompt
+from ccjax.engine.variant_records import (
+    KnownVariant,
+    has_system,
+    is_frequency,
+    meta_from_record,
+    origin_of_record,
+    record_from_meta,
+    token_ids,
+    with_origin,
+)
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.reuse import cache_fix_overhead
 from ccjax.policy.variants import choose_victims, reuse_credit
 from ccjax.types import ChunkId, Fidelity, VariantId, VariantMeta
+from store.bulk import uncollected
 from store.spec import ShardRecord
 from store.tickets import LoadTicket
 from store.tiered import TieredStore
@@ -30,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 class VariantIndex:
-    """Variants by chunk, rebuilt from the store's records at start; not thread-safe but for `of_chunks`, the engine's
-    lock guards it.
+    """Variants by chunk, rebuilt from the store's records at start; not thread-safe but for `peek`, the engine's lock
+    guards it.
 
     Attributes:
-      tokens: token ids of the chunks that the held variants are made of, as far as they are known.
+      tokens: token ids of the chunks that the variants looked into are made of, as far as they are known.
       documents: which documents the chunks belong to, and which of these were erased.
     """
 
@@ -53,16 +65,20 @@ class VariantIndex:
         self._alpha = alpha
         self._max_variants = max_variants
         self._placement = Placement(store, costs, policy=policy, on_gone=self._drop)
-        self._by_id: dict[VariantId, VariantMeta] = {}
-        self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta]] = {}
+        self._by_id: dict[VariantId, VariantMeta | KnownVariant] = {}
+        self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta | KnownVariant]] = {}
         self._siblings_lock = threading.Lock()
         self._with_system: set[VariantId] = set()
         self._origins: dict[VariantId, Origin] = {}
+        self._maybe_approximate: dict[VariantId, None] = {}
         hints = store.read_hints()
         frequencies = _frequencies(hints)
-        for record in store.records():
-            self._take_in(record, frequencies.get(record.variant_id, 0.0))
-        self._placement.adopt(self._by_id.values(), hints.get("eviction"))
+        with uncollected():
+            for summary in store.summaries():
+                self._put_known(KnownVariant.of(summary, frequencies.get(summary.variant_id, 0.0)))
+            self._placement.adopt(self._by_id.values(), hints.get("eviction"))
+        if self.documents.has_erasures:  # what they take goes now, and is not left on disk until somebody asks for it
+            self.look_into_all()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -71,12 +87,51 @@ class VariantIndex:
         return variant_id in self._by_id
 
     def __iter__(self) -> Iterator[VariantMeta]:
-        return iter(tuple(self._by_id.values()))
+        """Every variant; reads the records of those that were never asked for, and does not keep what it read."""
+        return filter(None, map(self._peek, tuple(self._by_id.values())))
+
+    def ids(self) -> tuple[VariantId, ...]:
+        """Of every variant, looked into or not; reads nothing."""
+        return tuple(self._by_id)
+
+    def chunk_ids(self) -> KeysView[ChunkId]:
+        """The chunks that the variants are of; reads nothing."""
+        return self._by_chunk.keys()
+
+    def seen(self) -> frozenset[ChunkId]:
+        """Every chunk that has a part in the KV of some variant; looks into all."""
+        self.look_into_all()
+        return frozenset().union(*(origin.seen for origin in self._origins.values()))
 
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        """Known variants of each chunk; chunks without any are left out. May be asked while another thread adds."""
-        with self._siblings_lock:
-            return {chunk: tuple(self._by_chunk[chunk].values()) for chunk in chunk_ids if chunk in self._by_chunk}
+        """Known variants of each chunk; chunks without any are left out. The first call with a chunk reads the records
+        of its variants; one that cannot be read, or that an erasure takes, is dropped."""
+        return self._of_chunks(chunk_ids, self._look_into)
+
+    def peek(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
+        """What `of_chunks` would return now. May be asked from any thread while another one uses the index: what was
+        not looked into yet is read and not kept, so that nothing changes but by those who hold the engine's lock."""
+        return self._of_chunks(chunk_ids, self._peek)
+
+    def look_into_all(self) -> None:
+        """Reads the records of all variants that were never asked for, some 50 us each, and keeps what they say; drops
+        what an erasure takes. For rare calls, which must know what each variant was computed from."""
+        with uncollected():
+            for held in tuple(self._by_id.values()):
+                self._look_into(held)
+
+    def approximate(self, is_cancelled: Callable[[], bool] | None = None) -> list[VariantMeta]:
+        """The approximate variants, with the token ids of their chunks as far as these are known. Work for idle time:
+        reads the records of all variants once, until `is_cancelled` returns True."""
+        while self._maybe_approximate and not (is_cancelled is not None and is_cancelled()):
+            variant_id = next(iter(self._maybe_approximate))
+            del self._maybe_approximate[variant_id]
+            record = self._store.get_record(variant_id)
+            if record is not None and record.meta.get("fidelity") != "exact":
+                self._look_into(self._by_id[variant_id])
+        metas = [meta for meta in self._by_id.values() if isinstance(meta, VariantMeta) and meta.fidelity == "approx"]
+        self._learn_tokens({key for meta in metas for key in meta.prefix_ids})
+        return metas
 
     def prompt_of(self, meta: VariantMeta) -> Prompt:
         """The prompt that computes a held variant anew: its prefix, its chunk, and one token in place of a question.
@@ -84,17 +139,27 @@ class VariantIndex:
         Raises:
           KeyError: the token ids of one of these chunks are not known.
         """
+        self._learn_tokens((*meta.prefix_ids, meta.chunk_id))
         chunks = tuple(self.tokens.chunk(key) for key in (*meta.prefix_ids, meta.chunk_id))
         return Prompt(chunks, meta.variant_id in self._with_system, chunks[-1].token_ids[-1:], max_new_tokens=1)
 
     def origin(self, meta: VariantMeta) -> Origin:
-        """Which texts a held variant was computed while looking at."""
-        return self._origins.get(meta.variant_id) or Origin(frozenset({meta.chunk_id, *meta.prefix_ids}))
+        """Which texts a held variant was computed while looking at; looks into it."""
+        return self.origin_of(meta.variant_id)
 
     def origin_of(self, variant_id: VariantId) -> Origin:
         """`origin` by id; of none where the variant is not held."""
-        meta = self._by_id.get(variant_id)
-        return Origin(frozenset()) if meta is None else self.origin(meta)
+        held = self._by_id.get(variant_id)
+        if held is not None:
+            self._look_into(held)
+        return self._origins.get(variant_id, Origin(frozenset()))
+
+    def discard_erased(self) -> None:
+        """Drops what an erasure takes from every tier, after the registry learnt of new ones; looks into all."""
+        self.look_into_all()
+        for variant_id, origin in tuple(self._origins.items()):
+            if self.documents.is_erased(self._by_id[variant_id].chunk_id, origin):
+                self._discard_erased(variant_id)
 
     def spare(self, pins: Pinned) -> None:
         """From now on eviction leaves alone what `pins` names."""
@@ -107,7 +172,7 @@ class VariantIndex:
             meta = self._by_id.get(variant_id)
             if meta is not None:
                 gain = reuse_credit(cfo, meta.num_tokens)
-                self._put(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
+                self._update(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
                 self._placement.use(meta, cfo)
 
     def add(
@@ -136,7 +201,7 @@ class VariantIndex:
         expected_cfo = cache_fix_overhead(meta.cci, 0.0, self._alpha)
         seen = seen.union((meta.chunk_id, *meta.prefix_ids))
         origin = Origin(seen, self.documents.after(meta.chunk_id, seen))
-        record = _with_origin(_record_from_meta(meta, prompt), origin)
+        record = with_origin(record_from_meta(meta, prompt), origin)
         if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned):
             return False
         self._put(meta, has_system=prompt.has_system, origin=origin)
@@ -163,7 +228,9 @@ class VariantIndex:
         if meta is not None:
             self._with_system.discard(variant_id)
             self._origins.pop(variant_id, None)
-            self.tokens.release(meta)
+            self._maybe_approximate.pop(variant_id, None)
+            if isinstance(meta, VariantMeta):
+                self.tokens.release(meta)
             with self._siblings_lock:
                 siblings = self._by_chunk[meta.chunk_id]
                 del siblings[variant_id]
@@ -177,50 +244,58 @@ class VariantIndex:
     def drop_if_replaced(self, meta: VariantMeta) -> bool:
         """Removes an approximate variant for which there is an exact one behind the same prefix, say of another
         process; False if there is none."""
-        exact = self._by_id.get(_twin_id(meta, "exact"))
+        known = self._by_id.get(_twin_id(meta, "exact"))
+        exact = None if known is None else self._look_into(known)
         if exact is None:
             return False
-        self._put(self._in_place_of_approximate(exact))
+        self._update(self._in_place_of_approximate(exact))
         return True
 
     def follow(self, added: Collection[str], removed: Collection[str]) -> tuple[int, int]:
         """Takes in what the disk gained and lost by other processes; the numbers of variants that became known and
         unknown here by that."""
         before = set(self._by_id)
-        records = {record.variant_id: record for record in self._store.records()} if added else {}
-        for variant_id in added:
-            if variant_id in records and variant_id not in self._by_id:
-                self._take_in(records[variant_id], 0.0)
+        for summary in filter(None, map(self._store.get_summary, added)):
+            if summary.variant_id not in self._by_id:
+                self._put_known(KnownVariant.of(summary, 0.0))
         self._placement.adopt([self._by_id[VariantId(key)] for key in added if key in self._by_id])
+        for key in added if self.documents.has_erasures else ():
+            if key in self._by_id:
+                self._look_into(self._by_id[VariantId(key)])
         for variant_id in removed:
             self._placement.follow(variant_id)
             if self._store.tier_of(variant_id) is None:
                 self.forget(VariantId(variant_id))
         return len(self._by_id.keys() - before), len(before - self._by_id.keys())
 
+    def is_erased(self, record: ShardRecord) -> bool:
+        """True for a variant, held or not, that an erasure has to take."""
+        return self.documents.is_erased(ChunkId(record.chunk_id), origin_of_record(record))
+
     def uses(self) -> dict[str, Any]:
         """What eviction goes by, as JSON values that `restore` takes."""
         return self._placement.uses(self._by_id.keys())
 
     def restore(self, restored: Iterable[tuple[ShardRecord, float]], uses: Any = None) -> None:
-        """Takes in variants that were brought into the store from elsewhere, with their `f_r` and `uses()` there; of
-        those that are known already, the `f_r` if it is greater."""
+        """Takes in variants that were brought into the store from elsewhere, with their `f_r` and `uses()` there, but
+        discards those that an erasure takes; of those that are known already, the `f_r` if it is greater."""
         added = []
         for record, frequency_reuse in restored:
             known = self._by_id.get(VariantId(record.variant_id))
             if known is None:
-                self._take_in(record, frequency_reuse)
-                added.append(VariantId(record.variant_id))
+                meta = self._take_in(record, frequency_reuse)
+                added += [] if meta is None else [meta]
             elif frequency_reuse > known.frequency_reuse:
-                self._put(dataclasses.replace(known, frequency_reuse=frequency_reuse))
-        self._placement.adopt([self._by_id[key] for key in added if key in self._by_id], uses)
+                self._update(dataclasses.replace(known, frequency_reuse=frequency_reuse))
+        self._placement.adopt(added, uses)
 
     def save_hints(self) -> None:
         """Writes `f_r` and what eviction goes by beside the store, so that after a restart the least used variants
         still go first."""
         hints = self._store.read_hints()
         earlier = _frequencies(hints)  # of another process on the same store; `f_r` only grows
-        held = {meta.variant_id: max(meta.frequency_reuse, earlier.get(meta.variant_id, 0.0)) for meta in self}
+        known = self._by_id.values()
+        held = {one.variant_id: max(one.frequency_reuse, earlier.get(one.variant_id, 0.0)) for one in known}
         frequencies = {key: value for key, value in held.items() if value}
         eviction = self._placement.state(hints.get("eviction"), held)
         self._store.write_hints({"frequency_reuse": frequencies, "eviction": eviction})
@@ -233,114 +308,83 @@ class VariantIndex:
         self.discard(twin.variant_id)
         return dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + twin.frequency_reuse)
 
-    def _take_in(self, record: ShardRecord, frequency_reuse: float) -> None:
-        meta = _meta_from_record(record)
+    def _of_chunks(
+        self,
+        chunk_ids: Collection[ChunkId],
+        meta_of: Callable[[VariantMeta | KnownVariant], VariantMeta | None],
+    ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
+        with self._siblings_lock:
+            held = {chunk: tuple(self._by_chunk[chunk].values()) for chunk in chunk_ids if chunk in self._by_chunk}
+        found = {chunk: tuple(filter(None, map(meta_of, siblings))) for chunk, siblings in held.items()}
+        return {chunk: metas for chunk, metas in found.items() if metas}
+
+    def _peek(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
+        """The metadata of a held variant, read if it has to be; None where `_look_into` would drop it."""
+        if isinstance(held, VariantMeta):
+            return held
+        record = self._store.get_record(held.variant_id)
+        if record is None or self.is_erased(record):
+            return None
+        return meta_from_record(record, held.frequency_reuse)
+
+    def _look_into(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
+        """The metadata of a held variant, read and kept if it was not; one that cannot be read, or that an erasure
+        takes, is dropped: None."""
+        if isinstance(held, VariantMeta):
+            return held
+        record = self._store.get_record(held.variant_id)
+        if record is None:  # another process evicted it
+            self.forget(held.variant_id)
+            return None
+        return self._take_in(record, held.frequency_reuse)
+
+    def _take_in(self, record: ShardRecord, frequency_reuse: float) -> VariantMeta | None:
+        """Keeps what a record says; None, and the variant is discarded, where that makes no sense or it is erased."""
+        meta = meta_from_record(record, frequency_reuse)
         if meta is None:
             logger.warning("variant %s: unreadable metadata, dropped from the store", record.variant_id)
-            self._store.discard(record.variant_id)
-            return
-        origin = origin_of_record(record)
-        if self.documents.is_erased(meta.chunk_id, origin):
-            self._store.discard(record.variant_id)
-            return
-        meta = dataclasses.replace(meta, frequency_reuse=frequency_reuse)
-        self._put(meta, has_system=record.meta.get("has_system") is True, origin=origin)
-        self.tokens.learn(meta.chunk_id, _token_ids(record))
+            self.discard(VariantId(record.variant_id))
+            return None
+        if self.is_erased(record):
+            self._discard_erased(meta.variant_id)
+            return None
+        self._put(meta, has_system=has_system(record), origin=origin_of_record(record))
+        self.tokens.learn(meta.chunk_id, token_ids(record))
+        return meta
 
-    def _put(self, meta: VariantMeta, *, has_system: bool = False, origin: Origin | None = None) -> None:
-        if meta.variant_id not in self._by_id:
+    def _discard_erased(self, variant_id: VariantId) -> None:
+        self.discard(variant_id)
+        self._store.renew_catalog()  # it may have a copy of the record
+
+    def _learn_tokens(self, chunk_ids: Collection[ChunkId]) -> None:
+        """Makes the ids of these chunks known, where a held variant's record has them."""
+        self.of_chunks([key for key in chunk_ids if key not in self.tokens.known()])
+
+    def _put(self, meta: VariantMeta, *, has_system: bool, origin: Origin) -> None:
+        if not isinstance(self._by_id.get(meta.variant_id), VariantMeta):
             self.tokens.hold(meta)
-            if origin is not None:
-                self._origins[meta.variant_id] = origin
+            self._origins[meta.variant_id] = origin
             if has_system:
                 self._with_system.add(meta.variant_id)
+        self._maybe_approximate.pop(meta.variant_id, None)
+        self._update(meta)
+
+    def _put_known(self, known: KnownVariant) -> None:
+        self._maybe_approximate[known.variant_id] = None
+        self._update(known)
+
+    def _update(self, meta: VariantMeta | KnownVariant) -> None:
         self._by_id[meta.variant_id] = meta
         with self._siblings_lock:
             self._by_chunk.setdefault(meta.chunk_id, {})[meta.variant_id] = meta
-
-
-_STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
-"""Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
 
 
 def _twin_id(meta: VariantMeta, fidelity: Fidelity) -> VariantId:
     return make_variant_id(meta.chunk_id, meta.prefix_ids, fidelity)
 
 
-def _record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
-    """The record of a variant computed in `prompt`, with what it takes to compute it again."""
-    lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
-    lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
-    lasting["has_system"] = prompt.has_system
-    return ShardRecord(
-        variant_id=meta.variant_id,
-        chunk_id=meta.chunk_id,
-        num_tokens=meta.num_tokens,
-        num_bytes=meta.num_bytes,
-        meta={name: list(value) if isinstance(value, tuple) else value for name, value in lasting.items()},
-    )
-
-
-def _meta_from_record(record: ShardRecord) -> VariantMeta | None:
-    try:
-        meta = record.meta
-        prefix_ids = tuple(ChunkId(chunk) for chunk in meta["prefix_ids"])
-        inter = tuple(float(value) for value in meta["inter_by_prefix"])
-        ranking = tuple(int(offset) for offset in meta["token_ranking"])
-        fidelity = meta["fidelity"]
-        if len(inter) != len(prefix_ids) or sorted(ranking) != list(range(record.num_tokens)):
-            return None
-        if fidelity not in ("exact", "approx"):
-            return None
-        return VariantMeta(
-            variant_id=VariantId(record.variant_id),
-            chunk_id=ChunkId(record.chunk_id),
-            prefix_ids=prefix_ids,
-            inter_by_prefix=inter,
-            a_mean=float(meta["a_mean"]),
-            b_mean=float(meta["b_mean"]),
-            cci=float(meta["cci"]),
-            token_ranking=ranking,
-            num_tokens=record.num_tokens,
-            num_bytes=record.num_bytes,
-            fidelity=fidelity,
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _with_origin(record: ShardRecord, origin: Origin) -> ShardRecord:
-    """The record with what `origin_of_record` finds; for most variants nothing but their prefix."""
-    beyond = {"seen": origin.seen - origin_of_record(record).seen, "after": origin.after}
-    more = {name: sorted(values) for name, values in beyond.items() if values}
-    return dataclasses.replace(record, meta={**record.meta, **more}) if more else record
-
-
-def origin_of_record(record: ShardRecord) -> Origin:
-    """What a record says of where its KV comes from."""
-    chunks = [record.chunk_id, *_texts(record, "prefix_ids"), *_texts(record, "seen")]
-    return Origin(frozenset(map(ChunkId, chunks)), frozenset(_texts(record, "after")))
-
-
-def _texts(record: ShardRecord, name: str) -> list[str]:
-    values = record.meta.get(name)
-    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
-
-
-def _token_ids(record: ShardRecord) -> list[int]:
-    """The chunk's token ids; none in records of older stores."""
-    ids = record.meta.get("token_ids")
-    if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
-        return []
-    return ids
-
-
 def _frequencies(hints: Mapping[str, Any]) -> dict[str, float]:
     """The sound ones of the `f_r` that `save_hints` noted."""
     values = hints.get("frequency_reuse")
     items = values.items() if isinstance(values, dict) else ()
-    return {key: float(value) for key, value in items if _is_frequency(value)}
-
-
-def _is_frequency(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0.0
+    return {key: float(value) for key, value in items if is_frequency(value)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ccjax.policy._checks import check_count, check_masses
 from ccjax.policy.reuse import chunk_context_impact, normalised_masses
-from ccjax.types import ChunkId, Fidelity, Segment, VariantId, VariantMeta
+from ccjax.types import ChunkId, Fidelity, PrefillPlan, Segment, VariantId, VariantMeta
 
 
 def make_variant_id(chunk_id: ChunkId, prefix_ids: Sequence[ChunkId], fidelity: Fidelity) -> VariantId:
@@ -95,3 +95,24 @@ def should_capture(segment: Segment, existing_variants: Iterable[VariantMeta], p
         return "exact" not in same_prefix and segment.fidelity not in same_prefix
     is_parent_exact = any(meta.variant_id == segment.variant_id and meta.fidelity == "exact" for meta in own)
     return bool(segment.recompute_offsets) and is_parent_exact and not same_prefix
+
+
+def variants_to_compute(plan: PrefillPlan, known: Mapping[ChunkId, Sequence[VariantMeta]]) -> dict[VariantId, int]:
+    """The variants that the computed chunks of a plan will be stored as, in prompt order, and their tokens.
+
+    Two prompts that have one of these in common have the same chunks up to it. So prompt order is an order that all
+    processes agree on, and whoever computes the first of them computes the others in common as well.
+
+    Args:
+      known: the stored variants of the plan's chunks.
+    """
+    found: dict[VariantId, int] = {}
+    prefix_ids: list[ChunkId] = []
+    for segment in plan.segments:
+        if segment.chunk_id is None:
+            continue
+        is_new = segment.action == "compute" and should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids)
+        if is_new:
+            found[make_variant_id(segment.chunk_id, prefix_ids, segment.fidelity)] = segment.num_tokens
+        prefix_ids.append(segment.chunk_id)
+    return found

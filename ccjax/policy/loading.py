@@ -1,5 +1,5 @@
-"""Which planned loads are worth beginning, and how long one may be waited for before computing is the better choice
-(CacheCraft sec. 3.5). Reads no clock."""
+"""Which planned loads are worth beginning, and how long a load, or what another process computes, may be waited for
+before computing is the better choice (CacheCraft sec. 3.5). Reads no clock."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ that wakes or writes, a thread that is not scheduled), and to give it up costs a
 
 UNMEASURED_WAIT_S = 5.0
 """Bound while nothing was computed yet: about what 200 tokens of a model of 1B parameters take on a few CPU cores."""
+
+
+STORE_S = 1.0
+"""What another process may take to store a chunk once it is computed: copy, write, commit."""
 
 
 def longest_load_wait_s(num_tokens: int, seconds_per_token: float | None) -> float:
@@ -34,6 +38,28 @@ def longest_load_wait_s(num_tokens: int, seconds_per_token: float | None) -> flo
         return UNMEASURED_WAIT_S
     check_mass("seconds_per_token", seconds_per_token)
     return max(LEAST_WAIT_S, num_tokens * seconds_per_token)
+
+
+def longest_shared_wait_s(num_tokens: int, seconds_per_token: float | None) -> float:
+    """The longest wait, in seconds, for chunks of `num_tokens` in all that another process said it computes.
+
+    It began no later than we saw that it did, so after the time that computing takes (`longest_load_wait_s`) it only
+    has to store them. A wait for nothing thus costs at most what computing costs then, and `STORE_S`.
+
+    Raises:
+      ValueError: as `longest_load_wait_s`.
+    """
+    return longest_load_wait_s(num_tokens, seconds_per_token) + STORE_S
+
+
+def claim_s(num_tokens: int, seconds_per_token: float | None) -> float:
+    """How many seconds a process that computes chunks of `num_tokens` in all should be believed to be alive: twice what
+    others wait for it, so that one which is half as fast as it expects does not lose its claim to a second one.
+
+    Raises:
+      ValueError: as `longest_load_wait_s`.
+    """
+    return 2.0 * longest_shared_wait_s(num_tokens, seconds_per_token)
 
 
 LEAVE_FACTOR, RETURN_FACTOR = 1.25, 0.8

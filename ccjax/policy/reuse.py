@@ -23,6 +23,9 @@ _WHOLE_REL_TOL = 1e-9
 
 def _occurrences(ids: Iterable[ChunkId]) -> list[tuple[ChunkId, int]]:
     """Each id with the number of times it stood before: A, B, A -> (A, 0), (B, 0), (A, 1)."""
+    ids = tuple(ids)
+    if len(set(ids)) == len(ids):  # the usual case, and planning spends most of its time here
+        return [(chunk_id, 0) for chunk_id in ids]
     seen: Counter[ChunkId] = Counter()
     numbered = []
     for chunk_id in ids:
@@ -82,6 +85,8 @@ def adjusted_overlap(
     beta = overlap_beta(old_prefix_ids, inter_by_prefix, new_prefix_ids)
     if tuple(old_prefix_ids) == tuple(new_prefix_ids):
         return 1.0
+    if beta == 0.0:  # no common chunk, the usual case in a large store
+        return 0.0
     return beta * (1.0 - order_gamma(old_prefix_ids, new_prefix_ids))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from ccjax.policy._checks import check_count, check_ratio
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
@@ -19,6 +20,15 @@ class VariantChoice:
     meta: VariantMeta
     cfo: float
     exact: bool
+
+
+class Evictable(Protocol):
+    """What it takes to choose victims: less than a `VariantMeta`, which a caller may not have of every variant."""
+
+    @property
+    def variant_id(self) -> VariantId: ...
+    @property
+    def frequency_reuse(self) -> float: ...
 
 
 def choose_variant(
@@ -79,7 +89,7 @@ def reuse_credit(cfo: float, num_tokens: int) -> float:
 
 
 def choose_victims(
-    variants: Iterable[VariantMeta], count: int, *, pinned: Collection[VariantId] = ()
+    variants: Iterable[Evictable], count: int, *, pinned: Collection[VariantId] = ()
 ) -> tuple[VariantId, ...] | None:
     """The `count` variants that go where there are more than N x M: least `f_r` first (CacheCraft sec. 3.3), ties by
     id; None if fewer than that are not pinned. Which go for want of bytes is for `ccjax.policy.eviction` to say."""

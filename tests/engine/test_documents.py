@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ccjax.engine import Engine
+import store.commits
+from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.engine import documents as documents_module
 from ccjax.engine.prompts import chunk_id
+from ccjax.engine.snapshot import inspect_snapshot
 from ccjax.errors import (
     ContextLengthError,
     EraseIncompleteError,
@@ -25,6 +27,7 @@ from ccjax.errors import (
 from ccjax.types import Document
 from store.disk import TensorStoreTier
 from store.files import FileRoot
+from store.tiered import TieredStore
 from tests.engine.helpers import After
 from tests.server.tiny_model import write_tiny_model
 
@@ -96,6 +99,13 @@ def rows_of(engine: Engine, variant_ids) -> list[bytes]:
 
 def files(tmp_path: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def cataloged(monkeypatch, tmp_path):
+    """From the second flush on there is a catalog, which has copies of all records; returns what is in its parts."""
+    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)
+    return lambda: b"".join(data for path, data in files(tmp_path).items() if path.parent.name == "catalog")
 
 
 def where(tmp_path: Path, needles) -> list[Path]:
@@ -203,8 +213,6 @@ def test_a_warmed_document_is_reused_anywhere_and_exactly_in_front(start):
 def test_warming_serves_requests_with_a_system_prompt_of_their_own(start):
     engine = start()
     engine.warm([ANNA], system_prompt="Sing!")
-    from ccjax.engine import Request, SamplingParams
-
     messages = [{"role": "system", "content": "Sing!"}, {"role": "user", "content": "Who?"}]
     request = Request(messages=messages, documents=[ANNA], sampling=SamplingParams(1), reuse="exact")
     report = engine.run(request).reuse
@@ -440,9 +448,10 @@ def fill(engine: Engine) -> None:
     engine.flush()
 
 
-def test_nothing_of_an_erased_document_is_left(start, url, tmp_path):
+def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
     engine = start(store=url)
     fill(engine)
+    assert as_json(ids_of(engine, ANNA)) in cataloged()
     tainted = seen_by(engine, ANNA)
     derived = [meta for meta in tainted if key_of(engine, ANNA) not in (meta.chunk_id, *meta.prefix_ids)]
     assert derived, "KV behind DINO was taken over from behind ANNA: its record must say so"
@@ -458,8 +467,115 @@ def test_nothing_of_an_erased_document_is_left(start, url, tmp_path):
     assert key_of(engine, ANNA) not in engine._variants.tokens.known()
     hints = json.loads(next(data for path, data in files(tmp_path).items() if path.name == "hints.json"))
     assert not hints["frequency_reuse"].keys() & {meta.variant_id for meta in tainted}
+    engine.flush()
+    assert where(tmp_path, needles) == [] and cataloged()
     report = ask(engine, ANNA, BOB)
     assert report.per_document[1].reused_tokens == 0
+
+
+def test_copies_of_records_of_evicted_variants_are_erased_too(start, url, tmp_path, cataloged):
+    engine = start(store=url)
+    fill(engine)
+    for meta in seen_by(engine, ANNA):
+        engine._variants.discard(meta.variant_id)
+    engine._store._writer.flush()
+    assert [path.parent.name for path in where(tmp_path, [as_json(ids_of(engine, ANNA))])] == ["catalog"]
+    assert engine.erase("anna").variants == 0
+    assert where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
+
+
+def test_another_process_that_still_knows_the_records_does_not_copy_them_again(start, url, tmp_path, cataloged):
+    first, other = start(store=url), start(store=url)
+    fill(first)
+    other._store.refresh()
+    first.erase("anna")
+    other._store.renew_catalog()
+    other.flush()
+    assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
+
+
+def test_copies_of_what_was_stored_late_go_with_it(start, url, tmp_path, cataloged):
+    first, other = start(store=url), start(store=url)
+    fill(first)
+    other.refresh()
+    first.erase("anna")
+    ask(other, CARLA, ANNA)
+    other.flush()
+    assert as_json(ids_of(first, ANNA)) in cataloged()
+    first.refresh()
+    assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
+
+
+def test_records_that_were_never_looked_into_are_not_used_once_erased(start, url, tmp_path, cataloged):
+    first = start(store=url)
+    fill(first)
+    other, late = start(store=url), start(store=url)
+    tainted = {meta.variant_id for meta in seen_by(first, ANNA)}
+    needles = [*rows_of(first, tainted), as_json(ids_of(first, ANNA))]
+    kept = {path: data for path, data in files(tmp_path).items() if {"records", "data"} & set(path.parts)}
+    first.erase("anna")
+    assert where(tmp_path, needles) == []
+    for path, data in kept.items():  # as if another process had stored it again, without knowing
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    chunk_ids = [chunk.chunk_id for chunk in late._assemble(request_of(CARLA, ANNA, BOB)).chunks]
+
+    def found(look) -> set:
+        return {meta.variant_id for metas in look(chunk_ids).values() for meta in metas}
+
+    assert found(late._variants.peek) & tainted
+    late._documents.registry.follow(*late._documents.fetch())  # knows of the erasure, and dropped nothing yet
+    before = late._variants.ids()
+    assert found(late._variants.peek) and not found(late._variants.peek) & tainted
+    assert not {meta.variant_id for meta in late._variants} & tainted
+    assert late._variants.ids() == before and not late._variants._origins  # to look changes nothing
+    other.refresh()
+    assert tainted.isdisjoint(other._variants.ids()) and where(tmp_path, needles) == []
+    assert found(late._variants.of_chunks) and not found(late._variants.of_chunks) & tainted
+
+
+def request_of(*documents: Document) -> Request:
+    messages = [{"role": "user", "content": "Who sings?"}]
+    return Request(messages=messages, documents=documents, sampling=SamplingParams(1))
+
+
+def test_opening_reads_no_record_but_after_an_erasure(start, url, monkeypatch):
+    first = start(store=url)
+    fill(first)
+    seen: list[str] = []
+    get_record = TieredStore.get_record
+    monkeypatch.setattr(TieredStore, "get_record", lambda self, key: (seen.append(key), get_record(self, key))[1])
+    first.close()
+    assert start(store=url).num_variants > 3 and seen == []
+    start(store=url).erase("bob")
+    seen.clear()
+    engine = start(store=url)
+    assert set(seen) == set(engine._variants.ids()) and seen
+
+
+def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
+    engine = start(store=url)
+    fill(engine)
+    tainted = {meta.variant_id for meta in seen_by(engine, ANNA)}
+    needles = [*rows_of(engine, tainted), as_json(ids_of(engine, ANNA))]
+    engine.save_snapshot(tmp_path / "snapshot")
+    held = engine.num_variants
+    engine.erase("anna")
+    written = engine.store_usage()["disk"].writes
+    report = engine.restore_snapshot(tmp_path / "snapshot")
+    engine.flush()
+    assert (report.num_erased, report.num_present) == (len(tainted), held - len(tainted))
+    assert engine.store_usage()["disk"].writes == written  # not for a moment
+    index = inspect_snapshot(tmp_path / "snapshot")
+    engine._variants.restore((variant.record, variant.frequency_reuse) for variant in index.variants)
+    assert where(tmp_path, needles) == [] and tainted.isdisjoint(engine._variants.ids())
+    ask(engine, ANNA)
+    again = {meta.variant_id for meta in seen_by(engine, ANNA)}
+    engine.save_snapshot(tmp_path / "later")
+    for variant_id in again:
+        engine._variants.discard(variant_id)
+    assert engine.restore_snapshot(tmp_path / "later").num_erased == 0
+    assert {meta.variant_id for meta in seen_by(engine, ANNA)} == again != set()  # sent once more, after the erasure
 
 
 def test_an_invalidation_leaves_what_stood_behind_it(start):
@@ -537,8 +653,10 @@ def refuse(monkeypatch: pytest.MonkeyPatch, matches) -> list[str]:
     return relent
 
 
-@pytest.mark.parametrize("folder", ["/records/", "/data/", "/notes/link"])
-def test_what_a_disk_refuses_to_delete_is_reported_not_used_and_tried_again(start, url, tmp_path, monkeypatch, folder):
+@pytest.mark.parametrize("folder", ["/records/", "/data/", "/notes/link", "/catalog/"])
+def test_what_a_disk_refuses_to_delete_is_reported_not_used_and_tried_again(
+    start, url, tmp_path, monkeypatch, cataloged, folder
+):
     engine = start(store=url)
     ask(engine, ANNA, BOB)
     engine.flush()

@@ -262,7 +262,7 @@ def test_a_restarted_engine_repairs_what_the_store_holds(tmp_path):
 
 def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/store"
-    record_from_meta = variants_module._record_from_meta
+    record_from_meta = variants_module.record_from_meta
 
     def older(meta, prompt):
         record = record_from_meta(meta, prompt)
@@ -270,7 +270,7 @@ def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, m
         return type(record)(record.variant_id, record.chunk_id, record.num_tokens, record.num_bytes, lasting)
 
     with monkeypatch.context() as patch:
-        patch.setattr(variants_module, "_record_from_meta", older)
+        patch.setattr(variants_module, "record_from_meta", older)
         with MODEL.engine(store=url) as engine:
             fill(engine)
     with MODEL.engine(store=url) as engine:
@@ -281,7 +281,7 @@ def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, m
 
 def test_token_ids_that_are_not_the_chunks_are_not_believed(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/store"
-    record_from_meta = variants_module._record_from_meta
+    record_from_meta = variants_module.record_from_meta
 
     def wrong(meta, prompt):
         record = record_from_meta(meta, prompt)
@@ -289,7 +289,7 @@ def test_token_ids_that_are_not_the_chunks_are_not_believed(tmp_path, monkeypatc
         return type(record)(record.variant_id, record.chunk_id, record.num_tokens, record.num_bytes, lasting)
 
     with monkeypatch.context() as patch:
-        patch.setattr(variants_module, "_record_from_meta", wrong)
+        patch.setattr(variants_module, "record_from_meta", wrong)
         with MODEL.engine(store=url) as engine:
             fill(engine)
     with MODEL.engine(store=url) as engine:

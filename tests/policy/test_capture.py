@@ -8,10 +8,11 @@ import hashlib
 import numpy as np
 import pytest
 
-from ccjax.policy.capture import make_variant_id, should_capture, variant_meta
+from ccjax.policy.capture import make_variant_id, should_capture, variant_meta, variants_to_compute
+from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.types import ChunkId, Segment, VariantId
 from tests.policy import oracles_policy as oracle
-from tests.policy.builders import ids, variant
+from tests.policy.builders import ids, prompt, variant
 
 GOOD = {
     "chunk_id": ChunkId("X"),
@@ -139,3 +140,29 @@ class TestShouldCapture:
         exact = dataclasses.replace(COMPUTED, action="reuse", variant_id=VariantId("X|AB|exact"), cfo=0.0)
         assert not should_capture(exact, [variant("X", "AB")], ids("AB"))
         assert not should_capture(Segment(role="question", action="compute", start=0, num_tokens=3), [], ids("AB"))
+
+
+class TestVariantsToCompute:
+    def planned(self, known):
+        chunks = prompt("ABC", 10)
+        return plan_prefill("", chunks, 3, known, mode="bounded", settings=PlannerSettings())
+
+    def test_all_chunks_of_a_new_prompt_in_order_with_what_stands_before_them(self):
+        found = variants_to_compute(self.planned({}), {})
+        expected = [(name, ids("ABC"[:index])) for index, name in enumerate("ABC")]
+        assert list(found) == [make_variant_id(ChunkId(name), prefix, "exact") for name, prefix in expected]
+        assert list(found.values()) == [10, 10, 10]
+
+    def test_reused_chunks_are_none_and_what_follows_an_approximate_one_is_approximate(self):
+        known = {ChunkId("B"): (variant("B", "D"),)}
+        found = variants_to_compute(self.planned(known), known)
+        assert list(found) == [
+            make_variant_id(ChunkId("A"), (), "exact"),
+            make_variant_id(ChunkId("C"), ids("AB"), "approx"),
+        ]
+
+    def test_what_is_stored_already_is_not_stored_again(self):
+        known = {ChunkId("B"): (variant("B", "A"),)}
+        plan = self.planned({})
+        assert make_variant_id(ChunkId("B"), ids("A"), "exact") not in variants_to_compute(plan, known)
+        assert len(variants_to_compute(plan, known)) == 2

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccjax.policy.loading import LEAST_WAIT_S, UNMEASURED_WAIT_S, longest_load_wait_s
+from ccjax.policy.loading import (
+    LEAST_WAIT_S,
+    STORE_S,
+    UNMEASURED_WAIT_S,
+    claim_s,
+    longest_load_wait_s,
+    longest_shared_wait_s,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +59,27 @@ def test_more_tokens_or_a_slower_device_never_shorten_the_wait(tokens, more_toke
 def test_bad_arguments_are_named(num_tokens, seconds_per_token, name):
     with pytest.raises(ValueError, match=name):
         longest_load_wait_s(num_tokens, seconds_per_token)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seconds_per_token", "expected"),
+    [
+        (200, 0.01, 3.0),  # 2 s of computing and one to store
+        (10, 0.01, 1.5),  # 0.1 s of computing, but the floor is half a second
+        (200, None, 6.0),
+    ],
+)
+def test_what_others_compute_is_waited_for_as_long_as_computing_it_and_a_second(
+    num_tokens, seconds_per_token, expected
+):
+    assert longest_shared_wait_s(num_tokens, seconds_per_token) == pytest.approx(expected)
+    assert claim_s(num_tokens, seconds_per_token) == pytest.approx(2 * expected)
+    assert STORE_S == 1.0
+
+
+@pytest.mark.parametrize("function", [longest_shared_wait_s, claim_s])
+def test_shared_waits_refuse_what_loads_refuse(function):
+    with pytest.raises(ValueError, match="num_tokens"):
+        function(0, 0.1)
+    with pytest.raises(ValueError, match="seconds_per_token"):
+        function(1, math.nan)

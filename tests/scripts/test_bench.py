@@ -37,6 +37,23 @@ def test_ttft_prints_every_case_as_json():
     assert any("cachecraft" in line for line in table)
 
 
+def test_store_prints_a_case_without_and_two_with_a_catalog():
+    command = [sys.executable, "scripts/bench.py", "store", "--quick", "--json", "--variants", "400"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert [(case["catalog"], case["variants"]) for case in figures["cases"]] == [
+        (False, 420),
+        (True, 420),
+        (True, 420),
+    ]
+    first, *later = (case["open"]["cpu_s"] for case in figures["cases"])
+    assert max(later) < first  # ten times at this size; a record is read in some 200 us
+    for case in figures["cases"]:
+        costs = ("open", "index", "plan_first", "plan_again", "refresh_0", "refresh_20", "tidy")
+        assert all(case[name]["wall_s"] > 0 for name in costs)
+
+
 def test_an_unknown_benchmark_is_named():
     command = [sys.executable, "scripts/bench.py", "speed"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from store import ShardCorruptError, ShardNotFoundError, StoreUnavailableError, TensorStoreTier
+from store.commits import CommittedShards
 from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
 from tests.store.kv import (
     OTHERS,
@@ -185,7 +186,7 @@ def test_unread_record_keeps_its_object_from_the_sweep(place, monkeypatch, caplo
         raise StoreUnavailableError("no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TensorStoreTier, "_load", refuse)
+        patch.setattr(CommittedShards, "read", refuse)
         with open_store(place.url) as store:
             assert store.records() == [] and "cannot take in the record of variant v" in caplog.text
     with open_store(place.url, host_bytes=0) as store:

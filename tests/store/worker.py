@@ -7,11 +7,14 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import resource
 import sys
 import time
 from pathlib import Path
 
+import store.catalog
+import store.commits
 from store import KVSpec, StoreUnavailableError, TensorStoreTier
 from tests.store.kv import OURS, SPEC, bytes_on_disk, get, make_kv, make_record, open_store, put
 
@@ -49,6 +52,37 @@ def write_forever(url: str, prefix: str) -> None:
     for number in itertools.count():
         variant_id = f"{prefix}-{number}"
         tier.write(make_record(variant_id, WIDE_TOKENS, WIDE), make_kv(variant_id, WIDE_TOKENS, WIDE))
+
+
+def catalog_forever(url: str, prefix: str) -> None:
+    """Writes variants, and a catalog of small parts after each one."""
+    store.commits.LEAST_CHANGES, store.catalog.RECORDS_PER_PART = 1, 2
+    tier = TensorStoreTier(url, WIDE, OURS)
+    for number in itertools.count():
+        variant_id = f"{prefix}-{number}"
+        tier.write(make_record(variant_id, WIDE_TOKENS, WIDE), make_kv(variant_id, WIDE_TOKENS, WIDE))
+        tier.tidy()
+        if number == 0:
+            print("started", flush=True)
+
+
+def hold_lease(url: str, key: str, seconds: str) -> None:
+    """Claims a variant that it never writes."""
+    store = open_store(url)
+    assert store.claims is not None and store.claims.claim([key], float(seconds)) == (key,)
+    print("held", flush=True)
+    time.sleep(3600)
+
+
+def await_lease(url: str, key: str) -> None:
+    """Asks for a claim until this or another process has it; the claim is never given up."""
+    store = open_store(url)
+    assert store.claims is not None and store._disk is not None and store.claims.taken([key])
+    while not (won := store.claims.claim([key], 3600) == (key,)) and store._disk.leases._latest([key])[key].epoch == 1:
+        time.sleep(0.02)
+    print(json.dumps({"won": won, "at": time.time()}))
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def race(url: str, writer: str, start_file: str, num_keys: str) -> None:
@@ -116,5 +150,5 @@ def limit_file_size(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    commands = (dump, save, write_forever, race, fill_disk, limit_file_size)
+    commands = (dump, save, write_forever, catalog_forever, hold_lease, await_lease, race, fill_disk, limit_file_size)
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

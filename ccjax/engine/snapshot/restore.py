@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class RestoreReport:
-    """What came of the variants of a snapshot; the five counts add up to all of them.
+    """What came of the variants of a snapshot; the six counts add up to all of them.
 
     Attributes:
       num_restored, restored_bytes: taken in by host memory, by the disk (written in the background), or both.
@@ -35,6 +35,7 @@ class RestoreReport:
       num_left_out: beyond `max_bytes`.
       num_no_room: no tier, or not `max_variants`, had room without evicting anything; not read.
       num_damaged: failed their check, or could not be read; logged, and never stored.
+      num_erased: of documents that were erased or invalidated after they were computed.
     """
 
     url: str
@@ -44,6 +45,7 @@ class RestoreReport:
     num_left_out: int = 0
     num_no_room: int = 0
     num_damaged: int = 0
+    num_erased: int = 0
 
 
 def restore_snapshot(
@@ -111,15 +113,17 @@ class _Restorer:
         return sum(variant.record.num_bytes for variant in variants)
 
     def _absent(self, variants: Sequence[SnapshotVariant]) -> list[SnapshotVariant]:
-        """Those that the index does not know; the `f_r` of the others is taken in."""
+        """Those that the index does not know, without the erased ones; the `f_r` of the known ones is taken in."""
         index, limit = self._cache.variants, self._cache.max_variants
         with self._cache.exclusive():
             present = [variant for variant in variants if variant.record.variant_id in index]
             absent = [variant for variant in variants if variant.record.variant_id not in index]
+            new = [variant for variant in absent if not index.is_erased(variant.record)]
             index.restore((variant.record, variant.frequency_reuse) for variant in present)
             self._num_free = None if limit is None else limit - len(index)
         self._report.num_present += len(present)
-        return absent
+        self._report.num_erased += len(absent) - len(new)
+        return new
 
     def _announce(self, variant: SnapshotVariant, num_announced: int) -> StoreTicket | None:
         """Room for the variant; None where there is none, or nothing to do."""

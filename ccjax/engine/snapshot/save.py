@@ -75,11 +75,10 @@ def save_snapshot(
     replaced = _check_target(root, url, overwrite)
     cache.store.flush()  # what is still on its way to the disk has no record yet
     with cache.exclusive():
-        frequencies: dict[str, float] = {meta.variant_id: meta.frequency_reuse for meta in cache.variants}
-        order = [meta.variant_id for meta in hottest_first(cache.variants)]
+        held = hottest_first(cache.variants)
+        frequencies: dict[str, float] = {meta.variant_id: meta.frequency_reuse for meta in held}
         uses = cache.variants.uses()
-        records = {record.variant_id: record for record in cache.store.records()}
-    listed = [records[variant_id] for variant_id in order if variant_id in records]
+        listed = list(filter(None, (cache.store.get_record(meta.variant_id) for meta in held)))
     writer = _Writer(cache, frequencies, _sum_bytes(listed), progress)
     name = root.new_id()
     folder = PackFolder(root, f"{PARTS}/{name}")

@@ -1,0 +1,114 @@
+"""A variant's metadata as the store keeps it, and the part of it that an index of many variants can afford to hold.
+
+Knows no store and no index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from ccjax.engine.documents import Origin
+from ccjax.engine.prompts import Prompt
+from ccjax.types import ChunkId, VariantId, VariantMeta
+from store.spec import ShardRecord, ShardSummary
+
+_STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
+"""Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownVariant:
+    """What is known of a stored variant before its record is looked into; the names are those of `VariantMeta`."""
+
+    variant_id: VariantId
+    chunk_id: ChunkId
+    num_tokens: int
+    num_bytes: int
+    frequency_reuse: float = 0.0
+
+    @classmethod
+    def of(cls, summary: ShardSummary, frequency_reuse: float) -> KnownVariant:
+        """From what the store has at hand."""
+        return cls(VariantId(summary[0]), ChunkId(summary[1]), summary[2], summary[3], frequency_reuse)
+
+
+def record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
+    """The record of a variant computed in `prompt`, with what it takes to compute it again."""
+    lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
+    lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
+    lasting["has_system"] = prompt.has_system
+    return ShardRecord(
+        variant_id=meta.variant_id,
+        chunk_id=meta.chunk_id,
+        num_tokens=meta.num_tokens,
+        num_bytes=meta.num_bytes,
+        meta={name: list(value) if isinstance(value, tuple) else value for name, value in lasting.items()},
+    )
+
+
+def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta | None:
+    """The metadata in a record; None where there is none that makes sense."""
+    try:
+        meta = record.meta
+        prefix_ids = tuple(ChunkId(chunk) for chunk in meta["prefix_ids"])
+        inter = tuple(float(value) for value in meta["inter_by_prefix"])
+        ranking = tuple(int(offset) for offset in meta["token_ranking"])
+        fidelity = meta["fidelity"]
+        if len(inter) != len(prefix_ids) or sorted(ranking) != list(range(record.num_tokens)):
+            return None
+        if fidelity not in ("exact", "approx"):
+            return None
+        return VariantMeta(
+            variant_id=VariantId(record.variant_id),
+            chunk_id=ChunkId(record.chunk_id),
+            prefix_ids=prefix_ids,
+            inter_by_prefix=inter,
+            a_mean=float(meta["a_mean"]),
+            b_mean=float(meta["b_mean"]),
+            cci=float(meta["cci"]),
+            token_ranking=ranking,
+            num_tokens=record.num_tokens,
+            num_bytes=record.num_bytes,
+            frequency_reuse=frequency_reuse,
+            fidelity=fidelity,
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def with_origin(record: ShardRecord, origin: Origin) -> ShardRecord:
+    """The record with what `origin_of_record` finds; for most variants nothing but their prefix."""
+    beyond = {"seen": origin.seen - origin_of_record(record).seen, "after": origin.after}
+    more = {name: sorted(values) for name, values in beyond.items() if values}
+    return dataclasses.replace(record, meta={**record.meta, **more}) if more else record
+
+
+def origin_of_record(record: ShardRecord) -> Origin:
+    """What a record says of where its KV comes from."""
+    chunks = [record.chunk_id, *_texts(record, "prefix_ids"), *_texts(record, "seen")]
+    return Origin(frozenset(map(ChunkId, chunks)), frozenset(_texts(record, "after")))
+
+
+def has_system(record: ShardRecord) -> bool:
+    """Whether the prompt that the variant was computed in had a system prompt."""
+    return record.meta.get("has_system") is True
+
+
+def token_ids(record: ShardRecord) -> list[int]:
+    """The chunk's token ids; none in records of older stores."""
+    ids = record.meta.get("token_ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
+        return []
+    return ids
+
+
+def is_frequency(value: Any) -> bool:
+    """True for what `f_r` can be."""
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0.0
+
+
+def _texts(record: ShardRecord, name: str) -> list[str]:
+    values = record.meta.get(name)
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []

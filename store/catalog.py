@@ -1,0 +1,146 @@
+"""The catalog: copies of many commit records in a few objects, so that opening a large store need not read each one.
+
+It is never the truth. A variant counts as committed while its own record is listed; a part that is damaged, missing or
+of another version costs reading those records one by one, and an entry that another process outdated is found out by
+the first read of its data. Knows no budget and no lock.
+
+ROOT/NAMESPACE/catalog/K-of-P.bin, replaced as a whole, holds the variants whose id has a crc32 of K modulo P:
+one line of JSON (version, namespace, length and sha256 of the table), the table (columns as JSON), the records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterable
+
+from store.objects import Root, for_each
+from store.records import KnownShard
+
+CATALOG_VERSION = 1
+
+RECORDS_PER_PART = 256
+"""About that many records in a part: less than 1 MB, which a bucket takes within its time for a small object."""
+
+_PART = re.compile(r"\d+-of-\d+\.bin")
+_COLUMNS = ("variant_id", "chunk_id", "num_tokens", "object_id", "charge_bytes", "is_lossy", "crc32")
+
+
+class CatalogError(ValueError):
+    """A part of the catalog is damaged, of another version, or of another namespace."""
+
+
+def encode_part(shards: Collection[KnownShard], namespace: str) -> bytes:
+    """One object of the catalog."""
+    columns = {name: [getattr(shard, name) for shard in shards] for name in _COLUMNS}
+    columns["record_bytes"] = [len(shard.raw) for shard in shards]
+    table = json.dumps(columns, separators=(",", ":")).encode()
+    head = {
+        "catalog_version": CATALOG_VERSION,
+        "namespace": namespace,
+        "table_bytes": len(table),
+        "table_sha256": hashlib.sha256(table).hexdigest(),
+    }
+    return b"".join((json.dumps(head).encode(), b"\n", table, *(shard.raw for shard in shards)))
+
+
+def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
+    """The shards of one object of the catalog. Every byte of the table is checked, those of the records are not:
+    `decode_known` does that, for each one by itself.
+
+    Raises:
+      CatalogError: it cannot be used.
+    """
+    line, _, _ = raw.partition(b"\n")
+    try:
+        head = json.loads(line)
+        version, owner = head["catalog_version"], head["namespace"]
+        start, num_bytes, digest = len(line) + 1, head["table_bytes"], head["table_sha256"]
+        if version != CATALOG_VERSION:
+            raise CatalogError(f"it has version {version!r} and this program reads {CATALOG_VERSION}")
+        if owner != namespace:
+            raise CatalogError(f"it belongs to namespace {owner!r}")
+        table = raw[start : start + num_bytes]
+        if hashlib.sha256(table).hexdigest() != digest:
+            raise CatalogError("checksum failed")
+        columns = json.loads(table)
+        lengths = columns.pop("record_bytes")
+        ends = _cumulated(start + num_bytes, lengths)
+        if ends[-1] != len(raw):
+            raise CatalogError(f"wanted {ends[-1]} bytes, got {len(raw)}")
+        raws = [raw[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+        return list(map(KnownShard, *(columns[name] for name in _COLUMNS), raws))
+    except CatalogError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CatalogError(f"cannot make sense of it: {error}") from error
+
+
+def read_catalog(root: Root, namespace: str) -> tuple[list[KnownShard], list[str]]:
+    """All shards of all usable parts, and what is wrong with the others. A variant may occur twice.
+
+    Raises:
+      OSError: the root refused.
+    """
+    wrong = []
+
+    def read(name: str) -> list[KnownShard]:
+        raw = root.read(_key(namespace, name))
+        try:
+            return [] if raw is None else decode_part(raw, namespace)  # None: another process just took it away
+        except CatalogError as error:
+            wrong.append(f"{name}: {error}")
+            return []
+
+    names = [name for name in root.names(f"{namespace}/catalog") if _PART.fullmatch(name)]
+    return list(itertools.chain.from_iterable(for_each(root, read, names))), wrong
+
+
+def write_catalog(root: Root, namespace: str, shards: Collection[KnownShard]) -> None:
+    """Replaces the catalog, part by part; whoever reads meanwhile finds old parts and new ones, which does no harm.
+
+    Raises:
+      OSError: the root refused; some parts may be new.
+    """
+    num_parts = 1
+    while num_parts * RECORDS_PER_PART < len(shards):
+        num_parts *= 2
+    parts: list[list[KnownShard]] = [[] for _ in range(num_parts)]
+    for shard in shards:
+        parts[zlib.crc32(shard.variant_id.encode()) % num_parts].append(shard)
+    root.make_prefix(f"{namespace}/catalog")
+    names = [f"{number}-of-{num_parts}.bin" for number in range(num_parts)]
+
+    def write(number: int) -> None:
+        root.replace(_key(namespace, names[number]), encode_part(parts[number], namespace), durable=False)
+
+    for_each(root, write, range(num_parts))
+    outdated = set(root.names(f"{namespace}/catalog")) - set(names)
+    for name in filter(_PART.fullmatch, outdated):
+        root.delete(_key(namespace, name))
+
+
+def delete_catalog(root: Root, namespace: str, delete: Callable[[str], bool]) -> tuple[str, ...]:
+    """Deletes all parts, those of other versions too, with `delete`, which says whether a key is gone; those that are
+    not.
+
+    Raises:
+      OSError: the root cannot be listed.
+    """
+    keys = [_key(namespace, name) for name in root.names(f"{namespace}/catalog")]
+    went = for_each(root, delete, keys)
+    return tuple(key for key, is_gone in zip(keys, went, strict=True) if not is_gone)
+
+
+def _key(namespace: str, name: str) -> str:
+    return f"{namespace}/catalog/{name}"
+
+
+def _cumulated(start: int, lengths: Iterable[int]) -> list[int]:
+    ends = [start]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    return ends

@@ -1,0 +1,325 @@
+"""Which variants of one namespace are committed, as far as this process knows, and the bytes they take. The listed
+records are the truth; the catalog spares reading each of them. Knows no array and deletes no data object."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from store.budget import ByteBudget
+from store.bulk import uncollected
+from store.catalog import delete_catalog, read_catalog, write_catalog
+from store.errors import ShardCorruptError
+from store.objects import Root, for_each
+from store.records import KnownShard, StoredShard, decode_known, known_from_raw
+from store.spec import KVSpec, StoreIdentity
+
+_log = logging.getLogger(__name__)
+
+LEAST_CHANGES = 64
+"""Fewer new records than that are read one by one; fewer changes do not make a new catalog."""
+
+COPIED_SHARE = 0.05
+"""The catalog, which is read as a whole, is not read for a smaller share of all records: one by one is quicker."""
+
+CHANGED_SHARE = 0.01
+"""A new catalog is due once that share of it is outdated: then all catalogs that are ever written take a hundredth of a
+record's size a hundred times, about what the record of a chunk of two tokens takes in KV."""
+
+_VERIFY_AT_ONCE = 1024
+
+
+class CommittedShards:
+    """The known variants of `identity` below `root`. Thread-safe.
+
+    Attributes:
+      lock: guards `budget`, in which every known variant is charged, too.
+      num_corrupt: failed checks; whoever finds one counts it.
+      num_unread: records that were listed and could not be read, so far.
+    """
+
+    def __init__(self, root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpec, budget: ByteBudget):
+        self.lock = threading.RLock()
+        self.num_corrupt = 0
+        self.num_unread = 0
+        self._root = root
+        self._url = url
+        self._identity = identity
+        self._kv_spec = kv_spec
+        self._budget = budget
+        self._namespace = identity.namespace
+        self._shards: dict[str, KnownShard] = {}
+        self._unverified: set[str] = set()
+        self._cataloged: frozenset[str] = frozenset()
+        self._num_changes = 0  # at least as many as between `_shards` and `_cataloged`
+        self._is_catalog_damaged = False  # or has something that it must not have
+        self._catalog_lock = threading.Lock()  # one change of the catalog at a time, so that no write undoes a deletion
+
+    def __contains__(self, variant_id: str) -> bool:
+        return variant_id in self._shards
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def get(self, variant_id: str) -> KnownShard | None:
+        """The variant, or None where none is known."""
+        return self._shards.get(variant_id)
+
+    def all(self) -> list[KnownShard]:
+        """Every known variant."""
+        with self.lock:
+            return list(self._shards.values())
+
+    def details(self, variant_id: str) -> StoredShard | None:
+        """What the variant's record says, or None. If our copy of the record is damaged, the record itself is read."""
+        known = self.get(variant_id)
+        if known is None:
+            return None
+        try:
+            return decode_known(known, identity=self._identity, kv_spec=self._kv_spec)
+        except ShardCorruptError as error:
+            _log.warning("store: copy of a record in %s: %s; its original is read instead", self._url, error)
+        self.forget(variant_id, known.object_id)
+        self._is_catalog_damaged = True
+        fresh = self._read_quietly(variant_id)
+        if fresh is None:
+            return None
+        self._adopt(fresh)
+        return decode_known(fresh, identity=self._identity, kv_spec=self._kv_spec)
+
+    # -- following the records ---------------------------------------------------------------------------------
+
+    def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Takes in what other processes committed and evicted since: `(added, removed)` variant ids.
+
+        Raises:
+          OSError: the directory or bucket cannot be listed.
+        """
+        with self.lock:
+            known = dict(self._shards)  # before the listing: what this process commits meanwhile is no removal
+        names = self._root.names(f"{self._namespace}/records")
+        listed = {name.removesuffix(".json") for name in names if name.endswith(".json")}
+        new = sorted(listed - known.keys())
+        is_worthwhile = len(new) >= max(LEAST_CHANGES, int(COPIED_SHARE * len(listed)))
+        with uncollected():
+            copies = self._copies(set(new)) if is_worthwhile else {}
+            self._adopt_copies([copies[key] for key in new if key in copies])
+        read = for_each(self._root, self._read_quietly, [key for key in new if key not in copies])
+        singles = {shard.variant_id: shard for shard in read if shard is not None}
+        for shard in singles.values():
+            self._adopt(shard)
+        removed = tuple(sorted(known.keys() - listed))
+        for variant_id in removed:
+            self.forget(variant_id, known[variant_id].object_id)
+        return tuple(key for key in new if key in copies or key in singles), removed
+
+    def take_in(self, variant_id: str) -> bool:
+        """Reads the record on disk into memory and says whether there is a sound one; a bad one goes to quarantine."""
+        shard = self._read_quietly(variant_id)
+        if shard is not None:
+            self._adopt(shard)
+        return shard is not None
+
+    def read(self, variant_id: str) -> KnownShard | None:
+        """What the record on disk commits now; None where there is none.
+
+        Raises:
+          ShardCorruptError, OSError: it fails its check; it cannot be read.
+        """
+        raw = self._root.read(self.record_key(variant_id))
+        return None if raw is None else self._known(variant_id, raw)
+
+    def verify(self, is_cancelled: Callable[[], bool] | None = None) -> bool:
+        """Reads the record of every variant that is known from the catalog alone, so that afterwards each known variant
+        is the one that its record commits; True once that is so. `is_cancelled` is asked in between."""
+        with self.lock:
+            waiting = sorted(self._unverified)
+        for start in range(0, len(waiting), _VERIFY_AT_ONCE):
+            if is_cancelled is not None and is_cancelled():
+                return False
+            for_each(self._root, self._verify_one, waiting[start : start + _VERIFY_AT_ONCE])
+        return not self._unverified
+
+    @property
+    def is_quickly_verified(self) -> bool:
+        """True when `verify` has a second's work at most."""
+        return len(self._unverified) <= _VERIFY_AT_ONCE
+
+    def save_catalog(self) -> bool:
+        """Writes a new catalog if enough changed since the last one that was read or written; True if it did. A refusal
+        of the disk is logged, and unless the catalog is damaged nothing is tried until more changed."""
+        with self._catalog_lock:
+            with self.lock:
+                is_damaged = self._is_catalog_damaged
+                if not self._is_catalog_due():
+                    return False
+                self._num_changes = len(frozenset(shard.object_id for shard in self.all()) ^ self._cataloged)
+                if not self._is_catalog_due():
+                    return False
+            try:
+                # Another process may have erased what this one still knows: no copy may outlive its record.
+                listed = set(self._root.names(f"{self._namespace}/records"))
+                with self.lock:
+                    shards = [shard for shard in self.all() if f"{shard.variant_id}.json" in listed]
+                    self._cataloged = frozenset(shard.object_id for shard in shards)
+                    self._num_changes, self._is_catalog_damaged = 0, False
+                write_catalog(self._root, self._namespace, shards)
+            except OSError as error:
+                self.warn("store: cannot write the catalog of %s: %s", self._url, error)
+                self._is_catalog_damaged = is_damaged
+                return False
+            return True
+
+    def _is_catalog_due(self) -> bool:
+        least = max(LEAST_CHANGES, int(CHANGED_SHARE * len(self._shards)))
+        return self._num_changes >= least or self._is_catalog_damaged
+
+    def renew_catalog(self) -> None:
+        """Makes the next `save_catalog` write one, however little changed."""
+        self._is_catalog_damaged = True
+
+    def drop_catalog(self, delete: Callable[[str], bool]) -> tuple[str, ...]:
+        """Deletes the catalog with `delete`, which says whether a key is gone; the keys that are not.
+
+        Raises:
+          OSError: it cannot be listed.
+        """
+        with self._catalog_lock:
+            left = delete_catalog(self._root, self._namespace, delete)
+            with self.lock:
+                self._cataloged, self._num_changes = frozenset(), len(self._shards)
+                self._is_catalog_damaged = bool(left)
+            return left
+
+    # -- own commits and evictions -----------------------------------------------------------------------------
+
+    def commit(self, variant_id: str, raw: bytes) -> bool:
+        """Publishes the record `raw`, whose bytes are already charged. False when a sound record was there first.
+
+        Raises:
+          OSError: the root refused.
+        """
+        mine = self._known(variant_id, raw)
+        for _ in range(2):
+            if self._root.create(self.record_key(variant_id), raw):
+                with self.lock:
+                    known = self._shards.get(variant_id)
+                    if known is not None:  # another process evicted that one, and no refresh saw it yet
+                        self.forget(variant_id, known.object_id)
+                    self._shards[variant_id] = mine
+                    self._num_changes += 1
+                return True
+            if self.take_in(variant_id):
+                return False
+            # The name was held by a record that failed its check; it is in quarantine now, so try once more.
+        return False
+
+    def hide(self, variant_ids: Iterable[str]) -> list[KnownShard]:
+        """Makes variants unknown that stay charged; those that were known."""
+        with self.lock:
+            self._unverified.difference_update(variant_ids := tuple(variant_ids))
+            hidden = [shard for key in variant_ids if (shard := self._shards.pop(key, None)) is not None]
+            self._num_changes += len(hidden)
+            return hidden
+
+    def restore(self, shard: KnownShard) -> None:
+        """Undoes `hide`."""
+        with self.lock:
+            if shard.variant_id in self._shards:
+                self._budget.release(shard.charge_bytes)
+            else:
+                self._shards[shard.variant_id] = shard
+                self._num_changes += 1
+
+    def forget(self, variant_id: str, object_id: str) -> None:
+        """Drops the variant from memory and budget, unless another object took this one's place."""
+        with self.lock:
+            known = self._shards.get(variant_id)
+            if known is not None and known.object_id == object_id:
+                del self._shards[variant_id]
+                self._num_changes += 1
+                self._unverified.discard(variant_id)
+                self._budget.release(known.charge_bytes)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def record_key(self, variant_id: str) -> str:
+        """Where the record is."""
+        return f"{self._namespace}/records/{variant_id}.json"
+
+    def warn(self, message: str, *values: object) -> None:
+        """Logs a failure of the root. An outage shows in every call; that there is one is logged by those who write and
+        refresh."""
+        _log.log(logging.WARNING if self._root.outage() is None else logging.DEBUG, message, *values)
+
+    def _known(self, variant_id: str, raw: bytes) -> KnownShard:
+        return known_from_raw(raw, variant_id=variant_id, identity=self._identity, kv_spec=self._kv_spec)
+
+    def _read_sound(self, variant_id: str) -> KnownShard | None:
+        """What the record on disk commits; None where there is none, or a damaged one, which goes to quarantine. Raises
+        OSError."""
+        try:
+            return self.read(variant_id)
+        except ShardCorruptError as error:
+            _log.warning("store: %s; moved to quarantine", error)
+        with self.lock:
+            self.num_corrupt += 1
+        aside = f"{self._namespace}/quarantine/{variant_id}.{self._root.new_id()}.json"
+        self._root.move(self.record_key(variant_id), aside)
+        return None
+
+    def _read_quietly(self, variant_id: str) -> KnownShard | None:
+        try:
+            return self._read_sound(variant_id)
+        except OSError as error:
+            self.warn("store: cannot take in the record of variant %s from %s: %s", variant_id, self._url, error)
+            with self.lock:
+                self.num_unread += 1
+        return None
+
+    def _verify_one(self, variant_id: str) -> None:
+        known = self.get(variant_id)
+        try:
+            current = self._read_sound(variant_id)
+        except OSError as error:
+            self.warn("store: cannot read the record of variant %s from %s: %s", variant_id, self._url, error)
+            return
+        if current is not None:
+            self._adopt(current)
+        elif known is not None:
+            self.forget(variant_id, known.object_id)
+
+    def _adopt(self, shard: KnownShard) -> None:
+        """Takes in what was read from the record itself."""
+        with self.lock:
+            known = self._shards.get(shard.variant_id)
+            self._unverified.discard(shard.variant_id)
+            if known is None or known.object_id != shard.object_id:
+                if known is not None:
+                    self.forget(known.variant_id, known.object_id)
+                self._shards[shard.variant_id] = shard
+                self._num_changes += 1
+                self._budget.adopt(shard.charge_bytes)
+
+    def _adopt_copies(self, copies: list[KnownShard]) -> None:
+        """Takes in what the catalog says of variants that are listed; what this process knows better, it keeps."""
+        with self.lock:
+            fresh = [shard for shard in copies if shard.variant_id not in self._shards]
+            self._shards.update((shard.variant_id, shard) for shard in fresh)
+            self._unverified.update(shard.variant_id for shard in fresh)
+            self._budget.adopt(sum(shard.charge_bytes for shard in fresh))
+
+    def _copies(self, wanted: set[str]) -> dict[str, KnownShard]:
+        """What the catalog says of `wanted`."""
+        try:
+            shards, wrong = read_catalog(self._root, self._namespace)
+        except OSError as error:
+            self.warn("store: cannot read the catalog of %s: %s", self._url, error)
+            return {}
+        for problem in wrong:
+            _log.warning("store: the catalog of %s: %s; the records are read one by one", self._url, problem)
+        self._cataloged = frozenset(shard.object_id for shard in shards)
+        self._num_changes = len(shards) + len(self._shards)  # more than there are: counted when it matters
+        self._is_catalog_damaged = bool(wrong)
+        return {shard.variant_id: shard for shard in shards if shard.variant_id in wanted}

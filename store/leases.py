@@ -1,0 +1,156 @@
+"""Leases: for some seconds one of many processes may say "I compute this". Knows no variant and no array.
+
+Built on create-if-absent alone, as every root has it. `leases/KEY.EPOCH` holds who and until when; the highest epoch
+counts. To take a lease that is free or has expired is to create the next epoch, and only one process can. A lease is
+given up by deleting it while it lasts; those that expired go at the next open, an hour later.
+
+Time is the wall clock of each host. The assumption is that these agree to well within a lease's seconds. Where they
+do not, two processes may hold one lease, or one that is dead is honoured for longer: then work is done twice, or later.
+What is stored never depends on it, so leases are neither made durable nor believed to be more than advice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+
+from store.objects import Root, for_each
+
+LEFT_OVER_S = 3600.0
+"""Leases go at open once they expired so long ago."""
+
+_NAME = re.compile(r"(.+)\.(\d{8})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease that this process holds, until `expires_s` (seconds of the wall clock)."""
+
+    key: str
+    epoch: int
+    holder: str
+    expires_s: float
+
+
+class Leases:
+    """The leases of one namespace. Thread-safe; every method may raise OSError.
+
+    Args:
+      clock: seconds, the same for all processes.
+    """
+
+    def __init__(self, root: Root, namespace: str, clock: Callable[[], float] = time.time):
+        self._root = root
+        self._folder = f"{namespace}/leases"
+        self._clock = clock
+        self._is_ready = False
+
+    def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
+        """Leases on the first of `keys`, up to the one that another process holds. Processes that want several name
+        them in an order that all agree on: then no two wait for each other."""
+        if not self._is_ready:
+            self._root.make_prefix(self._folder)
+            self._is_ready = True
+        latest = self._latest(keys)
+        free = _leading(keys, lambda key: not self._is_live(latest.get(key)))
+        held: list[Lease] = []
+        for some in (free[:1], free[1:]):  # most races are lost at the first key, so it is tried alone
+            won = for_each(self._root, lambda key: self._create(key, latest.get(key), seconds), some)
+            held += filter(None, won)
+            if not held:
+                return []
+        return self._checked(free, held)
+
+    def held(self, keys: Collection[str]) -> frozenset[str]:
+        """Those of `keys` on which there is a live lease, whoever holds it."""
+        return frozenset(key for key, lease in self._latest(keys).items() if self._is_live(lease))
+
+    def renew(self, lease: Lease, seconds: float) -> Lease | None:
+        """The lease, `seconds` from now; None, and it is given up, if it expired and another process may have it."""
+        if not self._is_live(lease):
+            return None
+        renewed = dataclasses.replace(lease, expires_s=self._clock() + seconds)
+        self._root.replace(self._key(lease.key, lease.epoch), _encode(renewed))
+        latest = self._latest([lease.key]).get(lease.key)
+        return renewed if latest is not None and latest.epoch == lease.epoch else None
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease up; one that expired stays, because another process may be about to take the next epoch."""
+        if self._is_live(lease):
+            self._root.delete(self._key(lease.key, lease.epoch))
+
+    def sweep(self) -> None:
+        """Deletes what killed processes left."""
+        now = self._clock()
+        for name in self._root.names(self._folder):
+            match = _NAME.fullmatch(name)
+            lease = match and self._read(match[1], int(match[2]))
+            if lease and lease.expires_s < now - LEFT_OVER_S:
+                self._root.delete(self._key(lease.key, lease.epoch))
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _key(self, key: str, epoch: int) -> str:
+        return f"{self._folder}/{key}.{epoch:08d}"
+
+    def _is_live(self, lease: Lease | None) -> bool:
+        return lease is not None and self._clock() < lease.expires_s
+
+    def _epochs(self, keys: Collection[str]) -> dict[str, list[int]]:
+        """Key -> the epochs that are there; keys without any are left out."""
+        wanted, found = set(keys), {}
+        for name in self._root.names(self._folder):
+            match = _NAME.fullmatch(name)
+            if match and match[1] in wanted:
+                found.setdefault(match[1], []).append(int(match[2]))
+        return found
+
+    def _latest(self, keys: Collection[str]) -> dict[str, Lease]:
+        """Key -> its lease of the highest epoch, be it live or not."""
+        newest = [(key, max(epochs)) for key, epochs in self._epochs(keys).items()]
+        return {lease.key: lease for lease in for_each(self._root, lambda pair: self._read(*pair), newest)}
+
+    def _read(self, key: str, epoch: int) -> Lease:
+        """What is there; a lease that expired long ago where it is gone or damaged."""
+        try:
+            value = json.loads(self._root.read(self._key(key, epoch)) or b"")
+            return Lease(key, epoch, str(value["holder"]), float(value["expires_s"]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return Lease(key, epoch, "", 0.0)
+
+    def _create(self, key: str, latest: Lease | None, seconds: float) -> Lease | None:
+        epoch = 1 if latest is None else latest.epoch + 1
+        lease = Lease(key, epoch, uuid.uuid4().hex, self._clock() + seconds)
+        return lease if self._root.create(self._key(key, epoch), _encode(lease), durable=False) else None
+
+    def _checked(self, keys: Sequence[str], held: Sequence[Lease]) -> list[Lease]:
+        """The leases that may be kept: up to the first key that was lost, and none beside another live lease, which can
+        be where old ones were swept in the meantime. The others are given up."""
+        if not held:
+            return []
+        by_key = {lease.key: lease for lease in held}
+        others = [
+            (key, epoch)
+            for key, epochs in self._epochs(by_key).items()
+            for epoch in epochs
+            if epoch != by_key[key].epoch
+        ]
+        rivals = for_each(self._root, lambda pair: self._read(*pair), others)
+        contested = {rival.key for rival in rivals if self._is_live(rival)}
+        kept = _leading(keys, lambda key: key in by_key and key not in contested)
+        for_each(self._root, self.release, [lease for lease in held if lease.key not in kept])
+        return [by_key[key] for key in kept]
+
+
+def _leading(keys: Sequence[str], is_good: Callable[[str], bool]) -> list[str]:
+    """`keys` up to the first that is not good."""
+    end = next((index for index, key in enumerate(keys) if not is_good(key)), len(keys))
+    return list(keys[:end])
+
+
+def _encode(lease: Lease) -> bytes:
+    return json.dumps({"holder": lease.holder, "expires_s": lease.expires_s}).encode()

@@ -1,0 +1,62 @@
+"""A second process for the tests of shared computation: `python -m tests.engine.sharing_worker URL START_FILE SECONDS`.
+
+Warms up on prompts of its own, prints "ready", waits for the file, answers one prompt and prints one JSON line. With
+SECONDS > 0 it prints "computing" in the middle of that answer and stays there so long.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ccjax.engine.prefill import Prefiller
+from tests.engine.helpers import TinyModel, draw_segments
+
+LENGTHS = (23, 31, 17, 29)
+SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
+
+
+def main(url: str, start_file: str, seconds: str) -> None:
+    """Runs the one command there is."""
+    with TinyModel().engine(store=url, share_computation=True) as engine:
+        for seed in range(2):  # the second one measures; the system prompt must be another one, too
+            own = draw_segments(np.random.default_rng([time.time_ns(), seed]), LENGTHS)
+            engine.generate_from_tokens(own, max_new_tokens=4)
+            engine.generate_from_tokens(own, max_new_tokens=4)
+        engine.flush()
+        if float(seconds):
+            run = Prefiller.run
+
+            def slow(self: Prefiller, *arguments: Any, **options: Any) -> Any:
+                print("computing", flush=True)
+                time.sleep(float(seconds))
+                return run(self, *arguments, **options)
+
+            Prefiller.run = slow  # type: ignore[method-assign]
+        print("ready", flush=True)
+        while not Path(start_file).exists():
+            time.sleep(0.001)
+        response = engine.generate_from_tokens(SEGMENTS, max_new_tokens=4)
+        report = response.reuse
+        print(
+            json.dumps(
+                {
+                    "tokens": list(response.token_ids),
+                    "computed": report.computed_tokens,
+                    "reused": report.reused_tokens,
+                    "recomputed": report.recomputed_tokens,
+                    "waited_s": report.load_wait_s,
+                    "ttft_s": response.ttft_s,
+                }
+            ),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,291 @@
+"""Processes on one store that get the same prompt at once: it is computed once, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ccjax.engine import EngineConfig
+from ccjax.engine.prefill import PrefillCancelledError
+from ccjax.engine.sharing import SharedPrefill
+from ccjax.errors import ConfigError
+from ccjax.policy.capture import variants_to_compute
+from ccjax.types import VariantId
+from store import StoreUnavailableError
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+from tests.engine.sharing_worker import LENGTHS, SEGMENTS
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = TinyModel()
+NUM_CHUNK_TOKENS = 7 + sum(LENGTHS)  # system prompt and passages
+NUM_QUESTION_TOKENS = len(SEGMENTS[-1])
+
+
+@pytest.fixture
+def spawn(url, start_file):
+    """`spawn(seconds)` starts a worker, see there."""
+    processes = []
+
+    def start(seconds: float = 0.0) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.engine.sharing_worker", url, str(start_file), str(seconds)]
+        processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdout is not None and process.stdout.readline() == f"{word}\n"
+
+
+def result_of(process: subprocess.Popen[str]) -> dict:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return json.loads(output.splitlines()[-1])
+
+
+def full_prefill() -> list[int]:
+    with MODEL.engine() as engine:
+        return list(engine.generate_from_tokens(SEGMENTS, max_new_tokens=4, reuse="off").token_ids)
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def start_file(tmp_path) -> Path:
+    return tmp_path / "start"
+
+
+def leases(tmp_path: Path) -> list[str]:
+    return [path.name for path in tmp_path.rglob("leases/*")]
+
+
+def test_two_processes_with_the_same_prompt_compute_it_once(spawn, start_file, tmp_path):
+    processes = [spawn() for _ in range(2)]
+    for process in processes:
+        wait_for(process, "ready")
+    start_file.touch()
+    first, second = sorted(map(result_of, processes), key=lambda result: result["reused"])
+    assert first["tokens"] == second["tokens"] == full_prefill()
+    assert first["computed"] == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS and first["reused"] == 0
+    assert second["computed"] == NUM_QUESTION_TOKENS and second["reused"] == NUM_CHUNK_TOKENS
+    assert second["recomputed"] == 0
+    assert leases(tmp_path) == []
+
+
+def test_a_holder_that_is_killed_is_not_waited_for_for_ever(spawn, url, start_file, tmp_path):
+    holder = spawn(seconds=3600)
+    wait_for(holder, "ready")
+    start_file.touch()
+    wait_for(holder, "computing")
+    left = leases(tmp_path)
+    assert len(left) == 5
+    holder.kill()
+    holder.wait()
+    with MODEL.engine(store=url, share_computation=True) as engine:
+        warm(engine)
+        started = time.monotonic()
+        response = engine.generate_from_tokens(SEGMENTS, max_new_tokens=4)
+        assert time.monotonic() - started < 8  # the bound, 1.5 s here, or the end of its claims, whichever comes first
+        assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
+        assert list(response.token_ids) == full_prefill()
+        engine.flush()
+        assert engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse.computed_tokens == NUM_QUESTION_TOKENS
+
+
+# -- in one process, with engines that take turns ------------------------------------------------------------------
+
+
+def warm(engine) -> None:
+    """Compiles, and measures what a token takes."""
+    for seed in (1, 2):
+        segments = draw_segments(np.random.default_rng(seed), LENGTHS)
+        engine.generate_from_tokens(segments, max_new_tokens=4)
+        engine.generate_from_tokens(segments, max_new_tokens=4)
+
+
+def claims_of(engine, segments, monkeypatch) -> list[VariantId]:
+    """Claims what computing the prompt would store, as another process in the middle of it."""
+    prefill, seen = engine._prefill, []
+
+    def stop(plan, known):
+        seen.extend(variants_to_compute(plan, known))
+        raise PrefillCancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ccjax.engine.sharing.variants_to_compute", stop)
+        list(engine.stream(_request(segments)))
+    assert seen and prefill._store.claims.claim(seen, 60) == tuple(seen)
+    return seen
+
+
+def _request(segments):
+    from ccjax.engine.requests import Request, SamplingParams
+
+    return Request(segments=segments, sampling=SamplingParams(4))
+
+
+def answer(engine, segments=SEGMENTS, **options):
+    return engine.generate_from_tokens(segments, max_new_tokens=4, **options)
+
+
+def test_it_is_off_by_default_and_only_a_bool(url):
+    assert EngineConfig().share_computation is False
+    with pytest.raises(ConfigError, match="share_computation: wanted True or False, got 1"):
+        EngineConfig(share_computation=1)  # type: ignore[arg-type]
+    with MODEL.engine(store=url) as engine, MODEL.engine(store=url) as other:
+        other._store.claims.claim(["x"], 60)
+        answer(engine)
+        assert not [
+            path for path in Path(url.removeprefix("file://")).rglob("leases/*") if not path.name.startswith("x")
+        ]
+
+
+def test_a_wait_for_nothing_is_bounded_and_computes_itself(url, monkeypatch):
+    with (
+        MODEL.engine(store=url, share_computation=True) as engine,
+        MODEL.engine(store=url, share_computation=True) as other,
+    ):
+        warm(engine)
+        claims_of(other, SEGMENTS, monkeypatch)
+        response = answer(engine)
+        assert 1.0 < response.reuse.load_wait_s < 10 and response.ttft_s > response.reuse.load_wait_s
+        assert response.reuse.plan_s < 1.0
+        assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
+        assert engine.rates.seconds_per_token < 0.01  # waiting is not taken for computing
+
+
+def test_a_holder_that_gives_up_is_succeeded_at_once(url, monkeypatch):
+    with (
+        MODEL.engine(store=url, share_computation=True) as engine,
+        MODEL.engine(store=url, share_computation=True) as other,
+    ):
+        warm(engine)
+        monkeypatch.setattr("ccjax.engine.sharing.longest_shared_wait_s", lambda *_: 60.0)
+        claimed = claims_of(other, SEGMENTS, monkeypatch)
+        threading.Timer(0.5, other._store.claims.release, [claimed]).start()
+        response = answer(engine)
+        assert 0.3 < response.reuse.load_wait_s < 20
+        assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
+
+
+def test_what_another_process_stored_since_the_last_look_is_found_without_a_wait(url):
+    with (
+        MODEL.engine(store=url, share_computation=True) as engine,
+        MODEL.engine(store=url, share_computation=True) as other,
+    ):
+        answer(other)
+        other.flush()
+        report = answer(engine).reuse
+        assert report.computed_tokens == NUM_QUESTION_TOKENS and report.load_wait_s < 1.0
+
+
+def test_only_the_common_beginning_is_waited_for(url, monkeypatch):
+    with (
+        MODEL.engine(store=url, share_computation=True) as engine,
+        MODEL.engine(store=url, share_computation=True) as other,
+    ):
+        warm(engine)
+        monkeypatch.setattr("ccjax.engine.sharing.longest_shared_wait_s", lambda *_: 60.0)
+        claims_of(other, SEGMENTS, monkeypatch)
+        threading.Timer(0.3, answer, [other]).start()
+        shared_start = [SEGMENTS[0], SEGMENTS[1], SEGMENTS[4], SEGMENTS[-1]]
+        report = answer(engine, shared_start, reuse="exact").reuse
+        assert report.reused_tokens >= len(SEGMENTS[0]) + len(SEGMENTS[1])
+        assert report.computed_tokens == len(SEGMENTS[4]) + NUM_QUESTION_TOKENS
+
+
+@pytest.mark.parametrize("reuse", ["bounded", "exact", "fast", "off"])
+def test_claims_end_with_the_request(url, tmp_path, reuse):
+    with MODEL.engine(store=url, share_computation=True) as engine:
+        answer(engine, reuse=reuse)
+        answer(engine, permuted(SEGMENTS, (3, 1, 0, 2)), reuse=reuse)
+        engine.flush()
+        assert leases(tmp_path) == []
+
+
+def test_claims_of_what_finds_no_room_end_with_the_request_too(url, tmp_path):
+    with MODEL.engine(store=url, share_computation=True, host_cache_bytes=1, disk_cache_bytes=1) as engine:
+        answer(engine)
+        assert engine.num_variants == 0 and leases(tmp_path) == []
+
+
+def test_variants_are_stored_before_the_rest_of_the_answer_is_drawn(url):
+    with MODEL.engine(store=url, share_computation=True) as engine:
+        stream = engine.stream(_request(SEGMENTS))
+        next(stream)
+        next(stream)
+        assert engine.num_variants == 5 and not engine._store._pins
+        stream.close()
+
+
+def test_claims_end_when_the_client_leaves_and_when_the_device_fails(url, tmp_path, monkeypatch):
+    with MODEL.engine(store=url, share_computation=True) as engine:
+        seen: list[int] = []
+
+        def leave_late() -> bool:
+            seen.append(len(leases(tmp_path)))
+            return len(seen) > 1
+
+        assert list(engine.stream(_request(SEGMENTS), is_cancelled=leave_late)) == []
+        assert max(seen) == 5 and leases(tmp_path) == []
+
+        def fail(*_, **__):
+            raise RuntimeError("device lost")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._prefiller, "run", fail)
+            with pytest.raises(RuntimeError, match="device lost"):
+                answer(engine)
+        assert leases(tmp_path) == []
+
+
+def test_a_wait_ends_when_the_client_leaves(url, tmp_path, monkeypatch):
+    with (
+        MODEL.engine(store=url, share_computation=True) as engine,
+        MODEL.engine(store=url, share_computation=True) as other,
+    ):
+        monkeypatch.setattr("ccjax.engine.sharing.longest_shared_wait_s", lambda *_: 60.0)
+        claims_of(other, SEGMENTS, monkeypatch)
+        started = time.monotonic()
+        assert list(engine.stream(_request(SEGMENTS), is_cancelled=lambda: time.monotonic() > started + 0.3)) == []
+        assert time.monotonic() - started < 10
+        assert len(leases(tmp_path)) == 5  # the other one's
+
+
+def test_a_store_that_refuses_everything_fails_no_request(url, monkeypatch):
+    with MODEL.engine(store=url, share_computation=True) as engine:
+
+        def refuse(*_, **__):
+            raise StoreUnavailableError("no answer")
+
+        with monkeypatch.context() as patch:
+            for name in ("names", "create", "read", "replace", "delete", "make_prefix"):
+                patch.setattr(engine._store._disk._root, name, refuse)
+            response = answer(engine)
+        assert list(response.token_ids) == full_prefill() and response.reuse.load_wait_s < 1.0
+
+
+def test_read_only_engines_and_engines_without_a_disk_claim_nothing(url, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("nothing is to be agreed on")
+
+    monkeypatch.setattr(SharedPrefill, "settle", refuse)
+    with MODEL.engine(share_computation=True) as engine:
+        answer(engine)
+    with MODEL.engine(store=url, share_computation=True, read_only=True) as engine:
+        answer(engine)
+    assert leases(tmp_path) == []

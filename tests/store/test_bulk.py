@@ -1,0 +1,20 @@
+"""The collector of reference cycles is paused inside, and afterwards as it was."""
+
+import gc
+
+import pytest
+
+from store.bulk import uncollected
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_is_afterwards_as_it_was(is_enabled):
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        with pytest.raises(KeyError), uncollected():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

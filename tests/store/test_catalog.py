@@ -1,0 +1,340 @@
+"""The catalog: what it saves, that it never decides what is stored, and every way in which it can be wrong."""
+
+import json
+import logging
+import random
+import time
+
+import pytest
+
+import store.catalog
+import store.commits
+from store import ShardNotFoundError, StoreUnavailableError, TensorStoreTier
+from store.catalog import CATALOG_VERSION
+from store.commits import CommittedShards
+from store.namespaces import ORPHAN_AGE_S
+from tests.store.kv import (
+    OTHERS,
+    OURS,
+    SPEC,
+    assert_same_bytes,
+    bytes_on_disk,
+    make_kv,
+    make_record,
+    namespace_of,
+    open_store,
+    put,
+    url_of,
+)
+from tests.store.places import Place
+from tests.store.test_processes import spawn
+from tests.store.worker import WIDE, WIDE_TOKENS
+
+IDS = ("a", "b", "c", "d", "e")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Two records make a part, one change a new catalog."""
+    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)
+    monkeypatch.setattr(store.catalog, "RECORDS_PER_PART", 2)
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """Variants whose own record was read, in order."""
+    seen: list[str] = []
+    read = CommittedShards.read
+
+    def spy(self, variant_id):
+        seen.append(variant_id)
+        return read(self, variant_id)
+
+    monkeypatch.setattr(CommittedShards, "read", spy)
+    return seen
+
+
+def tier_at(place: Place) -> TensorStoreTier:
+    return TensorStoreTier(place.url, SPEC, OURS)
+
+
+def filled(place: Place, ids=IDS) -> TensorStoreTier:
+    tier = tier_at(place)
+    for variant_id in ids:
+        assert tier.write(make_record(variant_id), make_kv(variant_id))
+    return tier
+
+
+def catalog_keys(place: Place) -> list[str]:
+    return [key for key in place.keys() if "/catalog/" in key]
+
+
+def assert_holds(tier: TensorStoreTier, place: Place, ids=IDS) -> None:
+    """Everything that the tier says of its variants is what the records on the place say."""
+    assert sorted(tier.records(), key=lambda record: record.variant_id) == [make_record(key) for key in sorted(ids)]
+    assert sorted(tier.summaries()) == [make_record(key).summary for key in sorted(ids)]
+    for variant_id in ids:
+        assert_same_bytes(tier.open(variant_id).wait(0, 3), make_kv(variant_id))
+    assert tier.budget.used_bytes == place.num_bytes()
+
+
+def test_a_store_with_a_catalog_opens_without_reading_a_record(place, reads):
+    filled(place).tidy()
+    assert len(catalog_keys(place)) == 4  # five variants, about two in each part
+    reads.clear()
+    tier = tier_at(place)
+    assert_holds(tier, place)
+    assert reads == []
+
+
+def test_what_the_catalog_lacks_is_read_and_what_is_gone_is_gone(place, reads):
+    tier = filled(place)
+    tier.tidy()
+    tier.write(make_record("f"), make_kv("f"))
+    tier.remove(["b"])
+    reads.clear()
+    again = tier_at(place)
+    assert reads == ["f"]
+    assert_holds(again, place, ("a", "c", "d", "e", "f"))
+
+
+def test_refresh_reads_the_catalog_of_others(place, reads):
+    ours = tier_at(place)
+    filled(place).tidy()
+    reads.clear()
+    assert ours.refresh() == (IDS, ()) and reads == []
+    assert_holds(ours, place)
+
+
+def test_few_changes_write_no_new_catalog(place, monkeypatch):
+    tier = filled(place)
+    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 6)
+    tier.tidy()
+    assert catalog_keys(place) == []
+    tier.write(make_record("f"), make_kv("f"))
+    tier.tidy()
+    before = {key: place.read(key) for key in catalog_keys(place)}
+    assert before
+    tier.remove(["a", "b", "c"])
+    tier.tidy()
+    assert {key: place.read(key) for key in catalog_keys(place)} == before
+    tier.remove(["d", "e", "f"])
+    tier.tidy()
+    assert catalog_keys(place) == [f"{OURS.namespace}/catalog/0-of-1.bin"]
+
+
+def test_parts_of_a_larger_catalog_go_when_a_smaller_one_is_written(place, reads):
+    tier = filled(place)
+    tier.tidy()
+    tier.remove(["a", "b", "c"])
+    tier.tidy()
+    assert catalog_keys(place) == [f"{OURS.namespace}/catalog/0-of-1.bin"]
+    reads.clear()
+    assert_holds(tier_at(place), place, ("d", "e"))
+    assert reads == []
+
+
+# -- outdated entries ---------------------------------------------------------------------------------------------
+
+
+def written_anew(place: Place, writer: int = 1) -> None:
+    """A catalog that says of "a" what was so before another process evicted it and wrote it again."""
+    filled(place).tidy()
+    other = tier_at(place)
+    other.remove(["a"])
+    assert other.write(make_record("a", 7), make_kv("a", 7, writer=writer))
+
+
+def test_an_outdated_entry_is_a_miss_and_then_the_new_variant(place):
+    written_anew(place)
+    tier = tier_at(place)
+    with pytest.raises(ShardNotFoundError, match="evicted"):
+        tier.open("a").wait(0, 3)
+    assert_same_bytes(tier.open("a").wait(0, 3), make_kv("a", 7, writer=1))
+    assert tier.num_corrupt == 0 and tier.get_record("a") == make_record("a", 7)
+    assert tier.budget.used_bytes == place.num_bytes()
+
+
+def test_evicting_an_outdated_entry_spares_the_new_variant(place):
+    written_anew(place)
+    tier = tier_at(place)
+    assert tier.remove(["a"]) == ("a",) and "a" not in tier
+    assert tier._commits.take_in("a")
+    assert_same_bytes(tier.open("a").wait(0, 3), make_kv("a", 7, writer=1))
+
+
+@pytest.mark.parametrize("at_once", [1000, 0])
+def test_the_sweep_does_not_believe_an_outdated_entry(place, monkeypatch, at_once):
+    written_anew(place)
+    kept = set(place.object_keys())
+    place.write(f"{OURS.namespace}/data/{'0' * 32}/c.0.0.0.0.0", b"an orphan")
+    place.let_pass(ORPHAN_AGE_S, monkeypatch)
+    monkeypatch.setattr(store.commits, "_VERIFY_AT_ONCE", at_once or 1)
+    tier = tier_at(place)
+    assert (set(place.object_keys()) == kept) == (at_once > 1)  # many records to read are left to idle time
+    tier.tidy(is_cancelled=lambda: True)
+    assert (set(place.object_keys()) == kept) == (at_once > 1)
+    tier.tidy()
+    assert set(place.object_keys()) == kept
+    assert_same_bytes(tier.open("a").wait(0, 3), make_kv("a", 7, writer=1))  # no miss first: it was verified
+    assert tier.num_corrupt == 0
+
+
+def test_a_record_that_cannot_be_read_stops_the_sweep(place, monkeypatch):
+    written_anew(place)
+    place.write(f"{OURS.namespace}/data/{'0' * 32}/c.0.0.0.0.0", b"an orphan")
+    place.let_pass(ORPHAN_AGE_S, monkeypatch)
+    before = place.object_keys()
+
+    def refuse(*_):
+        raise StoreUnavailableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CommittedShards, "read", refuse)
+        tier = tier_at(place)
+        tier.tidy()
+    assert place.object_keys() == before and len(tier) == 5
+    tier.tidy()
+    assert len(place.object_keys()) == 5
+
+
+# -- damage -------------------------------------------------------------------------------------------------------
+
+
+def test_no_flipped_bit_gives_a_wrong_record(tmp_path, monkeypatch):
+    """Head, table and records, byte by byte."""
+    monkeypatch.setattr(store.catalog, "RECORDS_PER_PART", 1024)
+    url = url_of(tmp_path)
+    tier = TensorStoreTier(url, SPEC, OURS)
+    for variant_id in ("a", "b"):
+        tier.write(make_record(variant_id), make_kv(variant_id))
+    tier.tidy()
+    (part,) = (namespace_of(tmp_path) / "catalog").iterdir()
+    sound = part.read_bytes()
+    expected = [make_record("a"), make_record("b")]
+    chance = random.Random(0)
+    for position in range(0, len(sound), 5):
+        damaged = bytearray(sound)
+        damaged[position] ^= 1 << chance.randrange(8)
+        part.write_bytes(damaged)
+        again = TensorStoreTier(url, SPEC, OURS)
+        assert again.budget.used_bytes == bytes_on_disk(tmp_path)
+        assert sorted(again.summaries()) == [record.summary for record in expected]
+        assert sorted(again.records(), key=lambda record: record.variant_id) == expected, position
+        assert again.num_corrupt == 0 and again.budget.used_bytes == bytes_on_disk(tmp_path)
+    part.write_bytes(sound)
+    for variant_id in ("a", "b"):
+        assert_same_bytes(again.open(variant_id).wait(0, 3), make_kv(variant_id))
+    assert not list((namespace_of(tmp_path) / "quarantine").iterdir())
+
+
+def _head_with(**changes):
+    def change(raw: bytes) -> bytes:
+        head, _, rest = raw.partition(b"\n")
+        return json.dumps(json.loads(head) | changes).encode() + b"\n" + rest
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: b"", "cannot make sense"),
+        (lambda raw: raw[: len(raw) // 4], "checksum"),
+        (lambda raw: raw[:-1], "wanted"),
+        (lambda raw: raw + b" ", "wanted"),
+        (lambda raw: bytes(len(raw)), "cannot make sense"),
+        (lambda raw: b"[" * 100_000 + b"\n", "cannot make sense"),
+        (_head_with(catalog_version=CATALOG_VERSION + 1), "version 2 and this program reads 1"),
+        (_head_with(catalog_version=0), "version 0 and this program reads 1"),
+        (_head_with(namespace=OTHERS.namespace), f"namespace '{OTHERS.namespace}'"),
+        (_head_with(table_bytes=-1), "checksum"),
+        (_head_with(table_bytes="many"), "cannot make sense"),
+    ],
+)
+def test_an_unusable_part_is_logged_and_written_anew(place, reads, caplog, change, message):
+    filled(place).tidy()
+    key = catalog_keys(place)[0]
+    before = place.read(key)
+    place.write(key, change(before))
+    reads.clear()
+    with caplog.at_level(logging.WARNING, logger="store"):
+        tier = tier_at(place)
+    assert message in caplog.text and key.rpartition("/")[2] in caplog.text
+    assert 0 < len(reads) < len(IDS)  # the variants of this part, no others
+    assert_holds(tier, place)
+    tier.tidy()
+    assert sorted(place.read(key)) == sorted(before)
+
+
+def test_the_catalog_of_another_model_is_not_believed(place):
+    with open_store(place.url, identity=OTHERS) as theirs:
+        put(theirs, "a")
+        theirs.tidy()
+    with open_store(place.url, exclusive=False) as ours:
+        put(ours, "a")
+    for key in [key for key in place.keys() if key.startswith(f"{OTHERS.namespace}/catalog/")]:
+        place.write(key.replace(OTHERS.namespace, OURS.namespace), place.read(key))
+    assert_holds(tier_at(place), place, ("a",))
+
+
+def test_a_damaged_record_behind_a_sound_copy_shows_once_the_original_is_read(place, monkeypatch):
+    filled(place).tidy()
+    place.flip(place.record_key("a"), 40)
+    tier = tier_at(place)
+    assert_holds(tier, place)  # the copy is what was committed, and so is the data
+    place.write(f"{OURS.namespace}/data/{'0' * 32}/c.0.0.0.0.0", b"an orphan: the sweep reads originals")
+    place.let_pass(ORPHAN_AGE_S, monkeypatch)
+    again = tier_at(place)
+    assert "a" not in again and again.num_corrupt == 1 and len(place.object_keys()) == 5  # of "a" there is one still
+    assert_holds(tier_at(place), place, ("b", "c", "d", "e"))
+
+
+def test_a_copy_that_fails_while_its_original_is_gone_is_a_miss(place):
+    filled(place).tidy()
+    for key in catalog_keys(place):
+        raw = place.read(key)
+        place.write(key, raw[:-1] + b" ")
+    tier = tier_at(place)
+    for variant_id in IDS:
+        place.delete(place.record_key(variant_id))
+    held = [record.variant_id for record in tier.records()]
+    assert 0 < len(held) < len(IDS) and sorted(one.variant_id for one in tier.summaries()) == sorted(held)
+
+
+def test_a_disk_that_refuses_is_logged_and_asked_again_when_more_changed(tmp_path, monkeypatch, caplog):
+    tier = TensorStoreTier(url_of(tmp_path), SPEC, OURS)
+    tier.write(make_record("a"), make_kv("a"))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="store"):
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr("os.replace", refuse)
+        for _ in range(3):
+            tier.tidy()
+    assert caplog.text.count("cannot write the catalog") == 1
+    tier.write(make_record("b"), make_kv("b"))
+    tier.tidy()
+    assert len(list((namespace_of(tmp_path) / "catalog").iterdir())) == 1 and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_killed_writer_of_catalogs_leaves_a_store_that_is_whole(place):
+    chance = random.Random(7)
+    for number in range(4 if place.kind == "file" else 2):
+        process = spawn("catalog_forever", place.url, f"p{number}")
+        assert process.stdout is not None and process.stdout.readline() == "started\n"
+        time.sleep(chance.uniform(0.05, 0.4))
+        process.kill()
+        process.communicate()
+        tier = TensorStoreTier(place.url, WIDE, OURS)
+        names = [key.rpartition("/")[2] for key in place.keys() if "/records/" in key]
+        listed = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+        assert sorted(record.variant_id for record in tier.records()) == sorted(listed) and listed
+        assert all(record == make_record(record.variant_id, WIDE_TOKENS, WIDE) for record in tier.records())
+        sample = chance.sample(listed, min(5, len(listed)))
+        for variant_id in sample:
+            expected = make_kv(variant_id, WIDE_TOKENS, WIDE)
+            assert_same_bytes(tier.open(variant_id).wait(0, WIDE.num_layers), expected)
+        assert tier.num_corrupt == 0
+        assert tier.budget.used_bytes == sum(tier.charge_bytes(record) for record in tier.records())

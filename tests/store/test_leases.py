@@ -1,0 +1,257 @@
+"""Leases: one winner among threads and processes, expiry, renewal, left-overs; and the claims that stores make."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from store import StoreUnavailableError
+from store.leases import LEFT_OVER_S, Leases
+from store.objects import open_root
+from tests.store.kv import OURS, make_kv, make_record, open_store, put
+from tests.store.test_processes import result_of, spawn
+
+SPACE = "namespace"
+
+
+class Clock:
+    """Seconds that stand still."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pair(place, clock) -> tuple[Leases, Leases]:
+    """Two holders on one place, as two processes would be."""
+    return tuple(Leases(open_root(place.url), SPACE, clock) for _ in range(2))
+
+
+def names(place) -> list[str]:
+    return [key.rpartition("/")[2] for key in place.keys() if "/leases/" in key]
+
+
+def test_one_holder_until_it_gives_up(pair):
+    ours, theirs = pair
+    assert ours.held(["a"]) == frozenset()
+    (lease,) = ours.acquire(["a"], 10)
+    assert (lease.key, lease.epoch, lease.expires_s) == ("a", 1, 1010.0)
+    assert theirs.acquire(["a"], 10) == [] and ours.acquire(["a"], 10) == []
+    assert theirs.held(["a", "b"]) == {"a"}
+    ours.release(lease)
+    assert theirs.held(["a"]) == frozenset() and len(theirs.acquire(["a"], 10)) == 1
+
+
+def test_it_ends_by_itself_and_the_next_holder_has_the_next_epoch(pair, clock):
+    ours, theirs = pair
+    (lease,) = ours.acquire(["a"], 10)
+    clock.now += 9.99
+    assert theirs.acquire(["a"], 10) == []
+    clock.now += 0.01
+    assert theirs.held(["a"]) == frozenset()
+    (stolen,) = theirs.acquire(["a"], 10)
+    assert stolen.epoch == 2 and stolen.expires_s == 1020.0
+    ours.release(lease)  # too late: nothing of the new holder's goes
+    assert ours.held(["a"]) == {"a"} and ours.acquire(["a"], 10) == []
+
+
+def test_renewal_keeps_others_out_and_comes_too_late_once_it_expired(pair, clock):
+    ours, theirs = pair
+    (lease,) = ours.acquire(["a"], 10)
+    clock.now += 8
+    renewed = ours.renew(lease, 10)
+    assert renewed is not None and renewed.expires_s == 1018.0
+    clock.now += 8
+    assert theirs.acquire(["a"], 10) == []
+    clock.now += 2
+    assert ours.renew(renewed, 10) is None
+    (stolen,) = theirs.acquire(["a"], 10)
+    assert ours.renew(renewed, 10) is None and theirs.renew(stolen, 10) is not None
+
+
+def test_a_renewal_that_meets_a_thief_gives_up(pair, clock):
+    """The thief's clock is ahead."""
+    ours, _ = pair
+    (lease,) = ours.acquire(["a"], 10)
+    ahead = Leases(ours._root, SPACE, lambda: clock.now + 60)
+    assert ahead.acquire(["a"], 10)
+    assert ours.renew(lease, 10) is None
+
+
+def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
+    ours, theirs = pair
+    assert [lease.key for lease in theirs.acquire(["c"], 10)] == ["c"]
+    assert [lease.key for lease in ours.acquire(["a", "b", "c", "d"], 10)] == ["a", "b"]
+    assert theirs.held(["a", "b", "c", "d"]) == {"a", "b", "c"}
+    assert theirs.acquire(["a", "d"], 10) == [] and theirs.held(["d"]) == frozenset()
+
+
+def test_what_was_won_behind_a_lost_race_is_given_up(pair, monkeypatch, place):
+    """Another process takes "b" between the look and the creation."""
+    ours, theirs = pair
+    create = ours._create
+
+    def late(key, latest, seconds):
+        if key == "b":
+            assert theirs.acquire(["b"], 10)
+        return create(key, latest, seconds)
+
+    monkeypatch.setattr(ours, "_create", late)
+    assert [lease.key for lease in ours.acquire(["a", "b", "c"], 10)] == ["a"]
+    assert names(place) == ["a.00000001", "b.00000001"]
+
+
+def test_two_epochs_of_one_key_are_not_both_kept(pair, clock, place, monkeypatch):
+    """An old lease is swept between a thief's look and its creation, and a third one begins at the first epoch."""
+    ours, theirs = pair
+    assert ours.acquire(["a"], 10)
+    clock.now += LEFT_OVER_S + 11
+    latest = theirs._latest
+    monkeypatch.setattr(theirs, "_latest", lambda keys: _swept_after(latest(keys), ours))
+    assert theirs.acquire(["a"], 10) == []
+    assert names(place) == ["a.00000001"] and ours.held(["a"]) == {"a"}
+
+
+def _swept_after(seen, other: Leases):
+    other.sweep()
+    assert len(other.acquire(["a"], 10)) == 1
+    return seen
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"holder": "x", "expires_s": "soon"}', b"\xff"])
+def test_a_damaged_lease_counts_as_expired(pair, place, content):
+    ours, theirs = pair
+    ours.acquire(["a"], 10)
+    place.write(f"{SPACE}/leases/a.00000001", content)
+    (lease,) = theirs.acquire(["a"], 10)
+    assert lease.epoch == 2
+
+
+def test_left_overs_go_an_hour_later(pair, clock, place):
+    ours, theirs = pair
+    ours.acquire(["a", "b"], 10)
+    clock.now += LEFT_OVER_S
+    theirs.acquire(["b"], 10)
+    theirs.sweep()
+    assert names(place) == ["a.00000001", "b.00000001", "b.00000002"]
+    clock.now += 10.5
+    theirs.sweep()
+    assert names(place) == ["b.00000002"]
+
+
+@pytest.mark.parametrize("is_stolen", [False, True])
+def test_one_winner_among_many(place, is_stolen, clock):
+    holders = [Leases(open_root(place.url), SPACE, clock) for _ in range(8)]
+    for round_number in range(6 if place.kind == "file" else 2):
+        key = f"k{round_number}"
+        if is_stolen:
+            assert holders[0].acquire([key], 10)
+            clock.now += 11
+        barrier, won = threading.Barrier(len(holders)), []
+
+        def race(leases, key=key, barrier=barrier, won=won):
+            barrier.wait()
+            won.extend(leases.acquire([key], 10))
+
+        threads = [threading.Thread(target=race, args=(leases,)) for leases in holders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [lease.epoch for lease in won] == [1 + is_stolen]
+
+
+def test_a_killed_holder_is_succeeded_by_one_of_two_processes(place):
+    holder = spawn("hold_lease", place.url, "v", 3)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    held_at = time.time()
+    holder.kill()
+    holder.communicate()
+    rivals = [spawn("await_lease", place.url, "v") for _ in range(2)]
+    outcomes = sorted((json.loads(result_of(rival)) for rival in rivals), key=lambda outcome: outcome["won"])
+    assert [outcome["won"] for outcome in outcomes] == [False, True]
+    assert outcomes[1]["at"] >= held_at + 2.5  # not before it expired
+
+
+# -- claims of a store ----------------------------------------------------------------------------------------------
+
+
+def lease_names(place) -> list[str]:
+    return [name.partition(".")[0] for name in names(place)]
+
+
+def test_a_claim_lasts_until_the_variant_is_committed(place):
+    with open_store(place.url) as ours, open_store(place.url) as theirs:
+        assert ours.claims.claim(["v", "w"], 60) == ("v", "w")
+        assert theirs.claims.taken(["v", "w", "x"]) == {"v", "w"} and ours.claims.taken(["v", "w"]) == frozenset()
+        assert theirs.claims.claim(["v"], 60) == () and theirs.claims.committed(["v"]) == ()
+        put(ours, "v")
+        ours.claims.release(["w"])
+        assert theirs.claims.committed(["v", "w"]) == ("v",) and theirs.tier_of("v") == "disk"
+        assert theirs.claims.taken(["v", "w"]) == frozenset()
+        assert lease_names(place) == []
+
+
+def test_release_leaves_what_is_on_its_way_to_the_writer(place, monkeypatch):
+    gate = threading.Event()
+    with open_store(place.url) as store, open_store(place.url) as other:
+        write = store._disk.write
+        monkeypatch.setattr(store._disk, "write", lambda *a, **k: gate.wait(30) and write(*a, **k))
+        store.claims.claim(["v"], 60)
+        store.complete_store(store.prepare_store(make_record("v")), make_kv("v"))
+        store.claims.release(["v"])
+        assert other.claims.taken(["v"]) == {"v"}
+        gate.set()
+        assert store.flush(30)
+    assert lease_names(place) == [] and not open_store(place.url).claims.taken(["v"])
+
+
+def test_a_write_that_fails_gives_its_claim_up(place, monkeypatch):
+    with open_store(place.url) as store:
+
+        def refuse(*_, **__):
+            raise StoreUnavailableError("no space")
+
+        monkeypatch.setattr(store._disk, "write", refuse)
+        store.claims.claim(["v"], 60)
+        put(store, "v")
+    assert lease_names(place) == []
+
+
+def test_closing_gives_up_what_is_left(place):
+    with open_store(place.url) as store:
+        store.claims.claim(["v", "w"], 60)
+    assert lease_names(place) == []
+
+
+def test_a_place_that_refuses_shares_nothing_and_raises_nothing(place, monkeypatch, caplog):
+    with open_store(place.url) as store:
+
+        def refuse(*_, **__):
+            raise StoreUnavailableError("no answer")
+
+        with monkeypatch.context() as patch:
+            for name in ("names", "create", "read"):
+                patch.setattr(store._disk._root, name, refuse)
+            assert store.claims.claim(["v"], 60) == () and store.claims.taken(["v"]) == frozenset()
+            assert store.claims.committed(["v"]) == ()
+        assert caplog.text.count("nothing is shared") == 1
+        assert store.claims.claim(["v"], 60) == ("v",)
+
+
+def test_leases_belong_to_their_namespace_and_a_store_in_memory_has_none(place):
+    with open_store(None) as store:
+        assert store.claims is None
+    with open_store(place.url) as store:
+        store.claims.claim(["v"], 60)
+        (key,) = [key for key in place.keys() if "/leases/" in key]
+        assert key == f"{OURS.namespace}/leases/v.00000001"
