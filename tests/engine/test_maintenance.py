@@ -14,7 +14,7 @@ from ccjax.engine.chunk_tokens import ChunkTokens
 from ccjax.engine.maintenance import MaintenanceCounts
 from ccjax.engine.prompts import chunk_id
 from ccjax.types import ChunkId
-from tests.engine.helpers import TOLERANCE, After, TinyModel, draw_segments, permuted
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.oracles import llama_forward
 from tests.policy.builders import variant
 
@@ -141,14 +141,20 @@ def test_repair_stays_within_the_number_of_variants_and_pushes_nothing_out():
 
 
 @pytest.mark.parametrize("num_layers", range(3))
-def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers):
+def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers, request):
     with MODEL.engine() as engine:
         fill(engine)
         before = set(engine._variants)
-        assert not engine.repair_one(is_cancelled=After(num_layers))
+        events = request.getfixturevalue("events")  # from here on
+
+        def num_run():
+            return sum(event.startswith("run") for event in events)
+
+        assert not engine.repair_one(is_cancelled=lambda: num_run() >= num_layers)
+        assert num_run() == num_layers
         assert set(engine._variants) == before and not engine._store._pins
         assert engine.maintenance_counts == MaintenanceCounts()
-        assert engine.repair_one(is_cancelled=After(MODEL.config.num_layers))
+        assert engine.repair_one(is_cancelled=lambda: False)
 
 
 def test_nothing_waits_behind_the_layer_that_runs(request):

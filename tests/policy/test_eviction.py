@@ -347,6 +347,13 @@ class TestRestarts:
         assert fresh.victims(30)[0] == "stranger" or name in ("gdsf", "pgdsf", "cachecraft_fr")
         assert set(fresh.victims(30)) == {"often", "once", "stranger"}
 
+    def test_uses_of_a_key_that_was_held_before_anybody_counted_last(self, name):
+        policy = build(name)
+        policy.on_adopt("old", info(10))
+        policy.on_hit("old", info(10), 1)
+        fresh = reopened(policy, 2, {"old": info(10)}, build(name))
+        assert fresh.state(0)["uses"]["old"][:2] == [1, 0]
+
     def test_only_policies_with_a_memory_remember_what_left(self, name):
         policy, infos = self.used(name)
         fresh = reopened(policy, 7, infos, build(name))

@@ -228,7 +228,7 @@ def finish(server: Server, job: dict[str, Any]) -> dict[str, Any]:
         found.update(call(server, "GET", f"/warm/{job['id']}").json())
         return found["status"] != "running"
 
-    wait_until(is_over)
+    wait_until(is_over, timeout_s=120.0)
     return found
 
 
@@ -376,7 +376,7 @@ def test_a_changed_file_drops_its_old_passages_alone(start_server: StartServer, 
         def versions() -> list[str]:
             return [item["version"] for item in call(server, "GET", "/documents").json()["data"]]
 
-        wait_until(lambda: len(versions()) == 1 and versions() != [old["version"]])
+        wait_until(lambda: len(versions()) == 1 and versions() != [old["version"]], timeout_s=120.0)
         (new,) = call(server, "GET", "/documents/book.md").json()["data"]
         assert 0 < new["chunks"] < old["chunks"] and new["variants"] == new["chunks"]
         retriever.close()

@@ -198,6 +198,6 @@ def _uses_from_json(values: Any) -> Uses | None:
         return None
     if not all(map(math.isfinite, numbers)) or type(num_uses) is not int or type(num_misses) is not int:
         return None
-    if not 1 <= num_misses <= num_uses:
+    if not 0 <= num_misses <= num_uses or not num_uses:  # no miss: held since before anybody counted
         return None
     return Uses(num_uses, num_misses, -math.inf if value is None else value, *times)
