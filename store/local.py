@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 _ENTRY = np.dtype("<u8")
-_readers = ThreadPoolExecutor(min(4, (os.cpu_count() or 1) + 1), thread_name_prefix="store-read")
+_readers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="store-read")
 
 
 def shard_index(chunks: Sequence[np.ndarray]) -> np.ndarray:
