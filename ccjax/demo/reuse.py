@@ -10,7 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ccjax.demo.evaluate import TEST_SEED, TEST_WEIGHTS, VALIDATION_SEED, Score, held_out_contexts, score
 from ccjax.demo.world import KINDS, Context, Difficulty, Kind, Passage, sample_context
@@ -118,8 +118,8 @@ def _other_passages() -> tuple[Passage, ...]:
     return sample_context(rng, Difficulty(NUM_OTHERS, TEST_WEIGHTS, min_words=24), 1).passages
 
 
-def _config(store: str | None, **settings: object) -> EngineConfig:
-    return EngineConfig(store=store, max_variants=1_000_000, **settings)  # type: ignore[arg-type]
+def _config(store: str | None, **settings: Any) -> EngineConfig:
+    return EngineConfig(store=store, **settings)
 
 
 def _documents(passages: Iterable[Passage]) -> list[dict[str, str]]:

@@ -159,7 +159,7 @@ class CachedPrefill:
         waited_s = 0.0
         while True:
             plan, given_up = self._loads.settle(
-                lambda without: self.plan(prompt, mode, self._usable(prompt, failed | without, lossy=lossy))  # noqa: B023
+                lambda without: self.plan(prompt, mode, self._usable(prompt, failed | without, lossy=lossy))
             )
             # What is given up is stored all the same, so nobody need be told that it is computed.
             if shared is not None and shared.settle(plan, self._usable(prompt, failed, lossy=lossy)):
@@ -170,7 +170,7 @@ class CachedPrefill:
             ticket = self._store.prepare_load(plan.pin)
             if not ticket.lossy.isdisjoint(_exactly_reused(plan)):  # since it was planned, the exact copy went
                 self._variants.complete_load(ticket, ok=False)
-                lossy |= ticket.lossy
+                lossy.update(ticket.lossy)
                 continue
             spent_s = patience.spent_s
             try:

@@ -133,9 +133,10 @@ def test_a_variant_under_the_id_of_another_is_not_stored(saved):
         first["variant_id"], second["variant_id"] = second["variant_id"], first["variant_id"]
         body["variants"][2]["record"]["meta"]["fidelity"] = "approx"
         del body["variants"][3]["record"]["meta"]["prefix_ids"]
+        body["variants"][4]["record"]["meta"]["token_ranking"][0] = -1
 
     changed(place, exchange)
-    assert restored(place, expected).num_damaged == 4
+    assert restored(place, expected).num_damaged == 5
 
 
 @pytest.mark.parametrize(

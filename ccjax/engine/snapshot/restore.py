@@ -15,6 +15,7 @@ from ccjax.engine.loading import Progress
 from ccjax.engine.snapshot.cache import ChunkCache
 from ccjax.engine.snapshot.index import PARTS, SnapshotIndex, SnapshotVariant, read_index, url_of
 from ccjax.engine.snapshot.packs import PackFolder
+from ccjax.engine.variant_records import meta_from_record
 from ccjax.errors import SnapshotError
 from ccjax.policy.capture import make_variant_id
 from store.arrays import checksum
@@ -129,7 +130,9 @@ class _Restorer:
         """Room for the variant; None where there is none, or nothing to do."""
         store = self._cache.store
         if not _is_whole(variant.record):
-            logger.warning("snapshot: variant %s: its id is not that of its content", variant.record.variant_id)
+            logger.warning(
+                "snapshot: variant %s: its metadata is of no use, or not of this id", variant.record.variant_id
+            )
             self._report.num_damaged += 1
             return None
         if self._num_free is not None and num_announced >= self._num_free:
@@ -189,10 +192,9 @@ def _hottest(variants: Iterable[SnapshotVariant], max_bytes: int | None) -> Iter
 
 
 def _is_whole(record: ShardRecord) -> bool:
-    try:
-        return record.variant_id == make_variant_id(record.chunk_id, record.meta["prefix_ids"], record.meta["fidelity"])  # type: ignore[arg-type]
-    except (KeyError, TypeError):
-        return False
+    """True when an index can use the record, and its id is that of what it says."""
+    meta = meta_from_record(record, 0.0)
+    return meta is not None and meta.variant_id == make_variant_id(meta.chunk_id, meta.prefix_ids, meta.fidelity)
 
 
 def _cut(packs: Mapping[int, np.ndarray], variant: SnapshotVariant, kv_spec: KVSpec) -> np.ndarray | None:
