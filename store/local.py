@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
       OSError: the file system refused.
     """
     path.parent.mkdir()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         for part in parts:
             rest = memoryview(part) if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
@@ -51,10 +51,11 @@ def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
 
 
 class LocalObject:
-    """One object, opened by the first read and closed with the last reference to it: it may be deleted meanwhile.
+    """One object, opened by the first read, closed once every layer was read or with the last reference to it: it may
+    be deleted meanwhile.
 
     Args:
-      stored: `[L, ...]`, one inner chunk per layer; `read` fills it.
+      stored: `[L, ...]`, one inner chunk per layer; `read` fills it, each layer once.
     """
 
     def __init__(self, path: Path, stored: np.ndarray) -> None:
@@ -63,6 +64,8 @@ class LocalObject:
         self._lock = threading.Lock()
         self._descriptor: int | None = None
         self._index = np.empty((0, 2), _ENTRY)
+        self._num_unread = len(stored)
+        self._close: Callable[[], object] = lambda: None
 
     def read(self, layer: int) -> Future[None]:
         """Starts reading a layer. The future raises ValueError as tensorstore has it: NOT_FOUND without such a file,
@@ -77,6 +80,10 @@ class LocalObject:
             if num_bytes != len(rest):
                 raise ValueError(f"DATA_LOSS: {self._path}: layer {layer} has {num_bytes} bytes, wanted {len(rest)}")
             _read_all(descriptor, rest, offset, self._path)
+            with self._lock:
+                self._num_unread -= 1
+                if not self._num_unread:  # readers live as long as their request, and descriptors are few
+                    self._close()
         except FileNotFoundError as error:
             raise ValueError(f"NOT_FOUND: {error}") from error
         except OSError as error:
@@ -86,7 +93,7 @@ class LocalObject:
         with self._lock:
             if self._descriptor is None:
                 descriptor = os.open(self._path, os.O_RDONLY)
-                weakref.finalize(self, os.close, descriptor)
+                self._close = weakref.finalize(self, os.close, descriptor)
                 index = np.empty((len(self._stored), 2), _ENTRY)
                 start = max(0, os.fstat(descriptor).st_size - index.nbytes)
                 _read_all(descriptor, index.reshape(-1).view(np.uint8).data, start, self._path)

@@ -1,6 +1,8 @@
 """One suite for host memory, disk, both, and buckets: what is stored comes back whole, and within budgets."""
 
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -394,6 +396,22 @@ def test_files_are_what_tensorstore_writes_and_reads(tmp_path, monkeypatch, kv_s
         for path in (ours, theirs):
             with open_store(path, kv_spec=kv_spec, host_bytes=0) as store:
                 assert_same_bytes(get(store, "v"), make_kv("v", kv_spec=kv_spec))
+
+
+def test_no_file_stays_open_for_what_was_read_or_let_go(tmp_path):
+    def num_open():
+        links = Path("/proc/self/fd").iterdir()
+        return sum(os.path.realpath(link).startswith(str(tmp_path)) for link in links)
+
+    with open_store(tmp_path, host_bytes=0) as store:
+        put(store, "v")
+        disk = store._disk
+        whole, part = disk.open("v"), disk.open("v")
+        assert_same_bytes(whole.wait(0, 3), make_kv("v"))
+        part.wait(0, 1)
+        assert num_open() == 1
+        del part
+        assert num_open() == 0
 
 
 def test_head_groups_must_divide(tmp_path):
