@@ -179,6 +179,15 @@ def test_a_disk_read_moves_up_to_host_and_device_at_once(tmp_path):
         assert one.store.usage()["device"].hits == 1
 
 
+def test_room_is_made_for_all_that_one_request_read(tmp_path):
+    with Placed(tmp_path, host_bytes=2 * ONE, policy="lru") as one:
+        one.put("a", "b", "x", "y")
+        assert one.held("host") == {"x", "y"}
+        one.use("a", "b")
+        assert one.held("host") == {"a", "b"}
+        one.check()
+
+
 def test_what_moves_up_into_host_memory_is_worth_less_on_the_device(tmp_path):
     with Placed(tmp_path, host_bytes=0) as one:
         one.put("a", "b")
