@@ -1,4 +1,4 @@
-"""Chunk KV shards in host memory, on disk and in buckets. Knows arrays and bytes, no model, policy or device."""
+"""Chunk KV shards in memory, on disk and in buckets. Knows arrays and bytes, no model, policy or device."""
 
 from store.disk import TensorStoreTier
 from store.errors import (

@@ -5,22 +5,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import numpy as np
 
 from store.arrays import ShardReader
 from store.errors import ShardNotFoundError
-from store.spec import ShardRecord
+from store.spec import KVSpec, ShardRecord
+from store.usage import DEVICE, DISK, HOST
 
-HOST = "host"
-DISK = "disk"
+
+class PagedKV(Protocol):
+    """KV in the pages of a device tier, which stay its own as long as this object is held."""
+
+    slots: np.ndarray
+    """[T] int32, where each token lies."""
+
+    def read_layers(self, first: int, last: int) -> np.ndarray:
+        """KV `[last - first, 2, T, K, H]`, copied to host memory."""
+        ...
+
+
+Source = np.ndarray | ShardReader | PagedKV
 
 
 class LoadTicket:
     """Pinned variants to read from. Thread-safe; valid until `TieredStore.complete_load`.
 
     Attributes:
-      tiers: variant id -> the tier it is read from, "host" or "disk".
+      tiers: variant id -> the tier it is read from, "device", "host" or "disk".
       missing: the wanted ids that no tier has.
       lossy: the ids whose KV, as it is read here, may differ from what was stored.
     """
@@ -28,31 +41,31 @@ class LoadTicket:
     def __init__(
         self,
         variant_ids: tuple[str, ...],
-        sources: Mapping[str, np.ndarray | ShardReader],
-        lossy_in_host: Collection[str],
-        num_layers: int,
+        sources: Mapping[str, Source],
+        lossy_in_memory: Collection[str],
+        kv_spec: KVSpec,
     ):
-        self.tiers = {key: HOST if isinstance(source, np.ndarray) else DISK for key, source in sources.items()}
+        self.tiers = {key: _tier_of(source) for key, source in sources.items()}
         self.missing = frozenset(variant_ids) - self.tiers.keys()
         readers = {key: source for key, source in sources.items() if isinstance(source, ShardReader)}
-        self.lossy = frozenset(lossy_in_host).union(key for key, reader in readers.items() if reader.is_lossy)
+        self.lossy = frozenset(lossy_in_memory).union(key for key, reader in readers.items() if reader.is_lossy)
         self._sources = dict(sources)
-        self._num_layers = num_layers
-        self._host_bytes_read = 0
+        self._kv_spec = kv_spec
+        self._bytes_read = {DEVICE: 0, HOST: 0}
         self._read: set[str] = set()
         self._lock = threading.Lock()
         self._open = True
 
     @property
     def bytes_read(self) -> dict[str, int]:
-        """Tier -> KV bytes handed out (host) or read and checked (disk) so far."""
+        """Tier -> KV bytes handed out (device, host) or read and checked (disk) so far."""
         # What this ticket only prefetched counts for the ticket that reads it.
         read = (source for key, source in self._sources.items() if key in self._read)
         disk_bytes = sum(source.bytes_read for source in read if isinstance(source, ShardReader))
-        return {HOST: self._host_bytes_read, DISK: disk_bytes}
+        return {**self._bytes_read, DISK: disk_bytes}
 
     def prefetch(self, variant_id: str, first: int, last: int) -> None:
-        """Starts reading layers `[first, last)` in the background; nothing to do for a variant in host memory.
+        """Starts reading layers `[first, last)` in the background; nothing to do for a variant in memory.
 
         Raises:
           ValueError, ShardNotFoundError: as `read_layers`. Failures of the disk show in `read_layers`.
@@ -67,8 +80,8 @@ class LoadTicket:
         return not isinstance(source, ShardReader) or source.ready(first, last)
 
     def read_layers(self, variant_id: str, first: int, last: int, *, timeout_s: float | None = None) -> np.ndarray:
-        """KV `[last - first, 2, T, K, H]` of layers `[first, last)`: a read-only view, never a copy, that stays valid
-        after the ticket.
+        """KV `[last - first, 2, T, K, H]` of layers `[first, last)`: read-only, valid also after the ticket; a view,
+        except of what is on the device.
 
         Raises:
           ValueError: the ticket does not hold the variant or is completed, or the range is not within the layers.
@@ -81,29 +94,50 @@ class LoadTicket:
         self._read.add(variant_id)
         if isinstance(source, ShardReader):
             return source.wait(first, last, timeout_s)
-        view = source[first:last]
+        kv = source[first:last] if isinstance(source, np.ndarray) else source.read_layers(first, last)
         with self._lock:
-            self._host_bytes_read += view.nbytes
-        return view
+            self._bytes_read[self.tiers[variant_id]] += kv.nbytes
+        return kv
 
-    def _source(self, variant_id: str, first: int, last: int) -> np.ndarray | ShardReader:
+    def slots(self, variant_id: str) -> np.ndarray:
+        """[T] int32, where each token of a variant lies in the device tier, until the ticket is completed; the variant
+        counts as read whole.
+
+        Raises:
+          ValueError: the ticket reads the variant from another tier, or is completed.
+        """
+        source = self._source(variant_id, 0, self._kv_spec.num_layers)
+        if isinstance(source, np.ndarray | ShardReader):
+            raise ValueError(f"variant_id: wanted one on the device, got one from {self.tiers[variant_id]}")
+        with self._lock:
+            self._bytes_read[DEVICE] += self._kv_spec.num_bytes(len(source.slots))
+        return source.slots
+
+    def _source(self, variant_id: str, first: int, last: int) -> Source:
         if not self._open:
             raise ValueError("ticket: completed already, its variants are no longer pinned")
         if variant_id in self.missing:
             raise ShardNotFoundError(f"no tier holds variant {variant_id}")
         if variant_id not in self._sources:
             raise ValueError(f"variant_id: wanted one that the ticket was prepared for, got {variant_id!r}")
-        if not 0 <= first < last <= self._num_layers:
-            raise ValueError(f"first, last: wanted 0 <= first < last <= {self._num_layers}, got {first}, {last}")
+        num_layers = self._kv_spec.num_layers
+        if not 0 <= first < last <= num_layers:
+            raise ValueError(f"first, last: wanted 0 <= first < last <= {num_layers}, got {first}, {last}")
         return self._sources[variant_id]
 
-    def from_disk(self) -> tuple[str, ...]:
-        """The disk variants that were read and checked whole so far."""
-        sources = self._sources.items()
-        return tuple(key for key, one in sources if isinstance(one, ShardReader) and one.whole() is not None)
+    def whole(self) -> dict[str, np.ndarray]:
+        """Variant id -> KV of those that are in host memory now: of disk variants, those read and checked whole."""
+        if not self._open:
+            raise ValueError("ticket: completed already")
+        found: dict[str, np.ndarray] = {}
+        for key, source in self._sources.items():
+            kv = source.whole() if isinstance(source, ShardReader) else source
+            if isinstance(kv, np.ndarray):
+                found[key] = kv
+        return found
 
-    def close(self) -> dict[str, np.ndarray]:
-        """Ends the ticket; variant id -> KV of the disk variants that were read and checked whole.
+    def close(self) -> None:
+        """Ends the ticket and lets go of what it reads from.
 
         Raises:
           ValueError: it was completed before.
@@ -112,8 +146,13 @@ class LoadTicket:
             if not self._open:
                 raise ValueError("ticket: completed already")
             self._open = False
-        readers = {key: source for key, source in self._sources.items() if isinstance(source, ShardReader)}
-        return {key: kv for key, reader in readers.items() if (kv := reader.whole()) is not None}
+        self._sources.clear()
+
+
+def _tier_of(source: Source) -> str:
+    if isinstance(source, np.ndarray):
+        return HOST
+    return DISK if isinstance(source, ShardReader) else DEVICE
 
 
 class StoreTicket:

@@ -1,4 +1,4 @@
-"""KV shards in a host tier and, with a URL, a disk tier: two-phase loads and stores, pins, budgets, write-behind.
+"""KV shards in tiers of memory and, with a URL, of disk: two-phase loads and stores, pins, budgets, write-behind.
 Knows no policy: which variants go is decided by the caller, and `meta` is opaque."""
 
 from __future__ import annotations
@@ -6,32 +6,33 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from store.arrays import OnRead, ShardReader
+from store.arrays import OnRead
 from store.disk import TensorStoreTier
 from store.erasure import erase_from_disk
 from store.errors import ShardNotFoundError, TierFullError
 from store.formats import StorageFormat
 from store.host import HostTier
+from store.levels import Levels
+from store.memory import MemoryTier
 from store.notes import Notes
 from store.sharing import SharedReaders
-from store.spec import KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
-from store.tickets import DISK, HOST, LoadTicket, StoreTicket
-from store.usage import TierUsage
+from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+from store.tickets import LoadTicket, Source, StoreTicket
+from store.usage import DISK
 from store.write_behind import MAX_PENDING_BYTES, WriteBehind
 
 _log = logging.getLogger(__name__)
 
 
-class TieredStore:
+class TieredStore(Levels):
     """Thread-safe; open it with `TieredStore.open`, use it as a context manager or `close` it.
 
-    A variant is stored in every tier that has room; disk variants that were read whole are promoted to host memory.
+    A variant is stored in every tier that has room; one that was read whole is promoted to the faster tiers.
     `notes` are small JSON objects beside the variants, shared with other processes; `claims` is what this process and
     others say they compute, None without a disk.
     """
@@ -39,22 +40,18 @@ class TieredStore:
     def __init__(
         self,
         kv_spec: KVSpec,
-        host: HostTier,
+        memory: Sequence[MemoryTier[Any]],
         disk: TensorStoreTier | None,
         max_pending_bytes: int,
         on_read: OnRead | None = None,
     ):
+        super().__init__(memory, disk, None if disk is None else WriteBehind(disk, max_pending_bytes))
         self.kv_spec = kv_spec
-        self._host = host
-        self._disk = disk
-        self._writer = None if disk is None else WriteBehind(disk, max_pending_bytes)
         self._readers = SharedReaders(disk, on_read)
         self.notes = Notes() if self._writer is None or disk is None else Notes(*disk.notes_place, self._writer.call)
         self.claims = None if self._writer is None else self._writer.claims
-        self._lock = threading.RLock()
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
-        self._counts: dict[str, collections.Counter[str]] = {HOST: collections.Counter(), DISK: collections.Counter()}
         self._open = True
         self._refresh_fails = False
 
@@ -67,6 +64,7 @@ class TieredStore:
         identity: StoreIdentity,
         host_bytes: int,
         disk_bytes: int | None = None,
+        device: MemoryTier[Any] | None = None,
         exclusive: bool = True,
         head_groups: int = 1,
         max_pending_bytes: int = MAX_PENDING_BYTES,
@@ -74,10 +72,11 @@ class TieredStore:
         compression: str = "none",
         on_read: OnRead | None = None,
     ) -> TieredStore:
-        """A store of one model's variants; `url=None` keeps them in host memory only.
+        """A store of one model's variants; `url=None` keeps them in memory only.
 
         Args:
           host_bytes, disk_bytes, exclusive, head_groups: budgets (None is no limit), and as `TensorStoreTier`.
+          device: a tier above host memory, whose variants are `store.tickets.PagedKV`.
           max_pending_bytes: KV that may wait for the disk before stores skip it.
           kv_dtype, compression: how the disk tier stores new variants, see `StorageFormat`.
           on_read: sees, and may delay, every read of the disk tier.
@@ -86,12 +85,12 @@ class TieredStore:
           ValueError, StoreUnavailableError, StoreIdentityError: as `TensorStoreTier`.
         """
         positive_int("max_pending_bytes", max_pending_bytes)
-        storage, host, disk = StorageFormat(kv_dtype, compression), HostTier(host_bytes), None
+        storage, host, disk = StorageFormat(kv_dtype, compression), HostTier(kv_spec, host_bytes), None
         if url is not None:
             disk = TensorStoreTier(
                 url, kv_spec, identity, disk_bytes, exclusive=exclusive, head_groups=head_groups, storage=storage
             )
-        return cls(kv_spec, host, disk, max_pending_bytes, on_read)
+        return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read)
 
     def __enter__(self) -> TieredStore:
         return self
@@ -99,76 +98,12 @@ class TieredStore:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    # -- looking -----------------------------------------------------------------------------------------------
-
-    def summaries(self) -> list[ShardSummary]:
-        """Every committed variant of any tier, once. Reads nothing."""
-        with self._lock:
-            found = {one.variant_id: one for tier in self._tiers().values() for one in tier.summaries()}
-        return list(found.values())
-
-    def get_summary(self, variant_id: str) -> ShardSummary | None:
-        """Of a committed variant of any tier, or None. Reads nothing."""
-        with self._lock:
-            found = (tier.get_summary(variant_id) for tier in self._tiers().values())
-            return next(filter(None, found), None)
-
-    def records(self) -> list[ShardRecord]:
-        """The whole records behind `summaries`."""
-        found = (self.get_record(one.variant_id) for one in self.summaries())
-        return [record for record in found if record is not None]
-
-    def get_record(self, variant_id: str) -> ShardRecord | None:
-        """The record of a committed variant of any tier; None where there is none, or none that is sound."""
-        with self._lock:
-            held = self._host.get_record(variant_id)
-        return held or (None if self._disk is None else self._disk.get_record(variant_id))
-
-    def tier_of(self, variant_id: str) -> str | None:
-        """The fastest tier that holds the variant: "host", "disk" or None."""
-        return next(iter(self.tiers_of(variant_id)), None)
-
-    def tiers_of(self, variant_id: str) -> tuple[str, ...]:
-        """Every tier that holds the variant, the fastest first; "disk" from the moment that its write is queued."""
-        queued = self._writer is not None and variant_id in self._writer  # first: what leaves the queue is on disk
-        return tuple(name for name, tier in self._tiers().items() if variant_id in tier or (queued and name == DISK))
-
-    def is_lossy(self, variant_id: str) -> bool:
-        """True when the copy that a load would read now may differ from what was stored; see `LoadTicket.lossy`."""
-        with self._lock:
-            if variant_id in self._host:
-                return self._host.is_lossy(variant_id)
-            is_queued = self._writer is not None and variant_id in self._writer
-            return self._disk is not None and not is_queued and self._disk.is_lossy(variant_id)
-
-    def usage(self) -> dict[str, TierUsage]:
-        """Tier -> usage and counters since open."""
-        with self._lock:
-            counts = {name: collections.Counter(self._counts[name]) for name in self._tiers()}
-            if self._disk is not None and self._writer is not None:
-                counts[DISK]["corrupt"] = self._disk.num_corrupt
-                counts[DISK]["writes"] = self._writer.num_written
-                counts[DISK]["bytes_written"] = self._writer.bytes_written
-                counts[DISK]["failed_writes"] = self._writer.num_failed
-            return {
-                name: TierUsage(tier.budget.used_bytes, tier.budget.limit_bytes, len(tier), **counts[name])
-                for name, tier in self._tiers().items()
-            }
-
     def shortfall_bytes(self, tier: str, num_bytes: int) -> int | None:
         """Bytes to evict from `tier` before it has room for `num_bytes` more, beside what is announced; None where its
         whole budget is less."""
         with self._lock:
             budget = self._tier(tier).budget
             return self._short(tier, num_bytes) if budget.can_ever_hold(num_bytes) else None
-
-    def charge_bytes(self, tier: str, variant_id: str) -> int | None:
-        """Bytes that a variant takes out of a tier's budget; None where it is not there, or on its way."""
-        return self._tier(tier).charged(variant_id)
-
-    def foreign_fingerprints(self) -> frozenset[str]:
-        """Other models that have variants under the same URL."""
-        return frozenset() if self._disk is None else self._disk.foreign_fingerprints()
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Takes in what other processes did to the disk tier: `(added, removed)` variant ids; both empty while the disk
@@ -216,23 +151,24 @@ class TieredStore:
         """Pins the variants in every tier, until `complete_load`. Reads nothing yet: loads that are open at once share
         what they read, a queued write is read from memory. `counted` off: the look-ups show in no usage."""
         wanted = tuple(dict.fromkeys(variant_ids))
-        sources: dict[str, np.ndarray | ShardReader] = {}
-        on_disk = []
+        sources: dict[str, Source] = {}
+        lossy, on_disk = [], []
         with self._lock:
             self._check_open()
             for variant_id in wanted:
                 tier = self.tier_of(variant_id)
                 if counted:
                     self._count_look_up(tier)
-                if tier == HOST:
-                    sources[variant_id] = self._host.get(variant_id)
+                if tier in self._memory:
+                    sources[variant_id] = self._memory[tier].get(variant_id)
+                    if self._memory[tier].is_lossy(variant_id):
+                        lossy.append(variant_id)
                 elif tier == DISK and self._writer is not None:
                     queued = self._writer.get(variant_id)  # still in memory, so it is served from there
                     if queued is None:
                         on_disk.append(variant_id)
                     else:
                         sources[variant_id] = queued
-            lossy_in_host = [key for key in sources if self._host.is_lossy(key)]
             self._pins.update([*sources, *on_disk])
         for position, variant_id in enumerate(on_disk):  # pinned, so this may be outside the lock
             try:
@@ -242,34 +178,32 @@ class TieredStore:
             except BaseException:  # no memory for the buffer: leave no pin that nobody could take back
                 self._unpin([*sources, *on_disk[position:]])
                 raise
-        return LoadTicket(wanted, sources, lossy_in_host, self.kv_spec.num_layers)
+        return LoadTicket(wanted, sources, lossy, self.kv_spec)
 
     def complete_load(
-        self, ticket: LoadTicket, ok: bool = True, *, promote: Collection[str] | None = None
-    ) -> tuple[str, ...]:
-        """Unpins. With `ok`, variants that were read whole from disk move into host memory if they fit without eviction
-        (see `shortfall_bytes`), where `promote` is given only those of it; returns those.
+        self, ticket: LoadTicket, ok: bool = True, *, promote: Mapping[str, Collection[str]] | None = None
+    ) -> dict[str, tuple[str, ...]]:
+        """Unpins. With `ok`, variants whose KV is in host memory now, those from disk read whole, move into the tiers
+        in memory that lack them, if they fit without eviction (see `shortfall_bytes`); where `promote` is given, tier
+        -> ids, only those. Returns tier -> ids that moved.
 
         Raises:
           ValueError: the ticket was completed before.
         """
-        whole = ticket.close()
-        promoted = []
+        whole, bytes_read = ticket.whole(), ticket.bytes_read
+        ticket.close()
+        promoted: dict[str, tuple[str, ...]] = {}
         with self._lock:
             self._unpin(ticket.tiers)
-            for tier, num_bytes in ticket.bytes_read.items():
-                self._counts[tier]["bytes_read"] += num_bytes
-            for variant_id, kv in whole.items() if ok else ():
-                summary = self.get_summary(variant_id)
-                if summary is None or variant_id in self._host or self._short(HOST, summary.num_bytes):
-                    continue
-                if promote is not None and variant_id not in promote:
-                    continue
-                record = self.get_record(variant_id)
-                if record is not None:
-                    self._put_host(record, kv, is_lossy=variant_id in ticket.lossy)
-                    promoted.append(variant_id)
-        return tuple(promoted)
+            for tier, num_bytes in bytes_read.items():
+                if num_bytes:
+                    self._counts[tier]["bytes_read"] += num_bytes
+            for tier in self._memory if ok else ():
+                wanted = whole if promote is None else [key for key in promote.get(tier, ()) if key in whole]
+                moved = [key for key in wanted if self._promote(tier, key, whole[key], key in ticket.lossy)]
+                if moved:
+                    promoted[tier] = tuple(moved)
+        return promoted
 
     # -- store -------------------------------------------------------------------------------------------------
 
@@ -292,7 +226,7 @@ class TieredStore:
             return ticket
 
     def complete_store(self, ticket: StoreTicket, kv: np.ndarray | None, *, wait: bool = False) -> tuple[str, ...]:
-        """Stores a copy of `kv` `[L, 2, T, K, H]`: in host memory at once, on disk in the background. Returns the tiers
+        """Stores a copy of `kv` `[L, 2, T, K, H]`: in memory at once, on disk in the background. Returns the tiers
         that took it; one without room is skipped and counted, a failing disk is counted and logged.
 
         Args:
@@ -318,8 +252,7 @@ class TieredStore:
             self._withdraw(ticket)
             if copied is None or not self._open:
                 return ()
-            if self._fits(HOST, self._put_host, record, copied):
-                took.append(HOST)
+            took += [tier for tier in self._memory if self._fits(tier, self._put, tier, record, copied)]
             disk = self._disk if self._disk is not None and self._disk.takes(record.variant_id) else None
             on_disk = disk is not None and self._fits(DISK, disk.reserve, record)
         if on_disk and self._write_behind(record, copied, wait):
@@ -338,8 +271,8 @@ class TieredStore:
         with self._lock:
             self._check_open()
             victims = [key for key in dict.fromkeys(variant_ids) if key not in self._pins]
-            if tier == HOST:
-                hidden, gone = [], tuple(key for key in victims if self._host.remove(key))
+            if tier in self._memory:
+                hidden, gone = [], tuple(key for key in victims if self._memory[tier].remove(key))
             else:
                 assert self._disk is not None
                 hidden, gone = self._disk.hide(victims), ()
@@ -353,12 +286,13 @@ class TieredStore:
         """Takes the variant out of every tier, pinned or not, for ever: the end of a corrupt or outdated one. Readers
         that hold views keep them; later reads of the disk miss."""
         with self._lock:
-            if self._host.remove(variant_id):
-                self._counts[HOST]["discarded"] += 1
+            for name, tier in self._memory.items():
+                self._counts[name]["discarded"] += tier.remove(variant_id)
             if self._writer is not None:
                 self._writer.cancel(variant_id)
             hidden = [] if self._disk is None else self._disk.hide([variant_id])
-            self._counts[DISK]["discarded"] += len(hidden)
+            if hidden:
+                self._counts[DISK]["discarded"] += len(hidden)
         if hidden and self._disk is not None:
             self._disk.erase(hidden, condemned=True)
 
@@ -389,15 +323,6 @@ class TieredStore:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _tiers(self) -> dict[str, HostTier | TensorStoreTier]:
-        return {HOST: self._host} if self._disk is None else {HOST: self._host, DISK: self._disk}
-
-    def _tier(self, name: str) -> HostTier | TensorStoreTier:
-        tiers = self._tiers()
-        if name not in tiers:
-            raise ValueError(f"tier: wanted one of {list(tiers)}, got {name!r}")
-        return tiers[name]
-
     def _check_open(self) -> None:
         if not self._open:
             raise ValueError("store: closed")
@@ -405,14 +330,17 @@ class TieredStore:
     def _short(self, tier: str, num_bytes: int) -> int:
         """Bytes that `tier` lacks for `num_bytes` beside all announced variants."""
         announced = sum(ticket.charge_bytes.get(tier, 0) for ticket in self._announced.values())
-        return self._tiers()[tier].budget.shortfall(announced + num_bytes)
+        return self._levels[tier].budget.shortfall(announced + num_bytes)
 
     def _charges(self, record: ShardRecord) -> dict[str, int]:
         """Bytes that storing takes in each tier that would be written to and that can ever hold them."""
-        charges = {HOST: 0 if record.variant_id in self._host else record.num_bytes}  # a lossy copy makes room for it
+        charges = {  # a lossy copy makes room for it
+            name: 0 if record.variant_id in tier else tier.charge_bytes(record.num_tokens)
+            for name, tier in self._memory.items()
+        }
         if self._disk is not None and self._disk.takes(record.variant_id):
             charges[DISK] = self._disk.charge_bytes(record)
-        return {name: size for name, size in charges.items() if self._tiers()[name].budget.can_ever_hold(size)}
+        return {name: size for name, size in charges.items() if self._levels[name].budget.can_ever_hold(size)}
 
     def _store_shortfall(self, ticket: StoreTicket) -> dict[str, int]:
         with self._lock:
@@ -421,10 +349,20 @@ class TieredStore:
             short = {tier: self._short(tier, 0) for tier in ticket.tiers}
         return {tier: num_bytes for tier, num_bytes in short.items() if num_bytes}
 
-    def _put_host(self, record: ShardRecord, kv: np.ndarray, is_lossy: bool = False) -> None:
-        self._host.put(record, kv, is_lossy=is_lossy)
-        self._counts[HOST]["writes"] += 1
-        self._counts[HOST]["bytes_written"] += record.num_bytes
+    def _put(self, tier: str, record: ShardRecord, kv: np.ndarray, is_lossy: bool = False) -> None:
+        self._memory[tier].put(record, kv, is_lossy=is_lossy)
+        self._counts[tier]["writes"] += 1
+        self._counts[tier]["bytes_written"] += record.num_bytes
+
+    def _promote(self, tier: str, variant_id: str, kv: np.ndarray, is_lossy: bool) -> bool:
+        """Puts what was read into a tier in memory that lacks it and has room; False where nothing was put."""
+        summary = self.get_summary(variant_id)
+        if summary is None or variant_id in self._memory[tier]:
+            return False
+        if self._short(tier, self._memory[tier].charge_bytes(summary.num_tokens)):
+            return False
+        record = self.get_record(variant_id)
+        return record is not None and self._fits(tier, self._put, tier, record, kv, is_lossy)
 
     def _fits(self, tier: str, charge: Callable[..., Any], *args: Any) -> bool:
         """Runs `charge(*args)`; False, counted, when the tier's budget refuses it."""
@@ -457,7 +395,7 @@ class TieredStore:
             self._readers.retain(self._pins)
 
     def _count_look_up(self, tier: str | None) -> None:
-        for name in self._tiers():
+        for name in self._levels:
             self._counts[name]["hits" if name == tier else "misses"] += 1
             if name == tier:
                 break

@@ -1,8 +1,12 @@
-"""What a tier tells about itself: bytes and counters. Knows no tier."""
+"""What tiers are called, and what one tells about itself: bytes and counters. Knows no tier."""
 
 from __future__ import annotations
 
 import dataclasses
+
+DEVICE = "device"
+HOST = "host"
+DISK = "disk"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -13,7 +17,7 @@ class TierUsage:
       used_bytes: bytes held, on disk with the writes under way; over `budget_bytes` only by what was there at open or
         what other processes wrote.
       budget_bytes: None = no limit.
-      hits, misses: look-ups of `prepare_load` that this tier answered, or could not; host is asked first.
+      hits, misses: look-ups of `prepare_load` that this tier answered, or could not; the fastest is asked first.
       writes: variants taken in, by store or promotion. failed_writes: refused by the disk. skipped_writes: no room in
         the budget or in the write queue.
       corrupt: failed checks of data or records. evicted, discarded: by the caller's order.

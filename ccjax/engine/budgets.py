@@ -7,6 +7,8 @@ import shutil
 import urllib.parse
 from pathlib import Path
 
+import jax
+
 from ccjax.engine.config import EngineConfig
 from ccjax.errors import ConfigError
 
@@ -20,11 +22,21 @@ def check_budgets(config: EngineConfig) -> None:
     Raises:
       ConfigError: names the budget, what there is, and what was asked for.
     """
-    memory = memory_bytes()
+    device, memory = free_device_bytes(), memory_bytes()
+    if device is not None and config.device_cache_bytes > device:
+        raise ConfigError(
+            f"device_cache_bytes: wanted at most {device} (what the model leaves free on the device), "
+            f"got {config.device_cache_bytes}"
+        )
     if memory is not None and config.host_cache_bytes > memory:
         raise ConfigError(
             f"host_cache_bytes: wanted at most {memory} (the memory that this process may use), "
             f"got {config.host_cache_bytes}"
+        )
+    if device is None and memory is not None and config.device_cache_bytes + config.host_cache_bytes > memory:
+        raise ConfigError(
+            f"device_cache_bytes: wanted at most {memory - config.host_cache_bytes} (the memory that this process may "
+            f"use, less host_cache_bytes: the device has none of its own), got {config.device_cache_bytes}"
         )
     disk = None if config.store is None else disk_bytes(config.store)
     if disk is not None and config.disk_cache_bytes is not None and config.disk_cache_bytes > disk:
@@ -32,6 +44,14 @@ def check_budgets(config: EngineConfig) -> None:
             f"disk_cache_bytes: wanted at most {disk} (the size of the file system of {config.store}), "
             f"got {config.disk_cache_bytes}"
         )
+
+
+def free_device_bytes() -> int | None:
+    """Memory of the default device that nothing has taken yet; None where it has none of its own, or does not say."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
 def memory_bytes() -> int | None:

@@ -13,7 +13,7 @@ import jax
 
 from ccjax.engine.capture import ReadLayers, capture_variants
 from ccjax.engine.config import EngineConfig
-from ccjax.engine.contexts import LayerLoader
+from ccjax.engine.contexts import LayerLoader, Pool
 from ccjax.engine.load_plan import LoadPlanner
 from ccjax.engine.prefill import IsCancelled, Prefiller, PrefillResult, Size
 from ccjax.engine.prompts import Prompt
@@ -24,8 +24,9 @@ from ccjax.engine.variants import VariantIndex
 from ccjax.policy.planner import plan_prefill
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 from store.errors import ShardCorruptError, ShardNotFoundError
-from store.tickets import DISK, HOST, LoadTicket
+from store.tickets import LoadTicket
 from store.tiered import TieredStore
+from store.usage import DISK, HOST
 
 logger = logging.getLogger(__name__)
 KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
@@ -66,8 +67,10 @@ class CachedPrefill:
         variants: VariantIndex,
         rates: Rates,
         config: EngineConfig,
+        pool: Pool | None = None,
     ) -> None:
         self._prefiller = prefiller
+        self._pool = pool
         self._store = store
         self._variants = variants
         self._settings = config.planner_settings()
@@ -228,6 +231,7 @@ class CachedPrefill:
             dtype=self._prefiller.dtype,
             num_layers=num_layers,
             patience=patience,
+            pool=self._pool,
             is_cancelled=is_cancelled,
             lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
             on_merge=self._rates.tiers[HOST].add,

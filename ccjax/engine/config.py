@@ -32,7 +32,9 @@ class EngineConfig:
       focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks.
       focus_rule: gap rule of alg. 1, "entropy" (as printed) or "largest_gap".
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
-      host_cache_bytes, disk_cache_bytes: budgets of the tiers; None for disk means no limit.
+      device_cache_bytes: device memory that chunk-caches may take, all of it from the start; 0 for none. What is kept
+        there is kept in host memory as well, as far as that has room.
+      host_cache_bytes, disk_cache_bytes: budgets of the other tiers; None for disk means no limit.
       disk_kv_dtype: how `store` keeps KV: "auto" (as it is), or in 8 bits, "int8" or "fp8", which is read back as
         approximate and never serves mode `exact`.
       disk_compression: "none" or "zstd"; changes no bit, pays for a slow link only.
@@ -59,6 +61,7 @@ class EngineConfig:
     focus_window: int | None = 3
     focus_rule: str = "entropy"
     max_model_len: int | None = None
+    device_cache_bytes: int = 0
     host_cache_bytes: int = 2 << 30
     disk_cache_bytes: int | None = None
     disk_kv_dtype: str = "auto"
@@ -87,8 +90,10 @@ class EngineConfig:
             raise ConfigError(f"share_computation: wanted True or False, got {self.share_computation!r}")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy: wanted one of {sorted(POLICIES)}, got {self.eviction_policy!r}")
-        if isinstance(self.preload_bytes, bool) or not isinstance(self.preload_bytes, int) or self.preload_bytes < 0:
-            raise ConfigError(f"preload_bytes: wanted an integer of at least 0, got {self.preload_bytes!r}")
+        for name in ("device_cache_bytes", "preload_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name}: wanted an integer of at least 0, got {value!r}")
         if self.loading not in LOADINGS:
             raise ConfigError(f"loading: wanted one of {LOADINGS}, got {self.loading!r}")
         if isinstance(self.pin_share, bool) or not 0.0 <= self.pin_share <= 1.0:

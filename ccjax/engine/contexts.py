@@ -1,4 +1,5 @@
-"""The merged context of each layer, assembled from stored KV by a thread that works ahead of the layer that runs.
+"""The merged context of each layer: what comes from host memory or disk is assembled by a thread that works ahead of
+the layer that runs, what is on the device is gathered there.
 
 Knows no store beyond a ticket and no model beyond a shape; keys stay as they rest, without RoPE.
 """
@@ -9,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -19,12 +20,28 @@ from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.types import PrefillPlan, Segment, VariantId
 from store.errors import StoreError
 from store.tickets import LoadTicket
+from store.usage import DEVICE
 
 _MERGED_AHEAD = 2
 """Contexts that may stand ready: one for the layer behind the one that runs, one more against jitter."""
 
 _POLL_S = 0.05
 """How often a wait looks up to see whether it should end."""
+
+
+class Pool(Protocol):
+    """The device tier."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool; a slot number from here on means none."""
+        ...
+
+    def gather(
+        self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = ...
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[S, K, H]` of a layer: from `slots`, and where that is none from `others`, or zeros."""
+        ...
 
 
 class LayerLoader:
@@ -36,7 +53,6 @@ class LayerLoader:
     no layer runs later for it, and none waits for an estimate that was too careful.
 
     Attributes:
-      loaded_bytes: KV bytes merged so far.
       waited_s: seconds that `take` waited.
     """
 
@@ -49,6 +65,7 @@ class LayerLoader:
         dtype: np.dtype,
         num_layers: int,
         patience: Patience,
+        pool: Pool | None = None,
         is_cancelled: IsCancelled | None = None,
         lead: int = 1,
         on_merge: Callable[[int, float], Any] = lambda num_bytes, seconds: None,
@@ -58,18 +75,22 @@ class LayerLoader:
           ticket: holds all of the plan's variants.
           shape: [S, K, H] of a context.
           patience: bounds the waits; must expect the variants.
+          pool: where the ticket's variants on the device are.
           is_cancelled: asked while `take` waits.
           lead: layers whose KV must be there before the first context is handed out.
           on_merge: called, from the thread, with the bytes of each layer and the seconds that merging them took.
         """
-        self.loaded_bytes = 0
         self.waited_s = 0.0
         self._ticket = ticket
-        self._reused: list[tuple[VariantId, Segment]] = [
+        reused: list[tuple[VariantId, Segment]] = [
             (segment.variant_id, segment) for segment in plan.segments if segment.variant_id is not None
         ]
-        self._variants = tuple(dict.fromkeys(variant_id for variant_id, _ in self._reused))
         self._shape, self._dtype, self._num_layers = shape, dtype, num_layers
+        self._reused = [(key, segment) for key, segment in reused if ticket.tiers[key] != DEVICE]
+        self._variants = tuple(dict.fromkeys(variant_id for variant_id, _ in self._reused))
+        self._merged_bytes = self._gathered_bytes = self._paged_bytes = 0
+        self._pool = pool
+        self._slots = self._paged([(key, segment) for key, segment in reused if ticket.tiers[key] == DEVICE])
         self._depth, self._lead = plan.preload_depth, min(lead, num_layers)
         self._patience = patience
         self._is_cancelled = is_cancelled
@@ -81,15 +102,33 @@ class LayerLoader:
         self._num_started = 0
         self._thread = threading.Thread(target=self._work, name="ccjax-load", daemon=True)
 
+    def _paged(self, reused: list[tuple[VariantId, Segment]]) -> jax.Array | None:
+        """The pool's slot of every slot of the context; None where nothing is on the device."""
+        if not reused:
+            return None
+        assert self._pool is not None
+        slots = np.full(self._shape[0], self._pool.num_slots, np.int32)
+        for variant_id, segment in reused:
+            slots[segment.start : segment.start + segment.num_tokens] = self._ticket.slots(variant_id)
+            self._paged_bytes += segment.num_tokens * 2 * self._shape[1] * self._shape[2] * self._dtype.itemsize
+        return jax.numpy.asarray(slots)
+
     def __enter__(self) -> LayerLoader:
-        self._thread.start()
+        if self._variants:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._variants:
+            self._thread.join()
+
+    @property
+    def loaded_bytes(self) -> int:
+        """KV bytes merged and gathered so far."""
+        return self._merged_bytes + self._gathered_bytes
 
     @property
     def is_reading(self) -> bool:
@@ -99,7 +138,7 @@ class LayerLoader:
 
     def is_ready(self, layer: int) -> bool:
         """True when `take` of the layer would not wait."""
-        return layer in self._contexts or self._failure is not None
+        return not self._variants or layer in self._contexts or self._failure is not None
 
     def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Keys before RoPE and values [S, K, H] of a layer, zeros where nothing is reused; the caller's to donate.
@@ -110,6 +149,14 @@ class LayerLoader:
           LoadFailedError: variants could not be read, or not in time.
           PrefillCancelledError: `is_cancelled` returned True during a wait.
         """
+        if self._slots is None:
+            return self._take_merged(layer)
+        assert self._pool is not None
+        merged = self._take_merged(layer) if self._variants else (None, None)
+        self._gathered_bytes += self._paged_bytes
+        return self._pool.gather(layer, self._slots, merged)
+
+    def _take_merged(self, layer: int) -> tuple[jax.Array, jax.Array]:
         with self._changed:
             last = max(layer + 1, self._lead)
             late = self._late(layer, last)  # all of them to the end: which one comes last is the order of the reads
@@ -143,7 +190,7 @@ class LayerLoader:
             for layer in range(self._num_layers):
                 self._start_reads(max(layer + 1 + self._depth, self._lead))
                 for other in range(layer, max(layer + 1, self._lead)):
-                    for variant_id in self._variants:
+                    for variant_id in self._late(other, other + 1):
                         self._read(variant_id, other)
                 context = self._merge(layer)
                 with self._changed:
@@ -187,6 +234,6 @@ class LayerLoader:
         # A numpy buffer may be aliased by the CPU device; the copy makes the values the caller's to donate.
         context = jax.numpy.asarray(k_buffer), jax.numpy.array(v_buffer, copy=True)
         jax.block_until_ready(context)
-        self.loaded_bytes += num_bytes
+        self._merged_bytes += num_bytes
         self._on_merge(num_bytes, time.perf_counter() - started)
         return context

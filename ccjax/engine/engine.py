@@ -17,6 +17,7 @@ import numpy as np
 
 from ccjax.engine.answer import Answer
 from ccjax.engine.budgets import check_budgets
+from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
@@ -24,15 +25,16 @@ from ccjax.engine.decode import Decoder
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.document_calls import DocumentCalls
 from ccjax.engine.loading import LoadedModel, Progress, load_model
-from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
+from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.pins import DocumentPins
+from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.queue_preload import Preload, Preloader
 from ccjax.engine.rates import Rates
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
-from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
+from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, shapes, warm_up
@@ -44,12 +46,11 @@ from pallas_kernels.attention import check_implementation
 from store.spec import StoreIdentity
 from store.throttle import Link
 from store.tiered import TieredStore
-from store.usage import TierUsage
 
 _LONGEST_DEFAULT = 8192
 
 
-class Engine(DocumentCalls):
+class Engine(DocumentCalls, CacheCalls):
     """A loaded model with its chunk-caches. Thread-safe; requests run one after another.
 
     Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
@@ -82,12 +83,18 @@ class Engine(DocumentCalls):
         self._settings = config.planner_settings()
         check_budgets(config)
         identity = StoreIdentity(model.fingerprint, config.tenant_salt)
+        kv_spec = kv_spec_of(model.config, config.dtype)
+        try:
+            self._pool = DevicePool(kv_spec, config.device_cache_bytes) if config.device_cache_bytes else None
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         self._store = TieredStore.open(
             config.store,
-            kv_spec=kv_spec_of(model.config, config.dtype),
+            kv_spec=kv_spec,
             identity=identity,
             host_bytes=config.host_cache_bytes,
             disk_bytes=config.disk_cache_bytes,
+            device=self._pool,
             kv_dtype=config.disk_kv_dtype,
             compression=config.disk_compression,
             on_read=self.rates.on_disk_read(disk_link),
@@ -99,7 +106,7 @@ class Engine(DocumentCalls):
             alpha=config.alpha,
             max_variants=config.max_variants,
         )
-        self._prefill = CachedPrefill(self._prefiller, self._store, self._variants, self.rates, config)
+        self._prefill = CachedPrefill(self._prefiller, self._store, self._variants, self.rates, config, self._pool)
         self._preloader = Preloader(
             self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._prefill.is_reading
         )
@@ -267,83 +274,7 @@ class Engine(DocumentCalls):
     def warmup(self, progress: Progress | None = None) -> None:
         """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it."""
         with self._exclusive():
-            warm_up(self._prefiller, shapes(self.max_model_len), progress)
-
-    def store_usage(self) -> dict[str, TierUsage]:
-        """Bytes, variants and counters of every tier."""
-        return self._store.usage()
-
-    @property
-    def num_variants(self) -> int:
-        """Chunk variants that can be reused now."""
-        return len(self._variants)
-
-    @property
-    def maintenance_counts(self) -> MaintenanceCounts:
-        """What `repair_one` and `refresh` did so far."""
-        return self._maintenance.counts
-
-    def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Uses idle time: computes one approximate variant anew and puts the exact one in its place.
-
-        An approximate variant is what a repaired chunk was stored as; exact ones can be reused behind their prefix in
-        every mode, and no error builds up on them.
-
-        Args:
-          is_cancelled: asked before every layer; once it returns True all is left as it was.
-
-        Returns:
-          Whether a variant was dealt with, so that there may be another one. False where there is none, where the
-          engine is in use, cancelled, `read_only`, or never reuses anything.
-
-        Raises:
-          RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
-        """
-        if self.config.read_only or self._settings.strategy == "full":
-            return False
-        with self._exclusive(wait=False) as is_ours:
-            return is_ours and self._maintenance.repair_one(is_cancelled)
-
-    def refresh(self) -> None:
-        """Takes in what other processes stored in and took out of the same store since the last look.
-
-        The disk is read beside a running request; only the index is changed between two requests.
-
-        Raises:
-          RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
-        """
-        notes = self._documents.fetch()  # first: what was erased must not be taken in
-        added, removed = self._store.refresh()
-        is_due = not self.config.read_only and self._documents.needs_tending()
-        if added or removed or any(notes) or is_due:
-            with self._exclusive():
-                self._documents.follow(*notes)
-                self._maintenance.follow(added, removed)
-                if is_due:
-                    self._documents.tend()
-        self._tidy()
-
-    def save_snapshot(
-        self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
-    ) -> SaveReport:
-        """Writes all chunk-caches with their metadata to a directory or bucket, while requests go on: see
-        `ccjax.engine.snapshot.save_snapshot`."""
-        return save_snapshot(self._cache, where, overwrite=overwrite, progress=progress)
-
-    def restore_snapshot(
-        self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
-    ) -> RestoreReport:
-        """Takes in the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests go on: see
-        `ccjax.engine.snapshot.restore_snapshot`. A `read_only` engine raises ConfigError."""
-        if self.config.read_only:
-            raise ConfigError("read_only: wanted an engine that may add to its store")
-        return restore_snapshot(self._cache, where, max_bytes=max_bytes, progress=progress)
-
-    def flush(self) -> None:
-        """Waits until the disk tier has taken everything."""
-        self._store.flush()
-        self._save_hints()
-        self._tidy()
+            warm_up(self._prefiller, shapes(self.max_model_len), progress, pool=self._pool)
 
     def close(self) -> None:
         """Waits for a running request, writes out what is pending and lets go of the store. May be called twice.
@@ -429,11 +360,3 @@ class Engine(DocumentCalls):
             load_s=prefilled.load_s,
             given_up_loads=prefilled.given_up_loads,
         )
-
-    def _tidy(self) -> None:
-        if not self.config.read_only:
-            self._store.tidy()
-
-    def _save_hints(self) -> None:
-        if not self.config.read_only:
-            self._variants.save_hints()

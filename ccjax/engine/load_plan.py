@@ -12,8 +12,8 @@ from ccjax.engine.rates import Rates
 from ccjax.policy.loading import LoadHabit, PlannedLoad, load_to_explore, loads_to_give_up
 from ccjax.policy.preload import preload_depth
 from ccjax.types import PrefillPlan, Segment, VariantId
-from store.tickets import DISK
 from store.tiered import TieredStore
+from store.usage import DEVICE, DISK
 
 
 class LoadPlanner:
@@ -35,8 +35,10 @@ class LoadPlanner:
         return sum(size for key, size in sizes.items() if self._store.tier_of(key) == DISK)
 
     def load_s(self, plan: PrefillPlan, disk_bytes: int) -> float | None:
-        """CacheCraft's Tload, where `disk_bytes` of the plan's KV come from disk; None while nothing is measured."""
-        merged = sum(self._num_bytes(segment) for segment in plan.segments if segment.variant_id is not None)
+        """CacheCraft's Tload, where `disk_bytes` of the plan's KV come from disk; None while nothing is measured. What
+        is on the device takes no time."""
+        reused = [(segment.variant_id, segment) for segment in plan.segments if segment.variant_id is not None]
+        merged = sum(self._num_bytes(segment) for key, segment in reused if self._store.tier_of(key) != DEVICE)
         return self._rates.load_behind_s(merged, disk_bytes)
 
     def _depth(self, plan: PrefillPlan) -> int:

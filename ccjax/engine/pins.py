@@ -9,8 +9,8 @@ from ccjax.engine.documents import Pin
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import PinLimitError
 from ccjax.types import ChunkId, VariantId, VariantMeta
-from store.tickets import HOST
 from store.tiered import TieredStore
+from store.usage import HOST
 
 
 class DocumentPins:

@@ -129,29 +129,35 @@ class Placement:
         return bool(took)
 
     def complete_load(self, ticket: LoadTicket, metas: Mapping[VariantId, Sized], *, ok: bool = True) -> None:
-        """Unpins. With `ok`, what was read whole from a lower tier moves up where it is worth more than what makes room
-        for it there."""
-        above = next(iter(self._policies))
-        promoted: list[str] = []
-        num_bytes = 0
-        for variant_id in ticket.from_disk() if ok else ():
+        """Unpins. With `ok`, what was read whole from a lower tier moves up into each faster one where it is worth more
+        than what makes room for it there."""
+        tiers = self._store.memory_tiers
+        promoted: dict[str, list[str]] = {tier: [] for tier in tiers}
+        num_bytes = dict.fromkeys(promoted, 0)
+        for variant_id in ticket.whole() if ok else ():
             meta = metas.get(VariantId(variant_id))
-            if meta is None or above in self._store.tiers_of(variant_id):
+            copies = self._store.tiers_of(variant_id)
+            if meta is None or not copies:
                 continue
-            wanted = num_bytes + meta.num_bytes
-            if self._store.shortfall_bytes(above, wanted) is None:
-                continue
+            faster = tiers[: tiers.index(copies[0])] if copies[0] in tiers else tiers
+            for tier in reversed(faster):  # what a copy saves depends on whether there is one below
+                charge = self._store.memory_charge(tier, meta.num_tokens)
+                wanted = num_bytes[tier] + charge
+                if self._store.shortfall_bytes(tier, wanted) is None:
+                    continue
 
-            def shortfall(wanted: int = wanted) -> int:
-                return self._store.shortfall_bytes(above, wanted) or 0
+                def shortfall(tier: str = tier, wanted: int = wanted) -> int:
+                    return self._store.shortfall_bytes(tier, wanted) or 0
 
-            info = self._info(meta, above, 0.0, self._store.tiers_of(variant_id))
-            if self._make_room(above, meta, info, shortfall, ()):
-                promoted.append(variant_id)
-                num_bytes = wanted
+                info = self._info(meta, tier, 0.0, copies, num_bytes=charge)
+                if self._make_room(tier, meta, info, shortfall, ()):
+                    promoted[tier].append(variant_id)
+                    num_bytes[tier] = wanted
+                    copies = (tier, *copies)
         took = self._store.complete_load(ticket, ok, promote=promoted)
-        for variant_id in set(promoted).difference(took):
-            self._drop(variant_id, {above})
+        for tier, variant_ids in promoted.items():
+            for variant_id in set(variant_ids).difference(took.get(tier, ())):
+                self._drop(variant_id, {tier})
 
     def evict(self, victims: Iterable[VariantId]) -> None:
         """Takes variants out of every tier."""

@@ -28,12 +28,15 @@ class Contexts(Protocol):
     """Source of the reused variants' KV, merged layer by layer.
 
     Attributes:
-      loaded_bytes: KV bytes merged so far.
       waited_s: seconds that `take` waited so far.
     """
 
-    loaded_bytes: int
     waited_s: float
+
+    @property
+    def loaded_bytes(self) -> int:
+        """KV bytes that came so far."""
+        ...
 
     def is_ready(self, layer: int) -> bool:
         """True when `take` of the layer would not wait."""

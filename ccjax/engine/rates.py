@@ -13,7 +13,7 @@ from typing import Any
 
 from ccjax.engine.prefill import PrefillResult
 from store.arrays import OnRead
-from store.tickets import DISK, HOST
+from store.usage import DISK, HOST
 
 _NUM_SAMPLES = 32
 _LEAST_BURSTS = 5

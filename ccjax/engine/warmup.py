@@ -4,8 +4,9 @@ no store."""
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.loading import Progress
+from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
 
@@ -36,23 +38,35 @@ def shapes(max_model_len: int) -> list[tuple[int, int]]:
     ]
 
 
-def warm_up(prefiller: Prefiller, sizes: Sequence[tuple[int, int]], progress: Progress | None = None) -> None:
-    """Runs each step once at every (computed tokens, context slots); all layers share one compiled step.
+def warm_up(
+    prefiller: Prefiller,
+    sizes: Sequence[tuple[int, int]],
+    progress: Progress | None = None,
+    *,
+    pool: DevicePool | None = None,
+) -> None:
+    """Runs each step once at every (computed tokens, context slots), and what reads and writes the device tier at these
+    sizes, if there is one; all layers share one compiled step.
 
     XLA compiles on all cores.
     """
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = [
-            pool.submit(_run_steps, prefiller, (count, slots, 0 if count == 1 else segment_bucket(1)))
-            for count, slots in sizes
-        ]
+    jobs: list[Callable[[], None]] = [
+        functools.partial(_run_steps, prefiller, (count, slots, 0 if count == 1 else segment_bucket(1)))
+        for count, slots in sizes
+    ]
+    if pool is not None:
+        counts = {count for count, _ in sizes if count <= _ALL_SIZES_UP_TO}
+        jobs += [functools.partial(pool.compile_write, count) for count in sorted(counts)]
+        jobs += [functools.partial(pool.compile_gather, slots) for slots in sorted({slots for _, slots in sizes})]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        runs = [threads.submit(job) for job in jobs]
         try:
             for done, run in enumerate(concurrent.futures.as_completed(runs)):
                 run.result()
                 if progress is not None:
-                    progress("compile", done + 1, len(sizes))
+                    progress("compile", done + 1, len(jobs))
         finally:
-            pool.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
 
 
 class BackgroundCompiler:

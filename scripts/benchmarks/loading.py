@@ -1,4 +1,4 @@
-"""Loads behind compute (Cache-Craft fig. 29, eq. 16): prefill time with stored KV in host memory and on a slow disk.
+"""Loads behind compute (Cache-Craft fig. 29, eq. 16): prefill time with stored KV in each tier, on a slow disk.
 
 Each case prefills the same prompt through the public engine, its passages reused from the store with a share of their
 tokens recomputed. The disk is a real one behind a link so slow that loading takes 0.5, 1, 2 or 4 times as long as
@@ -26,7 +26,9 @@ from rich.table import Table
 
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.engine.loading import LoadedModel
+from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.prefill import Prefiller, PrefillResult
+from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.policy.preload import preload_depth
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 from models.llama3 import LlamaConfig, Params, init_params
@@ -130,18 +132,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
         def case(tier: str, mode: str, load_s: float = 0.0, link: Link | None = None) -> Case:
             loading, is_in_line = MODES[mode]
-            host_bytes = {} if link is None else {"host_cache_bytes": 1}  # nothing moves up from the slow disk
-            engine = Engine(model, EngineConfig(store=url, loading=loading, **host_bytes, **settings), disk_link=link)
+            budgets = {} if link is None else {"host_cache_bytes": 1}  # nothing moves up from the slow disk
+            if tier == "device":
+                pages = length // PAGE_TOKENS + NUM_PASSAGES + 2  # each variant's last one may be part full
+                budgets = {"device_cache_bytes": kv_spec_of(config, "float32").num_bytes(pages * PAGE_TOKENS)}
+            engine = Engine(model, EngineConfig(store=url, loading=loading, **budgets, **settings), disk_link=link)
             if ideal.result is not None:  # else nothing is known of computing, and a slow load is soon given up
                 engine.rates.compute.observe(ideal.result, layers, ideal.runs_s[-1])
             return Case(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_in_line else 0.0)
 
         ratios = (2.0,) if arguments.quick else RATIOS
-        task = progress.add_task("compile, then measure", total=3 + (len(MODES) * len(ratios) + 2) * (repetitions + 1))
-        cases = [case("host", "sync"), case("host", "layer")]
+        task = progress.add_task("compile, then measure", total=3 + (len(MODES) * len(ratios) + 3) * (repetitions + 1))
+        cases = [case("device", "layer"), case("host", "sync"), case("host", "layer")]
         for _ in range(3):
             ideal.measure()
-            for one in cases:  # the first run moves the KV up into host memory
+            for one in cases:  # the first run moves the KV up into memory
                 one.measure(request)
             progress.advance(task)
         prefill_s, kv_bytes = min(ideal.runs_s), cases[0].reports[0].loaded_bytes

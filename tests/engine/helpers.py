@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,6 +84,7 @@ class Memory:
     """A ticket all of whose variants are in memory, as `read_layers` gives them."""
 
     missing = frozenset()
+    tiers = collections.defaultdict(lambda: "host")
 
     def __init__(self, read_layers: ReadLayers) -> None:
         self._read_layers = read_layers

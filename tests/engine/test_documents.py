@@ -449,10 +449,11 @@ def fill(engine: Engine) -> None:
 
 
 def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
-    engine = start(store=url)
+    engine = start(store=url, device_cache_bytes=16 << 20)
     fill(engine)
     assert as_json(ids_of(engine, ANNA)) in cataloged()
     tainted = seen_by(engine, ANNA)
+    assert all("device" in engine._store.tiers_of(meta.variant_id) for meta in tainted)
     derived = [meta for meta in tainted if key_of(engine, ANNA) not in (meta.chunk_id, *meta.prefix_ids)]
     assert derived, "KV behind DINO was taken over from behind ANNA: its record must say so"
     rows = rows_of(engine, [meta.variant_id for meta in tainted])
@@ -462,8 +463,9 @@ def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
     removal = engine.erase("anna")
     assert (removal.chunks, removal.variants) == (1, len(tainted)) and removal.num_bytes["disk"] > 0
     assert where(tmp_path, needles) == []
+    assert not any(engine._store.tiers_of(meta.variant_id) for meta in tainted)
     assert {meta.variant_id for meta in engine._variants} == untouched and untouched
-    assert not any(array.tobytes() in rows for _, array in engine._store._host._shards.values())
+    assert not any(array.tobytes() in rows for _, array in engine._store._memory["host"]._shards.values())
     assert key_of(engine, ANNA) not in engine._variants.tokens.known()
     hints = json.loads(next(data for path, data in files(tmp_path).items() if path.name == "hints.json"))
     assert not hints["frequency_reuse"].keys() & {meta.variant_id for meta in tainted}
@@ -734,7 +736,7 @@ def test_erase_in_one_engine_reaches_the_memory_of_another_and_what_it_stores_la
     assert seen_by(other, ANNA)
     other.refresh()
     assert not seen_by(other, ANNA)
-    assert not any(array.tobytes() in rows for _, array in other._store._host._shards.values())
+    assert not any(array.tobytes() in rows for _, array in other._store._memory["host"]._shards.values())
     ask(other, ANNA)
     other.flush()
     first.refresh()

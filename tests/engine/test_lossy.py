@@ -66,8 +66,8 @@ def test_mode_exact_stays_full_prefill(url, host_bytes):
 
 def test_what_mode_exact_computed_takes_the_place_of_the_lossy_copies_once(url, monkeypatch):
     stored = []
-    put_host = TieredStore._put_host
-    monkeypatch.setattr(TieredStore, "_put_host", lambda *args, **kwargs: stored.append(1) or put_host(*args, **kwargs))
+    put = TieredStore._put
+    monkeypatch.setattr(TieredStore, "_put", lambda *args, **kwargs: stored.append(1) or put(*args, **kwargs))
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         ask(engine)
         assert len(lossy(engine)) == 4 and len(stored) == 4  # promoted

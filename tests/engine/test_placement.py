@@ -14,22 +14,24 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ccjax.engine.placement import Placement
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool
 from ccjax.policy.eviction import POLICIES
 from ccjax.types import VariantId, VariantMeta
 from tests.store.kv import SPEC, make_kv, make_record, open_store, record_file
 
 ONE = SPEC.num_bytes(5)
+PAGE = SPEC.num_bytes(PAGE_TOKENS)
 RAM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # most of a trace on a shared disk is waiting for fsync
 
 
 class Costs:
-    """A token takes a second to compute; loading takes a millionth of that from disk, nothing from memory."""
+    """A token takes a second to compute; loading a byte takes a millionth of that from disk, far less from memory."""
 
     def compute_s(self, num_tokens):
         return float(num_tokens)
 
     def load_s(self, tier, num_bytes):
-        return {"host": 0.0, "disk": 1e-6}[tier] * num_bytes
+        return {"device": 0.0, "host": 1e-9, "disk": 1e-6}[tier] * num_bytes
 
 
 def meta_of(name, num_tokens=5):
@@ -50,8 +52,9 @@ def meta_of(name, num_tokens=5):
 class Placed:
     """A store, its placement and the ids that left it."""
 
-    def __init__(self, where=None, *, policy="saved_seconds", state=None, **budgets):
-        self.store = open_store(where, **budgets)
+    def __init__(self, where=None, *, policy="saved_seconds", state=None, pages=0, **budgets):
+        device = DevicePool(SPEC, pages * PAGE) if pages else None
+        self.store = open_store(where, device=device, **budgets)
         self.gone = []
         self.placement = Placement(self.store, Costs(), policy=policy, on_gone=self.gone.append)
         self.placement.adopt(self.store.records(), state)
@@ -126,6 +129,84 @@ def test_what_leaves_memory_stays_on_disk_and_is_not_written_again(tmp_path):
             one.use(name)
         assert one.gone == [] and one.held("disk") == {"a", "b"} and one.held("host") == {"b"}
         assert one.store.usage()["disk"].writes == written == 2
+        one.check()
+
+
+def test_the_device_holds_what_is_used_most_and_the_host_the_next(tmp_path):
+    with Placed(tmp_path, pages=1, host_bytes=2 * ONE, policy="lfu") as one:
+        one.put("a", "b", "c")
+        for name, times in (("a", 5), ("b", 3), ("c", 1)):
+            for _ in range(times):
+                one.use(name)
+        for name in "cba":
+            one.use(name)
+        assert one.held("device") == {"a"} and one.held("host") == {"a", "b"} and one.held("disk") == {"a", "b", "c"}
+        one.check()
+        usage = one.store.usage()
+        assert usage["disk"].writes == 3 and usage["host"].hits > 0 and usage["device"].evicted > 0
+
+
+def test_what_leaves_the_device_stays_below_and_is_not_written_there_again():
+    with Placed(pages=1, host_bytes=2 * ONE, policy="lru") as one:
+        one.put("a", "b")
+        assert one.held("device") == {"b"} and one.held("host") == {"a", "b"}
+        written = one.store.usage()["host"].writes
+        for name in "abab":
+            one.use(name)
+            assert one.held("device") == {name} and one.gone == []
+        assert one.store.usage()["host"].writes == written == 2
+        one.check()
+
+
+def test_without_room_in_host_memory_the_device_alone_keeps_a_variant_until_it_goes():
+    with Placed(pages=2, host_bytes=0) as one:
+        assert one.put("a", "b") == [True, True] and one.held("device") == {"a", "b"}
+        one.use("b")
+        assert one.put("c") == [True] and one.gone == ["a"]
+        one.check()
+
+
+def test_a_disk_read_moves_up_to_host_and_device_at_once(tmp_path):
+    with Placed(tmp_path, host_bytes=0) as one:
+        one.put("a")
+    with Placed(tmp_path, pages=1, host_bytes=ONE) as one:
+        one.use("a", ok=False)
+        assert one.held("device") == one.held("host") == set()
+        one.use("a")
+        assert one.held("device") == one.held("host") == {"a"}
+        one.check()
+        one.use("a")
+        assert one.store.usage()["device"].hits == 1
+
+
+def test_room_is_made_for_all_that_one_request_read(tmp_path):
+    with Placed(tmp_path, host_bytes=2 * ONE, policy="lru") as one:
+        one.put("a", "b", "x", "y")
+        assert one.held("host") == {"x", "y"}
+        one.use("a", "b")
+        assert one.held("host") == {"a", "b"}
+        one.check()
+
+
+def test_what_moves_up_into_host_memory_is_worth_less_on_the_device(tmp_path):
+    with Placed(tmp_path, host_bytes=0) as one:
+        one.put("a", "b")
+    with Placed(tmp_path, pages=1, host_bytes=2 * ONE) as one:
+        for _ in range(3):
+            one.use("b")
+        one.use("a")
+        assert one.held("host") == {"a", "b"} and one.held("device") == {"b"}
+        one.check()
+
+
+def test_a_copy_on_the_device_saves_no_more_than_the_host_copy_costs(tmp_path):
+    """Behind a copy in host memory, one on the device is worth a load; behind none, what computing takes."""
+    with Placed(pages=1, host_bytes=ONE) as one:
+        one.put("a")
+        assert one.held("device") == one.held("host") == {"a"}
+        one.use("a", "a", "a")
+        assert one.put("b") == [True]  # worth more there, alone, than the copy of what the host holds as well
+        assert one.held("device") == {"b"} and one.held("host") == {"a"} and one.gone == []
         one.check()
 
 
@@ -286,12 +367,15 @@ class PlacementTrace(RuleBasedStateMachine):
     """Random stores, uses and losses; after each one, every policy knows just the variants of its tier."""
 
     @initialize(
-        host=st.integers(0, 2500), disk=st.none() | st.integers(0, 5000), policy=st.sampled_from(sorted(POLICIES))
+        pages=st.integers(0, 3),
+        host=st.integers(0, 2500),
+        disk=st.none() | st.integers(0, 5000),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
-    def open(self, host, disk, policy):
+    def open(self, pages, host, disk, policy):
         self.folder = tempfile.TemporaryDirectory(dir=RAM)
         self.where = Path(self.folder.name)
-        self.options = {"host_bytes": host, "disk_bytes": disk, "policy": policy}
+        self.options = {"pages": pages, "host_bytes": host, "disk_bytes": disk, "policy": policy}
         self.one = Placed(self.where, **self.options)
         self.tickets = []
 

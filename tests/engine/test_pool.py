@@ -56,7 +56,7 @@ def test_random_histories_keep_every_variant_whole_and_no_page_is_lost():
             except TierFullError:
                 assert pool.budget.shortfall(-(-num_tokens // PAGE_TOKENS) * PAGE) > 0  # pages fit wherever they lie
         assert pool.budget.used_bytes == sum(-(-tokens // PAGE_TOKENS) * PAGE for tokens in held.values())
-        assert len(pool) == len(held) and {record.variant_id for record in pool.records()} == set(held)
+        assert len(pool) == len(held) and {one.variant_id for one in pool.summaries()} == set(held)
     for name, num_tokens in held.items():
         check(pool, name, num_tokens)
     for name in held:

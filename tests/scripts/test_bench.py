@@ -88,7 +88,7 @@ def test_loading_prints_every_mode_with_what_it_hid():
     figures = json.loads(done.stdout.splitlines()[-1])
     rows = {(row["tier"], row["mode"]): row for row in figures["cases"]}
     modes = ["sync", "async", "layer", "alg2", "async + layer"]
-    assert list(rows) == [("host", "sync"), ("host", "layer"), *(("disk", mode) for mode in modes)]
+    assert list(rows) == [("device", "layer"), ("host", "sync"), ("host", "layer"), *(("disk", mode) for mode in modes)]
     for mode in modes:
         row = rows["disk", mode]
         assert row["hidden_share"] == 1 - (row["prefill_s"] - figures["ideal_s"]) / row["load_s"]

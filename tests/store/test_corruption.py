@@ -63,7 +63,7 @@ def test_damage_in_one_layer_spares_layers_read_before(place, store):
     for _ in range(2):
         with pytest.raises(ShardCorruptError):
             ticket.read_layers("v", 0, 2)
-    assert store.complete_load(ticket) == () and store.usage()["disk"].corrupt == 1
+    assert store.complete_load(ticket) == {} and store.usage()["disk"].corrupt == 1
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 900, -1])

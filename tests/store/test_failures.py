@@ -168,7 +168,7 @@ def test_slow_disk_times_out_and_the_load_goes_on(tmp_path):
         file.open("wb").close()
         with pytest.raises(StoreError):
             ticket.read_layers("v", 0, 1, timeout_s=30)
-        assert store.complete_load(ticket, ok=False) == ()
+        assert store.complete_load(ticket, ok=False) == {}
         file.unlink()
         kept.rename(file)
         assert_same_bytes(get(store, "v"), make_kv("v"))

@@ -116,7 +116,7 @@ def test_a_variant_in_memory_or_nowhere_has_nothing_to_read(opened) -> None:
     store = opened(Reads(), host_bytes=1 << 20)
     ticket = store.prepare_load(["a"])
     ticket.read_layers("a", 0, 3)
-    assert store.complete_load(ticket) == ("a",)
+    assert store.complete_load(ticket) == {"host": ("a",)}
     assert store.unread_bytes("a") == store.unread_bytes("b") == 0
     with pytest.raises(ShardNotFoundError):
         store.prepare_load(["b"]).read_layers("b", 0, 1)

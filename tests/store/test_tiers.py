@@ -296,14 +296,14 @@ def test_whole_disk_reads_are_promoted_where_they_fit(tmp_path):
         ticket.read_layers("b", 0, 2)
         ticket.read_layers("b", 2, 3)
         ticket.read_layers("c", 0, 2)  # not whole
-        assert ticket.from_disk() == ("a", "b")
-        assert store.complete_load(ticket) == ("a", "b")
+        assert tuple(ticket.whole()) == ("a", "b")
+        assert store.complete_load(ticket) == {"host": ("a", "b")}
         assert [store.tier_of(key) for key in ("a", "b", "c")] == ["host", "host", "disk"]
         again = store.prepare_load(["a", "c"])
         assert np.shares_memory(a, again.read_layers("a", 0, 3))  # promotion does not copy
         again.read_layers("c", 0, 3)
         store.evict("host", ["b"])
-        assert store.complete_load(again, ok=False) == ()  # a failed prefill promotes nothing
+        assert store.complete_load(again, ok=False) == {}  # a failed prefill promotes nothing
         for variant_id in ("a", "b", "c"):
             assert_same_bytes(get(store, variant_id), make_kv(variant_id))
 
@@ -316,7 +316,7 @@ def test_only_what_is_named_is_promoted(tmp_path):
         ticket = store.prepare_load(["a", "b"])
         for variant_id in ("a", "b"):
             ticket.read_layers(variant_id, 0, 3)
-        assert store.complete_load(ticket, promote=["b", "c"]) == ("b",)
+        assert store.complete_load(ticket, promote={"host": ["b", "c"]}) == {"host": ("b",)}
         assert [store.tier_of(key) for key in ("a", "b", "c")] == ["disk", "host", None]
         with pytest.raises(ValueError, match="tier: wanted one of.*'tape'"):
             store.shortfall_bytes("tape", 1)
@@ -330,7 +330,7 @@ def test_promotion_leaves_announced_room_alone(tmp_path):
         ticket = store.prepare_load(["a"])
         ticket.read_layers("a", 0, 3)
         assert store.shortfall_bytes("host", ONE) == ONE
-        assert store.complete_load(ticket) == ()
+        assert store.complete_load(ticket) == {}
         assert store.complete_store(announced, make_kv("b")) == ("host", "disk")
 
 
@@ -358,7 +358,7 @@ def test_prefetch_is_waited_for_from_another_thread(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-        assert not failures and ticket.bytes_read == {"host": 0, "disk": 8 * SPEC.num_bytes(16)}
+        assert not failures and ticket.bytes_read == {"device": 0, "host": 0, "disk": 8 * SPEC.num_bytes(16)}
         store.complete_load(ticket)
 
 

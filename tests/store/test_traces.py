@@ -2,34 +2,41 @@
 
 import os
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool
 from tests.store.kv import SPEC, assert_same_bytes, bytes_on_disk, make_kv, make_record, open_store
 
 IDS = st.sampled_from([f"v{number}" for number in range(6)])
-TIERS = st.sampled_from(["host", "disk"])
+TIERS = st.sampled_from(["device", "host", "disk"])
 TOKENS = {f"v{number}": number + 1 for number in range(6)}  # different sizes: 192 bytes a token
+PAGE = SPEC.num_bytes(PAGE_TOKENS)
 
 
 class StoreTrace(RuleBasedStateMachine):
-    """`held` is the model: tier -> variant id -> bytes that it charges there."""
+    """`held` is the model: tier -> variant id -> bytes that it charges there. Without a device tier, its room is 0."""
 
-    @initialize(host_bytes=st.integers(0, 2500), disk_bytes=st.none() | st.integers(0, 6000))
-    def open(self, host_bytes, disk_bytes):
+    @initialize(
+        device_pages=st.integers(0, 3), host_bytes=st.integers(0, 2500), disk_bytes=st.none() | st.integers(0, 6000)
+    )
+    def open(self, device_pages, host_bytes, disk_bytes):
         # In memory where there is such a place: most of a trace on a shared disk is waiting for fsync.
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.path = Path(self.folder.name)
-        self.budgets = {"host": host_bytes, "disk": disk_bytes}
-        self.held: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
+        self.budgets = {"device": device_pages * PAGE, "host": host_bytes, "disk": disk_bytes}
+        self.held: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
         self.tickets = []
         self.reopen()
 
     def reopen(self):
-        self.store = open_store(self.path, host_bytes=self.budgets["host"], disk_bytes=self.budgets["disk"])
+        device = DevicePool(SPEC, self.budgets["device"]) if self.budgets["device"] else None
+        budgets = {"host_bytes": self.budgets["host"], "disk_bytes": self.budgets["disk"]}
+        self.store = open_store(self.path, device=device, **budgets)
 
     def room(self, tier):
         limit = self.budgets[tier]
@@ -43,7 +50,11 @@ class StoreTrace(RuleBasedStateMachine):
         ticket = self.store.prepare_store(make_record(variant_id, TOKENS[variant_id]))
         assert ticket.exists == any(variant_id in held for held in self.held.values())
         if not ticket.exists:
-            charges = {"host": SPEC.num_bytes(TOKENS[variant_id]), "disk": ticket.charge_bytes.get("disk", 1 << 30)}
+            charges = {
+                "device": PAGE,
+                "host": SPEC.num_bytes(TOKENS[variant_id]),
+                "disk": ticket.charge_bytes.get("disk", 1 << 30),
+            }
             fitting = [tier for tier in charges if self.budgets[tier] is None or charges[tier] <= self.budgets[tier]]
             assert list(ticket.tiers) == fitting
             assert ticket.shortfall_bytes == {
@@ -63,7 +74,7 @@ class StoreTrace(RuleBasedStateMachine):
     def begin_load(self, ids):
         ticket = self.store.prepare_load(ids)
         for key in ids:
-            tier = "host" if key in self.held["host"] else "disk" if key in self.held["disk"] else None
+            tier = next((tier for tier, held in self.held.items() if key in held), None)
             assert ticket.tiers.get(key) == tier and (key in ticket.missing) == (tier is None)
         self.tickets.append(ticket)
 
@@ -74,18 +85,21 @@ class StoreTrace(RuleBasedStateMachine):
         promotable = []
         for key, tier in ticket.tiers.items():
             assert_same_bytes(ticket.read_layers(key, first, 3), make_kv(key, TOKENS[key])[first:])
-            if tier == "disk" and first == 0 and ok:
+            if ok and (tier == "host" or (tier == "disk" and first == 0)):
                 promotable.append(key)
-        expected = []
-        for key in promotable:
-            size = SPEC.num_bytes(TOKENS[key])
-            if key not in self.held["host"] and size <= self.room("host"):
-                self.held["host"][key] = size
-                expected.append(key)
-        assert list(self.store.complete_load(ticket, ok)) == expected
+        expected: dict[str, tuple[str, ...]] = {}
+        for tier in ("device", "host"):
+            for key in promotable:
+                size = PAGE if tier == "device" else SPEC.num_bytes(TOKENS[key])
+                if key not in self.held[tier] and size <= self.room(tier):
+                    self.held[tier][key] = size
+                    expected[tier] = (*expected.get(tier, ()), key)
+        assert self.store.complete_load(ticket, ok) == expected
 
     @rule(tier=TIERS, ids=st.lists(IDS, max_size=3, unique=True))
     def evict(self, tier, ids):
+        if tier == "device" and not self.budgets["device"]:
+            return
         gone = [key for key in ids if key in self.held[tier] and key not in self.pinned()]
         assert list(self.store.evict(tier, ids)) == gone
         for key in gone:
@@ -106,6 +120,7 @@ class StoreTrace(RuleBasedStateMachine):
     def restart(self):
         self.store.close()
         self.tickets.clear()
+        self.held["device"].clear()
         self.held["host"].clear()
         self.reopen()
 
@@ -114,11 +129,13 @@ class StoreTrace(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         usage = self.store.usage()
-        for tier, held in self.held.items():
+        assert list(usage) == [tier for tier in self.held if tier != "device" or self.budgets["device"]]
+        for tier in usage:
+            held = self.held[tier]
             assert usage[tier].used_bytes == sum(held.values()) and usage[tier].num_variants == len(held)
             assert self.budgets[tier] is None or usage[tier].used_bytes <= self.budgets[tier]
         assert bytes_on_disk(self.path) == usage["disk"].used_bytes
-        assert {record.variant_id for record in self.store.records()} == {*self.held["host"], *self.held["disk"]}
+        assert {record.variant_id for record in self.store.records()} == {*chain(*self.held.values())}
 
     def teardown(self):
         if hasattr(self, "store"):

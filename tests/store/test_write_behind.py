@@ -27,7 +27,7 @@ class GatedTier(TensorStoreTier):
 @pytest.fixture
 def gated(tmp_path):
     tier = GatedTier(tmp_path)
-    with TieredStore(SPEC, HostTier(1 << 20), tier, max_pending_bytes=2 * ONE) as store:
+    with TieredStore(SPEC, [HostTier(SPEC, 1 << 20)], tier, max_pending_bytes=2 * ONE) as store:
         yield store, tier
         tier.gate.set()
 
@@ -71,7 +71,7 @@ def test_variant_being_written_is_served_and_not_evicted(gated):
     view = ticket.read_layers("a", 0, 3)
     assert not view.flags.writeable
     assert_same_bytes(view, make_kv("a"))
-    assert store.complete_load(ticket) == ()
+    assert store.complete_load(ticket) == {}
     assert store.prepare_store(make_record("a")).exists
     assert store.evict("disk", ["a"]) == ()
     tier.gate.set()

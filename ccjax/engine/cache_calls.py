@@ -1,0 +1,116 @@
+"""What an engine offers for its chunk-caches as a whole: how they stand, upkeep, snapshots. Knows neither HTTP nor how
+it is done."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ccjax.engine.config import EngineConfig
+from ccjax.engine.document_cache import DocumentCache
+from ccjax.engine.loading import Progress
+from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
+from ccjax.engine.prefill import IsCancelled
+from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
+from ccjax.engine.variants import VariantIndex
+from ccjax.errors import ConfigError
+from store.tiered import TieredStore
+from store.usage import TierUsage
+
+
+class CacheCalls:
+    """The part of `Engine` for all that it keeps."""
+
+    config: EngineConfig
+    _store: TieredStore
+    _variants: VariantIndex
+    _documents: DocumentCache
+    _maintenance: Maintenance
+    _cache: ChunkCache
+
+    def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
+        raise NotImplementedError
+
+    def store_usage(self) -> dict[str, TierUsage]:
+        """Bytes, variants and counters of every tier."""
+        return self._store.usage()
+
+    @property
+    def num_variants(self) -> int:
+        """Chunk variants that can be reused now."""
+        return len(self._variants)
+
+    @property
+    def maintenance_counts(self) -> MaintenanceCounts:
+        """What `repair_one` and `refresh` did so far."""
+        return self._maintenance.counts
+
+    def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
+        """Uses idle time: computes one approximate variant anew and puts the exact one in its place.
+
+        An approximate variant is what a repaired chunk was stored as; exact ones can be reused behind their prefix in
+        every mode, and no error builds up on them.
+
+        Args:
+          is_cancelled: asked before every layer; once it returns True all is left as it was.
+
+        Returns:
+          Whether a variant was dealt with, so that there may be another one. False where there is none, where the
+          engine is in use, cancelled, `read_only`, or never reuses anything.
+
+        Raises:
+          RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
+        """
+        if self.config.read_only or self.config.strategy == "full":
+            return False
+        with self._exclusive(wait=False) as is_ours:
+            return is_ours and self._maintenance.repair_one(is_cancelled)
+
+    def refresh(self) -> None:
+        """Takes in what other processes stored in and took out of the same store since the last look.
+
+        The disk is read beside a running request; only the index is changed between two requests.
+
+        Raises:
+          RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
+        """
+        notes = self._documents.fetch()  # first: what was erased must not be taken in
+        added, removed = self._store.refresh()
+        is_due = not self.config.read_only and self._documents.needs_tending()
+        if added or removed or any(notes) or is_due:
+            with self._exclusive():
+                self._documents.follow(*notes)
+                self._maintenance.follow(added, removed)
+                if is_due:
+                    self._documents.tend()
+        self._tidy()
+
+    def save_snapshot(
+        self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
+    ) -> SaveReport:
+        """Writes all chunk-caches with their metadata to a directory or bucket, while requests go on: see
+        `ccjax.engine.snapshot.save_snapshot`."""
+        return save_snapshot(self._cache, where, overwrite=overwrite, progress=progress)
+
+    def restore_snapshot(
+        self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
+    ) -> RestoreReport:
+        """Takes in the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests go on: see
+        `ccjax.engine.snapshot.restore_snapshot`. A `read_only` engine raises ConfigError."""
+        if self.config.read_only:
+            raise ConfigError("read_only: wanted an engine that may add to its store")
+        return restore_snapshot(self._cache, where, max_bytes=max_bytes, progress=progress)
+
+    def flush(self) -> None:
+        """Waits until the disk tier has taken everything."""
+        self._store.flush()
+        self._save_hints()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        if not self.config.read_only:
+            self._store.tidy()
+
+    def _save_hints(self) -> None:
+        if not self.config.read_only:
+            self._variants.save_hints()

@@ -1,0 +1,108 @@
+"""The tiers of a store in order, the fastest first: which of them holds a variant, what they hold and what they count.
+Knows no tickets and no pins."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from store.disk import TensorStoreTier
+from store.memory import MemoryTier
+from store.spec import ShardRecord, ShardSummary
+from store.usage import DISK, TierUsage
+from store.write_behind import WriteBehind
+
+
+class Levels:
+    """Tiers in memory above one on disk, if there is that. Thread-safe.
+
+    Attributes:
+      memory_tiers: names of those in memory, the fastest first.
+    """
+
+    def __init__(
+        self, memory: Sequence[MemoryTier[Any]], disk: TensorStoreTier | None, writer: WriteBehind | None
+    ) -> None:
+        self._memory = {tier.name: tier for tier in memory}
+        self._disk = disk
+        self._writer = writer
+        self._lock = threading.RLock()
+        self._levels: dict[str, MemoryTier[Any] | TensorStoreTier] = dict(self._memory)
+        if disk is not None:
+            self._levels[DISK] = disk
+        self._counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in self._levels}
+        self.memory_tiers = tuple(self._memory)
+
+    def summaries(self) -> list[ShardSummary]:
+        """Every committed variant of any tier, once. Reads nothing."""
+        with self._lock:
+            found = {one.variant_id: one for tier in self._levels.values() for one in tier.summaries()}
+        return list(found.values())
+
+    def get_summary(self, variant_id: str) -> ShardSummary | None:
+        """Of a committed variant of any tier, or None. Reads nothing."""
+        with self._lock:
+            found = (tier.get_summary(variant_id) for tier in self._levels.values())
+            return next(filter(None, found), None)
+
+    def records(self) -> list[ShardRecord]:
+        """The whole records behind `summaries`."""
+        found = (self.get_record(one.variant_id) for one in self.summaries())
+        return [record for record in found if record is not None]
+
+    def get_record(self, variant_id: str) -> ShardRecord | None:
+        """The record of a committed variant of any tier; None where there is none, or none that is sound."""
+        with self._lock:
+            held = next(filter(None, (tier.get_record(variant_id) for tier in self._memory.values())), None)
+        return held or (None if self._disk is None else self._disk.get_record(variant_id))
+
+    def tier_of(self, variant_id: str) -> str | None:
+        """The fastest tier that holds the variant: "device", "host", "disk" or None."""
+        return next(iter(self.tiers_of(variant_id)), None)
+
+    def tiers_of(self, variant_id: str) -> tuple[str, ...]:
+        """Every tier that holds the variant, the fastest first; "disk" from the moment that its write is queued."""
+        queued = self._writer is not None and variant_id in self._writer  # first: what leaves the queue is on disk
+        return tuple(name for name, tier in self._levels.items() if variant_id in tier or (queued and name == DISK))
+
+    def is_lossy(self, variant_id: str) -> bool:
+        """True when the copy that a load would read now may differ from what was stored; see `LoadTicket.lossy`."""
+        with self._lock:
+            for tier in self._memory.values():
+                if variant_id in tier:
+                    return tier.is_lossy(variant_id)
+            is_queued = self._writer is not None and variant_id in self._writer
+            return self._disk is not None and not is_queued and self._disk.is_lossy(variant_id)
+
+    def usage(self) -> dict[str, TierUsage]:
+        """Tier -> usage and counters since open."""
+        with self._lock:
+            counts = {name: collections.Counter(self._counts[name]) for name in self._levels}
+            if self._disk is not None and self._writer is not None:
+                counts[DISK]["corrupt"] = self._disk.num_corrupt
+                counts[DISK]["writes"] = self._writer.num_written
+                counts[DISK]["bytes_written"] = self._writer.bytes_written
+                counts[DISK]["failed_writes"] = self._writer.num_failed
+            return {
+                name: TierUsage(tier.budget.used_bytes, tier.budget.limit_bytes, len(tier), **counts[name])
+                for name, tier in self._levels.items()
+            }
+
+    def charge_bytes(self, tier: str, variant_id: str) -> int | None:
+        """Bytes that a variant takes out of a tier's budget; None where it is not there, or on its way."""
+        return self._tier(tier).charged(variant_id)
+
+    def memory_charge(self, tier: str, num_tokens: int) -> int:
+        """Bytes that a variant of so many tokens would take out of the budget of one of `memory_tiers`."""
+        return self._memory[tier].charge_bytes(num_tokens)
+
+    def foreign_fingerprints(self) -> frozenset[str]:
+        """Other models that have variants under the same URL."""
+        return frozenset() if self._disk is None else self._disk.foreign_fingerprints()
+
+    def _tier(self, name: str) -> MemoryTier[Any] | TensorStoreTier:
+        if name not in self._levels:
+            raise ValueError(f"tier: wanted one of {list(self._levels)}, got {name!r}")
+        return self._levels[name]

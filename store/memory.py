@@ -1,0 +1,112 @@
+"""What tiers in memory share: variants by id under a byte budget, and whether a copy is exact. Knows no disk, no pins,
+no eviction order, and not what a variant looks like where it rests."""
+
+from __future__ import annotations
+
+import abc
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from store.budget import ByteBudget
+from store.errors import ShardNotFoundError
+from store.spec import ShardRecord, ShardSummary
+
+Held = TypeVar("Held")
+
+
+class MemoryTier(abc.ABC, Generic[Held]):
+    """Variants in some memory, each as a `Held`. `TieredStore` serialises what changes it.
+
+    Evicting drops the tier's reference only: what a reader holds stays valid until it lets go of it.
+
+    Attributes:
+      name: of the tier.
+      budget: bytes held of those that it may hold.
+    """
+
+    def __init__(self, name: str, budget_bytes: int) -> None:
+        self.name = name
+        self.budget = ByteBudget(name, budget_bytes)
+        self._shards: dict[str, tuple[ShardRecord, Held]] = {}
+        self._lossy: set[str] = set()
+
+    @abc.abstractmethod
+    def charge_bytes(self, num_tokens: int) -> int:
+        """Bytes that a variant of so many tokens takes out of the budget."""
+
+    @abc.abstractmethod
+    def _take_in(self, kv: np.ndarray) -> Held:
+        """What is held of `kv` `[L, 2, T, K, H]`; TierFullError where there is no room in spite of the budget."""
+
+    def __contains__(self, variant_id: str) -> bool:
+        return variant_id in self._shards
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def summaries(self) -> list[ShardSummary]:
+        """Of all variants held, oldest first."""
+        return [record.summary for record, _ in self._shards.values()]
+
+    def get_record(self, variant_id: str) -> ShardRecord | None:
+        """The record of a variant that is held, or None."""
+        shard = self._shards.get(variant_id)
+        return None if shard is None else shard[0]
+
+    def get_summary(self, variant_id: str) -> ShardSummary | None:
+        """Of a variant that is held, or None."""
+        record = self.get_record(variant_id)
+        return None if record is None else record.summary
+
+    def charged(self, variant_id: str) -> int | None:
+        """Bytes that a held variant takes out of the budget; None for others."""
+        shard = self._shards.get(variant_id)
+        return None if shard is None else self.charge_bytes(shard[0].num_tokens)
+
+    def is_lossy(self, variant_id: str) -> bool:
+        """True when the variant's copy may differ from what was stored."""
+        return variant_id in self._lossy
+
+    def put(self, record: ShardRecord, kv: np.ndarray, *, is_lossy: bool = False) -> None:
+        """Takes in `kv` `[L, 2, T, K, H]`, whose memory the caller must own and write no more. A variant that is held
+        stays, but for a lossy copy where this one is not.
+
+        Raises:
+          TierFullError: it does not fit; nothing changed, but that a lossy copy went for it.
+        """
+        variant_id = record.variant_id
+        if variant_id in self._shards:
+            if is_lossy or variant_id not in self._lossy:
+                return
+            self.remove(variant_id)  # makes just the room that is needed
+        num_bytes = self.charge_bytes(record.num_tokens)
+        self.budget.charge(num_bytes)
+        try:
+            held = self._take_in(kv)
+        except BaseException:
+            self.budget.release(num_bytes)
+            raise
+        self._shards[variant_id] = (record, held)
+        if is_lossy:
+            self._lossy.add(variant_id)
+
+    def get(self, variant_id: str) -> Held:
+        """What is held of the variant.
+
+        Raises:
+          ShardNotFoundError: the tier does not hold it.
+        """
+        try:
+            return self._shards[variant_id][1]
+        except KeyError:
+            raise ShardNotFoundError(f"{self.name} tier: no variant {variant_id}") from None
+
+    def remove(self, variant_id: str) -> bool:
+        """Drops the variant; False when it was not there."""
+        shard = self._shards.pop(variant_id, None)
+        if shard is None:
+            return False
+        self._lossy.discard(variant_id)
+        self.budget.release(self.charge_bytes(shard[0].num_tokens))
+        return True

@@ -1,0 +1,153 @@
+"""Chunk-caches on the device change where KV comes from, never what is answered."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ccjax.engine import budgets
+from ccjax.engine.budgets import memory_bytes
+from ccjax.engine.pool import PAGE_TOKENS
+from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.errors import ConfigError
+from models.llama3 import steps
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
+from tests.engine.test_identities import answer, assert_same
+
+MODEL = TinyModel(seed=11)
+PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
+ALL = 200 * PAGE
+LENGTHS = (40, 33, 64, 17)
+SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
+NUM_STORED = sum(map(len, SEGMENTS[:-1]))
+
+
+def tiers(report):
+    return [document.tier for document in report.per_document]
+
+
+def same_report(got, wanted):
+    """Reports alike but for seconds, and the tier that KV came from."""
+
+    def plain(report):
+        documents = [dataclasses.replace(document, tier=None) for document in report.per_document]
+        seconds = {field.name: 0.0 for field in dataclasses.fields(report) if field.name.endswith("_s")}
+        return dataclasses.replace(report, per_document=tuple(documents), preloaded_bytes=0, **seconds)
+
+    assert plain(got) == plain(wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "reuse"}, {"recompute_ratio": 0.3}, {"focus_window": None}])
+@pytest.mark.parametrize("reuse", ["exact", "bounded", "fast"])
+def test_what_is_on_the_device_answers_as_what_is_in_host_memory(settings, reuse):
+    with MODEL.engine(**settings) as host, MODEL.engine(device_cache_bytes=ALL, **settings) as device:
+        for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0, 2], [1, 1, 0], [2, 3, 1], [2, 3, 1]):
+            segments = permuted(SEGMENTS, order)
+            wanted, got = answer(host, segments, reuse), answer(device, segments, reuse)
+            assert got[:2] == wanted[:2]  # to the bit
+            same_report(got[2], wanted[2])
+            assert {"device"} >= {tier for tier in tiers(got[2]) if tier is not None}
+        assert got[2].reused_tokens > 0 and "device" in tiers(got[2])
+        usage = device.store_usage()
+        assert usage["device"].hits > 0 and usage["host"].hits == 0
+        assert usage["device"].bytes_read == host.store_usage()["host"].bytes_read > 0
+
+
+def test_one_prompt_from_device_host_and_disk(tmp_path):
+    """One engine whose variants were evicted from some tiers, so that one context has parts of each."""
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url, device_cache_bytes=ALL, recompute_ratio=0.2) as engine, MODEL.engine() as other:
+        first = answer(engine, SEGMENTS, "bounded")
+        engine.flush()
+        by_chunk = {document.chunk_id: place for place, document in enumerate(first[2].per_document)}
+        for meta in list(engine._variants):
+            place = by_chunk[meta.chunk_id]
+            for tier in ("device", "host")[: place % 3]:
+                assert engine._store.evict(tier, [meta.variant_id]) == (meta.variant_id,)
+                engine._variants._placement.follow(meta.variant_id)
+        again = answer(engine, SEGMENTS, "bounded")
+        assert tiers(again[2]) == ["device", "host", "disk", "device", "host"]
+        assert again[2].reused_tokens == NUM_STORED and again[2].exact
+        assert_same(again, answer(other, SEGMENTS, "off"))
+        moved = answer(engine, permuted(SEGMENTS, [2, 0, 1, 3]), "bounded")
+        assert set(tiers(moved[2])) == {"device"}  # what was read moved up
+
+
+def test_pages_of_another_variant_are_noticed():
+    """The mutant of the tests above."""
+    with MODEL.engine(device_cache_bytes=ALL) as engine:
+        wanted = answer(engine, SEGMENTS, "bounded")
+        for _, shard in engine._pool._shards.values():
+            shard.slots = np.roll(shard.slots, 1)
+        got = answer(engine, SEGMENTS, "bounded")
+    assert "device" in tiers(got[2])
+    assert max(abs(a - b) for a, b in zip(got[1], wanted[1], strict=True)) > 100 * TOLERANCE
+
+
+def test_a_small_pool_serves_random_prompts_and_gets_all_its_pages_back():
+    random = np.random.default_rng(0)
+    passages = draw_segments(random, [int(length) for length in random.integers(1, 60, 12)])[1:-1]
+    budgets_of = {"device_cache_bytes": 9 * PAGE + 5, "host_cache_bytes": 14 * PAGE}
+    seen = set()
+    with MODEL.engine(**budgets_of) as engine, MODEL.engine() as plain:
+        pool = engine._pool
+        for number in range(40):
+            chosen = random.choice(len(passages), random.integers(1, 5), replace=False)
+            segments = [SEGMENTS[0], *(passages[index] for index in chosen), SEGMENTS[-1]]
+            reuse = ("exact", "bounded", "fast")[number % 3]
+            got = answer(engine, segments, reuse, tokens=2)
+            seen |= set(tiers(got[2]))
+            if reuse == "exact":
+                assert_same(got, answer(plain, segments, "off", tokens=2))
+            used = sum(-(-one.num_tokens // PAGE_TOKENS) for one in pool.summaries())
+            assert len(pool._free) == 9 - used and pool.budget.used_bytes == used * PAGE <= 9 * PAGE
+        assert seen == {"device", "host", None}
+        usage = engine.store_usage()
+        assert usage["device"].evicted > 0 and usage["host"].evicted > 0
+        for meta in list(engine._variants):
+            engine._store.discard(meta.variant_id)
+        assert sorted(pool._free) == list(range(9)) and pool.budget.used_bytes == 0
+
+
+def test_a_lossy_copy_stays_lossy_on_the_device(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
+        answer(engine, SEGMENTS, "bounded")
+    with MODEL.engine(store=url, disk_kv_dtype="int8", device_cache_bytes=ALL) as engine:
+        for _ in range(2):
+            reused = answer(engine, SEGMENTS, "bounded")
+            assert not reused[2].exact and reused[2].reused_tokens == NUM_STORED
+        assert set(tiers(reused[2])) == {"device"}
+        exact = answer(engine, SEGMENTS, "exact")
+        assert exact[2].exact and exact[2].computed_tokens == exact[2].prompt_tokens
+        assert_same(exact, answer(engine, SEGMENTS, "off"))
+        again = answer(engine, SEGMENTS, "bounded")  # what mode exact computed took the lossy copies' place
+        assert again[2].exact and set(tiers(again[2])) == {"device"}
+
+
+def test_after_warm_up_the_first_hit_on_the_device_compiles_nothing():
+    model = TinyModel(seed=12, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, intermediate_size=16)
+    page = kv_spec_of(model.config, "float32").num_bytes(PAGE_TOKENS)
+    with model.engine(max_model_len=128, device_cache_bytes=32 * page) as engine:
+        engine.warmup()
+        run = (steps.layer_step, steps.rotate_step, steps.write_pages_step, steps.read_pages_step)
+        before = [step._cache_size() for step in run]
+        segments = draw_segments(np.random.default_rng(1), [30, 24, 36])
+        for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+            report = engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3).reuse
+        assert "device" in tiers(report)
+        assert [step._cache_size() for step in run] == before
+
+
+def test_budgets_that_cannot_be_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="device_cache_bytes: wanted an integer of at least 0, got -1"):
+        MODEL.engine(device_cache_bytes=-1)
+    with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at least {PAGE}.*got {PAGE - 1}"):
+        MODEL.engine(device_cache_bytes=PAGE - 1)
+    left = memory_bytes() - (1 << 20)
+    with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at most {left} .*got {left + 1}"):
+        MODEL.engine(host_cache_bytes=1 << 20, device_cache_bytes=left + 1)
+    monkeypatch.setattr(budgets, "free_device_bytes", lambda: 5 * PAGE)
+    with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at most {5 * PAGE} .*got {5 * PAGE + 1}"):
+        MODEL.engine(device_cache_bytes=5 * PAGE + 1)
+    MODEL.engine(host_cache_bytes=memory_bytes(), device_cache_bytes=5 * PAGE).close()  # memory of its own
