@@ -1,19 +1,17 @@
-"""The answer under construction: draws tokens, turns them into text, stops. Knows no model and no device."""
+"""The answer under construction: turns tokens into text, stops. Knows no model and no device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ccjax.engine.requests import Delta, FinishReason, Response, SamplingParams, TokenLogprob
-from ccjax.engine.sampling import Sampler, log_probabilities
+from ccjax.engine.sampling import Drawn
 from ccjax.text import IncrementalDecoder, StopStrings, Tokenizer
 from ccjax.types import ReuseReport
 
 
 class Answer:
-    """One answer; `push` draws the next token until `finish_reason` is set."""
+    """One answer; `push` takes in the next token until `finish_reason` is set."""
 
     def __init__(
         self,
@@ -25,7 +23,6 @@ class Answer:
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
-        self._sampler = Sampler(sampling)
         self._decoder = IncrementalDecoder(tokenizer, prompt_tail) if tokenizer is not None else None
         self._stops = StopStrings(sampling.stop)
         self._token_ids: list[int] = []
@@ -43,16 +40,16 @@ class Answer:
         """The token drawn last."""
         return self._token_ids[-1]
 
-    def push(self, logits: np.ndarray) -> Delta:
-        """Draws a token from logits [V]; the delta holds the text it completes, without any of a stop string."""
-        token_id = self._sampler.draw(logits)
+    def push(self, drawn: Drawn) -> Delta:
+        """Takes in a token; the delta holds the text it completes, without any of a stop string."""
+        token_id = drawn.token_id
         if token_id in self._eos_ids:
             self.finish_reason = "stop"
             return Delta("")
         self._token_ids.append(token_id)
         logprobs = ()
         if self._sampling.logprobs is not None:
-            logprobs = (self._logprob(token_id, log_probabilities(logits), self._sampling.logprobs),)
+            logprobs = (self._logprob(drawn),)
             self._logprobs.extend(logprobs)
         text = self._stops.push(self._decoder.push(token_id)) if self._decoder is not None else ""
         if self._stops.matched is not None:
@@ -81,14 +78,9 @@ class Answer:
         unseen = last if self.finish_reason is not None else Delta("")
         return Delta(unseen.text + tail, unseen.token_ids, unseen.logprobs, response)
 
-    def _logprob(self, token_id: int, logprobs: np.ndarray, num_top: int) -> TokenLogprob:
-        top = np.argsort(-logprobs, kind="stable")[:num_top]
-        return TokenLogprob(
-            token_id,
-            self._decode(token_id),
-            float(logprobs[token_id]),
-            tuple((int(other), self._decode(int(other)), float(logprobs[other])) for other in top),
-        )
+    def _logprob(self, drawn: Drawn) -> TokenLogprob:
+        top = tuple((token_id, self._decode(token_id), logprob) for token_id, logprob in drawn.top)
+        return TokenLogprob(drawn.token_id, self._decode(drawn.token_id), drawn.logprob, top)
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer is not None else ""

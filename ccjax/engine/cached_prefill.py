@@ -15,6 +15,7 @@ from ccjax.engine.capture import ReadLayers, capture_variants
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.contexts import LayerLoader, Pool
 from ccjax.engine.load_plan import LoadPlanner
+from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.prefill import IsCancelled, Prefiller, PrefillResult, Size
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.rates import Rates
@@ -42,7 +43,7 @@ class Prefilled:
 
     prompt: Prompt
     plan: PrefillPlan
-    result: PrefillResult
+    result: PrefillOutcome
     ticket: LoadTicket | None
     read_layers: ReadLayers | None
     plan_s: float
@@ -74,10 +75,10 @@ class CachedPrefill:
         self._store = store
         self._variants = variants
         self._settings = config.planner_settings()
-        self._read_only = config.read_only
-        self._rates = rates
+        self.read_only = config.read_only
+        self.rates = rates
         self._loading = config.loading
-        self._loads = LoadPlanner(store, rates, prefiller.config.num_layers)
+        self.loads = LoadPlanner(store, rates, prefiller.config.num_layers)
         self._loader: LayerLoader | None = None
 
     @property
@@ -88,7 +89,7 @@ class CachedPrefill:
 
     def wanted(self, prompt: Prompt, mode: ReuseMode) -> dict[VariantId, int]:
         """The variants that a plan made now would load, with their bytes; may be asked beside a running prefill."""
-        candidates = self._usable(prompt, known=self._variants.peek)
+        candidates = self.usable(prompt, known=self._variants.peek)
         pinned = self.plan(prompt, mode, candidates).pin
         sizes = {meta.variant_id: meta.num_bytes for metas in candidates.values() for meta in metas}
         return {variant_id: sizes[variant_id] for variant_id in pinned}
@@ -101,7 +102,7 @@ class CachedPrefill:
 
     def size_of(self, prompt: Prompt, mode: ReuseMode) -> Size:
         """The size that `run` will begin with, if it captures and all loads succeed."""
-        return self._prefiller.size_of(self.plan(prompt, mode, self._usable(prompt)))
+        return self._prefiller.size_of(self.plan(prompt, mode, self.usable(prompt)))
 
     def run(
         self,
@@ -142,10 +143,10 @@ class CachedPrefill:
             raise
 
     def _shared(self, is_cancelled: IsCancelled | None) -> SharedPrefill | None:
-        claims = None if self._read_only else self._store.claims
+        claims = None if self.read_only else self._store.claims
         if claims is None:
             return None
-        return SharedPrefill(claims, self._variants, self._rates.seconds_per_token, is_cancelled)
+        return SharedPrefill(claims, self._variants, self.rates.seconds_per_token, is_cancelled)
 
     def _run_stored(
         self,
@@ -158,18 +159,18 @@ class CachedPrefill:
     ) -> Prefilled:
         failed: set[VariantId] = set()
         lossy: set[str] = set()
-        patience = Patience(self._rates.seconds_per_token)
+        patience = Patience(self.rates.seconds_per_token)
         waited_s = 0.0
         while True:
-            plan, given_up = self._loads.settle(
-                lambda without: self.plan(prompt, mode, self._usable(prompt, failed | without, lossy=lossy))
+            plan, given_up = self.loads.settle(
+                lambda without: self.plan(prompt, mode, self.usable(prompt, failed | without, lossy=lossy))
             )
             # What is given up is stored all the same, so nobody need be told that it is computed.
-            if shared is not None and shared.settle(plan, self._usable(prompt, failed, lossy=lossy)):
+            if shared is not None and shared.settle(plan, self.usable(prompt, failed, lossy=lossy)):
                 continue
             planned = time.perf_counter()
-            disk_bytes = self._loads.disk_bytes(plan)
-            preloaded_bytes = disk_bytes - self._loads.unread_bytes(plan)
+            disk_bytes = self.loads.disk_bytes(plan)
+            preloaded_bytes = disk_bytes - self.loads.unread_bytes(plan)
             ticket = self._store.prepare_load(plan.pin)
             if not ticket.lossy.isdisjoint(_exactly_reused(plan)):  # since it was planned, the exact copy went
                 self._variants.complete_load(ticket, ok=False)
@@ -178,12 +179,12 @@ class CachedPrefill:
             spent_s = patience.spent_s
             try:
                 with self._contexts(ticket, plan, patience, is_cancelled) as contexts:
-                    result = compute(plan, contexts=contexts, collect=not self._read_only)
+                    result = compute(plan, contexts=contexts, collect=not self.read_only)
             except LoadFailedError as error:
                 self._variants.complete_load(ticket)  # those that were read whole and sound may stay in host memory
                 failed.update(error.causes)
                 waited_s += patience.spent_s - spent_s
-                self._leave_out(error, patience.spent_s - spent_s)
+                self.leave_out(error, patience.spent_s - spent_s)
                 continue
             except BaseException:
                 self._variants.complete_load(ticket, ok=False)
@@ -201,7 +202,7 @@ class CachedPrefill:
                 planned,
                 len(failed),
                 preloaded_bytes,
-                self._loads.load_s(plan, disk_bytes) or 0.0,
+                self.loads.load_s(plan, disk_bytes) or 0.0,
                 len(given_up),
                 shared,
             )
@@ -223,19 +224,7 @@ class CachedPrefill:
             yield None
             return
         patience.expect(sizes)
-        num_layers = self._prefiller.config.num_layers
-        loader = LayerLoader(
-            ticket,
-            plan,
-            shape=self._prefiller.context_shape(plan),
-            dtype=self._prefiller.dtype,
-            num_layers=num_layers,
-            patience=patience,
-            pool=self._pool,
-            is_cancelled=is_cancelled,
-            lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
-            on_merge=self._rates.tiers[HOST].add,
-        )
+        loader = self.loader(ticket, plan, patience, is_cancelled=is_cancelled)
         with loader:
             self._loader = loader
             try:
@@ -243,18 +232,62 @@ class CachedPrefill:
             finally:
                 self._loader = None
 
-    def finish(self, prefilled: Prefilled) -> None:
-        """Credits the used variants, stores the new ones and unpins; a failure costs later reuse, never the answer."""
+    def loader(
+        self,
+        ticket: LoadTicket,
+        plan: PrefillPlan,
+        patience: Patience,
+        *,
+        skip: Collection[int] = (),
+        is_cancelled: IsCancelled | None = None,
+    ) -> LayerLoader:
+        """What loads a plan's variants layer by layer, once it is entered; without the segments in `skip`."""
+        num_layers = self._prefiller.config.num_layers
+        return LayerLoader(
+            ticket,
+            plan,
+            shape=self._prefiller.context_shape(plan),
+            dtype=self._prefiller.dtype,
+            num_layers=num_layers,
+            patience=patience,
+            pool=self._pool,
+            skip=skip,
+            is_cancelled=is_cancelled,
+            lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
+            on_merge=self.rates.tiers[HOST].add,
+        )
+
+    def pin(self, plan: PrefillPlan) -> LoadTicket:
+        """Pins what a plan reuses."""
+        return self._store.prepare_load(plan.pin)
+
+    def is_as_planned(self, ticket: LoadTicket, plan: PrefillPlan) -> bool:
+        """False where the plan takes for exact what the ticket reads from a lossy copy."""
+        return ticket.lossy.isdisjoint(_exactly_reused(plan))
+
+    def unpin(self, ticket: LoadTicket, *, ok: bool = True) -> None:
+        """Ends a load; with `ok`, what was read whole may move into a faster tier."""
+        self._variants.complete_load(ticket, ok=ok)
+
+    def keep(self, prefilled: Prefilled) -> None:
+        """Credits the used variants and stores the new ones; a failure costs later reuse, never the answer."""
         if prefilled.ticket is None:
             return
         try:
             segments = prefilled.plan.segments
             self._variants.credit([(one.variant_id, one.cfo or 0.0) for one in segments if one.variant_id is not None])
-            if not self._read_only:
+            if not self.read_only:
                 self._variants.documents.learn(prefilled.prompt.chunks)
                 self._capture(prefilled, only_replacing=False)
         except Exception:
             logger.exception("the chunk-caches of a prompt could not be stored")
+
+    def finish(self, prefilled: Prefilled) -> None:
+        """`keep`, and unpins."""
+        if prefilled.ticket is None:
+            return
+        try:
+            self.keep(prefilled)
         finally:
             self._variants.complete_load(prefilled.ticket)
             if prefilled.shared is not None:
@@ -284,7 +317,7 @@ class CachedPrefill:
         prompt, plan = prefilled.prompt, prefilled.plan
         # A lossy copy that was reused may beget a repaired variant, like the exact one that it is of: error does not
         # build up, for a repaired one is approximate and begets none. Others are replaced by what was computed.
-        known = self._usable(prompt, as_stored=plan.pin)
+        known = self.usable(prompt, as_stored=plan.pin)
         seen = self._seen(plan)
         kept = set() if kept is None else kept
         kept.update(plan.pin)  # nor do the new variants of one prompt push each other out
@@ -311,7 +344,7 @@ class CachedPrefill:
                 by_chunk.append(seen)
         return by_chunk
 
-    def _usable(
+    def usable(
         self,
         prompt: Prompt,
         failed: Collection[str] = (),
@@ -333,12 +366,12 @@ class CachedPrefill:
         usable = {chunk: [meta for meta in metas if meta.variant_id not in failed] for chunk, metas in found.items()}
         return {chunk: tuple(map(seen, metas)) for chunk, metas in usable.items()}
 
-    def _leave_out(self, error: LoadFailedError, waited_s: float) -> None:
+    def leave_out(self, error: LoadFailedError, waited_s: float) -> None:
         """Drops what is damaged or gone; what was only late, or behind a failing disk, stays for later requests."""
         late = [key for key, cause in error.causes.items() if isinstance(cause, TimeoutError)]
         late_bytes = sum(map(self._store.unread_bytes, late))
         if late_bytes:  # the reads go on, but nobody may be there when they end
-            self._rates.tiers[DISK].add(late_bytes, waited_s)
+            self.rates.tiers[DISK].add(late_bytes, waited_s)
         for variant_id, cause in error.causes.items():
             logger.warning("variant %s: %s; its chunk is computed instead", variant_id, cause)
             if isinstance(cause, ShardCorruptError):
@@ -350,7 +383,7 @@ class CachedPrefill:
         """Waits for the device, so that the clock tells what computing took."""
         jax.block_until_ready(result.hidden)
         seconds = time.perf_counter() - planned - result.load_wait_s
-        self._rates.compute.observe(result, self._prefiller.config.num_layers, seconds)
+        self.rates.compute.observe(result, self._prefiller.config.num_layers, seconds)
 
 
 def _exactly_reused(plan: PrefillPlan) -> frozenset[VariantId]:

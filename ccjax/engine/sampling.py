@@ -1,36 +1,58 @@
-"""Draws a token from logits: greedy, temperature, nucleus. Knows no model and no text."""
+"""Draws the next token of several requests from their logits, on the device. Knows no model and no text."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
+import jax
 import numpy as np
 
 from ccjax.engine.requests import SamplingParams
-from models.llama3.sampling import GREEDY_BELOW
+from models.llama3.sampling import SampleOutput, seed_words
+from models.llama3.steps import sample_step
 
 
-class Sampler:
-    """Draws the tokens of one request; the same seed draws the same tokens."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """How one request draws the token number `index` of its answer; the same draw whatever else is in the batch."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._random = np.random.default_rng(params.seed)
-
-    def draw(self, logits: np.ndarray) -> int:
-        """A token id from logits [V]; ties of greedy decoding go to the lowest id."""
-        if self._params.temperature < GREEDY_BELOW:
-            return int(logits.argmax())
-        order = np.argsort(-logits, kind="stable")
-        scaled = logits[order].astype(np.float64) / self._params.temperature
-        weights = np.exp(scaled - scaled[0])
-        cumulated = np.cumsum(weights / weights.sum())
-        # Nucleus: the smallest set of likeliest tokens that reaches top_p; the likeliest one always stays.
-        kept = int(np.searchsorted(cumulated, self._params.top_p)) + 1
-        cumulated = cumulated[:kept] / cumulated[min(kept, len(cumulated)) - 1]
-        return int(order[min(int(np.searchsorted(cumulated, self._random.random(), side="right")), len(cumulated) - 1)])
+    sampling: SamplingParams
+    seed: int
+    index: int
 
 
-def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """Log-softmax [V], float64, of logits [V]: the model's own distribution, before temperature and nucleus."""
-    wide = logits.astype(np.float64)
-    shifted = wide - wide.max()
-    return shifted - np.log(np.exp(shifted).sum())
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawn:
+    """A drawn token: its id, its log-probability under the model, and the likeliest ones as (id, log-probability)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def draw(logits: jax.Array, draws: Sequence[Draw]) -> list[Drawn]:
+    """A token for each of the first rows of `logits` `[B, V]`."""
+    size = logits.shape[0]
+    num_top = max((one.sampling.logprobs or 0 for one in draws), default=0)
+    temperature, top_p = np.zeros(size, np.float32), np.ones(size, np.float32)
+    seeds, index = np.zeros((size, 2), np.uint32), np.zeros(size, np.int32)
+    for row, one in enumerate(draws):
+        temperature[row], top_p[row] = one.sampling.temperature, one.sampling.top_p
+        seeds[row], index[row] = seed_words(one.seed), one.index
+    out = sample_step(logits, temperature, top_p, seeds, index, num_top=_top_bucket(num_top))
+    return _drawn(jax.device_get(out), draws)
+
+
+def _drawn(out: SampleOutput, draws: Sequence[Draw]) -> list[Drawn]:
+    drawn = []
+    for row, one in enumerate(draws):
+        count = one.sampling.logprobs or 0
+        top = zip(out.top_ids[row, :count].tolist(), out.top_logprobs[row, :count].tolist(), strict=True)
+        drawn.append(Drawn(int(out.token_ids[row]), float(out.logprobs[row]), tuple(top)))
+    return drawn
+
+
+def _top_bucket(num_top: int) -> int:
+    """0, 5 or 20 (what OpenAI allows at most): so many lists are compiled."""
+    return next((size for size in (0, 5, 20) if num_top <= size), num_top)

@@ -67,6 +67,7 @@ class Pack:
         for number, piece in enumerate(pieces):
             piece.number = number
         self.layer = 0
+        self._filled: set[PrefillJob] = set()
         # A later piece reads no slot behind its last token, so none of those is asked for.
         lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
         parts = list(zip(pieces, lengths, strict=True))
@@ -104,7 +105,10 @@ class Pack:
           JobFailedError: the reused KV of a job cannot be had; once that is dropped, the layer can be run.
         """
         for job, contexts in self._loading():
-            self._fill(job, contexts)
+            if job not in self._filled:  # it is after a failure of another one
+                self._fill(job, contexts)
+                self._filled.add(job)
+        self._filled.clear()
         wants_mass = any(piece.job.collect or (piece.is_last and piece.job.watches_focus) for piece in self._pieces)
         most_segments = max(len(piece.job.plan.segments) for piece in self._pieces)
         num_segments = segment_bucket(most_segments) if wants_mass else 0
