@@ -170,9 +170,38 @@ class SimulatedEngine:
             assert piece.is_last == (piece.start + piece.num_tokens == job.total_tokens)
             flow = job.work.flow
             self.served_tokens[flow] = self.served_tokens.get(flow, 0) + piece.num_tokens
+        self._check_order(pack)
         self.events += [f"admit {name}" for name in pack.admitted] + [f"resume {name}" for name in pack.resumed]
         self.pack, self.next_layer = (pack, 0) if pack.pieces else (None, 0)
         self._check_counts()
+
+    def _check_order(self, pack):
+        """The pack takes all that it can, and nothing less important before something more important."""
+        spare = self.settings.max_num_batched_tokens - sum(piece.num_tokens for piece in pack.pieces)
+        completed = {piece.request_id for piece in pack.pieces if piece.is_last}
+        begun = [job for job in self.active() if not job.is_decoding and job.work.request_id not in completed]
+        assert not (spare and begun), "tokens of an admitted prompt were left out"
+        for piece in pack.pieces:
+            priority = self.jobs[piece.request_id].work.priority
+            assert all(priority <= job.work.priority for job in begun), "priority inversion in the pack"
+        head = self.scheduler._queue.head()
+        if head is None:
+            return
+        job = self.jobs[head.request_id]
+        entered = [self.jobs[name].work.priority for name in pack.admitted + pack.resumed]
+        assert max(entered, default=job.work.priority) <= job.work.priority, "priority inversion at admission"
+        if spare and head.request_id not in {one.request_id for one in pack.preempted}:
+            others = [one for one in self.active() if one.work.priority <= job.work.priority]
+            lesser = [one for one in self.active() if one.work.priority > job.work.priority]
+            num_slots = len(job.token_times_s) - bool(job.host_pages)
+            num_pages = job.work.pages_with(num_slots, self.settings.page_tokens)
+            wanted = num_pages + self.shared_pages(head.request_id) + self._reserve(job, num_pages)
+            wanted += sum(self._reserve(one, one.num_pages) for one in others)
+            room = self.free_pages + sum(one.num_pages for one in lesser)
+            assert wanted > room or len(others) == self.settings.max_num_seqs, "the first in line was kept out"
+
+    def _reserve(self, job, num_pages):
+        return min(self.settings.reserve_pages, job.work.most_pages(self.settings.page_tokens) - num_pages)
 
     def _run_layer(self):
         assert self.pack is not None
@@ -203,7 +232,7 @@ class SimulatedEngine:
             self._token(job)
 
     def decode(self):
-        step = self.scheduler.next_decode(self.now_s, self.free_pages, self.costs)
+        step = self.scheduler.next_decode(self.free_pages, self.costs)
         lost_ids = {one.request_id for one in step.preempted}
         survivors = [job for job in self.active() if job.work.request_id not in lost_ids]
         for one in step.preempted:

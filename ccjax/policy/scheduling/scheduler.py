@@ -41,7 +41,7 @@ class Scheduler:
         self._is_blocked = False
         self._pack: dict[str, Piece] = {}
         self._step: dict[str, Record] | None = None
-        self._layer_s = self._step_s = 0.0
+        self._step_s = 0.0
         self._mark_s = 0.0
 
     def __contains__(self, request_id: object) -> bool:
@@ -97,8 +97,8 @@ class Scheduler:
             self._queue.leave(record)
 
     def replan(self, work: Work) -> None:
-        """The request of that id has another plan, say because a stored chunk could not be read. While it waits it keeps
-        its place; once admitted it gives its pages back and starts over at the head of its flow.
+        """The request of that id has another plan, say because a stored chunk could not be read. While it waits it
+        keeps its place; once admitted it gives its pages back and starts over at the head of its flow.
 
         Raises:
           KeyError: it is not scheduled.
@@ -157,7 +157,7 @@ class Scheduler:
         check_count("free_pages", free_pages, least=0)
         if self._pack or self._step is not None:
             raise RuntimeError("next_pack: wanted pack_done or decode_done first")
-        self._mark_s = now_s
+        self._mark_s, self._step_s = now_s, costs.decode_step_s
         self._is_blocked = False
         budget = self.settings.max_num_batched_tokens
         preempted: list[Preemption] = []
@@ -210,17 +210,18 @@ class Scheduler:
     def after_layer(self, now_s: float) -> bool:
         """To be called once after each layer of a pack: True if a decode step should run before the next one.
 
-        It should if some answer would otherwise wait for its next token for longer than `max_decode_gap_s`, should the
-        next layer and a decode step take as long as the last ones. One call, one answer: between two decode steps
-        there is always a layer, however long they take. Where layers queue up, `now_s` is when the queued ones end.
+        It should if some answer would otherwise wait for its next token for longer than `max_decode_gap_s`, provided
+        that the next layer takes as long as this one, and a decode step `Costs.decode_step_s`. One call, one answer:
+        between two steps there is always a layer, however long they take. Where layers queue up on the device, `now_s`
+        is when the last of them ends.
         """
-        self._layer_s, self._mark_s = now_s - self._mark_s, now_s
+        layer_s, self._mark_s = now_s - self._mark_s, now_s
         oldest_s = min((record.last_token_s for record in self._decoding()), default=None)
         if oldest_s is None:
             return False
-        return now_s + self._layer_s + self._step_s > oldest_s + self.settings.max_decode_gap_s
+        return now_s + layer_s + self._step_s > oldest_s + self.settings.max_decode_gap_s
 
-    def next_decode(self, now_s: float, free_pages: int, costs: Costs) -> DecodeStep:
+    def next_decode(self, free_pages: int, costs: Costs) -> DecodeStep:
         """Who decodes next, until `decode_done`: all that have their first token and not their last.
 
         Pages are drawn by the most important first. Where none is free, the least important of all that are admitted
@@ -233,7 +234,7 @@ class Scheduler:
         check_count("free_pages", free_pages, least=0)
         if self._step is not None:
             raise RuntimeError("next_decode: wanted decode_done first")
-        self._mark_s = now_s
+        self._step_s = costs.decode_step_s
         self._step = {}
         preempted: list[Preemption] = []
         draws: list[str] = []
@@ -258,7 +259,7 @@ class Scheduler:
         """Every request of the step that was not removed meanwhile has one more token."""
         if self._step is None:
             raise RuntimeError("decode_done: wanted next_decode first")
-        self._step_s, self._mark_s = now_s - self._mark_s, now_s
+        self._mark_s = now_s
         for record in self._step.values():
             record.num_answered += 1
         for record in self._decoding():  # no prefill is to blame for one that found no page
