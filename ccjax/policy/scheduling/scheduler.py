@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from ccjax.policy._checks import check_count
 from ccjax.policy.scheduling.least import LeastFirst
-from ccjax.policy.scheduling.queue import Places, WaitingQueue
 from ccjax.policy.scheduling.record import Record
+from ccjax.policy.scheduling.waiting import Places, WaitingQueue
 from ccjax.policy.scheduling.work import (
     Costs,
     DecodeStep,
