@@ -180,7 +180,13 @@ class SimulatedEngine:
         spare = self.settings.max_num_batched_tokens - sum(piece.num_tokens for piece in pack.pieces)
         completed = {piece.request_id for piece in pack.pieces if piece.is_last}
         begun = [job for job in self.active() if not job.is_decoding and job.work.request_id not in completed]
+        most = self.settings.max_num_batched_tokens
+        stuck = [job for job in begun if not job.work.is_divisible and job.total_tokens - job.num_computed > spare]
+        begun = [job for job in begun if job not in stuck]
         assert not (spare and begun), "tokens of an admitted prompt were left out"
+        for piece in pack.pieces:
+            is_whole = piece.is_last or piece.num_tokens == most
+            assert is_whole or self.jobs[piece.request_id].work.is_divisible, "cut where it may not be"
         for piece in pack.pieces:
             priority = self.jobs[piece.request_id].work.priority
             assert all(priority <= job.work.priority for job in begun), "priority inversion in the pack"
@@ -190,7 +196,8 @@ class SimulatedEngine:
         job = self.jobs[head.request_id]
         entered = [self.jobs[name].work.priority for name in pack.admitted + pack.resumed]
         assert max(entered, default=job.work.priority) <= job.work.priority, "priority inversion at admission"
-        if spare and head.request_id not in {one.request_id for one in pack.preempted}:
+        fits_pack = job.work.is_divisible or min(job.total_tokens, most) <= spare or job.host_pages
+        if spare and fits_pack and not stuck and head.request_id not in {one.request_id for one in pack.preempted}:
             others = [one for one in self.active() if one.work.priority <= job.work.priority]
             lesser = [one for one in self.active() if one.work.priority > job.work.priority]
             num_slots = len(job.token_times_s) - bool(job.host_pages)

@@ -71,6 +71,29 @@ class TestPieces:
         assert (scheduler.num_decoding, scheduler.num_running, scheduler.num_waiting) == (2, 2, 0)
         assert scheduler.next_pack(0.3, 98, COSTS) == Pack()
 
+    def test_what_is_not_divisible_is_cut_where_packs_end_only(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("begun", 14, 1, 5, flow="x"))
+        start(scheduler)
+        scheduler.add(Work("long", 23, 1, 5, flow="y", is_divisible=False))
+        scheduler.add(Work("whole", 8, 1, 5, flow="z", is_divisible=False))
+        packs = [start(scheduler) for _ in range(6)]
+        assert [[(piece.request_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
+            [("begun", 4)],  # whole is next (tag 10 + 8), but wants 8
+            [("whole", 8)],  # long wants 10
+            [("long", 10)],
+            [("long", 10)],
+            [("long", 3)],
+            [],
+        ]
+
+    def test_nobody_new_takes_what_an_indivisible_prompt_waits_for(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("first", 4, 1, 5))
+        scheduler.add(Work("whole", 8, 1, 5, is_divisible=False))
+        scheduler.add(Work("small", 2, 1, 5))
+        assert [admitted(scheduler) for _ in range(2)] == [("first",), ("whole", "small")]
+
     def test_a_removed_request_leaves_the_pack_that_runs(self):
         scheduler = build()
         scheduler.add(Work("a", 5, 1, 5))

@@ -56,8 +56,9 @@ class SchedulingTrace(RuleBasedStateMachine):
         cached=st.integers(0, 30),
         chunks=st.sets(st.sampled_from("abc"), max_size=2),
         tail=st.integers(0, 3),
+        is_divisible=st.booleans(),
     )
-    def submit(self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail):
+    def submit(self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail, is_divisible):
         engine = self.engine
         work = Work(
             f"r{len(engine.jobs)}",
@@ -69,6 +70,7 @@ class SchedulingTrace(RuleBasedStateMachine):
             None if deadline is None else engine.now_s + deadline,
             cached,
             tail_slots=tail % engine.settings.page_tokens,
+            is_divisible=is_divisible,
         )
         most = work.most_pages(engine.settings.page_tokens) + sum(CHUNKS[name] for name in chunks)
         try:

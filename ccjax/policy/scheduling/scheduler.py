@@ -145,7 +145,8 @@ class Scheduler:
         In the order of priority, fairness and arrival each request gets as many tokens as the pack still takes, so that
         a short one shares it with a piece of a long one. The first in line is admitted if there is a seat, and pages
         for its prompt and the reserve; for its sake, less important priorities are preempted, if that makes room. If it
-        does not, nobody else is admitted before it, or small requests could keep out a large one for ever.
+        does not, nobody else is admitted before it, or small requests could keep out a large one for ever. Nor is
+        anybody when a prompt that is not divisible finds too little of the pack left.
 
         Args:
           free_pages: of the pool, those of chunks that nobody reads included.
@@ -158,7 +159,7 @@ class Scheduler:
         if self._pack or self._step is not None:
             raise RuntimeError("next_pack: wanted pack_done or decode_done first")
         self._mark_s, self._step_s = now_s, costs.decode_step_s
-        self._is_blocked = False
+        self._is_blocked = is_closed = False
         budget = self.settings.max_num_batched_tokens
         preempted: list[Preemption] = []
         resumed: list[str] = []
@@ -169,11 +170,16 @@ class Scheduler:
         while budget:
             while begun and begun[0].state != "prefill":  # preempted just now
                 begun.popleft()
-            head = None if self._is_blocked else self._queue.head()
-            if head is None or (begun and self._queue.order(begun[0]) < self._queue.order(head)):
-                if not begun:
-                    break
-                budget -= self._put_in_pack(begun.popleft(), budget)
+            head = None if self._is_blocked or is_closed else self._queue.head()
+            if begun and (head is None or self._queue.order(begun[0]) < self._queue.order(head)):
+                num_tokens = self._put_in_pack(begun.popleft(), budget)
+                budget -= num_tokens
+                is_closed |= not num_tokens
+                continue
+            if head is None:
+                break
+            if head.state == "waiting" and not self._piece_tokens(head, budget):
+                is_closed = True
                 continue
             wanted = head.own_pages + (shared_pages(head.request_id) if shared_pages else head.work.shared_pages)
             victims = self._victims_for(head, wanted, free_pages)
@@ -340,11 +346,16 @@ class Scheduler:
         record.state = "decode"
         return True
 
+    def _piece_tokens(self, record: Record, budget: int) -> int:
+        wanted = min(record.tokens_left, self.settings.max_num_batched_tokens)
+        return min(budget, wanted) if record.work.is_divisible or wanted <= budget else 0
+
     def _put_in_pack(self, record: Record, budget: int) -> int:
-        num_tokens = min(budget, record.tokens_left)
-        start = record.total_tokens - record.tokens_left
-        self._pack[record.request_id] = Piece(record.request_id, start, num_tokens, num_tokens == record.tokens_left)
-        self._queue.serve(record, num_tokens)
+        num_tokens = self._piece_tokens(record, budget)
+        if num_tokens:
+            name, start = record.request_id, record.total_tokens - record.tokens_left
+            self._pack[name] = Piece(name, start, num_tokens, num_tokens == record.tokens_left)
+            self._queue.serve(record, num_tokens)
         return num_tokens
 
     def _withdraw(self, record: Record) -> None:

@@ -31,6 +31,9 @@ class Work:
       cached_tokens: tokens of the prompt that are reused and not computed (RAGCache sec. 5.2).
       shared_pages: pages of cached chunks that it reads only, in the pool for as long as it runs.
       tail_slots: tokens of the answer that the prompt's last page still takes.
+      is_divisible: whether its pieces may be of any size. If not, where they end depends on nobody else: each fills a
+        pack of its own, and the rest shares one. For plans whose result depends on what is computed together, as those
+        do that drop tokens once the question's focus is known (CacheCraft alg. 1).
     """
 
     request_id: str
@@ -43,6 +46,7 @@ class Work:
     cached_tokens: int = 0
     shared_pages: int = 0
     tail_slots: int = 0
+    is_divisible: bool = True
 
     def __post_init__(self) -> None:
         check_count("prefill_tokens", self.prefill_tokens)
