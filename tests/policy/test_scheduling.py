@@ -300,18 +300,25 @@ class TestDecode:
             decode(scheduler, 10)
         assert decode(scheduler, 0, costs=Costs(1.0, page_copy_s, 0.01)).preempted == (Preemption("b", by),)
 
-    def test_the_host_takes_no_more_than_it_may(self):
+    @pytest.mark.parametrize(("max_swapped_pages", "by"), [(3, "recompute"), (4, "swap")])
+    def test_the_host_takes_no_more_than_it_may(self, max_swapped_pages, by):
         free = Costs(1.0, 0.0, 0.01)
-        scheduler = self.run_pair(max_swapped_pages=3)
-        scheduler.add(Work("c", 1, 1, 50))
-        scheduler.add(Work("d", 1, 1, 50))
+        scheduler = self.run_pair(max_swapped_pages=max_swapped_pages)
+        for _ in range(4):
+            decode(scheduler, 2, costs=free)
+        assert decode(scheduler, 0, costs=free).preempted == (Preemption("b", by),)  # of 3 + 1 pages
+
+    def test_the_host_takes_from_all_together_what_it_may(self):
+        free = Costs(1.0, 0.0, 0.01)
+        scheduler = self.run_pair(max_swapped_pages=2)
+        for name in "cde":
+            scheduler.add(Work(name, 1, 1, 50))
         start(scheduler)
-        assert decode(scheduler, 1, costs=free).preempted == (Preemption("d", "swap"),)
-        assert decode(scheduler, 0, costs=free).request_ids == ("a", "b")  # c sits out
-        decode(scheduler, 0, costs=free)
-        decode(scheduler, 0, costs=free)
-        step = decode(scheduler, 0, costs=free)  # c, then b, whose 3 + 1 pages are too many
-        assert step.preempted == (Preemption("c", "swap"),)
+        step = decode(scheduler, 0, costs=free)  # e for a, d for b; c sits out
+        assert step.preempted == (Preemption("e", "swap"), Preemption("d", "swap"))
+        for _ in range(3):
+            decode(scheduler, 0, costs=free)
+        assert decode(scheduler, 0, costs=free).preempted == (Preemption("c", "recompute"),)
 
     def test_a_swapped_one_is_resumed_with_its_pages_and_prefills_nothing(self):
         free = Costs(1.0, 0.0, 0.01)
