@@ -16,7 +16,8 @@ of all running answers may run. One thread owns the scheduler and the pool, and 
 6. A decode step, also whenever there is no pack and `num_decoding` is not 0: `expire`, `next_decode`; carry out
    `preempted` (those in the pack as in 1), draw a page for each of `draws`, run `request_ids`; `decode_done`; `remove`
    those whose answer ends. The scheduler counts tokens, but only the engine ends an answer.
-7. With neither pack nor decoding: wait for a request, or until the next deadline.
+7. With neither pack nor decoding: wait for a request, or until the next deadline. If `num_waiting` is not 0 then, what
+   keeps the first in line out is held by nobody that is scheduled: free it.
 
 A preempted request comes again by itself, with the answer so far behind its prompt. If a plan fails (a chunk cannot be
 loaded), call `replan`. If a step fails, `remove` whom it failed for, then `pack_done` or `decode_done` as ever. Of n

@@ -8,7 +8,8 @@ computed for B backlogged flows; S is the tag of the flow's request before, or n
 
 - Over any time in which two flows are backlogged, their computed tokens differ by at most two prompts, the longest of
   each: the bound of start-time fair queueing (Goyal, Vin, Cheng 1996). Its start tags tie all new flows; by finish tags
-  the short of them go first, and what was begun goes on, where long prompts would take turns and all end late.
+  the short of them go first, and what was begun goes on, where long prompts would take turns and all end late. (What a
+  pack has left when an indivisible prompt does not fit goes to prompts that were begun, which adds a pack to that.)
 - A flow gains nothing by having been idle, and whoever waits is overtaken by at most its tag's worth of each flow.
 - RAGCache sec. 5.2 orders by cached / computed, so that what is in the cache is used before it goes. Reading of its
   window: a request goes ahead of at most the `window - 1` that came right before it.
