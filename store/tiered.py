@@ -105,6 +105,17 @@ class TieredStore(Levels):
             budget = self._tier(tier).budget
             return self._short(tier, num_bytes) if budget.can_ever_hold(num_bytes) else None
 
+    def is_pinned(self, variant_id: str) -> bool:
+        """True while a load of the variant is open."""
+        return variant_id in self._pins
+
+    def evictable_bytes(self, tier: str) -> int:
+        """Bytes of a tier in memory that `evict` could free: of what no load is open of."""
+        with self._lock:
+            held = self._memory[tier].summaries()
+            free = (one for one in held if one.variant_id not in self._pins)
+            return sum(self._memory[tier].charge_bytes(one.num_tokens) for one in free)
+
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Takes in what other processes did to the disk tier: `(added, removed)` variant ids; both empty while the disk
         cannot be listed. The first failure of a row is logged as a warning, so is the recovery."""

@@ -10,9 +10,15 @@ from pathlib import Path
 import jax
 
 from ccjax.engine.config import EngineConfig
+from ccjax.engine.pool import PAGE_TOKENS, num_pages
 from ccjax.errors import ConfigError
+from store.spec import KVSpec
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+_SPARE_PAGES = 64
+"""Pages of a request that may be part full: one for each segment of its prompt."""
 
 
 def check_budgets(config: EngineConfig) -> None:
@@ -44,6 +50,25 @@ def check_budgets(config: EngineConfig) -> None:
             f"disk_cache_bytes: wanted at most {disk} (the size of the file system of {config.store}), "
             f"got {config.disk_cache_bytes}"
         )
+
+
+def pool_bytes(config: EngineConfig, kv_spec: KVSpec, max_model_len: int) -> int:
+    """Device memory for KV: what `config` says, or room for four of the longest requests, as far as a quarter of the
+    free memory holds those.
+
+    Raises:
+      ConfigError: it is less than the longest request needs.
+    """
+    least = kv_spec.num_bytes((num_pages(max_model_len) + _SPARE_PAGES) * PAGE_TOKENS)
+    if config.device_cache_bytes:
+        if config.device_cache_bytes < least:
+            raise ConfigError(
+                f"device_cache_bytes: wanted at least {least}, what a request of {max_model_len} tokens "
+                f"(max_model_len) needs, or 0, got {config.device_cache_bytes}"
+            )
+        return config.device_cache_bytes
+    free = free_device_bytes() or memory_bytes()
+    return max(least, 4 * least if free is None else min(4 * least, free // 4))
 
 
 def free_device_bytes() -> int | None:

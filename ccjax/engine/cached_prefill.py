@@ -134,7 +134,7 @@ class CachedPrefill:
             result = compute(plan)
             self._measure(result, planned)
             return Prefilled(prompt, plan, result, None, None, planned - started, planned, 0)
-        shared = self._shared(is_cancelled) if is_shared else None
+        shared = self.shared(is_cancelled) if is_shared else None
         try:
             return self._run_stored(prompt, mode, compute, is_cancelled, started, shared)
         except BaseException:
@@ -142,7 +142,8 @@ class CachedPrefill:
                 shared.release()
             raise
 
-    def _shared(self, is_cancelled: IsCancelled | None) -> SharedPrefill | None:
+    def shared(self, is_cancelled: IsCancelled | None) -> SharedPrefill | None:
+        """A prefill's part in who computes what; None where there is nobody to agree with."""
         claims = None if self.read_only else self._store.claims
         if claims is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from ccjax.errors import ConfigError
@@ -10,6 +11,7 @@ from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.planner import PlannerSettings
 from store.formats import COMPRESSIONS, KV_DTYPES
 
+_BATCH = ("max_num_batched_tokens", "max_num_seqs")
 DTYPES = ("float32", "bfloat16")
 
 Loading = Literal["layerwise", "alg2", "sync"]
@@ -32,8 +34,12 @@ class EngineConfig:
       focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks.
       focus_rule: gap rule of alg. 1, "entropy" (as printed) or "largest_gap".
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
-      device_cache_bytes: device memory that chunk-caches may take, all of it from the start; 0 for none. What is kept
-        there is kept in host memory as well, as far as that has room.
+      device_cache_bytes: device memory for the KV of running requests and of chunk-caches, all of it taken at once; 0
+        takes what requests usually need and caches no chunk there. What is cached there is kept in host memory as well,
+        as far as that has room.
+      max_num_batched_tokens: tokens that prefills compute together; longer ones are cut into pieces.
+      max_num_seqs: requests that run at once; others wait in line.
+      max_decode_gap_s: longest time between two tokens of an answer that another request's prefill may cause.
       host_cache_bytes, disk_cache_bytes: budgets of the other tiers; None for disk means no limit.
       disk_kv_dtype: how `store` keeps KV: "auto" (as it is), or in 8 bits, "int8" or "fp8", which is read back as
         approximate and never serves mode `exact`.
@@ -62,6 +68,9 @@ class EngineConfig:
     focus_rule: str = "entropy"
     max_model_len: int | None = None
     device_cache_bytes: int = 0
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 32
+    max_decode_gap_s: float = 0.2
     host_cache_bytes: int = 2 << 30
     disk_cache_bytes: int | None = None
     disk_kv_dtype: str = "auto"
@@ -82,10 +91,12 @@ class EngineConfig:
         for name, known in (("disk_kv_dtype", KV_DTYPES), ("disk_compression", COMPRESSIONS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}: wanted one of {known}, got {getattr(self, name)!r}")
-        for name in ("max_model_len", "host_cache_bytes", "disk_cache_bytes", "max_variants"):
+        for name in ("max_model_len", "host_cache_bytes", "disk_cache_bytes", "max_variants", *_BATCH):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
+        if isinstance(self.max_decode_gap_s, bool) or not 0.0 <= self.max_decode_gap_s < math.inf:
+            raise ConfigError(f"max_decode_gap_s: wanted a number of at least 0, got {self.max_decode_gap_s!r}")
         if not isinstance(self.share_computation, bool):
             raise ConfigError(f"share_computation: wanted True or False, got {self.share_computation!r}")
         if self.eviction_policy not in POLICIES:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import queue
+import secrets
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,19 +19,21 @@ from typing import Any
 import numpy as np
 
 from ccjax.engine.answer import Answer
-from ccjax.engine.budgets import check_budgets
+from ccjax.engine.batch.admission import Admission
+from ccjax.engine.batch.loop import BatchLoop, CancelledError
+from ccjax.engine.batch.serving import Emit, Serving
+from ccjax.engine.budgets import check_budgets, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.decode import Decoder
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.document_calls import DocumentCalls
 from ccjax.engine.loading import LoadedModel, Progress, load_model
 from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.pins import DocumentPins
-from ccjax.engine.pool import DevicePool
-from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.engine.prefill import IsCancelled, Prefiller
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.queue_preload import Preload, Preloader
 from ccjax.engine.rates import Rates
@@ -39,6 +44,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, shapes, warm_up
 from ccjax.errors import ConfigError, RequestError
+from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
@@ -48,6 +54,7 @@ from store.throttle import Link
 from store.tiered import TieredStore
 
 _LONGEST_DEFAULT = 8192
+_LONGEST_LINE = 1 << 30
 
 
 class Engine(DocumentCalls, CacheCalls):
@@ -84,17 +91,14 @@ class Engine(DocumentCalls, CacheCalls):
         check_budgets(config)
         identity = StoreIdentity(model.fingerprint, config.tenant_salt)
         kv_spec = kv_spec_of(model.config, config.dtype)
-        try:
-            self._pool = DevicePool(kv_spec, config.device_cache_bytes) if config.device_cache_bytes else None
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit))
         self._store = TieredStore.open(
             config.store,
             kv_spec=kv_spec,
             identity=identity,
             host_bytes=config.host_cache_bytes,
             disk_bytes=config.disk_cache_bytes,
-            device=self._pool,
+            device=self._pool if config.device_cache_bytes else None,
             kv_dtype=config.disk_kv_dtype,
             compression=config.disk_compression,
             on_read=self.rates.on_disk_read(disk_link),
@@ -120,8 +124,23 @@ class Engine(DocumentCalls, CacheCalls):
         self._variants.spare(self._pins)
         if not config.read_only:
             self._documents.tend_erasures()
-        self._lock = threading.Lock()
-        self._holder: int | None = None
+        self._loop = BatchLoop(
+            self._prefiller,
+            self._prefill,
+            self._variants,
+            self._store,
+            self._pool,
+            self.rates,
+            SchedulerSettings(
+                num_pages=self._pool.num_pages,
+                page_tokens=PAGE_TOKENS,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_decode_gap_s=config.max_decode_gap_s,
+                max_queue=_LONGEST_LINE,
+                flow_share=_LONGEST_LINE,
+            ),
+        )
         self._closed = False
 
     @classmethod
@@ -229,32 +248,53 @@ class Engine(DocumentCalls, CacheCalls):
         """
         started = time.perf_counter()
         prompt = self._assemble(request)
-        return self._serialized(request, prompt, time.perf_counter() - started, is_cancelled)
+        return self._stream(request, prompt, time.perf_counter() - started, is_cancelled)
 
-    def _serialized(
+    def _stream(
         self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
     ) -> Iterator[Delta]:
-        with self._exclusive():
-            with contextlib.suppress(PrefillCancelledError):
-                yield from self._answer(request, prompt, assemble_s, is_cancelled)
+        events: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
+        is_closed = threading.Event()
 
-    @contextlib.contextmanager
-    def _exclusive(self, *, wait: bool = True) -> Iterator[bool]:
-        """One user of the device at a time; without `wait`, False where there is another one. A thread that still holds
-        it is told so: waiting would be for ever."""
-        if self._holder == threading.get_ident():
-            raise RuntimeError("engine: this thread has an unfinished stream; exhaust or close it first")
-        if not self._lock.acquire(blocking=wait):
-            yield False
-            return
+        def gives_up() -> bool:
+            return is_closed.is_set() or (is_cancelled is not None and is_cancelled())
+
+        self._submit(request, prompt, assemble_s, events.put, gives_up)
         try:
-            if self._closed:
-                raise RuntimeError("engine: closed already")
-            self._holder = threading.get_ident()
-            yield True
+            while True:
+                event = events.get()
+                if isinstance(event, CancelledError):
+                    return
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if event.response is not None:
+                    return
         finally:
-            self._holder = None
-            self._lock.release()
+            is_closed.set()
+            self._loop.wake()
+
+    def _submit(
+        self, request: Request, prompt: Prompt, assemble_s: float, emit: Emit, is_cancelled: IsCancelled
+    ) -> None:
+        mode = self._mode(request)
+        sampling = request.sampling
+        serving = Serving(
+            request.request_id or uuid.uuid4().hex,
+            request,
+            Admission(self._prefill, prompt, mode, is_shared=self.config.share_computation),
+            Answer(sampling, self.tokenizer, self._eos_ids, prompt.question),
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            assemble_s=assemble_s,
+            emit=emit,
+            is_cancelled=is_cancelled,
+            report=lambda prefilled: self._report(prefilled, mode, request.reuse),
+        )
+        self._loop.submit(serving)
+
+    def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
+        """No prefill runs meanwhile; without `wait`, False where any request would have to be waited for."""
+        return self._loop.paused(wait=wait)
 
     def prefill_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits [num_tokens, vocab], float32, of a plain full prefill; no chunk-cache is read or written.
@@ -284,12 +324,12 @@ class Engine(DocumentCalls, CacheCalls):
         """
         if self._closed:
             return
-        with self._exclusive():
-            self._closed = True
-            self._preloader.close()
-            self._store.close()
-            self._save_hints()
-            self._tidy()
+        self._closed = True
+        self._loop.close()
+        self._preloader.close()
+        self._store.close()
+        self._save_hints()
+        self._tidy()
 
     def __enter__(self) -> Engine:
         return self
@@ -305,44 +345,6 @@ class Engine(DocumentCalls, CacheCalls):
             vocab_size=self.model_config.vocab_size,
             answer=answer,
         )
-
-    def _answer(
-        self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
-    ) -> Iterator[Delta]:
-        started = time.perf_counter() - assemble_s
-        mode = self._mode(request)
-        is_shared = self.config.share_computation
-        prefilled = self._prefill.run(prompt, mode, is_cancelled=is_cancelled, is_shared=is_shared)
-        finish = contextlib.ExitStack()  # also when the client went away: what was computed serves the next request
-        finish.callback(self._prefill.finish, prefilled)
-        with finish:
-            result = prefilled.result
-            answer = Answer(request.sampling, self.tokenizer, self._eos_ids, prompt.question)
-            delta = answer.push(self._prefiller.last_logits(result))
-            ttft_s = time.perf_counter() - started
-            report = self._report(prefilled, mode, request.reuse)
-            decoder = Decoder(
-                self._prefiller,
-                result,
-                num_prompt_tokens=prompt.num_tokens,
-                max_new_tokens=prompt.max_new_tokens,
-            )
-            while answer.finish_reason is None:
-                if delta.token_ids:
-                    yield delta
-                if is_shared:
-                    finish.close()  # once the first token is out: others may wait for what was computed
-                if answer.num_tokens == prompt.max_new_tokens:
-                    break
-                delta = answer.push(decoder.step(answer.last_token))
-            del decoder
-            yield answer.finish(
-                delta,
-                reuse=report,
-                num_prompt_tokens=prompt.num_tokens,
-                ttft_s=ttft_s,
-                total_s=time.perf_counter() - started,
-            )
 
     def _report(self, prefilled: Prefilled, mode: ReuseMode, wanted: ReuseMode) -> ReuseReport:
         return build_report(

@@ -159,6 +159,16 @@ class Placement:
             for variant_id in set(variant_ids).difference(took.get(tier, ())):
                 self._drop(variant_id, {tier})
 
+    def make_room(self, tier: str, num_bytes: int) -> bool:
+        """Evicts until a tier has room for so many bytes; False if what may go is less."""
+        kept: set[str] = set(self.pinned_ids(tier))
+        while short := self._store.shortfall_bytes(tier, num_bytes):
+            victims = self._policies[tier].victims(short, pinned=kept)
+            if not victims:
+                return False
+            kept |= self._evict(tier, victims)
+        return True
+
     def evict(self, victims: Iterable[VariantId]) -> None:
         """Takes variants out of every tier."""
         victims = tuple(victims)

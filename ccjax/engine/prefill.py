@@ -91,6 +91,7 @@ class Prefiller:
         self.dtype = np.dtype(params.embedding.dtype)
         self.implementation = implementation
         self._sizes: set[Size] = set()
+        self._packed_sizes: set[Size] = set()
 
     def size_of(self, plan: PrefillPlan) -> Size:
         """The size that a collecting run of the plan begins with."""
@@ -104,6 +105,12 @@ class Prefiller:
     def has_run(self, size: Size) -> bool:
         """True if `run` used that size before, so that it is compiled."""
         return size in self._sizes
+
+    def note_size(self, size: Size) -> bool:
+        """Notes that steps of a packed prefill ran at a size; True the first time."""
+        is_new = size not in self._packed_sizes
+        self._packed_sizes.add(size)
+        return is_new
 
     def run(
         self,

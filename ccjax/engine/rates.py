@@ -89,7 +89,11 @@ class ComputeRate:
     def observe(self, result: PrefillOutcome, num_layers: int, seconds: float) -> None:
         """Takes in a finished run of `seconds`, waits for KV left out; one that may have compiled says nothing."""
         if not result.has_new_sizes:
-            self._samples.add(max(1, round(result.computed_token_layers / num_layers)), seconds)
+            self.add(max(1, round(result.computed_token_layers / num_layers)), seconds)
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Takes in a run of so many tokens through all layers."""
+        self._samples.add(num_tokens, seconds)
 
 
 class LoadRate:

@@ -48,6 +48,7 @@ class VariantIndex:
     Attributes:
       tokens: token ids of the chunks that the variants looked into are made of, as far as they are known.
       documents: which documents the chunks belong to, and which of these were erased.
+      num_changes: grows with every variant that comes or goes.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class VariantIndex:
         self._with_system: set[VariantId] = set()
         self._origins: dict[VariantId, Origin] = {}
         self._maybe_approximate: dict[VariantId, None] = {}
+        self.num_changes = 0
         hints = store.read_hints()
         frequencies = _frequencies(hints)
         with uncollected():
@@ -209,6 +211,10 @@ class VariantIndex:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
         return True
 
+    def make_room(self, tier: str, num_bytes: int) -> bool:
+        """Evicts from one tier until it has room for so many bytes; False if what may go is less."""
+        return self._placement.make_room(tier, num_bytes)
+
     def complete_load(self, ticket: LoadTicket, *, ok: bool = True) -> None:
         """Unpins what was loaded; with `ok`, what is worth it moves into a faster tier."""
         self._placement.complete_load(ticket, self._by_id, ok=ok)
@@ -226,6 +232,7 @@ class VariantIndex:
     def _drop(self, variant_id: VariantId) -> None:
         meta = self._by_id.pop(variant_id, None)
         if meta is not None:
+            self.num_changes += 1
             self._with_system.discard(variant_id)
             self._origins.pop(variant_id, None)
             self._maybe_approximate.pop(variant_id, None)
@@ -367,9 +374,11 @@ class VariantIndex:
             if has_system:
                 self._with_system.add(meta.variant_id)
         self._maybe_approximate.pop(meta.variant_id, None)
+        self.num_changes += 1
         self._update(meta)
 
     def _put_known(self, known: KnownVariant) -> None:
+        self.num_changes += 1
         self._maybe_approximate[known.variant_id] = None
         self._update(known)
 

@@ -1,5 +1,5 @@
-"""One request's way to a prefill: a plan, the KV that it reuses, another plan where some of that cannot be had. Knows no
-other request, no page and no step."""
+"""One request's way to a prefill: a plan, the KV that it reuses, another plan where some of that cannot be had. Knows
+no other request, no page and no step."""
 
 from __future__ import annotations
 
@@ -10,38 +10,48 @@ from ccjax.engine.contexts import LayerLoader
 from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.reads import LoadFailedError, Patience
-from ccjax.types import PrefillPlan, ReuseMode, VariantId
+from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 from store.errors import ShardNotFoundError
 from store.tickets import LoadTicket
+from store.usage import DEVICE
 
 
 class Admission:
-    """Not thread-safe. `settle`, `open`, then `prefilled` once all ran; `close` at the end, whatever happened.
+    """Not thread-safe. `settle` and `open`, `load`, then `prefilled`; `close` at the end, whatever happened.
 
     Attributes:
-      plan: of the last `settle`.
-      ticket: of `open`; None where nothing is reused at all (mode `off`).
+      plan: of the last `settle`; None before.
     """
 
-    def __init__(self, prefill: CachedPrefill, prompt: Prompt, mode: ReuseMode) -> None:
-        self._prefill = prefill
+    def __init__(self, prefill: CachedPrefill, prompt: Prompt, mode: ReuseMode, *, is_shared: bool = False) -> None:
+        """
+        Args:
+          is_shared: agree with other processes on the store who computes what (`ccjax.engine.sharing`).
+        """
         self.prompt = prompt
         self.mode: ReuseMode = mode
-        self.ticket: LoadTicket | None = None
+        self.plan: PrefillPlan | None = None
+        self._prefill = prefill
+        self._shared = prefill.shared(None) if is_shared and mode != "off" else None
+        self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
         self._lossy: set[str] = set()
         self._patience = Patience(prefill.rates.seconds_per_token)
         self._given_up: frozenset[VariantId] = frozenset()
-        self._plan_s = self._waited_s = 0.0
-        self._planned_at = 0.0
+        self._plan_s = self._waited_s = self._planned_at = 0.0
         self._disk_bytes = self._preloaded_bytes = 0
-        self.plan = self.settle()
 
     @property
     def collects(self) -> bool:
         """True if what is computed should be kept."""
         return self.mode != "off" and not self._prefill.read_only
+
+    @property
+    def on_device(self) -> frozenset[VariantId]:
+        """The variants of the plan that are on the device; `open` comes first."""
+        tiers = {} if self._ticket is None else self._ticket.tiers
+        return frozenset(VariantId(key) for key, tier in tiers.items() if tier == DEVICE)
 
     def settle(self) -> PrefillPlan:
         """The plan as things are now, without what failed before."""
@@ -50,81 +60,93 @@ class Admission:
             self.plan = self._prefill.plan(self.prompt, self.mode, {})
         else:
             self.plan, self._given_up = self._prefill.loads.settle(
-                lambda without: self._prefill.plan(
-                    self.prompt,
-                    self.mode,
-                    self._prefill.usable(self.prompt, self._failed | without, lossy=self._lossy),
-                )
+                lambda without: self._prefill.plan(self.prompt, self.mode, self._usable(without))
             )
         self._planned_at = time.perf_counter()
         self._plan_s += self._planned_at - started
         return self.plan
 
-    def open(self) -> LoadTicket | None:
-        """Pins what the plan reuses, which may be planned anew for that."""
-        while self.mode != "off":
+    def open(self) -> None:
+        """Pins what the plan reuses; that may need another plan first."""
+        assert self.plan is not None
+        if self.mode == "off":
+            return
+        while True:
+            while self._shared is not None and self._shared.settle(self.plan, self._usable()):
+                self.settle()
             loads = self._prefill.loads
             self._disk_bytes = loads.disk_bytes(self.plan)
             self._preloaded_bytes = self._disk_bytes - loads.unread_bytes(self.plan)
-            self.ticket = self._prefill.pin(self.plan)
-            if not self.ticket.missing and self._prefill.is_as_planned(self.ticket, self.plan):
-                break
-            # Since it was planned, an exact copy went, or all of one.
-            missing = {VariantId(key): ShardNotFoundError("no tier holds it any more") for key in self.ticket.missing}
-            self._lossy.update(self.ticket.lossy)
+            self._ticket = self._prefill.pin(self.plan)
+            if not self._ticket.missing and self._prefill.is_as_planned(self._ticket, self.plan):
+                return
+            # Since it was planned an exact copy went, or all of one.
+            self._lossy.update(self._ticket.lossy)
+            missing = {VariantId(key): ShardNotFoundError("no tier holds it any more") for key in self._ticket.missing}
             self.fail(LoadFailedError(missing))
-        return self.ticket
 
     def load(self, shared: frozenset[int]) -> LayerLoader | None:
         """The source of all that the plan reuses besides the segments in `shared`, reading already; or None."""
+        assert self.plan is not None
         wanted = {
             segment.variant_id: segment.num_tokens
             for index, segment in enumerate(self.plan.segments)
             if segment.variant_id is not None and index not in shared
         }
-        if not wanted or self.ticket is None:
+        if not wanted:
             return None
+        assert self._ticket is not None
         self._patience.expect(wanted)
-        self._loader = self._prefill.loader(self.ticket, self.plan, self._patience, skip=shared)
+        self._loader = self._prefill.loader(self._ticket, self.plan, self._patience, skip=shared)
         return self._loader.__enter__()
 
     def fail(self, error: LoadFailedError) -> None:
         """What `error` names cannot be read; unpins, and plans without it."""
+        waited_s = 0.0 if self._loader is None else self._loader.waited_s
+        self.close(ok=bool(waited_s))  # what was read whole and sound may stay in memory
         self._failed.update(error.causes)
-        if self._loader is not None:
-            self._waited_s += self._loader.waited_s
-            self._prefill.leave_out(error, self._loader.waited_s)
-        else:
-            self._prefill.leave_out(error, 0.0)
-        self.close()
+        self._waited_s += waited_s
+        self._prefill.leave_out(error, waited_s)
         self.settle()
 
     def prefilled(self, outcome: PrefillOutcome) -> Prefilled:
         """What report and capture need of a prefill that is through. Reading is over; what it reused stays pinned."""
+        assert self.plan is not None
         if self._loader is not None:
             self._loader.__exit__()
             outcome.loaded_bytes, outcome.load_wait_s = self._loader.loaded_bytes, self._loader.waited_s
             self._loader = None
-        outcome.load_wait_s += self._waited_s
+        shared_s = 0.0 if self._shared is None else self._shared.waited_s
+        outcome.load_wait_s += self._waited_s + shared_s
         return Prefilled(
             self.prompt,
             self.plan,
             outcome,
-            self.ticket,
-            None if self.ticket is None else self.ticket.read_layers,
+            self._ticket,
+            None if self._ticket is None else self._ticket.read_layers,
             self._plan_s,
             self._planned_at,
             len(self._failed),
             self._preloaded_bytes,
             self._prefill.loads.load_s(self.plan, self._disk_bytes) or 0.0,
             len(self._given_up),
+            self._shared,
         )
 
     def close(self, *, ok: bool = True) -> None:
-        """Ends reading and unpins. May be repeated."""
+        """Ends reading, and unpins: with `ok`, what was read may move into a faster tier. May be repeated."""
         if self._loader is not None:
             self._loader.__exit__()
             self._loader = None
-        if self.ticket is not None:
-            ticket, self.ticket = self.ticket, None
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
             self._prefill.unpin(ticket, ok=ok)
+
+    def release(self) -> None:
+        """Gives up what this process said it computes. May be repeated."""
+        if self._shared is not None:
+            self._shared.release()
+            self._shared = None
+
+    def _usable(self, without: frozenset[VariantId] = frozenset()) -> dict[ChunkId, tuple[VariantMeta, ...]]:
+        return self._prefill.usable(self.prompt, self._failed | without, lossy=self._lossy)

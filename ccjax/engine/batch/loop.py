@@ -1,19 +1,19 @@
-"""The thread that runs all requests of an engine: carries out what `ccjax.policy.scheduling` decides, step by step. Knows no
-HTTP and no text."""
+"""The thread that runs all requests of an engine: carries out what `ccjax.policy.scheduling` decides, step by step.
+Knows no HTTP and no text."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 
+from ccjax.engine.batch.admission import Admission
 from ccjax.engine.batch.decode import DecodeBatch
 from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
 from ccjax.engine.batch.serving import Serving
@@ -22,9 +22,9 @@ from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Prefiller
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError
-from ccjax.engine.sampling import draw
+from ccjax.engine.sampling import Drawn, draw
 from ccjax.engine.variants import VariantIndex
-from ccjax.policy.scheduling import Costs, LineFullError, NeverFitsError, Scheduler, SchedulerSettings, Work
+from ccjax.policy.scheduling import Costs, LineFullError, NeverFitsError, Scheduler, SchedulerSettings
 from store.errors import TierFullError
 from store.tiered import TieredStore
 from store.usage import DEVICE
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 _UNMEASURED_S_PER_TOKEN = 1e-3
 _LOOK_S = 0.002
-"""How often a wait for a load looks up."""
+_PLANNED_AHEAD = 4
+"""Requests in line that are planned before each pack: what those before them stored is there for them then."""
 
 
 class CancelledError(Exception):
@@ -41,10 +42,10 @@ class CancelledError(Exception):
 
 
 class BatchLoop:
-    """Runs requests until `close`. `submit` and `paused` may be called from any thread.
+    """Runs requests until `close`. `submit`, `wake` and `paused` may be called from any thread.
 
-    Between two steps of the loop `paused` lets one other thread use the engine: no prefill is under way then, answers
-    may be.
+    The thread that is let in by `paused` may use everything that the loop uses: between two steps of the loop, when no
+    prefill is under way; answers may be.
     """
 
     def __init__(
@@ -65,14 +66,315 @@ class BatchLoop:
         self._store = store
         self._pool = pool
         self._rates = rates
+        self._caches_chunks = DEVICE in store.memory_tiers
         self._decoder = DecodeBatch(model, pool, implementation=decode_implementation)
         self._scheduler = Scheduler(settings)
         self._servings: dict[str, Serving] = {}
         self._pack: Pack | None = None
-        self._pieces: dict[str, Piece] = {}
+        self._closing: list[Admission] = []
+        self._decode_step_s = 0.0
         self._changed = threading.Condition()
         self._new: collections.deque[Serving] = collections.deque()
         self._num_guests = 0
-        self._is_paused = False
+        self._has_guest = False
+        self._is_standing = True
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    # -- from any thread ---------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Requests in prefill or decoding."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line, preempted ones among them."""
+        return self._scheduler.num_waiting + len(self._new)
+
+    def submit(self, serving: Serving) -> None:
+        """Puts a request in line.
+
+        Raises:
+          RuntimeError: the loop is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("engine: closed already")
+            self._new.append(serving)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ccjax-batch", daemon=True)
+                self._thread.start()
+
+    def wake(self) -> None:
+        """Lets the loop look which requests were cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def paused(self, *, wait: bool = True) -> Iterator[bool]:
+        """Lets this thread in; without `wait`, False where a request, or another thread, would have to be waited for.
+
+        Raises:
+          RuntimeError: the loop is closed.
+        """
+        with self._changed:
+            if not wait and (self._servings or self._new or self._num_guests):
+                is_let_in = False
+            else:
+                is_let_in = True
+                self._num_guests += 1
+                self._changed.wait_for(lambda: self._is_standing and not self._has_guest)
+                self._has_guest = True
+        try:
+            if is_let_in and self._closed:
+                raise RuntimeError("engine: closed already")
+            yield is_let_in
+        finally:
+            if is_let_in:
+                with self._changed:
+                    self._has_guest = False
+                    self._num_guests -= 1
+                    self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread once all requests have their answer. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._stand():
+            try:
+                self._work()
+            except Exception as error:
+                logger.exception("a step of the batch failed; everything that was under way fails with it")
+                for serving in tuple(self._servings.values()):
+                    self._fail(serving, error)
+                self._scheduler = Scheduler(self._scheduler.settings)
+                self._pack = None
+
+    def _stand(self) -> bool:
+        """Lets guests in, and waits for work; False once there is none and never will be."""
+        is_prefilling = any(serving.job is not None and not serving.is_decoding for serving in self._servings.values())
+        with self._changed:
+            while not is_prefilling and (self._num_guests or not (self._new or self._servings or self._closed)):
+                self._is_standing = True
+                self._changed.notify_all()
+                self._changed.wait()
+            self._is_standing = not (self._new or self._servings)
+            return bool(self._new or self._servings)
+
+    def _work(self) -> None:
+        """One pack with the decode steps between its layers, or one decode step."""
+        self._attend()
+        pieces = self._next_pieces()
+        if pieces:
+            self._run_pack(pieces)
+        elif self._scheduler.num_decoding:
+            self._decode()
+        elif self._servings and not self._num_guests:
+            # All pages of the pool are held by nobody that is scheduled: what is read just now for a snapshot, say.
+            time.sleep(_LOOK_S)
+
+    def _attend(self) -> None:
+        """Takes in new requests, lets go of cancelled ones."""
+        while self._new:
+            serving = self._new.popleft()
+            try:
+                self._scheduler.add(serving.work(self._store.tier_of))
+            except (NeverFitsError, LineFullError) as error:
+                serving.emit(error)
+            else:
+                self._servings[serving.request_id] = serving
+        for serving in tuple(self._servings.values()):
+            if serving.is_cancelled():
+                self._fail(serving, CancelledError())
+
+    def _fail(self, serving: Serving, error: Exception) -> None:
+        """Ends a request with an error."""
+        self._let_go(serving)
+        serving.admission.close(ok=False)
+        serving.emit(error)
+
+    def _let_go(self, serving: Serving) -> None:
+        """Forgets a request; its pages are free."""
+        del self._servings[serving.request_id]
+        self._scheduler.remove(serving.request_id)
+        self._drop(serving)
+        serving.admission.release()
+
+    def _drop(self, serving: Serving) -> None:
+        """Takes a request out of the pack, and its pages from it."""
+        if self._pack is not None and serving.job is not None:
+            self._pack.drop(serving.job)
+        serving.drop()
+
+    # -- prefill -----------------------------------------------------------------------------------------------
+
+    def _next_pieces(self) -> list[tuple[Serving, Piece]]:
+        self._plan_first()
+        now_s = time.perf_counter()
+        free_pages = 0 if self._num_guests else self._free_pages()  # guests wait for the prefills that were begun
+        pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), shared_pages=self._shared_pages)
+        for preempted in pack.preempted:
+            self._preempt(self._servings[preempted.request_id])
+        for request_id in pack.admitted:
+            self._admit(self._servings[request_id])
+        pieces = []
+        for piece in pack.pieces:
+            serving = self._servings.get(piece.request_id)
+            if serving is not None and serving.job is not None:
+                pieces.append((serving, Piece(serving.job, piece.start, piece.start + piece.num_tokens)))
+        if pack.pieces and not pieces:
+            self._scheduler.pack_done(now_s)
+        return pieces
+
+    def _plan_first(self) -> None:
+        """Plans the first in line, anew where the cached chunks are others than when it was planned last."""
+        waiting = (serving for serving in self._servings.values() if serving.job is None)
+        for serving in itertools.islice(waiting, _PLANNED_AHEAD):
+            if serving.planned_at != self._variants.num_changes:
+                try:
+                    serving.plan(self._variants.num_changes)
+                except Exception as error:
+                    self._fail(serving, error)
+                else:
+                    self._replan(serving)
+
+    def _admit(self, serving: Serving) -> None:
+        """Draws pages and starts to load; a request whose plan had to change goes back in line."""
+        try:
+            serving.admission.open()
+            self._make_room(serving.num_own_pages)
+            serving.begin(self._pool)
+            is_as_scheduled = serving.is_as_scheduled
+        except TierFullError:  # fewer pages are free than was thought
+            is_as_scheduled = False
+        except Exception as error:
+            self._fail(serving, error)
+            return
+        if not is_as_scheduled:
+            self._drop(serving)
+            serving.admission.close(ok=False)
+            self._replan(serving)
+
+    def _preempt(self, serving: Serving) -> None:
+        """Takes the pages of a request, which goes back in line."""
+        self._drop(serving)
+        serving.planned_at = None
+        self._closing.append(serving.admission)
+
+    def _replan(self, serving: Serving) -> None:
+        try:
+            self._scheduler.replan(serving.work(self._store.tier_of))
+        except NeverFitsError as error:
+            self._fail(serving, error)
+
+    def _run_pack(self, pieces: list[tuple[Serving, Piece]]) -> None:
+        started_s, decoded_s = time.perf_counter(), 0.0
+        pack = self._pack = Pack(self._model, self._pool, [piece for _, piece in pieces])
+        by_job = {piece.job: serving for serving, piece in pieces}
+        under_way: collections.deque[jax.Array] = collections.deque()
+        while not pack.is_done:
+            if not pack.is_ready():
+                if self._scheduler.num_decoding:
+                    decoded_s += self._decode()
+                pack.wait()  # what is waited for while the device works is not waited for
+            under_way.append(pack.hidden)
+            if len(under_way) > 1:  # the host must not run ahead of the device
+                under_way.popleft().block_until_ready()
+            try:
+                pack.run_layer()
+            except JobFailedError as error:
+                self._refuse(by_job[error.job], error.__cause__)
+                continue
+            self._attend()
+            if self._scheduler.after_layer(time.perf_counter()):
+                decoded_s += self._decode()
+        jobs, logits = pack.logits()
+        self._pack = None
+        drawn = [] if logits is None else draw(logits, [by_job[job].draw for job in jobs])
+        if not pack.has_new_sizes and pack.num_computed:
+            waited_s = sum(job.contexts.waited_s for job in by_job if job.contexts is not None)
+            self._rates.compute.add(pack.num_computed, time.perf_counter() - started_s - decoded_s - waited_s)
+        self._scheduler.pack_done(time.perf_counter())
+        kept = []
+        for job, one in zip(jobs, drawn, strict=True):
+            kept.append((by_job[job].admission, by_job[job].note_prefill()))
+            self._take_in(by_job[job], one)
+        for admission, prefilled in kept:  # once the first tokens are out
+            if prefilled is not None:
+                self._prefill.keep(prefilled)
+            admission.release()
+        self._close_admissions()
+
+    def _refuse(self, serving: Serving, cause: BaseException | None) -> None:
+        """A request of the pack cannot have the KV that it reuses."""
+        if isinstance(cause, LoadFailedError):
+            self._drop(serving)
+            serving.admission.fail(cause)
+            self._replan(serving)
+        else:
+            assert isinstance(cause, Exception)
+            self._fail(serving, cause)
+
+    # -- decode ------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> float:
+        """A token for each request that decodes; the seconds that it took."""
+        started_s = time.perf_counter()
+        step = self._scheduler.next_decode(self._free_pages(), self._costs())
+        for preempted in step.preempted:
+            self._preempt(self._servings[preempted.request_id])
+        self._make_room(len(step.draws))
+        servings = [self._servings[request_id] for request_id in step.request_ids]
+        drawn = []
+        if servings:
+            logits = self._decoder.step([one.pages for one in servings], [one.last_token for one in servings])
+            drawn = draw(logits, [one.draw for one in servings])
+        seconds = time.perf_counter() - started_s
+        self._decode_step_s = seconds if not self._decode_step_s else 0.9 * self._decode_step_s + 0.1 * seconds
+        self._scheduler.decode_done(time.perf_counter())
+        for serving, token in zip(servings, drawn, strict=True):
+            self._take_in(serving, token)
+        if self._pack is None:
+            self._close_admissions()
+        return time.perf_counter() - started_s
+
+    def _take_in(self, serving: Serving, drawn: Drawn) -> None:
+        """Gives a request its next token, and lets go of it if that is the last."""
+        if serving.take_in(drawn):
+            self._let_go(serving)
+            self._closing.append(serving.admission)
+
+    def _close_admissions(self) -> None:
+        """Unpins what requests that are gone had reused. Not between two layers, for what moves up then takes time."""
+        closing, self._closing = self._closing, []
+        for admission in closing:
+            admission.close()
+
+    # -- what things take --------------------------------------------------------------------------------------
+
+    def _free_pages(self) -> int:
+        """Pages that requests could have: those that are free, and of the cached chunks those that nobody uses."""
+        evictable = self._store.evictable_bytes(DEVICE) if self._caches_chunks else 0
+        return self._pool.num_free + evictable // self._pool.page_bytes
+
+    def _make_room(self, num_pages: int) -> None:
+        if self._caches_chunks and num_pages > self._pool.num_free:
+            self._variants.make_room(DEVICE, num_pages * self._pool.page_bytes)
+
+    def _shared_pages(self, request_id: str) -> int:
+        return self._servings[request_id].num_shared_pages(self._store.is_pinned)
+
+    def _costs(self) -> Costs:
+        token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
+        return Costs(token_s=token_s, page_copy_s=0.0, decode_step_s=self._decode_step_s)

@@ -58,6 +58,7 @@ class Pack:
 
     Attributes:
       layer: the next one to run.
+      has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
     """
 
     def __init__(self, model: Prefiller, pool: DevicePool, pieces: Sequence[Piece]) -> None:
@@ -67,6 +68,8 @@ class Pack:
         for number, piece in enumerate(pieces):
             piece.number = number
         self.layer = 0
+        self.has_new_sizes = False
+        self._num_rows_run = 0
         self._filled: set[PrefillJob] = set()
         # A later piece reads no slot behind its last token, so none of those is asked for.
         lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
@@ -78,6 +81,16 @@ class Pack:
         self._set_rows()
         token_ids = np.concatenate([piece.job.token_ids[piece.offsets] for piece in pieces])
         self._x = embed_step(model.top, padded_to(token_ids, self._num_rows, 0))
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that ran, as many as if each had run through all layers."""
+        return round(self._num_rows_run / self._model.config.num_layers)
+
+    @property
+    def hidden(self) -> jax.Array:
+        """[N, D], what the layers so far gave."""
+        return self._x
 
     @property
     def is_done(self) -> bool:
@@ -132,6 +145,9 @@ class Pack:
             ),
         )
         self._x = out.x
+        size = (self._num_rows, len(self._slots), num_segments)
+        self.has_new_sizes |= self._model.note_size(size)
+        self._num_rows_run += sum(len(piece.offsets) for piece in self._pieces)
         kept, first = {}, 0
         for piece in self._pieces:
             rows = LayerRows(self.layer, piece.offsets, first, out.k, out.v, out.mass, out.self_mass)

@@ -3,7 +3,7 @@ store, no layer and no array on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ccjax.types import PrefillPlan, VariantId
 _PAGE, _START, _LENGTH = range(3)
 
 
-def shared_segments(plan: PrefillPlan, chunks: Mapping[VariantId, PagedShard]) -> frozenset[int]:
+def shared_segments(plan: PrefillPlan, chunks: Container[VariantId | None]) -> frozenset[int]:
     """Segments of a plan that are read where a cached chunk has them: reused without any change."""
     return frozenset(
         index

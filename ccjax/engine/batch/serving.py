@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 
@@ -13,8 +12,8 @@ from ccjax.engine.batch.admission import Admission
 from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.batch.pages import RequestPages, shared_segments
 from ccjax.engine.cached_prefill import Prefilled
+from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
-from ccjax.engine.prompts import Prompt
 from ccjax.engine.requests import Delta, Request
 from ccjax.engine.sampling import Draw, Drawn
 from ccjax.policy.scheduling import Work
@@ -24,21 +23,23 @@ from store.usage import DEVICE
 Emit = Callable[[Delta | Exception], None]
 """Takes the pieces of an answer, or what ended it; called on the loop's thread, must return at once."""
 
-Report = Callable[[Prefilled, Request], ReuseReport]
+Report = Callable[[Prefilled], ReuseReport]
 
 
 class Serving:
-    """A request's state. `emit` is called with the deltas in order, the last of which has the response.
+    """A request's state. `emit` gets the deltas in order, the last of which has the response.
 
     Attributes:
+      job: its prefill, from admission on; None while it waits.
+      is_decoding: True once its prompt is through.
       started_s: `time.perf_counter` when it was first admitted, None before.
+      planned_at: what the caller of `plan` said last; None before.
     """
 
     def __init__(
         self,
         request_id: str,
         request: Request,
-        prompt: Prompt,
         admission: Admission,
         answer: Answer,
         *,
@@ -48,14 +49,22 @@ class Serving:
         is_cancelled: Callable[[], bool],
         report: Report,
     ) -> None:
+        """
+        Args:
+          seed: of its draws.
+          assemble_s: seconds that were spent on it before.
+          report: of what its prefill reused.
+        """
         self.request_id = request_id
-        self.request = request
-        self.prompt = prompt
-        self.admission = admission
         self.is_cancelled = is_cancelled
         self.emit = emit
         self.job: PrefillJob | None = None
+        self.is_decoding = False
         self.started_s: float | None = None
+        self.planned_at: int | None = None
+        self.admission = admission
+        self._sampling = request.sampling
+        self._prompt = admission.prompt
         self._answer = answer
         self._seed = seed
         self._assemble_s = assemble_s
@@ -63,6 +72,7 @@ class Serving:
         self._reuse: ReuseReport | None = None
         self._ttft_s = 0.0
         self._tokens: list[int] = []
+        self._work = self._unplanned()
 
     @property
     def last_token(self) -> int:
@@ -72,27 +82,64 @@ class Serving:
     @property
     def draw(self) -> Draw:
         """How its next token is drawn."""
-        return Draw(self.request.sampling, self._seed, len(self._tokens))
+        return Draw(self._sampling, self._seed, len(self._tokens))
 
-    def work(self, pool: DevicePool, tiers: Callable[[str], str | None]) -> Work:
-        """The request for the scheduler, by its plan and by which tier holds what now."""
+    @property
+    def pages(self) -> RequestPages:
+        """Its pages; it must be admitted."""
+        assert self.job is not None
+        return self.job.pages
+
+    # -- in line -----------------------------------------------------------------------------------------------
+
+    def work(self, tier_of: Callable[[str], str | None]) -> Work:
+        """The request for the scheduler: by its plan and where things are now, or as if nothing were reused."""
         plan = self.admission.plan
-        on_device = {key: key for key in plan.pin if tiers(key) == DEVICE}
+        if plan is None:
+            return self._work
+        on_device = {key for key in plan.pin if tier_of(key) == DEVICE}
         shared = shared_segments(plan, on_device)
         counts = [num_pages(segment.num_tokens) for segment in plan.segments]
         computed = sum(
             segment.num_tokens if segment.action == "compute" else len(segment.recompute_offsets)
             for segment in plan.segments
         )
-        return Work(
+        self._work = Work(
             self.request_id,
             prefill_tokens=computed,
             prompt_pages=sum(count for index, count in enumerate(counts) if index not in shared),
-            max_new_tokens=self.prompt.max_new_tokens,
+            max_new_tokens=self._prompt.max_new_tokens,
             cached_tokens=plan.num_tokens - computed,
             shared_pages=sum(count for index, count in enumerate(counts) if index in shared),
             tail_slots=-plan.segments[-1].num_tokens % PAGE_TOKENS,
+            is_divisible=plan.focus_window is None,
         )
+        return self._work
+
+    def num_shared_pages(self, is_pinned: Callable[[str], bool]) -> int:
+        """Pages of cached chunks that only this request would keep from being evicted."""
+        plan = self.admission.plan
+        if plan is None or not self._work.shared_pages:
+            return 0
+        sizes = {s.variant_id: num_pages(s.num_tokens) for s in plan.segments if s.variant_id is not None}
+        return sum(size for key, size in sizes.items() if not is_pinned(key))
+
+    def plan(self, at: int) -> None:
+        """Plans, or plans anew."""
+        self.admission.settle()
+        self.planned_at = at
+
+    # -- admitted ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_own_pages(self) -> int:
+        """Pages of its own that `begin` will draw; `admission.open` comes first."""
+        plan = self.admission.plan
+        assert plan is not None
+        shared = shared_segments(plan, self.admission.on_device)
+        counts = (num_pages(s.num_tokens) for index, s in enumerate(plan.segments) if index not in shared)
+        tail_slots = -plan.segments[-1].num_tokens % PAGE_TOKENS
+        return sum(counts) + num_pages(max(0, len(self._tokens) - tail_slots))
 
     def begin(self, pool: DevicePool) -> None:
         """Draws the pages of the prompt and of the answer so far, and starts to load.
@@ -100,50 +147,71 @@ class Serving:
         Raises:
           TierFullError: too few pages are free.
         """
-        ticket = self.admission.open()
-        tiers = {} if ticket is None else ticket.tiers
-        chunks = {key: pool.get(key) for key in self.admission.plan.pin if tiers.get(key) == DEVICE}
-        pages = RequestPages(pool, self.admission.plan, chunks)
+        plan = self.admission.plan
+        assert plan is not None
+        pages = RequestPages(pool, plan, {key: pool.get(key) for key in self.admission.on_device})
         for _ in self._tokens:
             pages.append()
-        token_ids = np.concatenate([self.prompt.token_ids, np.asarray(self._tokens, np.int32)])
+        token_ids = np.concatenate([self._prompt.token_ids, np.asarray(self._tokens, np.int32)])
         contexts = self.admission.load(pages.shared)
-        collect = ticket is not None and not self._tokens and self.admission.collects
-        self.job = PrefillJob(token_ids, self.admission.plan, pages, contexts=contexts, collect=collect)
-        if self.started_s is None:
-            self.started_s = time.perf_counter()
+        collect = self.admission.collects and self._reuse is None
+        self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect)
+        self.started_s = self.started_s or time.perf_counter()
 
-    def drop_pages(self) -> None:
+    @property
+    def is_as_scheduled(self) -> bool:
+        """True while its prefill is what the scheduler was told by `work`."""
+        assert self.job is not None
+        computed = len(self.job.offsets) - len(self._tokens)
+        is_divisible = self.job.plan.focus_window is None
+        return (computed, is_divisible) == (self._work.prefill_tokens, self._work.is_divisible)
+
+    def drop(self) -> None:
         """Gives all pages back; the tokens drawn so far stay."""
         self.job = None
-        self.admission.close()
+        self.is_decoding = False
 
-    def note_prefill(self) -> Prefilled:
-        """What report and capture need, once the last piece of the prefill ran; the first time also the report."""
+    def note_prefill(self) -> Prefilled | None:
+        """To be called when the last piece of its prefill ran; the first time, what there is to keep of it."""
         assert self.job is not None
         prefilled = self.admission.prefilled(self.job.result)
-        if self._reuse is None:
-            self._reuse = self._report(prefilled, self.request)
+        self.job.result = PrefillOutcome()  # so much memory need not wait for the answer
+        self.is_decoding = True
+        if self._reuse is not None:
+            return None
+        self._reuse = self._report(prefilled)
         return prefilled
 
     def take_in(self, drawn: Drawn) -> bool:
         """Takes in a token and emits what it completes; True if the answer ends with it."""
         assert self.started_s is not None and self._reuse is not None
-        if not self._tokens:
-            self._ttft_s = time.perf_counter() - self.started_s + self._assemble_s
+        elapsed_s = time.perf_counter() - self.started_s + self._assemble_s
+        self._ttft_s = self._ttft_s or elapsed_s
         self._tokens.append(drawn.token_id)
         delta = self._answer.push(drawn)
         if self._answer.finish_reason is None:
             if delta.token_ids:
                 self.emit(delta)
-            if self._answer.num_tokens < self.prompt.max_new_tokens:
+            if self._answer.num_tokens < self._prompt.max_new_tokens:
                 return False
-        last = self._answer.finish(
-            delta,
-            reuse=self._reuse,
-            num_prompt_tokens=self.prompt.num_tokens,
-            ttft_s=self._ttft_s,
-            total_s=time.perf_counter() - self.started_s + self._assemble_s,
+        self.emit(
+            self._answer.finish(
+                delta,
+                reuse=self._reuse,
+                num_prompt_tokens=self._prompt.num_tokens,
+                ttft_s=self._ttft_s,
+                total_s=elapsed_s,
+            )
         )
-        self.emit(last)
         return True
+
+    def _unplanned(self) -> Work:
+        prompt = self._prompt
+        lengths = [len(chunk.token_ids) for chunk in prompt.chunks] + [len(prompt.question)]
+        return Work(
+            self.request_id,
+            prefill_tokens=prompt.num_tokens,
+            prompt_pages=sum(map(num_pages, lengths)),
+            max_new_tokens=prompt.max_new_tokens,
+            tail_slots=-lengths[-1] % PAGE_TOKENS,
+        )
