@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,16 +250,67 @@ class Engine(DocumentCalls, CacheCalls):
         prompt = self._assemble(request)
         return self._stream(request, prompt, time.perf_counter() - started, is_cancelled)
 
+    def submit(
+        self,
+        request: Request,
+        emit: Emit,
+        *,
+        on_start: Callable[[], None] = lambda: None,
+        is_cancelled: IsCancelled = lambda: False,
+    ) -> Callable[[], None]:
+        """Puts a request in the batch; what comes back cancels it, at any time, from any thread.
+
+        Args:
+          emit: gets the deltas in order, the last of which has the response, or the exception that ends the answer:
+            CancelledError where it was cancelled. Called on the engine's thread; must return at once.
+          on_start: called there when the request leaves the line.
+          is_cancelled: asked there between the layers of a prefill and the steps of answers.
+
+        Raises:
+          RequestError, ContextLengthError: at once.
+          RuntimeError: the engine is closed.
+        """
+        started = time.perf_counter()
+        prompt = self._assemble(request)
+        return self._submit(request, prompt, time.perf_counter() - started, emit, on_start, is_cancelled)
+
+    def _submit(
+        self,
+        request: Request,
+        prompt: Prompt,
+        assemble_s: float,
+        emit: Emit,
+        on_start: Callable[[], None],
+        is_cancelled: IsCancelled,
+    ) -> Callable[[], None]:
+        mode, sampling = self._mode(request), request.sampling
+        is_given_up = threading.Event()
+        serving = Serving(
+            request.request_id or uuid.uuid4().hex,
+            request,
+            Admission(self._prefill, prompt, mode, is_shared=self.config.share_computation),
+            Answer(sampling, self.tokenizer, self._eos_ids, prompt.question),
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            assemble_s=assemble_s,
+            emit=emit,
+            on_start=on_start,
+            is_cancelled=lambda: is_given_up.is_set() or is_cancelled(),
+            report=lambda prefilled: self._report(prefilled, mode, request.reuse),
+        )
+        self._loop.submit(serving)
+
+        def cancel() -> None:
+            is_given_up.set()
+            self._loop.wake()
+
+        return cancel
+
     def _stream(
         self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
     ) -> Iterator[Delta]:
         events: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
-        is_closed = threading.Event()
-
-        def gives_up() -> bool:
-            return is_closed.is_set() or (is_cancelled is not None and is_cancelled())
-
-        self._submit(request, prompt, assemble_s, events.put, gives_up)
+        asked = is_cancelled or (lambda: False)
+        cancel = self._submit(request, prompt, assemble_s, events.put, lambda: None, asked)
         try:
             while True:
                 event = events.get()
@@ -271,26 +322,7 @@ class Engine(DocumentCalls, CacheCalls):
                 if event.response is not None:
                     return
         finally:
-            is_closed.set()
-            self._loop.wake()
-
-    def _submit(
-        self, request: Request, prompt: Prompt, assemble_s: float, emit: Emit, is_cancelled: IsCancelled
-    ) -> None:
-        mode = self._mode(request)
-        sampling = request.sampling
-        serving = Serving(
-            request.request_id or uuid.uuid4().hex,
-            request,
-            Admission(self._prefill, prompt, mode, is_shared=self.config.share_computation),
-            Answer(sampling, self.tokenizer, self._eos_ids, prompt.question),
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
-            assemble_s=assemble_s,
-            emit=emit,
-            is_cancelled=is_cancelled,
-            report=lambda prefilled: self._report(prefilled, mode, request.reuse),
-        )
-        self._loop.submit(serving)
+            cancel()
 
     def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
         """No prefill runs meanwhile; without `wait`, False where any request would have to be waited for."""

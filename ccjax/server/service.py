@@ -74,8 +74,9 @@ class Service:
                 raise RuntimeError("service: opened or closed already")
             jobs = WarmJobs(engine, self.metrics.count_warmed)
             worker = EngineWorker(
-                engine.stream,
+                engine.submit,
                 max_queue=self.settings.max_queue,
+                max_running=engine.config.max_num_seqs,
                 on_end=self.metrics.end,
                 idle_work=_idle_work(engine, jobs, self.settings.repair_when_idle),
                 preload=engine.preload,

@@ -1,8 +1,7 @@
-"""Runs one request after the other on a thread of its own, in order of arrival; idle time goes to other work. Knows no
-HTTP and no model.
+"""The line in front of the engine, and a thread for work between requests. Knows no HTTP and no model.
 
-Verbs: `submit` puts a request in line, `Job.deltas` follows its answer, `Job.cancel` takes it out of line or stops it,
-`call` runs a function between two requests, `close` ends the thread.
+Verbs: `submit` hands a request to the engine, `Job.deltas` follows its answer, `Job.cancel` stops it wherever it is,
+`call` runs a function on the thread, whose idle time goes to other work, `close` ends both.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -29,10 +28,12 @@ IdleWork = Callable[[Callable[[], bool]], bool]
 """Does a piece of work, asks its argument often and stops once that returns True; returns whether more may be left."""
 
 
-class Stream(Protocol):
-    """Answers a request; stops between two steps once `is_cancelled` returns True."""
+class Start(Protocol):
+    """`ccjax.engine.Engine.submit`."""
 
-    def __call__(self, request: Request, *, is_cancelled: Callable[[], bool]) -> Iterator[Delta]: ...
+    def __call__(
+        self, request: Request, emit: Callable[[Delta | Exception], None], *, on_start: Callable[[], None]
+    ) -> Callable[[], None]: ...
 
 
 class Preload(Protocol):
@@ -69,6 +70,7 @@ class Job:
         self.response: Response | None = None
         self.cancelled = False
         self.preload: Preload | None = None
+        self.stop: Callable[[], None] = lambda: None
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Delta | Exception] = asyncio.Queue()
@@ -101,58 +103,58 @@ class Job:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop is closed: a forced exit, nobody listens any more
-            self.cancelled = True
+            self.stop()
 
 
 class EngineWorker:
-    """The line of requests and the thread that works it off; at most `max_queue` wait behind the running one."""
+    """Takes requests while no more than `max_queue` wait, besides the `max_running` that the engine runs at once."""
 
     def __init__(
         self,
-        stream: Stream,
+        start: Start,
         *,
         max_queue: int,
+        max_running: int = 1,
         on_end: Callable[[Job], None] = lambda job: None,
         idle_work: IdleWork | None = None,
         preload: Callable[[Request], Preload] | None = None,
     ) -> None:
         """
         Args:
-          stream: if it returns a generator, closing that must cancel the request, too.
-          on_end: called when a job has its response or is cancelled.
-          preload: told of a request that must wait for others, must return at once; what comes back is closed with the
-            request's first token, or with the request.
-          idle_work: done on the same thread whenever no request came for a while, until nothing is left to do.
+          on_end: called when a job has its response or, cancelled, has left the engine.
+          preload: told of a request behind others, must return at once; what comes back is closed with the request's
+            first token, or with the request.
+          idle_work: done on a thread whenever no request came for a while, until nothing is left to do.
         """
-        self._stream = stream
+        self._start = start
         self._idle_work = idle_work
         self._preload = preload
+        self._limit = max_queue + max_running
         self._max_queue = max_queue
         self._on_end = on_end
         self._changed = threading.Condition()
-        self._waiting: collections.deque[Job] = collections.deque()
+        self._jobs: dict[Job, None] = {}
         self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
-        self._called_last = False
-        self._running: Job | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="ccjax-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ccjax-idle", daemon=True)
         self._thread.start()
 
     @property
     def num_waiting(self) -> int:
         """Requests in line."""
-        return len(self._waiting)
+        with self._changed:
+            return sum(job.started_s is None for job in self._jobs)
 
     @property
     def num_running(self) -> int:
-        """1 while a request runs, else 0."""
-        return int(self._running is not None)
+        """Requests that the engine works on."""
+        with self._changed:
+            return sum(job.started_s is not None for job in self._jobs)
 
     @property
     def is_full(self) -> bool:
         """True when `submit` would refuse a request now."""
-        # The running one counts whether or not the thread has picked it up yet.
-        return self.num_waiting + self.num_running > self._max_queue
+        return len(self._jobs) >= self._limit
 
     @property
     def is_closed(self) -> bool:
@@ -164,6 +166,7 @@ class EngineWorker:
 
         Raises:
           QueueFullError, WorkerClosedError: it was not taken.
+          Exception: what the engine refuses at once.
         """
         job = Job(request, self)
         with self._changed:
@@ -171,15 +174,20 @@ class EngineWorker:
                 raise WorkerClosedError
             if self.is_full:
                 raise QueueFullError
-            if self._preload is not None and self.num_waiting + self.num_running:
+            if self._preload is not None and self._jobs:
                 job.preload = self._preload(request)
-            self._waiting.append(job)
-            self._changed.notify()
+            self._jobs[job] = None
+            self._changed.notify_all()
+        try:
+            job.stop = self._start(request, lambda event: self._take_in(job, event), on_start=lambda: _start(job))
+        except BaseException:
+            self._leave(job)
+            raise
         return job
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Runs a function on the worker's thread, so that no request runs meanwhile, ahead of the requests in line; of
-        several calls, one between two requests. From any thread; afterwards idle work is looked for again.
+        """Runs a function on the worker's thread, after the calls before it. From any thread; afterwards idle work is
+        looked for again.
 
         Raises:
           QueueFullError, WorkerClosedError: it was not taken.
@@ -191,66 +199,86 @@ class EngineWorker:
             if len(self._calls) > self._max_queue:
                 raise QueueFullError
             self._calls.append((function, future))
-            self._changed.notify()
+            self._changed.notify_all()
         return future
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends the thread: after all jobs, or without `drain` after the step that runs, with the rest cancelled."""
+        """Ends the thread: after all jobs and calls, or without `drain` as soon as those that run have stopped."""
         with self._changed:
             self._closed = True
-            jobs = [] if drain else [*self._waiting, *([self._running] if self._running else [])]
+            jobs = [] if drain else list(self._jobs)
             futures = [] if drain else [future for _, future in self._calls]
             if not drain:
                 self._calls.clear()
-            self._changed.notify()
+            self._changed.notify_all()
         for job in jobs:
             job.cancel()
         for future in futures:
             future.set_exception(WorkerClosedError())
         self._thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs)
+
+    # -- jobs --------------------------------------------------------------------------------------------------
 
     def _cancel(self, job: Job) -> None:
         with self._changed:
             if job.response is not None or job.cancelled:
                 return
             job.cancelled = True
-            waits = job in self._waiting
-            if waits:
-                self._waiting.remove(job)
         job._emit(JobCancelledError())
-        if waits:
-            job.end_preload()
+        job.stop()
+
+    def _take_in(self, job: Job, event: Delta | Exception) -> None:
+        """What the engine has to say of a job; on the engine's thread."""
+        if isinstance(event, Exception):
+            if not job.cancelled:
+                job._emit(event)
+            self._leave(job)
+            if job.cancelled:
+                self._on_end(job)
+            return
+        with self._changed:
+            if job.cancelled:
+                return
+            job.response = event.response
+        job.first_delta_s = job.first_delta_s or time.perf_counter()
+        job.end_preload()
+        if event.response is not None:
+            self._leave(job)
             self._on_end(job)
+        job._emit(event)
+
+    def _leave(self, job: Job) -> None:
+        job.end_preload()
+        with self._changed:
+            self._jobs.pop(job, None)
+            self._changed.notify_all()
+
+    # -- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (job := self._next_job()) is not None:
-            self._answer(job)
-
-    def _next_job(self) -> Job | None:
-        """The next one in line, None once there is none and never will be. Waits, and works meanwhile."""
         is_more_to_do = self._idle_work is not None
         while True:
             with self._changed:
-                self._running = None
-                self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S if is_more_to_do else None)
-                is_call = bool(self._calls) and not (self._waiting and self._called_last)
-                self._called_last = is_call
-                if is_call:
-                    function, future = self._calls.popleft()
-                elif self._waiting:
-                    self._running = self._waiting.popleft()
-                    return self._running
-                elif self._closed:
-                    return None
-            if is_call:
-                _complete(future, function)
+                self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S if is_more_to_do and not self._jobs else None)
+                if not self._calls and self._closed:
+                    return
+                call = self._calls.popleft() if self._calls else None
+                is_busy = bool(self._jobs)
+            if call is not None:
+                _complete(call[1], call[0])
+                is_more_to_do = self._idle_work is not None
+            elif is_busy:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._jobs or bool(self._calls) or self._closed)
                 is_more_to_do = self._idle_work is not None
             else:
                 is_more_to_do = self._work_idly()
 
     def _is_wanted(self) -> bool:
         """True when the thread has better to do than wait or idle work."""
-        return bool(self._waiting or self._calls) or self._closed
+        return bool(self._jobs or self._calls) or self._closed
 
     def _work_idly(self) -> bool:
         assert self._idle_work is not None
@@ -260,30 +288,9 @@ class EngineWorker:
             logger.exception("idle work failed")
             return False
 
-    def _answer(self, job: Job) -> None:
-        job.started_s = time.perf_counter()
-        try:
-            deltas = self._stream(job.request, is_cancelled=lambda: job.cancelled)
-            for delta in deltas:
-                job.first_delta_s = job.first_delta_s or time.perf_counter()
-                job.end_preload()
-                job.response = delta.response
-                if delta.response is not None:
-                    self._on_end(job)
-                job._emit(delta)
-                if job.cancelled and job.response is None:
-                    if isinstance(deltas, Generator):
-                        deltas.close()
-                    break
-        except Exception as error:
-            # After the response only the bookkeeping of the engine can have failed: the client has its answer.
-            if job.response is not None:
-                logger.exception("failed after the answer of %s", job.request.request_id)
-            job._emit(error)
-        finally:
-            job.end_preload()
-        if job.cancelled and job.response is None:
-            self._on_end(job)
+
+def _start(job: Job) -> None:
+    job.started_s = time.perf_counter()
 
 
 def _complete(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -46,6 +46,7 @@ class Serving:
         seed: int,
         assemble_s: float,
         emit: Emit,
+        on_start: Callable[[], None],
         is_cancelled: Callable[[], bool],
         report: Report,
     ) -> None:
@@ -58,6 +59,7 @@ class Serving:
         self.request_id = request_id
         self.is_cancelled = is_cancelled
         self.emit = emit
+        self._on_start = on_start
         self.job: PrefillJob | None = None
         self.is_decoding = False
         self.started_s: float | None = None
@@ -156,7 +158,9 @@ class Serving:
         contexts = self.admission.load(pages.shared)
         collect = self.admission.collects and self._reuse is None
         self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect)
-        self.started_s = self.started_s or time.perf_counter()
+        if self.started_s is None:
+            self.started_s = time.perf_counter()
+            self._on_start()
 
     @property
     def is_as_scheduled(self) -> bool:
