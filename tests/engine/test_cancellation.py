@@ -52,9 +52,10 @@ def test_a_cancelled_prefill_ends_the_stream_and_keeps_nothing(reuse):
     segments = draw_segments(np.random.default_rng(1), [30, 20, 40])
     request = Request(segments=segments, sampling=SamplingParams(max_new_tokens=3), reuse=reuse)
     with MODEL.engine() as engine:
-        assert list(engine.stream(request, is_cancelled=After(4))) == []
-        assert engine.num_variants == 0
-        assert list(engine.stream(request, is_cancelled=After(5)))[-1].response is not None  # it asks 5 times, not 6
+        for num_asked in range(6):  # before the first layer and after each
+            assert list(engine.stream(request, is_cancelled=After(num_asked))) == []
+            assert engine.num_variants == 0
+        assert list(engine.stream(request, is_cancelled=After(100)))[-1].response is not None
 
 
 def test_a_cancelled_reuse_leaves_variants_credit_and_pins_as_they_were():

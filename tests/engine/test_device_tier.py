@@ -17,6 +17,9 @@ from tests.engine.test_identities import answer, assert_same
 MODEL = TinyModel(seed=11)
 PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
 ALL = 200 * PAGE
+LEAST = 512 // PAGE_TOKENS + 64
+"""Pages that a pool must have for requests of 512 tokens."""
+
 LENGTHS = (40, 33, 64, 17)
 SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
 NUM_STORED = sum(map(len, SEGMENTS[:-1]))
@@ -40,7 +43,10 @@ def same_report(got, wanted):
 @pytest.mark.parametrize("settings", [{}, {"strategy": "reuse"}, {"recompute_ratio": 0.3}, {"focus_window": None}])
 @pytest.mark.parametrize("reuse", ["exact", "bounded", "fast"])
 def test_what_is_on_the_device_answers_as_what_is_in_host_memory(settings, reuse):
-    with MODEL.engine(**settings) as host, MODEL.engine(device_cache_bytes=ALL, **settings) as device:
+    with (
+        MODEL.engine(**settings) as host,
+        MODEL.engine(max_model_len=512, device_cache_bytes=ALL, **settings) as device,
+    ):
         for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0, 2], [1, 1, 0], [2, 3, 1], [2, 3, 1]):
             segments = permuted(SEGMENTS, order)
             wanted, got = answer(host, segments, reuse), answer(device, segments, reuse)
@@ -56,7 +62,10 @@ def test_what_is_on_the_device_answers_as_what_is_in_host_memory(settings, reuse
 def test_one_prompt_from_device_host_and_disk(tmp_path):
     """One engine whose variants were evicted from some tiers, so that one context has parts of each."""
     url = f"file://{tmp_path}/store"
-    with MODEL.engine(store=url, device_cache_bytes=ALL, recompute_ratio=0.2) as engine, MODEL.engine() as other:
+    with (
+        MODEL.engine(store=url, max_model_len=512, device_cache_bytes=ALL, recompute_ratio=0.2) as engine,
+        MODEL.engine() as other,
+    ):
         first = answer(engine, SEGMENTS, "bounded")
         engine.flush()
         by_chunk = {document.chunk_id: place for place, document in enumerate(first[2].per_document)}
@@ -75,7 +84,7 @@ def test_one_prompt_from_device_host_and_disk(tmp_path):
 
 def test_pages_of_another_variant_are_noticed():
     """The mutant of the tests above."""
-    with MODEL.engine(device_cache_bytes=ALL) as engine:
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as engine:
         wanted = answer(engine, SEGMENTS, "bounded")
         for _, shard in engine._pool._shards.values():
             shard.slots = np.roll(shard.slots, 1)
@@ -86,12 +95,12 @@ def test_pages_of_another_variant_are_noticed():
 
 def test_a_small_pool_serves_random_prompts_and_gets_all_its_pages_back():
     random = np.random.default_rng(0)
-    passages = draw_segments(random, [int(length) for length in random.integers(1, 60, 12)])[1:-1]
-    budgets_of = {"device_cache_bytes": 9 * PAGE + 5, "host_cache_bytes": 14 * PAGE}
+    passages = draw_segments(random, [int(length) for length in random.integers(20, 60, 40)])[1:-1]
+    limits = {"max_model_len": 512, "device_cache_bytes": LEAST * PAGE + 5, "host_cache_bytes": 130 * PAGE}
     seen = set()
-    with MODEL.engine(**budgets_of) as engine, MODEL.engine() as plain:
+    with MODEL.engine(**limits) as engine, MODEL.engine() as plain:
         pool = engine._pool
-        for number in range(40):
+        for number in range(60):
             chosen = random.choice(len(passages), random.integers(1, 5), replace=False)
             segments = [SEGMENTS[0], *(passages[index] for index in chosen), SEGMENTS[-1]]
             reuse = ("exact", "bounded", "fast")[number % 3]
@@ -100,20 +109,20 @@ def test_a_small_pool_serves_random_prompts_and_gets_all_its_pages_back():
             if reuse == "exact":
                 assert_same(got, answer(plain, segments, "off", tokens=2))
             used = sum(-(-one.num_tokens // PAGE_TOKENS) for one in pool.summaries())
-            assert len(pool._free) == 9 - used and pool.budget.used_bytes == used * PAGE <= 9 * PAGE
+            assert pool.num_free == LEAST - used and pool.budget.used_bytes == used * PAGE <= LEAST * PAGE
         assert seen == {"device", "host", None}
         usage = engine.store_usage()
         assert usage["device"].evicted > 0 and usage["host"].evicted > 0
         for meta in list(engine._variants):
             engine._store.discard(meta.variant_id)
-        assert sorted(pool._free) == list(range(9)) and pool.budget.used_bytes == 0
+        assert sorted(pool._free) == list(range(LEAST)) and pool.budget.used_bytes == 0
 
 
 def test_a_lossy_copy_stays_lossy_on_the_device(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         answer(engine, SEGMENTS, "bounded")
-    with MODEL.engine(store=url, disk_kv_dtype="int8", device_cache_bytes=ALL) as engine:
+    with MODEL.engine(store=url, disk_kv_dtype="int8", max_model_len=512, device_cache_bytes=ALL) as engine:
         for _ in range(2):
             reused = answer(engine, SEGMENTS, "bounded")
             assert not reused[2].exact and reused[2].reused_tokens == NUM_STORED
@@ -128,7 +137,7 @@ def test_a_lossy_copy_stays_lossy_on_the_device(tmp_path):
 def test_after_warm_up_the_first_hit_on_the_device_compiles_nothing():
     model = TinyModel(seed=12, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, intermediate_size=16)
     page = kv_spec_of(model.config, "float32").num_bytes(PAGE_TOKENS)
-    with model.engine(max_model_len=128, device_cache_bytes=32 * page) as engine:
+    with model.engine(max_model_len=128, device_cache_bytes=80 * page) as engine:
         engine.warmup()
         run = (steps.layer_step, steps.rotate_step, steps.write_pages_step, steps.read_pages_step)
         before = [step._cache_size() for step in run]
@@ -142,12 +151,15 @@ def test_after_warm_up_the_first_hit_on_the_device_compiles_nothing():
 def test_budgets_that_cannot_be_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="device_cache_bytes: wanted an integer of at least 0, got -1"):
         MODEL.engine(device_cache_bytes=-1)
-    with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at least {PAGE}.*got {PAGE - 1}"):
-        MODEL.engine(device_cache_bytes=PAGE - 1)
+    with pytest.raises(
+        ConfigError, match=f"device_cache_bytes: wanted at least {LEAST * PAGE}.*got {LEAST * PAGE - 1}"
+    ):
+        MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE - 1)
     left = memory_bytes() - (1 << 20)
     with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at most {left} .*got {left + 1}"):
         MODEL.engine(host_cache_bytes=1 << 20, device_cache_bytes=left + 1)
-    monkeypatch.setattr(budgets, "free_device_bytes", lambda: 5 * PAGE)
-    with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at most {5 * PAGE} .*got {5 * PAGE + 1}"):
-        MODEL.engine(device_cache_bytes=5 * PAGE + 1)
-    MODEL.engine(host_cache_bytes=memory_bytes(), device_cache_bytes=5 * PAGE).close()  # memory of its own
+    monkeypatch.setattr(budgets, "free_device_bytes", lambda: ALL)
+    with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at most {ALL} .*got {ALL + 1}"):
+        MODEL.engine(device_cache_bytes=ALL + 1)
+    own = {"host_cache_bytes": memory_bytes(), "device_cache_bytes": ALL}  # the device has memory of its own
+    MODEL.engine(max_model_len=512, **own).close()

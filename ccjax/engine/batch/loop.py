@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -24,6 +23,7 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError
 from ccjax.engine.sampling import Drawn, draw
 from ccjax.engine.variants import VariantIndex
+from ccjax.errors import ContextLengthError
 from ccjax.policy.scheduling import Costs, LineFullError, NeverFitsError, Scheduler, SchedulerSettings
 from store.errors import TierFullError
 from store.tiered import TieredStore
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _UNMEASURED_S_PER_TOKEN = 1e-3
 _LOOK_S = 0.002
-_PLANNED_AHEAD = 4
+_PLANNED_AHEAD = 8
 """Requests in line that are planned before each pack: what those before them stored is there for them then."""
 
 
@@ -72,6 +72,7 @@ class BatchLoop:
         self._servings: dict[str, Serving] = {}
         self._pack: Pack | None = None
         self._closing: list[Admission] = []
+        self._ended: list[Serving] = []
         self._decode_step_s = 0.0
         self._changed = threading.Condition()
         self._new: collections.deque[Serving] = collections.deque()
@@ -191,7 +192,7 @@ class BatchLoop:
             try:
                 self._scheduler.add(serving.work(self._store.tier_of))
             except (NeverFitsError, LineFullError) as error:
-                serving.emit(error)
+                serving.emit(_as_request_error(error))
             else:
                 self._servings[serving.request_id] = serving
         for serving in tuple(self._servings.values()):
@@ -239,8 +240,9 @@ class BatchLoop:
 
     def _plan_first(self) -> None:
         """Plans the first in line, anew where the cached chunks are others than when it was planned last."""
-        waiting = (serving for serving in self._servings.values() if serving.job is None)
-        for serving in itertools.islice(waiting, _PLANNED_AHEAD):
+        waiting = [serving for serving in self._servings.values() if serving.job is None]
+        num_seats = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
+        for serving in waiting[: min(num_seats, _PLANNED_AHEAD)]:
             if serving.planned_at != self._variants.num_changes:
                 try:
                     serving.plan(self._variants.num_changes)
@@ -252,6 +254,8 @@ class BatchLoop:
     def _admit(self, serving: Serving) -> None:
         """Draws pages and starts to load; a request whose plan had to change goes back in line."""
         try:
+            if serving.planned_at is None:
+                serving.plan(self._variants.num_changes)
             serving.admission.open()
             self._make_room(serving.num_own_pages)
             serving.begin(self._pool)
@@ -276,7 +280,7 @@ class BatchLoop:
         try:
             self._scheduler.replan(serving.work(self._store.tier_of))
         except NeverFitsError as error:
-            self._fail(serving, error)
+            self._fail(serving, _as_request_error(error))
 
     def _run_pack(self, pieces: list[tuple[Serving, Piece]]) -> None:
         started_s, decoded_s = time.perf_counter(), 0.0
@@ -314,7 +318,7 @@ class BatchLoop:
             if prefilled is not None:
                 self._prefill.keep(prefilled)
             admission.release()
-        self._close_admissions()
+        self._end()
 
     def _refuse(self, serving: Serving, cause: BaseException | None) -> None:
         """A request of the pack cannot have the KV that it reuses."""
@@ -345,8 +349,7 @@ class BatchLoop:
         self._scheduler.decode_done(time.perf_counter())
         for serving, token in zip(servings, drawn, strict=True):
             self._take_in(serving, token)
-        if self._pack is None:
-            self._close_admissions()
+        self._end()
         return time.perf_counter() - started_s
 
     def _take_in(self, serving: Serving, drawn: Drawn) -> None:
@@ -354,12 +357,18 @@ class BatchLoop:
         if serving.take_in(drawn):
             self._let_go(serving)
             self._closing.append(serving.admission)
+            self._ended.append(serving)
 
-    def _close_admissions(self) -> None:
-        """Unpins what requests that are gone had reused. Not between two layers, for what moves up then takes time."""
-        closing, self._closing = self._closing, []
-        for admission in closing:
-            admission.close()
+    def _end(self) -> None:
+        """Ends answers, and unpins what requests that are gone had reused: before that, so that whoever has an answer
+        finds all in place, but not between two layers, for what moves up then takes time."""
+        if self._pack is None:
+            closing, self._closing = self._closing, []
+            for admission in closing:
+                admission.close()
+        ended, self._ended = self._ended, []
+        for serving in ended:
+            serving.finish()
 
     # -- what things take --------------------------------------------------------------------------------------
 
@@ -378,3 +387,7 @@ class BatchLoop:
     def _costs(self) -> Costs:
         token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
         return Costs(token_s=token_s, page_copy_s=0.0, decode_step_s=self._decode_step_s)
+
+
+def _as_request_error(error: Exception) -> Exception:
+    return ContextLengthError("prompt", str(error)) if isinstance(error, NeverFitsError) else error

@@ -72,6 +72,7 @@ class Serving:
         self._assemble_s = assemble_s
         self._report = report
         self._reuse: ReuseReport | None = None
+        self._last: Delta | None = None
         self._ttft_s = 0.0
         self._tokens: list[int] = []
         self._work = self._unplanned()
@@ -187,7 +188,7 @@ class Serving:
         return prefilled
 
     def take_in(self, drawn: Drawn) -> bool:
-        """Takes in a token and emits what it completes; True if the answer ends with it."""
+        """Takes in a token and emits what it completes; True if the answer ends with it: `finish` emits the rest."""
         assert self.started_s is not None and self._reuse is not None
         elapsed_s = time.perf_counter() - self.started_s + self._assemble_s
         self._ttft_s = self._ttft_s or elapsed_s
@@ -198,16 +199,19 @@ class Serving:
                 self.emit(delta)
             if self._answer.num_tokens < self._prompt.max_new_tokens:
                 return False
-        self.emit(
-            self._answer.finish(
-                delta,
-                reuse=self._reuse,
-                num_prompt_tokens=self._prompt.num_tokens,
-                ttft_s=self._ttft_s,
-                total_s=elapsed_s,
-            )
+        self._last = self._answer.finish(
+            delta,
+            reuse=self._reuse,
+            num_prompt_tokens=self._prompt.num_tokens,
+            ttft_s=self._ttft_s,
+            total_s=elapsed_s,
         )
         return True
+
+    def finish(self) -> None:
+        """Emits the delta with the response."""
+        assert self._last is not None
+        self.emit(self._last)
 
     def _unplanned(self) -> Work:
         prompt = self._prompt

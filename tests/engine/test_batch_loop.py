@@ -1,0 +1,277 @@
+"""Many requests at once through the engine: each gets what it gets alone, whatever happens to the others."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Request, SamplingParams
+from ccjax.engine.batch import loop as loop_module
+from ccjax.engine.batch.loop import CancelledError
+from ccjax.engine.pool import PAGE_TOKENS
+from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.errors import ContextLengthError
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
+from tests.engine.test_batch import prompts
+
+MODEL = TinyModel(seed=21)
+PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
+REUSES = ("bounded", "exact", "off", "fast")
+
+
+def ask(segments, reuse="bounded", tokens=8, **sampling):
+    return Request(
+        segments=segments, sampling=SamplingParams(max_new_tokens=tokens, logprobs=0, **sampling), reuse=reuse
+    )
+
+
+class Client:
+    """One request in the batch, its deltas and its end."""
+
+    def __init__(self, engine, request, **options):
+        self.deltas, self.error, self.done = [], None, threading.Event()
+        self.on_delta = lambda: None
+        self.cancel = engine.submit(request, self._emit, **options)
+
+    def _emit(self, event):
+        if isinstance(event, Exception):
+            self.error = event
+            self.done.set()
+            return
+        self.deltas.append(event)
+        self.on_delta()
+        if event.response is not None:
+            self.done.set()
+
+    def response(self):
+        assert self.done.wait(120), "no answer"
+        if self.error is not None:
+            raise self.error
+        response = self.deltas[-1].response
+        assert [token for delta in self.deltas for token in delta.token_ids] == list(response.token_ids)
+        return response
+
+
+def settled(engine):
+    """Waits until nothing runs; what is left then was leaked."""
+    with engine._exclusive():
+        pass
+    deadline = time.monotonic() + 30
+    while engine._loop._servings and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with engine._exclusive():
+        assert engine._loop.num_running == engine._loop.num_waiting == 0
+        assert not engine._store._pins
+
+
+def filled(engine, asked, count=3):
+    for segments in asked[:count]:
+        engine.run(ask(segments))
+    engine._prefill.read_only = True  # so that what is reused does not depend on who came first
+
+
+def check(got, wanted):
+    assert got.token_ids == wanted.token_ids
+    np.testing.assert_allclose(
+        [token.logprob for token in got.logprobs], [token.logprob for token in wanted.logprobs], atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute_ratio": 0.3},
+        {"recompute_ratio": 0.3, "focus_window": None, "max_num_batched_tokens": 48},
+        {"device_cache_bytes": 600 * PAGE, "recompute_ratio": 0.3, "max_decode_gap_s": 0.0},
+        {"device_cache_bytes": 600 * PAGE, "max_num_batched_tokens": 64, "max_num_seqs": 3},
+    ],
+    ids=str,
+)
+def test_requests_at_once_get_what_each_gets_alone(settings):
+    random = np.random.default_rng(1)
+    asked = prompts(random, 24)
+    with MODEL.engine(max_model_len=512, **settings) as engine:
+        filled(engine, asked)
+        requests = [ask(one, REUSES[number % 4]) for number, one in enumerate(asked)]
+        wanted = [engine.run(request) for request in requests]
+        free = engine._pool.num_free
+        clients = []
+        for request in requests:
+            clients.append(Client(engine, request))
+            time.sleep(float(random.exponential(0.002)))
+        for client, alone in zip(clients, wanted, strict=True):
+            got = client.response()
+            check(got, alone)
+            assert got.reuse.computed_tokens == alone.reuse.computed_tokens
+        settled(engine)
+        assert engine._pool.num_free == free
+
+
+def test_what_one_request_computes_the_next_one_reuses_even_if_both_were_in_line():
+    segments = draw_segments(np.random.default_rng(2), [40, 30, 50])
+    with MODEL.engine(max_num_seqs=1) as engine:
+        clients = [Client(engine, ask(segments)) for _ in range(4)]
+        shares = [client.response().reuse.reused_tokens for client in clients]
+        assert shares == [0] + [7 + 40 + 30 + 50] * 3
+
+
+def test_answers_go_on_between_the_layers_of_a_long_prefill():
+    random = np.random.default_rng(3)
+    events = []
+    with MODEL.engine(max_decode_gap_s=0.0) as engine:
+        first = Client(engine, ask(draw_segments(random, [20]), "off", tokens=200))
+        while len(first.deltas) < 3:
+            time.sleep(0.001)
+        first.on_delta = lambda: events.append("token")
+        run_layer = loop_module.Pack.run_layer
+
+        def noted(pack):
+            events.append("layer")
+            run_layer(pack)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop_module.Pack, "run_layer", noted)
+            Client(engine, ask(draw_segments(random, [300, 200]), "off")).response()
+        first.response()
+    layers = [number for number, event in enumerate(events) if event == "layer"]
+    assert len(layers) == MODEL.config.num_layers
+    assert all("token" in events[a:b] for a, b in zip(layers, layers[1:], strict=False))
+
+
+def test_when_pages_run_out_requests_are_preempted_and_answer_all_the_same():
+    random = np.random.default_rng(4)
+    asked = [draw_segments(random, [60, 60]) for _ in range(6)]
+    least = 512 // PAGE_TOKENS + 64
+    with MODEL.engine(max_model_len=512, device_cache_bytes=least * PAGE, max_num_seqs=8) as engine:
+        preempted = []
+        preempt = engine._loop._preempt
+        engine._loop._preempt = lambda serving: preempted.append(serving.request_id) or preempt(serving)
+        filled(engine, asked, 0)
+        wanted = [engine.run(ask(one, "off", tokens=330)) for one in asked]
+        assert not preempted
+        clients = [Client(engine, ask(one, "off", tokens=330)) for one in asked]
+        for client, alone in zip(clients, wanted, strict=True):
+            check(client.response(), alone)
+        assert preempted
+        settled(engine)
+        assert engine._pool.num_free == least
+
+
+def test_hundreds_of_cancelled_requests_leave_nothing_behind():
+    random = np.random.default_rng(5)
+    asked = prompts(random, 12)
+    with MODEL.engine(max_model_len=512, device_cache_bytes=300 * PAGE) as engine:
+        filled(engine, asked)
+        wanted = [engine.run(ask(one, "exact")) for one in asked]
+        free = engine._pool.num_free
+        for number in range(200):
+            client = Client(engine, ask(asked[number % 12], REUSES[number % 4], tokens=100))
+            if number % 3 == 0:
+                time.sleep(float(random.exponential(0.004)))
+            client.cancel()
+            if number % 20 == 0:
+                with pytest.raises(CancelledError):
+                    client.response()
+        clients = [Client(engine, ask(one, "exact")) for one in asked]
+        for client, alone in zip(clients, wanted, strict=True):
+            check(client.response(), alone)
+        settled(engine)
+        assert engine._pool.num_free == free
+
+
+def test_a_variant_that_cannot_be_read_costs_only_time(tmp_path):
+    random = np.random.default_rng(6)
+    segments = draw_segments(random, [40, 30, 50])
+    others = [draw_segments(random, [20, 30]) for _ in range(3)]
+    url = f"file://{tmp_path}/store"
+    with MODEL.engine(store=url) as engine:
+        wanted = [engine.run(ask(one)) for one in (segments, *others)]
+        engine.flush()
+    for path in sorted((tmp_path / "store").rglob("*")):
+        if path.is_file() and path.stat().st_size > 10_000:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+    with MODEL.engine(store=url) as engine:
+        clients = [Client(engine, ask(one)) for one in (segments, *others)]
+        for client, alone in zip(clients, wanted, strict=True):
+            check(client.response(), alone)
+        assert clients[0].deltas[-1].response.reuse.failed_loads > 0
+        settled(engine)
+
+
+def test_other_threads_get_in_between_while_answers_run():
+    random = np.random.default_rng(7)
+    asked = prompts(random, 8)
+    with MODEL.engine(max_model_len=512) as engine:
+        filled(engine, asked)
+        wanted = [engine.run(ask(one, "exact", tokens=60)) for one in asked]
+        clients = [Client(engine, ask(one, "exact", tokens=60)) for one in asked]
+        for _ in range(5):
+            engine.refresh()
+            assert len(engine.prefill_logits([1, 2, 3])) == 3
+            assert not engine.repair_one()  # somebody is there
+        for client, alone in zip(clients, wanted, strict=True):
+            check(client.response(), alone)
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others(monkeypatch, caplog):
+    segments = draw_segments(np.random.default_rng(8), [40, 30])
+    with MODEL.engine() as engine:
+        wanted = engine.run(ask(segments, "off"))
+        free = engine._pool.num_free
+
+        def out_of_memory(*args, **kwargs):
+            raise MemoryError("no room on the device")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ccjax.engine.batch.decode.paged_decode_step", out_of_memory)
+            clients = [Client(engine, ask(segments, "off")) for _ in range(3)]
+            for client in clients:
+                with pytest.raises(MemoryError, match="no room on the device"):
+                    client.response()
+        check(Client(engine, ask(segments, "off")).response(), wanted)
+        settled(engine)
+        assert engine._pool.num_free == free
+    assert "no room on the device" in caplog.text
+
+
+def test_an_unfinished_stream_holds_up_nobody():
+    segments = draw_segments(np.random.default_rng(11), [30, 40])
+    with MODEL.engine() as engine:
+        wanted = engine.run(ask(segments, "exact"))
+        stream = engine.stream(ask(segments, "off", tokens=300))
+        next(stream)
+        check(engine.run(ask(segments, "exact")), wanted)
+        stream.close()
+        settled(engine)
+
+
+def test_closing_waits_for_all_answers():
+    random = np.random.default_rng(9)
+    engine = MODEL.engine()
+    clients = [Client(engine, ask(draw_segments(random, [30]), tokens=20)) for _ in range(6)]
+    engine.close()
+    assert all(client.done.is_set() and client.error is None for client in clients)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.run(ask(draw_segments(random, [30])))
+
+
+def test_the_same_seed_draws_the_same_alone_and_in_a_batch():
+    random = np.random.default_rng(10)
+    segments = draw_segments(random, [30])
+    with MODEL.engine() as engine:
+        request = ask(segments, "off", tokens=30, temperature=1.0, seed=5)
+        wanted = engine.run(request).token_ids
+        others = [Client(engine, ask(permuted(segments, [0]), "off", tokens=30, temperature=1.5)) for _ in range(5)]
+        got = Client(engine, request).response()
+        assert got.token_ids == wanted
+        assert len({client.response().token_ids for client in others}) > 1
+
+
+def test_a_prompt_that_needs_more_pages_than_there_are_is_refused():
+    with MODEL.engine(max_model_len=512, device_cache_bytes=96 * PAGE) as engine:
+        segments = [[1] * 2 for _ in range(120)]
+        with pytest.raises(ContextLengthError, match="pages"):
+            engine.run(ask(segments))
