@@ -106,6 +106,40 @@ def test_refresh_reads_the_catalog_of_others(place, reads):
     assert_holds(ours, place)
 
 
+def test_few_new_records_are_read_one_by_one_and_more_from_the_catalog(place, reads, monkeypatch):
+    tiers = [tier_at(place) for _ in range(2)]
+    theirs = filled(place, IDS[:2])
+    theirs.tidy()
+    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 3)
+    reads.clear()
+    assert tiers[0].refresh() == (IDS[:2], ()) and sorted(reads) == ["a", "b"]
+    theirs.write(make_record("c"), make_kv("c"))
+    theirs._commits.renew_catalog()
+    theirs.tidy()
+    reads.clear()
+    assert tiers[1].refresh() == (IDS[:3], ()) and reads == []
+
+
+@pytest.mark.parametrize(("share", "is_read"), [(0.75, False), (0.5, True)])
+def test_a_small_share_of_all_records_is_read_one_by_one(place, reads, monkeypatch, share, is_read):
+    theirs = filled(place, IDS[:2])
+    ours = tier_at(place)
+    for variant_id in IDS[2:4]:
+        theirs.write(make_record(variant_id), make_kv(variant_id))
+    theirs.tidy()
+    reads.clear()
+    monkeypatch.setattr(store.commits, "COPIED_SHARE", share)
+    assert ours.refresh() == (IDS[2:4], ()) and (reads == []) == is_read
+
+
+def test_what_is_no_record_is_not_read_as_one(place, reads):
+    filled(place).tidy()
+    place.write(f"{place.record_key('a')}.{'0' * 32}.tmp", b"")  # a writer is at work
+    reads.clear()
+    assert_holds(tier_at(place), place)
+    assert reads == []
+
+
 def test_few_changes_write_no_new_catalog(place, monkeypatch):
     tier = filled(place)
     monkeypatch.setattr(store.commits, "LEAST_CHANGES", 6)
@@ -265,6 +299,19 @@ def test_an_unusable_part_is_logged_and_written_anew(place, reads, caplog, chang
     assert_holds(tier, place)
     tier.tidy()
     assert sorted(place.read(key)) == sorted(before)
+
+
+def test_a_damaged_copy_has_the_catalog_written_anew(place):
+    filled(place).tidy()
+    before = {key: place.read(key) for key in catalog_keys(place)}
+    key = next(iter(before))
+    place.flip(key, len(before[key]) - 2)
+    tier = tier_at(place)
+    tier.tidy()
+    assert place.read(key) != before[key], "nobody has looked at it yet"
+    assert_holds(tier, place)
+    tier.tidy()
+    assert {key: place.read(key) for key in catalog_keys(place)} == before
 
 
 def test_the_catalog_of_another_model_is_not_believed(place):

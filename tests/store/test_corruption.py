@@ -149,6 +149,14 @@ def test_damaged_record_is_quarantined_at_open_and_its_object_swept(place, posit
         assert len(place.object_keys()) == 2 and kept not in place.keys()
 
 
+def test_a_damaged_record_is_not_told_of_as_new(place, store):
+    with open_store(place.url) as theirs:
+        put(theirs, "v")
+        put(theirs, "w")
+    place.flip(place.record_key("v"), 40)
+    assert store.refresh() == (("w",), ()) and store.usage()["disk"].corrupt == 1
+
+
 def test_record_that_is_damaged_while_we_write_does_not_hold_its_name(place, store):
     place.write(place.record_key("v"), b"{}")  # appears after open
     put(store, "v")
