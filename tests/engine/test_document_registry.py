@@ -72,8 +72,8 @@ def test_a_document_is_found_by_its_name_its_versions_and_its_passages(registry,
     assert chosen(registry, "x") == {A, B} and chosen(registry, "x", "2") == chosen(registry, "y") == {B}
     registry.learn([chunk(C, "f#1", "1", "f"), chunk(A, "f#2", "1", "f")])
     assert chosen(registry, "f") == {A, C} and chosen(registry, "f#1", "1") == {C}
-    for wrong in (("z", None), ("x", "3"), ("y", "1")):
-        with pytest.raises(UnknownDocumentError):
+    for wrong, argument in ((("z", None), "document_id"), (("x", "3"), "version"), (("y", "1"), "version")):
+        with pytest.raises(UnknownDocumentError, match=f"^{argument}: "):
             registry.select(*wrong)
     assert len(names(root, "link-")) == 5
 
@@ -171,7 +171,7 @@ def test_a_pin_takes_the_place_of_the_same_one_in_every_process(registry, start,
     assert [pin.version for pin in other.pins()] == [None]
 
 
-def test_a_pin_that_the_disk_refuses_is_an_error_and_holds_here(registry, root, monkeypatch, start):
+def test_a_pin_or_an_erasure_that_the_disk_refuses_is_an_error_and_holds_here(registry, root, monkeypatch, start):
     registry.learn([chunk(A, "x")])
 
     def refuse(*_: Any, **__: Any) -> bool:
@@ -181,7 +181,9 @@ def test_a_pin_that_the_disk_refuses_is_an_error_and_holds_here(registry, root, 
         patch.setattr(root, "create", refuse)
         with pytest.raises(OSError):
             registry.pin(Pin("x", None, start.now[0] + 9, False))
-    assert registry.pinned_chunks() == {A: False}
+        with pytest.raises(OSError):
+            registry.note(registry.begin({B}, [], whole=True))
+    assert registry.pinned_chunks() == {A: False} and registry.is_erased(B, Origin(frozenset({B})))
 
 
 def test_pins_go_with_the_last_of_what_they_pin_and_no_others(registry, start):

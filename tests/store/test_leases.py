@@ -229,19 +229,30 @@ def test_closing_gives_up_what_is_left(place):
     assert lease_names(place) == []
 
 
-def test_a_place_that_refuses_shares_nothing_and_raises_nothing(place, monkeypatch, caplog):
+def test_a_place_that_refuses_shares_nothing_raises_nothing_and_is_logged_once_an_outage(place, monkeypatch, caplog):
     with open_store(place.url) as store:
 
         def refuse(*_, **__):
             raise StoreUnavailableError("no answer")
 
-        with monkeypatch.context() as patch:
-            for name in ("names", "create", "read"):
-                patch.setattr(store._disk._root, name, refuse)
-            assert store.claims.claim(["v"], 60) == () and store.claims.taken(["v"]) == frozenset()
-            assert store.claims.committed(["v"]) == ()
-        assert caplog.text.count("nothing is shared") == 1
-        assert store.claims.claim(["v"], 60) == ("v",)
+        for number in (1, 2):
+            with monkeypatch.context() as patch:
+                for name in ("names", "create", "read"):
+                    patch.setattr(store._disk._root, name, refuse)
+                assert store.claims.claim(["v"], 60) == ()
+                assert caplog.text.count("nothing is shared") == number
+                assert store.claims.taken(["v"]) == frozenset() and store.claims.committed(["v"]) == ()
+                assert caplog.text.count("nothing is shared") == number
+            assert store.claims.claim(["v"], 60) == ("v",)
+            store.claims.release(["v"])
+
+
+def test_what_was_given_up_and_another_process_took_is_taken(place):
+    with open_store(place.url) as ours, open_store(place.url) as theirs:
+        ours.claims.claim(["v"], 60)
+        ours.claims.release(["v"])
+        assert theirs.claims.claim(["v"], 60) == ("v",)
+        assert ours.claims.taken(["v"]) == {"v"}
 
 
 def test_leases_belong_to_their_namespace_and_a_store_in_memory_has_none(place):
