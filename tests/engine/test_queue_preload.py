@@ -254,7 +254,9 @@ def test_a_request_that_cannot_run_harms_nobody(engine, wire):
     assert not engine._store._pins
 
 
-@pytest.mark.parametrize(("budget", "lengths"), [(0, []), (45, [7, 30]), (86, [7, 30, 40]), (87, [7, 30, 50]), (10**6, [7, 30, 50, 40])])
+@pytest.mark.parametrize(
+    ("budget", "lengths"), [(0, []), (45, [7, 30]), (86, [7, 30, 40]), (87, [7, 30, 50]), (10**6, [7, 30, 50, 40])]
+)
 def test_only_what_fits_the_budget_is_read(url, wire, budget, lengths):
     wire.allow(10**6)
     settings = {"host_cache_bytes": 1, "preload_bytes": budget * TOKEN_BYTES}

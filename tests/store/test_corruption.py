@@ -208,11 +208,12 @@ def test_sweep_takes_old_left_overs_and_nothing_else(tmp_path, monkeypatch):
     (space / "data" / ("a" * 32)).mkdir()
     left_overs = [
         space / "data" / ("a" * 32) / "c.0.0.0.0.0.__lock",
-        space / "records" / "w.json.0123.tmp",
+        *(space / folder / "w.json.0123.tmp" for folder in ("records", "notes", "catalog", "leases")),
         space / "identity.json.0123.tmp",
         tmp_path / ".probe-0123.tmp",
     ]
     for file in left_overs:
+        file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"half")
     with open_store(tmp_path):
         assert all(file.exists() for file in left_overs)
