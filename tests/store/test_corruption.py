@@ -299,6 +299,31 @@ def test_removing_a_stale_variant_spares_the_new_one(place):
     assert_same_bytes(theirs.open("v").wait(0, 3), make_kv("v", writer=1))
 
 
+def test_what_another_process_evicted_is_written_again_and_charged_once(place):
+    ours, theirs = (TensorStoreTier(place.url, SPEC, OURS) for _ in range(2))
+    assert ours.write(make_record("v"), make_kv("v"))
+    theirs.refresh()
+    assert theirs.remove(["v"]) == ("v",)
+    assert ours.write(make_record("v"), make_kv("v", writer=1))
+    assert_same_bytes(ours.open("v").wait(0, 3), make_kv("v", writer=1))
+    assert ours.budget.used_bytes == place.num_bytes()
+
+
+def test_an_eviction_that_is_refused_charges_nothing_twice(place, monkeypatch):
+    """A refresh meanwhile has found the record."""
+    tier = TensorStoreTier(place.url, SPEC, OURS)
+    tier.write(make_record("v"), make_kv("v"))
+
+    def refuse(key):
+        assert tier.refresh() == (("v",), ())
+        raise StoreUnavailableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._root, "delete", refuse)
+        assert tier.remove(["v"]) == ()
+    assert tier.budget.used_bytes == place.num_bytes() and tier.remove(["v"]) == ("v",) and not tier.budget.used_bytes
+
+
 def test_commit_during_a_refresh_is_no_removal(place, monkeypatch):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     names = tier._root.names
