@@ -1,0 +1,59 @@
+"""Continuous batching: who prefills, who decodes, who waits, who gives pages back. Knows no model, no array, no page by
+number, and no time but the `now_s` of each call.
+
+A *pack* is pieces of prompts that run together through all layers, one layer a step. Between two layers one decode step
+of all running answers may run. One thread owns the scheduler and the pool, and calls, over and over:
+
+1. `add` for each request that came, `remove` for each that was cancelled. `LineFullError`: 429, `retry_after_s` says
+   when. `NeverFitsError`: 400. What a removed request holds is free at once; if it is in the pack that runs, its rows
+   go on as padding that writes nowhere.
+2. `expire`: the answers that come too late; they are removed already, each is named once.
+3. `next_pack`. Carry out, in this order: `preempted` (give back the pages; for "swap" copy them to the host first; for
+   "recompute" keep the tokens drawn), `resumed` (draw pages, copy back), `admitted` (draw all pages of the prompt and
+   of the tokens drawn so far, pin the shared ones). `pieces` are the pack; without any, nothing is to be prefilled.
+4. For each layer: run it, do 1 and 2, then ask `after_layer` once; if True, a decode step (6).
+5. `pack_done`, once the first tokens are drawn: it names those who have one. `remove` those whose answer ends there.
+6. A decode step, also whenever there is no pack and `num_decoding` is not 0: `expire`, `next_decode`; carry out
+   `preempted` (those in the pack as in 1), draw a page for each of `draws`, run `request_ids`; `decode_done`; `remove`
+   those whose answer ends. The scheduler counts tokens, but only the engine ends an answer.
+7. With neither pack nor decoding: wait for a request, or until the next deadline. If `num_waiting` is not 0 then, what
+   keeps the first in line out is held by nobody that is scheduled: free it.
+
+A preempted request comes again by itself, with the answer so far behind its prompt. If a plan fails (a chunk cannot be
+loaded), call `replan`. If a step fails, `remove` whom it failed for, then `pack_done` or `decode_done` as ever. Of n
+answers to one prompt, n - 1 are added once the first has its first token, as requests that share its pages and compute
+one token.
+
+Always true, for `free_pages` that are: no more pages are drawn than are free; no more than `max_num_seqs` are admitted
+and `max_num_batched_tokens` computed in a pack; nobody is preempted for the sake of somebody less important (priority,
+then arrival); of those with the most important priority the oldest that is admitted is never preempted, so all of them
+end; two requests in the same situation are treated the same, in every process.
+"""
+
+from __future__ import annotations
+
+from ccjax.policy.scheduling.scheduler import Scheduler
+from ccjax.policy.scheduling.work import (
+    Costs,
+    DecodeStep,
+    LineFullError,
+    NeverFitsError,
+    Pack,
+    Piece,
+    Preemption,
+    SchedulerSettings,
+    Work,
+)
+
+__all__ = [
+    "Costs",
+    "DecodeStep",
+    "LineFullError",
+    "NeverFitsError",
+    "Pack",
+    "Piece",
+    "Preemption",
+    "Scheduler",
+    "SchedulerSettings",
+    "Work",
+]

@@ -1,0 +1,390 @@
+"""Who prefills and who decodes next, who is admitted, and who gives pages back. Knows no page by number, no array, no
+clock; in what order its verbs are called, `ccjax.policy.scheduling` says."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+
+from ccjax.policy._checks import check_count
+from ccjax.policy.scheduling.least import LeastFirst
+from ccjax.policy.scheduling.record import Record
+from ccjax.policy.scheduling.waiting import Places, WaitingQueue
+from ccjax.policy.scheduling.work import (
+    Costs,
+    DecodeStep,
+    NeverFitsError,
+    Pack,
+    Piece,
+    Preemption,
+    SchedulerSettings,
+    Work,
+)
+
+
+class Scheduler:
+    """Continuous batching over one pool of pages. Not thread-safe.
+
+    With n waiting and r admitted requests, `add`, `remove` and `replan` cost O(log n) amortised, and `expire` that for
+    each it reports; `next_pack` O(r log r + log n) for each request that it touches, `next_decode` O(r log r).
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        self._records: dict[str, Record] = {}
+        self._admitted: dict[str, Record] = {}
+        self._queue = WaitingQueue(settings.reorder_window)
+        self._places = Places(settings.max_queue, settings.flow_share)
+        self._deadlines: LeastFirst[str] = LeastFirst()
+        self._num_arrived = 0
+        self._num_swapped_pages = 0
+        self._is_blocked = False
+        self._pack: dict[str, Piece] = {}
+        self._step: dict[str, Record] | None = None
+        self._step_s = 0.0
+        self._mark_s = 0.0
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._records
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no pages of the pool: new, or preempted."""
+        return len(self._records) - len(self._admitted)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages of the pool: in prefill, or decoding."""
+        return len(self._admitted)
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests that want a decode step."""
+        return len(self._decoding())
+
+    def add(self, work: Work) -> None:
+        """Puts a request in line.
+
+        Raises:
+          NeverFitsError: the pool is too small for it, even empty.
+          LineFullError: no place in line; `retry_after_s` estimates when there is one.
+          ValueError: its id is in use, or `tail_slots` makes more than a page.
+        """
+        if work.request_id in self._records:
+            raise ValueError(f"request_id: wanted one that is not scheduled, got {work.request_id!r}")
+        self._check_fits(work)
+        self._places.check(work.flow)
+        record = Record(work, self._num_arrived, self.settings.page_tokens)
+        self._num_arrived += 1
+        self._records[work.request_id] = record
+        self._places.take(record)
+        self._queue.push(record)
+        self._set_deadline(record)
+
+    def remove(self, request_id: str) -> None:
+        """Forgets a request: its answer is complete, it was cancelled, or it failed. At any time, also while it runs.
+
+        Raises:
+          KeyError: it is not scheduled.
+        """
+        record = self._record(request_id)
+        del self._records[request_id]
+        self._deadlines.discard(request_id)
+        if record.tag is None:
+            self._places.free(record)
+        self._withdraw(record)
+        if record.state != "decode":
+            self._queue.leave(record)
+
+    def replan(self, work: Work) -> None:
+        """The request of that id has another plan, say because a stored chunk could not be read. While it waits it
+        keeps its place; once admitted it gives its pages back and starts over at the head of its flow.
+
+        Raises:
+          KeyError: it is not scheduled.
+          ValueError: flow, priority or `max_new_tokens` differ.
+          NeverFitsError: as for `add`; nothing has changed then.
+        """
+        record = self._record(work.request_id)
+        for name in ("flow", "priority", "max_new_tokens"):
+            wanted, got = getattr(record.work, name), getattr(work, name)
+            if got != wanted:
+                raise ValueError(f"{name}: wanted {wanted!r} as before, got {got!r}")
+        self._check_fits(work)
+        if record.tag is None:
+            self._places.free(record)
+            record.start_over(work)
+            self._places.take(record)
+            self._queue.refile(record)
+        else:
+            self._withdraw(record)
+            if record.state != "decode":
+                self._queue.leave(record)
+            record.start_over(work)
+            self._queue.push(record)
+        self._set_deadline(record)
+
+    def expire(self, now_s: float) -> tuple[str, ...]:
+        """Removes the requests whose deadline has come and returns their ids, earliest deadline first."""
+        late = []
+        while (least := self._deadlines.least()) is not None and least[0][0] <= now_s:
+            late.append(least[1])
+            self.remove(least[1])
+        return tuple(late)
+
+    def next_pack(
+        self,
+        now_s: float,
+        free_pages: int,
+        costs: Costs,
+        *,
+        shared_pages: Callable[[str], int] | None = None,
+    ) -> Pack:
+        """What to prefill next, until `pack_done`.
+
+        In the order of priority, fairness and arrival each request gets as many tokens as the pack still takes, so that
+        a short one shares it with a piece of a long one. The first in line is admitted if there is a seat, and pages
+        for its prompt and the reserve; for its sake, less important priorities are preempted, if that makes room. If it
+        does not, nobody else is admitted before it, or small requests could keep out a large one for ever. Nor is
+        anybody when a prompt that is not divisible finds too little of the pack left.
+
+        Args:
+          free_pages: of the pool, those of chunks that nobody reads included.
+          shared_pages: how many of a request's shared pages would be taken out of the free ones now; without it, all.
+
+        Raises:
+          RuntimeError: the pack or the decode step before is not done.
+        """
+        check_count("free_pages", free_pages, least=0)
+        if self._pack or self._step is not None:
+            raise RuntimeError("next_pack: wanted pack_done or decode_done first")
+        self._mark_s, self._step_s = now_s, costs.decode_step_s
+        self._is_blocked = is_closed = False
+        budget = self.settings.max_num_batched_tokens
+        preempted: list[Preemption] = []
+        resumed: list[str] = []
+        admitted: list[str] = []
+        begun = collections.deque(
+            sorted((r for r in self._admitted.values() if r.state == "prefill"), key=self._queue.order)
+        )
+        while budget:
+            while begun and begun[0].state != "prefill":  # preempted just now
+                begun.popleft()
+            head = None if self._is_blocked or is_closed else self._queue.head()
+            if begun and (head is None or self._queue.order(begun[0]) < self._queue.order(head)):
+                num_tokens = self._put_in_pack(begun.popleft(), budget)
+                budget -= num_tokens
+                is_closed |= not num_tokens
+                continue
+            if head is None:
+                break
+            if head.state == "waiting" and not self._piece_tokens(head, budget):
+                is_closed = True
+                continue
+            wanted = head.own_pages + (shared_pages(head.request_id) if shared_pages else head.work.shared_pages)
+            victims = self._victims_for(head, wanted, free_pages)
+            if victims is None or any(one.request_id == head.request_id for one in preempted):
+                self._is_blocked = True
+                continue
+            for victim in victims:
+                free_pages += victim.own_pages
+                preempted.append(self._preempt(victim, costs))
+            free_pages -= wanted
+            if self._admit(head):
+                resumed.append(head.request_id)
+                head.last_token_s = now_s
+            else:
+                admitted.append(head.request_id)
+                budget -= self._put_in_pack(head, budget)
+        return Pack(tuple(preempted), tuple(resumed), tuple(admitted), tuple(self._pack.values()))
+
+    def pack_done(self, now_s: float) -> tuple[str, ...]:
+        """The requests of the pack that have their next token now, in its order; they decode from now on."""
+        done = []
+        for piece in self._pack.values():
+            record = self._records[piece.request_id]
+            record.tokens_left -= piece.num_tokens
+            if not record.tokens_left:
+                self._queue.leave(record)
+                record.state = "decode"
+                record.num_answered += 1
+                record.last_token_s = now_s
+                done.append(piece.request_id)
+        self._pack = {}
+        return tuple(done)
+
+    def after_layer(self, now_s: float) -> bool:
+        """To be called once after each layer of a pack: True if a decode step should run before the next one.
+
+        It should if some answer would otherwise wait for its next token for longer than `max_decode_gap_s`, provided
+        that the next layer takes as long as this one, and a decode step `Costs.decode_step_s`. One call, one answer:
+        between two steps there is always a layer, however long they take. Where layers queue up on the device, `now_s`
+        is when the last of them ends.
+        """
+        layer_s, self._mark_s = now_s - self._mark_s, now_s
+        oldest_s = min((record.last_token_s for record in self._decoding()), default=None)
+        if oldest_s is None:
+            return False
+        return now_s + layer_s + self._step_s > oldest_s + self.settings.max_decode_gap_s
+
+    def next_decode(self, free_pages: int, costs: Costs) -> DecodeStep:
+        """Who decodes next, until `decode_done`: all that have their first token and not their last.
+
+        Pages are drawn by the most important first. Where none is free, the least important of all that are admitted
+        is preempted, be it in the pack that runs (its rows are dropped), but only in favour of a more important one:
+        who finds nobody less important sits out and keeps its pages, for to give them up would help nobody.
+
+        Raises:
+          RuntimeError: the decode step before is not done.
+        """
+        check_count("free_pages", free_pages, least=0)
+        if self._step is not None:
+            raise RuntimeError("next_decode: wanted decode_done first")
+        self._step_s = costs.decode_step_s
+        self._step = {}
+        preempted: list[Preemption] = []
+        draws: list[str] = []
+        ranked = sorted((r for r in self._admitted.values() if not r.is_complete), key=lambda r: r.rank)
+        victims = list(ranked)
+        for record in ranked:
+            if record.state != "decode":  # in prefill, or preempted just now
+                continue
+            if record.draws_page:
+                while not free_pages and victims[-1] is not record:
+                    victim = victims.pop()
+                    free_pages += victim.own_pages
+                    preempted.append(self._preempt(victim, costs))
+                if not free_pages:
+                    continue
+                free_pages -= 1
+                draws.append(record.request_id)
+            self._step[record.request_id] = record
+        return DecodeStep(tuple(preempted), tuple(self._step), tuple(draws))
+
+    def decode_done(self, now_s: float) -> None:
+        """Every request of the step that was not removed meanwhile has one more token."""
+        if self._step is None:
+            raise RuntimeError("decode_done: wanted next_decode first")
+        self._mark_s = now_s
+        for record in self._step.values():
+            record.num_answered += 1
+        for record in self._decoding():  # no prefill is to blame for one that found no page
+            record.last_token_s = now_s
+        self._step = None
+
+    def retry_after_s(self, flow: str, costs: Costs) -> float:
+        """About how many seconds until a request of that flow finds a place in line; 0 where it finds one now.
+
+        A place is free once the next one in line is admitted: when what was admitted is prefilled, and, if seats or
+        pages keep it out, the first answer ends. A flow over its share waits for one more of its own, with what the
+        other flows have admitted meanwhile.
+        """
+        num_starts = self._places.starts_until_free(flow)
+        if not num_starts:
+            return 0.0
+        wait_s = sum(record.tokens_left for record in self._admitted.values()) * costs.token_s
+        if self._admitted and (self._is_blocked or len(self._admitted) >= self.settings.max_num_seqs):
+            wait_s += min(_steps_left(record, costs) for record in self._admitted.values()) * costs.decode_step_s
+        mean_tokens = self._places.num_tokens / self._places.num_taken
+        return wait_s + (num_starts - 1) * mean_tokens * costs.token_s
+
+    def _record(self, request_id: str) -> Record:
+        if request_id not in self._records:
+            raise KeyError(f"request_id: wanted one that is scheduled, got {request_id!r}")
+        return self._records[request_id]
+
+    def _check_fits(self, work: Work) -> None:
+        settings = self.settings
+        if work.tail_slots >= settings.page_tokens:
+            raise ValueError(f"tail_slots: wanted less than a page of {settings.page_tokens}, got {work.tail_slots}")
+        most = work.most_pages(settings.page_tokens) + work.shared_pages
+        if most > settings.num_pages:
+            raise NeverFitsError(
+                f"wanted a request of at most {settings.num_pages} pages of {settings.page_tokens} tokens, the whole "
+                f"pool; got {work.prompt_pages + work.shared_pages} for the prompt and {most} with an answer of "
+                f"{work.max_new_tokens} tokens"
+            )
+
+    def _set_deadline(self, record: Record) -> None:
+        if record.work.deadline_s is None:
+            self._deadlines.discard(record.request_id)
+        else:
+            self._deadlines.put(record.request_id, (record.work.deadline_s, record.number))
+
+    def _decoding(self) -> list[Record]:
+        return [one for one in self._admitted.values() if one.state == "decode" and not one.is_complete]
+
+    def _reserve(self, record: Record) -> int:
+        return min(self.settings.reserve_pages, record.growth_pages)
+
+    def _victims_for(self, head: Record, wanted: int, free_pages: int) -> list[Record] | None:
+        """Whom to preempt so that `head` can be admitted, least important first; None where that makes no room."""
+        wanted += self._reserve(head) + sum(self._reserve(record) for record in self._admitted.values())
+        num_seats = self.settings.max_num_seqs - len(self._admitted)
+        victims: list[Record] = []
+        lesser = [r for r in self._admitted.values() if r.work.priority > head.work.priority and not r.is_complete]
+        for victim in sorted(lesser, key=lambda r: r.rank, reverse=True):
+            if wanted <= free_pages and num_seats:
+                break
+            victims.append(victim)
+            free_pages += victim.own_pages
+            wanted -= self._reserve(victim)
+            num_seats += 1
+        return victims if wanted <= free_pages and num_seats else None
+
+    def _admit(self, record: Record) -> bool:
+        """Gives a waiting request its seat; True if it is resumed with all its KV."""
+        if record.tag is None:
+            self._places.free(record)
+        self._queue.start(record)
+        self._admitted[record.request_id] = record
+        if record.state == "waiting":
+            record.state = "prefill"
+            return False
+        self._num_swapped_pages -= record.own_pages
+        self._queue.leave(record)
+        record.state = "decode"
+        return True
+
+    def _piece_tokens(self, record: Record, budget: int) -> int:
+        wanted = min(record.tokens_left, self.settings.max_num_batched_tokens)
+        return min(budget, wanted) if record.work.is_divisible or wanted <= budget else 0
+
+    def _put_in_pack(self, record: Record, budget: int) -> int:
+        num_tokens = self._piece_tokens(record, budget)
+        if num_tokens:
+            name, start = record.request_id, record.total_tokens - record.tokens_left
+            self._pack[name] = Piece(name, start, num_tokens, num_tokens == record.tokens_left)
+            self._queue.serve(record, num_tokens)
+        return num_tokens
+
+    def _withdraw(self, record: Record) -> None:
+        """Takes its seat, its part in what runs, or its pages on the host."""
+        self._admitted.pop(record.request_id, None)
+        self._pack.pop(record.request_id, None)
+        if self._step is not None:
+            self._step.pop(record.request_id, None)
+        if record.state == "swapped":
+            self._num_swapped_pages -= record.own_pages
+
+    def _preempt(self, record: Record, costs: Costs) -> Preemption:
+        num_pages = record.own_pages
+        fits_host = self._num_swapped_pages + num_pages <= self.settings.max_swapped_pages
+        swaps = record.state == "decode" and fits_host and record.swap_s(costs) < record.recompute_s(costs)
+        self._withdraw(record)
+        if record.state == "prefill":
+            self._queue.leave(record)
+        if swaps:
+            record.state = "swapped"
+            self._num_swapped_pages += num_pages
+        else:
+            record.start_over(record.work)
+        self._queue.push(record)
+        return Preemption(record.request_id, "swap" if swaps else "recompute")
+
+
+def _steps_left(record: Record, costs: Costs) -> float:
+    """Decode steps until its answer ends, of the usual length unless it is longer already."""
+    most = record.work.max_new_tokens
+    usual = most if costs.answer_tokens is None else min(most, costs.answer_tokens)
+    return max(1.0, usual - record.num_answered)

@@ -1,0 +1,290 @@
+"""An engine that takes given seconds and computes nothing: it carries out what a scheduler says, on a ledger of pages,
+tokens and seats of its own, and asserts at every step that what it is told can be done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from ccjax.policy.scheduling import Costs, Pack, Preemption, Scheduler, SchedulerSettings, Work
+
+
+@dataclasses.dataclass
+class Job:
+    """A request, what it holds, and what became of it."""
+
+    work: Work
+    number: int
+    answer_tokens: int
+    chunks: frozenset[str]
+    submitted_s: float
+    num_computed: int = 0
+    num_slots: int = 0
+    num_pages: int = 0
+    host_pages: int = 0
+    is_admitted: bool = False
+    is_decoding: bool = False
+    num_preempted: int = 0
+    token_times_s: list[float] = dataclasses.field(default_factory=list)
+    end: str | None = None
+
+    @property
+    def rank(self):
+        return self.work.priority, self.number
+
+    @property
+    def total_tokens(self):
+        return self.work.prefill_tokens + len(self.token_times_s)
+
+
+class SimulatedEngine:
+    """One step a `tick`. A layer takes `layer_s + token_s num_tokens` seconds, a decode step `decode_s`."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        num_layers: int = 2,
+        layer_s: float = 0.001,
+        token_s: float = 0.0,
+        decode_s: float = 0.001,
+        page_copy_s: float = 0.0,
+        chunk_pages: Mapping[str, int] | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(settings)
+        self.settings = settings
+        self.num_layers, self.layer_s, self.token_s, self.decode_s = num_layers, layer_s, token_s, decode_s
+        self.costs = Costs(token_s * num_layers, page_copy_s, decode_s)
+        self.chunk_pages = dict(chunk_pages or {})
+        self.now_s = 0.0
+        self.jobs: dict[str, Job] = {}
+        self.held_elsewhere = 0
+        self.pack: Pack | None = None
+        self.next_layer = 0
+        self.served_tokens: dict[str, int] = {}
+        self.events: list[str] = []
+
+    # The pool.
+
+    def pinned(self):
+        """Chunks that an admitted request reads."""
+        return {name for job in self.jobs.values() if job.is_admitted for name in job.chunks}
+
+    @property
+    def free_pages(self):
+        own = sum(job.num_pages for job in self.jobs.values())
+        shared = sum(self.chunk_pages[name] for name in self.pinned())
+        return self.settings.num_pages - own - shared - self.held_elsewhere
+
+    def shared_pages(self, request_id):
+        return sum(self.chunk_pages[name] for name in self.jobs[request_id].chunks - self.pinned())
+
+    def active(self):
+        return [job for job in self.jobs.values() if job.is_admitted]
+
+    # Requests.
+
+    def submit(self, work, answer_tokens=None, chunks=()):
+        answer_tokens = work.max_new_tokens if answer_tokens is None else answer_tokens
+        work = dataclasses.replace(work, shared_pages=sum(self.chunk_pages[name] for name in chunks))
+        self.scheduler.add(work)
+        self.jobs[work.request_id] = Job(work, len(self.jobs), answer_tokens, frozenset(chunks), self.now_s)
+
+    def end(self, request_id, how):
+        job = self.jobs[request_id]
+        assert job.end is None, f"{request_id} ended twice"
+        job.end = how
+        self._release(job)
+        job.host_pages = 0
+
+    def cancel(self, request_id):
+        self.scheduler.remove(request_id)
+        self.end(request_id, "cancelled")
+
+    def replan(self, work):
+        job = self.jobs[work.request_id]
+        self.scheduler.replan(work)
+        job.work = work
+        self._release(job)
+        job.host_pages = 0
+
+    def _release(self, job):
+        job.num_pages = job.num_computed = job.num_slots = 0
+        job.is_admitted = job.is_decoding = False
+
+    # Steps.
+
+    def tick(self):
+        """Runs a layer, or a decode step; False when there was nothing to run."""
+        for request_id in self.scheduler.expire(self.now_s):
+            assert self.jobs[request_id].work.deadline_s <= self.now_s
+            self.end(request_id, "expired")
+        assert not any(
+            job.end is None and job.work.deadline_s is not None and job.work.deadline_s <= self.now_s
+            for job in self.jobs.values()
+        )
+        if self.pack is None:
+            self._next_pack()
+        if self.pack is not None:
+            self._run_layer()
+        elif self.scheduler.num_decoding:
+            self.decode()
+        else:
+            return False
+        self._check_counts()
+        return True
+
+    def run(self, max_ticks=100_000):
+        """Until idle."""
+        for _ in range(max_ticks):
+            if not self.tick():
+                return
+        raise AssertionError(f"not idle after {max_ticks} steps: {self.unended()}")
+
+    def unended(self):
+        return [job.work.request_id for job in self.jobs.values() if job.end is None]
+
+    def _next_pack(self):
+        pack = self.scheduler.next_pack(self.now_s, self.free_pages, self.costs, shared_pages=self.shared_pages)
+        self._preempt(pack.preempted)
+        priorities = [self.jobs[name].work.priority for name in pack.admitted + pack.resumed]
+        for one in pack.preempted:
+            assert min(priorities) < self.jobs[one.request_id].work.priority, "preempted for nobody's sake"
+        for name in pack.resumed:
+            job = self.jobs[name]
+            assert job.host_pages and not job.is_admitted and job.end is None
+            job.num_pages, job.host_pages = job.host_pages, 0
+            job.is_admitted = job.is_decoding = True
+        for name in pack.admitted:
+            job = self.jobs[name]
+            assert not job.is_admitted and not job.host_pages and not job.num_computed and job.end is None
+            job.is_admitted = True
+            job.num_pages = job.work.pages_with(len(job.token_times_s), self.settings.page_tokens)
+        assert self.free_pages >= 0, "next_pack drew pages that are not free"
+        assert sum(piece.num_tokens for piece in pack.pieces) <= self.settings.max_num_batched_tokens
+        assert len({piece.request_id for piece in pack.pieces}) == len(pack.pieces)
+        for piece in pack.pieces:
+            job = self.jobs[piece.request_id]
+            assert job.is_admitted and not job.is_decoding and piece.num_tokens > 0
+            assert piece.start == job.num_computed, "a piece was left out, or comes twice"
+            assert piece.is_last == (piece.start + piece.num_tokens == job.total_tokens)
+            flow = job.work.flow
+            self.served_tokens[flow] = self.served_tokens.get(flow, 0) + piece.num_tokens
+        self._check_order(pack)
+        self.events += [f"admit {name}" for name in pack.admitted] + [f"resume {name}" for name in pack.resumed]
+        self.pack, self.next_layer = (pack, 0) if pack.pieces else (None, 0)
+        self._check_counts()
+
+    def _check_order(self, pack):
+        """The pack takes all that it can, and nothing less important before something more important."""
+        spare = self.settings.max_num_batched_tokens - sum(piece.num_tokens for piece in pack.pieces)
+        completed = {piece.request_id for piece in pack.pieces if piece.is_last}
+        begun = [job for job in self.active() if not job.is_decoding and job.work.request_id not in completed]
+        most = self.settings.max_num_batched_tokens
+        stuck = [job for job in begun if not job.work.is_divisible and job.total_tokens - job.num_computed > spare]
+        begun = [job for job in begun if job not in stuck]
+        assert not (spare and begun), "tokens of an admitted prompt were left out"
+        for piece in pack.pieces:
+            is_whole = piece.is_last or piece.num_tokens == most
+            assert is_whole or self.jobs[piece.request_id].work.is_divisible, "cut where it may not be"
+        for piece in pack.pieces:
+            priority = self.jobs[piece.request_id].work.priority
+            assert all(priority <= job.work.priority for job in begun), "priority inversion in the pack"
+        head = self.scheduler._queue.head()
+        if head is None:
+            return
+        job = self.jobs[head.request_id]
+        entered = [self.jobs[name].work.priority for name in pack.admitted + pack.resumed]
+        assert max(entered, default=job.work.priority) <= job.work.priority, "priority inversion at admission"
+        fits_pack = job.work.is_divisible or min(job.total_tokens, most) <= spare or job.host_pages
+        if spare and fits_pack and not stuck and head.request_id not in {one.request_id for one in pack.preempted}:
+            others = [one for one in self.active() if one.work.priority <= job.work.priority]
+            lesser = [one for one in self.active() if one.work.priority > job.work.priority]
+            num_slots = len(job.token_times_s) - bool(job.host_pages)
+            num_pages = job.work.pages_with(num_slots, self.settings.page_tokens)
+            wanted = num_pages + self.shared_pages(head.request_id) + self._reserve(job, num_pages)
+            wanted += sum(self._reserve(one, one.num_pages) for one in others)
+            room = self.free_pages + sum(one.num_pages for one in lesser)
+            assert wanted > room or len(others) == self.settings.max_num_seqs, "the first in line was kept out"
+
+    def _reserve(self, job, num_pages):
+        return min(self.settings.reserve_pages, job.work.most_pages(self.settings.page_tokens) - num_pages)
+
+    def _run_layer(self):
+        assert self.pack is not None
+        self.now_s += self.layer_s + self.token_s * sum(piece.num_tokens for piece in self.pack.pieces)
+        self.next_layer += 1
+        if self.scheduler.after_layer(self.now_s):
+            self.decode()
+        if self.next_layer == self.num_layers:
+            self._pack_done()
+
+    def _pack_done(self):
+        assert self.pack is not None
+        expected = []
+        for piece in self.pack.pieces:
+            job = self.jobs[piece.request_id]
+            if not job.is_admitted:  # preempted, cancelled, replanned or late
+                continue
+            job.num_computed += piece.num_tokens
+            if piece.is_last:
+                expected.append(piece.request_id)
+        done = self.scheduler.pack_done(self.now_s)
+        assert list(done) == expected
+        self.pack = None
+        for name in done:
+            job = self.jobs[name]
+            job.is_decoding = True
+            job.num_slots = len(job.token_times_s)
+            self._token(job)
+
+    def decode(self):
+        step = self.scheduler.next_decode(self.free_pages, self.costs)
+        lost_ids = {one.request_id for one in step.preempted}
+        survivors = [job for job in self.active() if job.work.request_id not in lost_ids]
+        for one in step.preempted:
+            lost = self.jobs[one.request_id]
+            assert all(job.rank < lost.rank for job in survivors), "a less important one was kept"
+            assert any(self.jobs[name].rank < lost.rank for name in step.draws), "preempted for nobody's sake"
+        self._preempt(step.preempted)
+        for name in step.draws:
+            assert name in step.request_ids
+            self.jobs[name].num_pages += 1
+        assert self.free_pages >= 0, "next_decode drew pages that are not free"
+        ranks = [self.jobs[name].rank for name in step.request_ids]
+        assert ranks == sorted(set(ranks)) and len(ranks) <= self.settings.max_num_seqs
+        self.now_s += self.decode_s
+        self.scheduler.decode_done(self.now_s)
+        for name in step.request_ids:
+            job = self.jobs[name]
+            assert job.is_decoding and job.end is None
+            job.num_slots += 1
+            most = job.work.tail_slots + (job.num_pages - job.work.prompt_pages) * self.settings.page_tokens
+            assert job.num_slots <= most, "decoded without a page to write to"
+            self._token(job)
+        return step
+
+    def _token(self, job):
+        job.token_times_s.append(self.now_s)
+        assert len(job.token_times_s) <= job.work.max_new_tokens
+        if len(job.token_times_s) == job.answer_tokens:
+            self.scheduler.remove(job.work.request_id)
+            self.end(job.work.request_id, "complete")
+
+    def _preempt(self, preempted: tuple[Preemption, ...]):
+        for one in preempted:
+            job = self.jobs[one.request_id]
+            assert job.is_admitted and job.end is None
+            num_pages = job.num_pages
+            assert one.by == "recompute" or job.is_decoding
+            self.events.append(f"{one.by} {one.request_id}")
+            slots = job.num_slots
+            self._release(job)
+            job.num_preempted += 1
+            if one.by == "swap":
+                job.host_pages, job.num_slots = num_pages, slots
+        assert sum(job.host_pages for job in self.jobs.values()) <= self.settings.max_swapped_pages
+
+    def _check_counts(self):
+        assert len(self.active()) == self.scheduler.num_running <= self.settings.max_num_seqs
+        assert len(self.unended()) == self.scheduler.num_running + self.scheduler.num_waiting

@@ -1,0 +1,681 @@
+"""The scheduler's rules one by one, with expectations worked out by hand. Random traces and the fair order have files
+of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ccjax.policy.scheduling import (
+    Costs,
+    DecodeStep,
+    LineFullError,
+    NeverFitsError,
+    Pack,
+    Piece,
+    Preemption,
+    Scheduler,
+    SchedulerSettings,
+    Work,
+)
+from tests.policy.scheduling_simulator import SimulatedEngine
+
+COSTS = Costs(token_s=0.001, page_copy_s=1.0, decode_step_s=0.01)
+
+
+def build(**changes):
+    values = {"num_pages": 100, "page_tokens": 4, "max_num_batched_tokens": 100, "reserve_pages": 0}
+    return Scheduler(SchedulerSettings(**{**values, **changes}))
+
+
+def start(scheduler, free_pages=100, now_s=0.0, costs=COSTS):
+    """The next pack, done at once."""
+    pack = scheduler.next_pack(now_s, free_pages, costs)
+    scheduler.pack_done(now_s)
+    return pack
+
+
+def decode(scheduler, free_pages=100, now_s=0.0, costs=COSTS):
+    """The next decode step, done at once."""
+    step = scheduler.next_decode(free_pages, costs)
+    scheduler.decode_done(now_s)
+    return step
+
+
+def admitted(scheduler, free_pages=100):
+    return start(scheduler, free_pages).admitted
+
+
+class TestPieces:
+    def test_a_long_prompt_is_cut_and_a_short_one_shares_its_last_pack(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("long", 24, 1, 5))
+        scheduler.add(Work("short", 3, 1, 5))
+        assert scheduler.next_pack(0.0, 100, COSTS) == Pack(
+            admitted=("long",), pieces=(Piece("long", 0, 10, is_last=False),)
+        )
+        assert scheduler.pack_done(0.1) == ()
+        assert scheduler.next_pack(0.1, 99, COSTS) == Pack(pieces=(Piece("long", 10, 10, is_last=False),))
+        assert scheduler.pack_done(0.2) == ()
+        assert scheduler.next_pack(0.2, 99, COSTS) == Pack(
+            admitted=("short",), pieces=(Piece("long", 20, 4, is_last=True), Piece("short", 0, 3, is_last=True))
+        )
+        assert scheduler.num_decoding == 0
+        assert scheduler.pack_done(0.3) == ("long", "short")
+        assert (scheduler.num_decoding, scheduler.num_running, scheduler.num_waiting) == (2, 2, 0)
+        assert scheduler.next_pack(0.3, 98, COSTS) == Pack()
+
+    def test_what_is_not_divisible_is_cut_where_packs_end_only(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("begun", 14, 1, 5, flow="x"))
+        start(scheduler)
+        scheduler.add(Work("long", 23, 1, 5, flow="y", is_divisible=False))
+        scheduler.add(Work("whole", 8, 1, 5, flow="z", is_divisible=False))
+        packs = [start(scheduler) for _ in range(6)]
+        assert [[(piece.request_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
+            [("begun", 4)],  # whole is next (tag 10 + 8), but wants 8
+            [("whole", 8)],  # long wants 10
+            [("long", 10)],
+            [("long", 10)],
+            [("long", 3)],
+            [],
+        ]
+
+    def test_nobody_new_takes_what_an_indivisible_prompt_waits_for(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("first", 4, 1, 5))
+        scheduler.add(Work("whole", 8, 1, 5, is_divisible=False))
+        scheduler.add(Work("small", 2, 1, 5))
+        assert [admitted(scheduler) for _ in range(2)] == [("first",), ("whole", "small")]
+
+    def test_a_removed_request_leaves_the_pack_that_runs(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 1, 5))
+        scheduler.add(Work("b", 5, 1, 5))
+        scheduler.next_pack(0.0, 100, COSTS)
+        scheduler.remove("a")
+        assert "a" not in scheduler and "b" in scheduler
+        assert scheduler.pack_done(0.1) == ("b",)
+
+    def test_the_verbs_come_in_turn(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 1, 5))
+        scheduler.next_pack(0.0, 100, COSTS)
+        with pytest.raises(RuntimeError, match="pack_done"):
+            scheduler.next_pack(0.0, 100, COSTS)
+        scheduler.pack_done(0.0)
+        with pytest.raises(RuntimeError, match="next_decode"):
+            scheduler.decode_done(0.0)
+        scheduler.next_decode(100, COSTS)
+        with pytest.raises(RuntimeError, match="decode_done"):
+            scheduler.next_decode(100, COSTS)
+        with pytest.raises(RuntimeError, match="decode_done"):
+            scheduler.next_pack(0.0, 100, COSTS)
+
+
+class TestAdmission:
+    @pytest.mark.parametrize(("free_pages", "names"), [(4, ()), (5, ("a",)), (9, ("a",)), (10, ("a", "b"))])
+    def test_the_prompt_must_fit(self, free_pages, names):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 5, 1))
+        scheduler.add(Work("b", 5, 5, 1))
+        assert admitted(scheduler, free_pages) == names
+
+    @pytest.mark.parametrize(("free_pages", "names"), [(6, ()), (7, ("a",)), (13, ("a",)), (14, ("a", "b"))])
+    def test_and_a_reserve_for_each_that_is_admitted(self, free_pages, names):
+        scheduler = build(reserve_pages=2)
+        scheduler.add(Work("a", 5, 5, 100))
+        scheduler.add(Work("b", 5, 5, 100))
+        assert admitted(scheduler, free_pages) == names
+
+    def test_no_more_of_it_than_the_answer_can_take(self):
+        scheduler = build(reserve_pages=9)
+        scheduler.add(Work("a", 5, 5, 6))  # 5 slots: 2 pages
+        scheduler.add(Work("b", 5, 5, 6, tail_slots=1))  # 1 page
+        assert admitted(scheduler, 12) == ("a",)  # 5 + 2, then 5 + 1 of the 7 left, with 2 in reserve for a
+        assert admitted(scheduler, 7) == ()
+        assert admitted(scheduler, 8) == ("b",)
+
+    def test_nobody_small_passes_somebody_large(self):
+        scheduler = build()
+        scheduler.add(Work("large", 5, 50, 1))
+        scheduler.add(Work("small", 5, 1, 1, flow="other"))
+        scheduler.add(Work("smaller", 1, 1, 1, priority=1))
+        assert start(scheduler, 49) == Pack()
+        assert admitted(scheduler, 52) == ("large", "small", "smaller")
+
+    def test_what_was_admitted_goes_on_while_the_first_in_line_waits_for_pages(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("begun", 20, 5, 1, flow="x"))
+        start(scheduler)
+        scheduler.add(Work("large", 2, 50, 1, flow="y"))
+        assert start(scheduler, 10).pieces == (Piece("begun", 10, 10, is_last=True),)
+
+    def test_seats(self):
+        scheduler = build(max_num_seqs=2)
+        for name in "abc":
+            scheduler.add(Work(name, 5, 1, 5))
+        assert admitted(scheduler) == ("a", "b")
+        assert admitted(scheduler) == ()
+        scheduler.remove("a")
+        assert admitted(scheduler) == ("c",)
+
+    def test_shared_pages_count_as_far_as_they_are_not_there_yet(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 2, 1, shared_pages=10))
+        assert scheduler.next_pack(0.0, 11, COSTS) == Pack()
+        assert scheduler.next_pack(0.0, 5, COSTS, shared_pages=lambda name: {"a": 4}[name]) == Pack()
+        pack = scheduler.next_pack(0.0, 6, COSTS, shared_pages=lambda name: {"a": 4}[name])
+        assert pack.admitted == ("a",)
+
+    def test_what_never_fits_is_refused_at_once(self):
+        scheduler = build(num_pages=10)
+        scheduler.add(Work("fits", 5, 6, 17))  # 16 slots, 4 pages: the last token leaves no KV
+        with pytest.raises(NeverFitsError, match="at most 10 pages of 4.*got 6 for the prompt and 11 with an.*18"):
+            scheduler.add(Work("a", 5, 6, 18))
+        with pytest.raises(NeverFitsError, match="got 7 for the prompt and 11"):
+            scheduler.add(Work("a", 5, 6, 17, shared_pages=1))
+        scheduler.add(Work("tail", 5, 6, 18, tail_slots=1))
+        assert "a" not in scheduler and scheduler.num_waiting == 2
+
+    def test_ids_are_unique_until_they_are_removed(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 1, 1))
+        with pytest.raises(ValueError, match="request_id.*'a'"):
+            scheduler.add(Work("a", 5, 1, 1))
+        scheduler.remove("a")
+        with pytest.raises(KeyError, match="'a'"):
+            scheduler.remove("a")
+        scheduler.add(Work("a", 5, 1, 1))
+
+
+class TestPriority:
+    def test_lower_numbers_first(self):
+        scheduler = build()
+        for name, priority in (("c", 1), ("a", -1), ("d", 2), ("b", 0)):
+            scheduler.add(Work(name, 5, 1, 1, priority=priority))
+        assert admitted(scheduler) == ("a", "b", "c", "d")
+
+    def test_a_more_important_one_takes_the_next_piece_of_a_less_important(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("low", 30, 1, 1, priority=1))
+        start(scheduler)
+        scheduler.add(Work("high", 10, 1, 1))
+        assert [piece.request_id for piece in start(scheduler).pieces] == ["high"]
+        assert start(scheduler).pieces == (Piece("low", 10, 10, is_last=False),)
+
+    def test_pages_and_seats_of_less_important_ones_are_taken_the_least_important_first(self):
+        scheduler = build(max_num_seqs=3)
+        for name, priority in (("old", 1), ("young", 1), ("least", 2)):
+            scheduler.add(Work(name, 5, 10, 5, priority=priority))
+        start(scheduler)
+        scheduler.add(Work("high", 5, 15, 5))
+        pack = scheduler.next_pack(0.0, 0, COSTS)
+        assert pack.preempted == (Preemption("least", "recompute"), Preemption("young", "recompute"))
+        assert pack.admitted == ("high",)
+        assert scheduler.num_running == 2 and scheduler.num_waiting == 2
+        scheduler.pack_done(0.0)
+        scheduler.add(Work("seat", 5, 1, 5))
+        assert start(scheduler, 50).admitted == ("seat",)  # the third seat is free
+        scheduler.add(Work("full", 5, 1, 5))
+        assert start(scheduler, 50).preempted == (Preemption("old", "recompute"),)
+
+    def test_nobody_is_preempted_if_it_does_not_help_or_for_an_equal(self):
+        scheduler = build()
+        scheduler.add(Work("low", 5, 10, 5, priority=1))
+        scheduler.add(Work("same", 5, 10, 5))
+        start(scheduler)
+        scheduler.add(Work("high", 5, 21, 5))
+        assert start(scheduler, 10) == Pack()  # 10 free and 10 of low are not enough
+        assert start(scheduler, 11).preempted == (Preemption("low", "recompute"),)
+
+
+class TestDecode:
+    def run_pair(self, **changes):
+        """Two requests that decode: a is the older one; each begins a page with its first decode step."""
+        scheduler = build(**changes)
+        scheduler.add(Work("a", 5, 2, 50))
+        scheduler.add(Work("b", 7, 3, 50))
+        start(scheduler)
+        return scheduler
+
+    def test_pages_are_drawn_when_a_slot_is_missing(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 2, 50))
+        scheduler.add(Work("b", 7, 3, 50, tail_slots=2))
+        start(scheduler)
+        draws = [decode(scheduler).draws for _ in range(8)]
+        assert draws == [("a",), (), ("b",), (), ("a",), (), ("b",), ()]
+
+    def test_the_last_to_arrive_gives_way_and_comes_first_again(self):
+        scheduler = self.run_pair()
+        scheduler.add(Work("c", 5, 3, 5))
+        assert decode(scheduler, 2).draws == ("a", "b")
+        for _ in range(3):
+            assert decode(scheduler, 0) == DecodeStep(request_ids=("a", "b"))
+        assert decode(scheduler, 0) == DecodeStep(
+            preempted=(Preemption("b", "recompute"),), request_ids=("a",), draws=("a",)
+        )
+        # b has 5 tokens: 4 slots from decode steps and the last, which is prefilled, too; so 3 + 2 pages
+        assert start(scheduler, 4) == Pack()
+        assert start(scheduler, 8).pieces == (Piece("b", 0, 12, is_last=True), Piece("c", 0, 5, is_last=True))
+
+    def test_one_that_finds_nobody_less_important_sits_out(self):
+        scheduler = self.run_pair()
+        assert decode(scheduler, 1) == DecodeStep(request_ids=("a",), draws=("a",))
+        assert decode(scheduler, 0) == DecodeStep(request_ids=("a",))
+        assert decode(scheduler, 1) == DecodeStep(request_ids=("a", "b"), draws=("b",))
+
+    def test_what_is_in_prefill_gives_way_too_and_starts_over(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("a", 5, 2, 50))
+        scheduler.add(Work("long", 25, 8, 50, flow="x"))
+        assert [piece.num_tokens for piece in start(scheduler, 10).pieces] == [5, 5]
+        assert scheduler.next_pack(0.0, 0, COSTS).pieces == (Piece("long", 5, 10, is_last=False),)
+        assert decode(scheduler, 0).preempted == (Preemption("long", "recompute"),)
+        assert scheduler.pack_done(0.0) == ()
+        assert start(scheduler, 7) == Pack()
+        assert start(scheduler, 8).pieces == (Piece("long", 0, 10, is_last=False),)
+
+    def test_a_complete_answer_waits_for_its_removal_and_takes_nothing(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 2, 2))
+        scheduler.add(Work("b", 5, 2, 50))
+        start(scheduler)
+        assert decode(scheduler, 2).request_ids == ("a", "b")
+        assert decode(scheduler, 0).request_ids == ("b",)
+        assert scheduler.num_decoding == 1 and scheduler.num_running == 2
+
+    @pytest.mark.parametrize(("page_copy_s", "by"), [(1.59, "swap"), (1.6, "recompute"), (1.61, "recompute")])
+    def test_the_cheaper_way_is_taken(self, page_copy_s, by):
+        """b has 7 tokens of prompt and 9 of answer to compute again, at 1 s, or 5 pages to copy out and in."""
+        scheduler = self.run_pair(max_swapped_pages=5)
+        for _ in range(8):
+            decode(scheduler, 10)
+        assert decode(scheduler, 0, costs=Costs(1.0, page_copy_s, 0.01)).preempted == (Preemption("b", by),)
+
+    @pytest.mark.parametrize(("max_swapped_pages", "by"), [(3, "recompute"), (4, "swap")])
+    def test_the_host_takes_no_more_than_it_may(self, max_swapped_pages, by):
+        free = Costs(1.0, 0.0, 0.01)
+        scheduler = self.run_pair(max_swapped_pages=max_swapped_pages)
+        for _ in range(4):
+            decode(scheduler, 2, costs=free)
+        assert decode(scheduler, 0, costs=free).preempted == (Preemption("b", by),)  # of 3 + 1 pages
+
+    def test_the_host_takes_from_all_together_what_it_may(self):
+        free = Costs(1.0, 0.0, 0.01)
+        scheduler = self.run_pair(max_swapped_pages=2)
+        for name in "cde":
+            scheduler.add(Work(name, 1, 1, 50))
+        start(scheduler)
+        step = decode(scheduler, 0, costs=free)  # e for a, d for b; c sits out
+        assert step.preempted == (Preemption("e", "swap"), Preemption("d", "swap"))
+        for _ in range(3):
+            decode(scheduler, 0, costs=free)
+        assert decode(scheduler, 0, costs=free).preempted == (Preemption("c", "recompute"),)
+
+    def test_a_swapped_one_is_resumed_with_its_pages_and_prefills_nothing(self):
+        free = Costs(1.0, 0.0, 0.01)
+        scheduler = self.run_pair(max_swapped_pages=9)
+        decode(scheduler, 2, costs=free)
+        for _ in range(3):
+            decode(scheduler, 0, costs=free)
+        assert decode(scheduler, 0, costs=free).preempted == (Preemption("b", "swap"),)
+        assert start(scheduler, 3) == Pack()
+        assert start(scheduler, 4) == Pack(resumed=("b",))
+        assert scheduler._num_swapped_pages == 0
+        assert decode(scheduler, 1) == DecodeStep(request_ids=("a", "b"), draws=("b",))
+
+    def test_a_swapped_one_that_is_removed_leaves_the_host(self):
+        free = Costs(1.0, 0.0, 0.01)
+        scheduler = self.run_pair(max_swapped_pages=3)
+        assert decode(scheduler, 1, costs=free).request_ids == ("a",)
+        for _ in range(3):
+            decode(scheduler, 0, costs=free)
+        assert decode(scheduler, 0, costs=free).preempted == (Preemption("b", "swap"),)
+        assert scheduler._num_swapped_pages == 3
+        scheduler.remove("b")
+        assert scheduler._num_swapped_pages == 0
+
+    def test_the_oldest_always_gets_through(self):
+        """Five answers of 30 pages each in a pool of 40: the oldest is never preempted, and they end in order."""
+        engine = SimulatedEngine(SchedulerSettings(40, page_tokens=1, max_num_seqs=5, reserve_pages=0))
+        for number in range(5):
+            engine.submit(Work(f"r{number}", 4, 4, 27))
+        engine.run()
+        jobs = list(engine.jobs.values())
+        ends = [job.token_times_s[-1] for job in jobs]
+        assert jobs[0].num_preempted == 0 and sum(job.num_preempted for job in jobs) > 0
+        assert ends == sorted(ends) and all(len(job.token_times_s) == 27 for job in jobs)
+
+
+class TestReplan:
+    def test_while_it_waits_it_keeps_its_place(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 1, 5))
+        scheduler.add(Work("b", 5, 1, 5))
+        scheduler.replan(Work("a", 9, 2, 5))
+        assert start(scheduler).pieces == (Piece("a", 0, 9, is_last=True), Piece("b", 0, 5, is_last=True))
+
+    def test_its_place_among_flows_is_that_of_its_new_tokens(self):
+        scheduler = build(max_num_batched_tokens=5)
+        scheduler.add(Work("a", 5, 1, 5, flow="x"))
+        scheduler.add(Work("b", 6, 1, 5, flow="y"))
+        scheduler.replan(Work("a", 9, 1, 5, flow="x"))
+        assert admitted(scheduler) == ("b",)
+
+    def test_in_a_pack_it_starts_over(self):
+        scheduler = build(max_num_batched_tokens=10)
+        scheduler.add(Work("a", 15, 1, 5))
+        scheduler.add(Work("b", 5, 1, 5))
+        start(scheduler)
+        scheduler.next_pack(0.0, 100, COSTS)
+        scheduler.replan(Work("a", 8, 2, 5))
+        assert scheduler.pack_done(0.0) == ("b",)
+        assert start(scheduler) == Pack(admitted=("a",), pieces=(Piece("a", 0, 8, is_last=True),))
+
+    def test_while_it_decodes_its_tokens_come_behind_the_prompt(self):
+        scheduler = build()
+        scheduler.add(Work("a", 15, 1, 5))
+        start(scheduler)
+        decode(scheduler)
+        scheduler.next_decode(100, COSTS)
+        scheduler.replan(Work("a", 8, 2, 5))  # the step that runs does not count
+        scheduler.decode_done(0.0)
+        assert start(scheduler).pieces == (Piece("a", 0, 10, is_last=True),)
+
+    def test_what_cannot_change_is_named(self):
+        scheduler = build(num_pages=10)
+        scheduler.add(Work("a", 5, 1, 5))
+        with pytest.raises(ValueError, match="flow: wanted '' as before, got 'x'"):
+            scheduler.replan(Work("a", 5, 1, 5, flow="x"))
+        with pytest.raises(ValueError, match="priority: wanted 0 as before, got 1"):
+            scheduler.replan(Work("a", 5, 1, 5, priority=1))
+        with pytest.raises(ValueError, match="max_new_tokens: wanted 5 as before, got 6"):
+            scheduler.replan(Work("a", 5, 1, 6))
+        with pytest.raises(NeverFitsError):
+            scheduler.replan(Work("a", 5, 11, 5))
+        with pytest.raises(KeyError, match="'b'"):
+            scheduler.replan(Work("b", 5, 1, 5))
+        assert start(scheduler).pieces == (Piece("a", 0, 5, is_last=True),)
+
+
+class TestDeadlines:
+    def test_each_is_named_once_wherever_it_is(self):
+        scheduler = build(max_num_seqs=2)
+        scheduler.add(Work("decodes", 5, 1, 50, deadline_s=4.0))
+        start(scheduler)
+        scheduler.add(Work("in the pack", 5, 1, 50, deadline_s=3.0))
+        scheduler.add(Work("waits", 5, 1, 50, deadline_s=2.0))
+        scheduler.add(Work("has time", 5, 1, 50, deadline_s=9.0))
+        scheduler.add(Work("has none", 5, 1, 50))
+        scheduler.next_pack(1.0, 100, COSTS)
+        assert scheduler.expire(1.9) == ()
+        assert scheduler.expire(4.0) == ("waits", "in the pack", "decodes")
+        assert scheduler.expire(4.0) == ()
+        assert scheduler.pack_done(4.0) == ()
+        assert admitted(scheduler) == ("has time", "has none")
+        scheduler.remove("has time")
+        assert scheduler.expire(100.0) == ()
+
+    def test_a_new_plan_may_move_it(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 1, 5, deadline_s=1.0))
+        scheduler.replan(Work("a", 5, 1, 5, deadline_s=2.0))
+        assert scheduler.expire(1.0) == ()
+        scheduler.replan(Work("a", 5, 1, 5))
+        assert scheduler.expire(3.0) == ()
+
+
+class TestDecodeGap:
+    def test_due_when_the_next_layer_and_a_step_would_take_too_long(self):
+        costs = dataclasses.replace(COSTS, decode_step_s=0.25)
+        scheduler = build(max_decode_gap_s=1.0, max_num_batched_tokens=10)
+        scheduler.add(Work("a", 5, 1, 50))
+        start(scheduler, now_s=0.25)  # a's first token
+        scheduler.add(Work("long", 100, 1, 5))
+        scheduler.next_pack(0.25, 100, costs)
+        assert not scheduler.after_layer(0.5)  # 0.25 s a layer: 0.5 + 0.25 + 0.25 is within 0.25 + 1
+        assert not scheduler.after_layer(0.75)  # just within
+        assert scheduler.after_layer(1.0)
+        scheduler.next_decode(100, costs)
+        scheduler.decode_done(1.25)
+        assert not scheduler.after_layer(1.5)
+        assert scheduler.after_layer(2.0)  # a layer of 0.5 s: 2 + 0.5 + 0.25 is later than 1.25 + 1
+
+    def test_the_answer_that_waits_longest_counts(self):
+        scheduler = build(max_decode_gap_s=1.0)
+        scheduler.add(Work("a", 5, 1, 50))
+        start(scheduler, now_s=0.0)
+        scheduler.add(Work("b", 5, 1, 50))
+        start(scheduler, now_s=0.9)
+        scheduler.add(Work("c", 5, 1, 50))
+        scheduler.next_pack(0.9, 100, COSTS)
+        assert scheduler.after_layer(1.0)  # a's token was at 0
+
+    def test_never_without_an_answer_under_way(self):
+        scheduler = build(max_decode_gap_s=0.0)
+        scheduler.add(Work("one token", 5, 1, 1))
+        start(scheduler)
+        scheduler.add(Work("a", 5, 1, 50))
+        scheduler.next_pack(0.0, 100, COSTS)
+        assert not scheduler.after_layer(100.0)
+
+    @given(
+        layer_s=st.floats(0.001, 0.02),
+        decode_s=st.floats(0.001, 0.02),
+        seed=st.integers(0, 10**6),
+        num_layers=st.integers(1, 8),
+    )
+    @settings(max_examples=50)
+    def test_it_holds_on_a_simulated_clock(self, layer_s, decode_s, seed, num_layers):
+        """Layers of equal length: no two tokens are further apart than the gap, or a layer and a step if that is
+        more."""
+        gap_s = 0.03
+        engine = SimulatedEngine(
+            SchedulerSettings(10_000, max_num_batched_tokens=50, max_decode_gap_s=gap_s),
+            num_layers=num_layers,
+            layer_s=layer_s,
+            decode_s=decode_s,
+        )
+        draw = random.Random(seed)
+        for number in range(12):
+            engine.submit(Work(f"r{number}", draw.randint(1, 200), 10, draw.randint(1, 30), f"flow {number % 3}"))
+            for _ in range(draw.randint(0, 12)):
+                engine.tick()
+        engine.run()
+        for job in engine.jobs.values():
+            times = job.token_times_s
+            assert len(times) == job.work.max_new_tokens and job.num_preempted == 0
+            gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+            assert max(gaps, default=0.0) <= max(gap_s, layer_s + decode_s) + 1e-9
+
+    def test_no_more_steps_than_it_takes(self):
+        """A gap of 1 s, layers of 10 ms: the pack is hardly disturbed."""
+        engine = SimulatedEngine(
+            SchedulerSettings(1000, max_num_batched_tokens=10, max_decode_gap_s=1.0), num_layers=10, layer_s=0.01
+        )
+        engine.submit(Work("a", 5, 1, 100))
+        engine.tick()
+        engine.submit(Work("long", 1000, 1, 1, flow="x"))  # 100 packs of 10 layers: 10 s
+        engine.run()
+        during = [at for at in engine.jobs["a"].token_times_s if at < engine.jobs["long"].token_times_s[0]]
+        assert 9 <= len(during) <= 12
+
+    def test_a_pack_goes_on_though_every_step_takes_longer_than_the_gap(self):
+        engine = SimulatedEngine(
+            SchedulerSettings(1000, max_num_batched_tokens=10, max_decode_gap_s=0.001), num_layers=3, decode_s=5.0
+        )
+        engine.submit(Work("a", 5, 1, 400))
+        engine.tick()
+        engine.submit(Work("long", 95, 1, 1))
+        for _ in range(2 + 3 * 10):
+            engine.tick()
+        assert engine.jobs["long"].end == "complete" and engine.jobs["a"].end is None
+
+    def test_one_that_finds_no_page_does_not_hurry_the_others(self):
+        scheduler = build(max_decode_gap_s=1.0)
+        scheduler.add(Work("a", 5, 1, 50, tail_slots=3))
+        scheduler.add(Work("sits out", 5, 1, 50))
+        start(scheduler)
+        scheduler.next_decode(0, COSTS)
+        scheduler.decode_done(0.5)
+        scheduler.add(Work("long", 100, 1, 5, priority=1))
+        scheduler.next_pack(0.5, 100, COSTS)
+        assert not scheduler.after_layer(0.9)  # 0.9 + 0.4 + 0.01 is within 0.5 + 1, but not within 0 + 1
+        assert scheduler.after_layer(1.3)
+
+
+class TestPlacesInLine:
+    def test_all_places(self):
+        scheduler = build(max_queue=3, flow_share=1000.0)
+        for name in "abc":
+            scheduler.add(Work(name, 5, 1, 1))
+        with pytest.raises(LineFullError, match="at most 3 requests in line"):
+            scheduler.add(Work("d", 5, 1, 1, flow="x"))
+        scheduler.remove("b")
+        scheduler.add(Work("d", 5, 1, 1))
+        start(scheduler)
+        scheduler.add(Work("e", 5, 1, 1))
+
+    def test_a_flow_may_have_so_many_times_as_many_as_are_free(self):
+        scheduler = build(max_queue=10, flow_share=1.0)
+        for number in range(5):
+            scheduler.add(Work(f"x{number}", 5, 1, 1, flow="x"))
+        with pytest.raises(LineFullError, match="flow 'x': 5 of its requests wait.*fewer than 1 times the 5 places"):
+            scheduler.add(Work("x5", 5, 1, 1, flow="x"))
+        for number in range(3):  # 0 of 5, 1 of 4, 2 of 3
+            scheduler.add(Work(f"y{number}", 5, 1, 1, flow="y"))
+        with pytest.raises(LineFullError, match="flow 'y'"):
+            scheduler.add(Work("y3", 5, 1, 1, flow="y"))
+        scheduler.add(Work("z", 5, 1, 1, flow="z"))
+
+    def test_preempted_ones_take_no_place(self):
+        scheduler = build(max_queue=1)
+        scheduler.add(Work("a", 5, 1, 50))
+        start(scheduler)
+        scheduler.add(Work("b", 5, 1, 50))
+        start(scheduler)
+        assert decode(scheduler, 0).preempted == (Preemption("b", "recompute"),)
+        scheduler.add(Work("c", 5, 1, 50))
+        with pytest.raises(LineFullError):
+            scheduler.add(Work("d", 5, 1, 50))
+
+    def test_retry_after(self):
+        costs = Costs(token_s=0.01, page_copy_s=0.0, decode_step_s=0.1, answer_tokens=20)
+        scheduler = build(max_queue=4, max_num_seqs=2, max_num_batched_tokens=10, flow_share=1.0)
+        assert scheduler.retry_after_s("x", costs) == 0.0
+        scheduler.add(Work("a", 10, 1, 50))
+        start(scheduler)
+        for _ in range(5):
+            decode(scheduler)  # a has 6 tokens
+        scheduler.add(Work("b", 40, 1, 10, flow="b"))
+        start(scheduler)  # 30 of b's tokens are left
+        scheduler.add(Work("x0", 20, 1, 10, flow="x"))
+        scheduler.add(Work("x1", 40, 1, 10, flow="x"))
+        scheduler.add(Work("y0", 30, 1, 10, flow="y"))
+        # x has 2, 1 place is left. Both seats are taken: 0.3 s for b's prompt, then the first answer of the two to end
+        # is b's 10 tokens, not a's 20 - 6. x comes up once a round of the two flows: one prompt of 30 tokens more.
+        assert scheduler.retry_after_s("x", costs) == pytest.approx(0.3 + 1.0 + 0.3)
+        assert scheduler.retry_after_s("z", costs) == 0.0
+        scheduler.add(Work("z0", 30, 1, 10, flow="z"))
+        assert scheduler.retry_after_s("z", costs) == pytest.approx(0.3 + 1.0)
+        scheduler.remove("b")
+        assert scheduler.retry_after_s("z", costs) == 0.0 + 0.0  # nothing to prefill, and a seat
+        start(scheduler, 0)  # but no page
+        assert scheduler.retry_after_s("z", costs) == pytest.approx(14 * 0.1)
+        assert scheduler.retry_after_s("z", dataclasses.replace(costs, answer_tokens=None)) == pytest.approx(44 * 0.1)
+        assert scheduler.retry_after_s("z", dataclasses.replace(costs, answer_tokens=3)) == pytest.approx(0.1)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("prefill_tokens", 0),
+            ("prompt_pages", 0),
+            ("max_new_tokens", 0),
+            ("priority", 0.5),
+            ("priority", True),
+            ("deadline_s", math.nan),
+            ("cached_tokens", -1),
+            ("shared_pages", -1),
+            ("tail_slots", -1),
+        ],
+    )
+    def test_bad_work_is_named(self, name, value):
+        with pytest.raises(ValueError, match=name):
+            dataclasses.replace(Work("a", 1, 1, 1), **{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("num_pages", 0),
+            ("page_tokens", 0),
+            ("max_num_batched_tokens", 0),
+            ("max_num_seqs", 0),
+            ("max_decode_gap_s", -1.0),
+            ("reserve_pages", -1),
+            ("max_swapped_pages", -1),
+            ("max_queue", 0),
+            ("flow_share", 0.0),
+            ("flow_share", math.inf),
+            ("reorder_window", 0),
+        ],
+    )
+    def test_bad_settings_are_named(self, name, value):
+        with pytest.raises(ValueError, match=name):
+            dataclasses.replace(SchedulerSettings(10), **{name: value})
+
+    @pytest.mark.parametrize("name", ["token_s", "page_copy_s", "decode_step_s", "answer_tokens"])
+    def test_bad_costs_are_named(self, name):
+        with pytest.raises(ValueError, match=name):
+            dataclasses.replace(COSTS, **{name: -1.0})
+
+    def test_bad_calls_are_named(self):
+        scheduler = build()
+        with pytest.raises(ValueError, match="tail_slots: wanted less than a page of 4, got 4"):
+            scheduler.add(Work("a", 1, 1, 1, tail_slots=4))
+        with pytest.raises(ValueError, match="free_pages"):
+            scheduler.next_pack(0.0, -1, COSTS)
+        with pytest.raises(ValueError, match="free_pages"):
+            scheduler.next_decode(-1, COSTS)
+
+    def test_decisions_are_json(self):
+        scheduler = build()
+        scheduler.add(Work("a", 1, 1, 1))
+        pack = start(scheduler)
+        assert json.loads(json.dumps(dataclasses.asdict(pack)))["pieces"][0]["num_tokens"] == 1
+
+
+def test_a_preempted_request_goes_before_newcomers_though_the_line_was_idle_meanwhile():
+    """Its tag of 40 is from before; time begins anew with an empty line, where a newcomer's is 5."""
+    scheduler = build()
+    scheduler.add(Work("a", 5, 1, 50))
+    scheduler.add(Work("b", 40, 1, 50, flow="x"))
+    start(scheduler)
+    scheduler.add(Work("newcomer", 5, 1, 50, flow="y"))
+    assert decode(scheduler, 0).preempted == (Preemption("b", "recompute"),)
+    assert admitted(scheduler) == ("b", "newcomer")
+
+
+def test_the_same_calls_give_the_same_decisions():
+    def events():
+        engine = SimulatedEngine(SchedulerSettings(20, page_tokens=2, max_num_batched_tokens=7, max_num_seqs=4))
+        draw = random.Random(1)
+        for number in range(40):
+            engine.submit(
+                Work(f"r{number}", draw.randint(1, 20), draw.randint(1, 5), draw.randint(1, 9), f"{number % 3}")
+            )
+            engine.tick()
+        engine.run()
+        return engine.events, [job.token_times_s for job in engine.jobs.values()]
+
+    first, second = events(), events()
+    assert first == second and any(event.startswith("recompute") for event in first[0])

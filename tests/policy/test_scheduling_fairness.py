@@ -1,0 +1,328 @@
+"""The fair order: against a plain re-computation of every tag, bounds between flows, the window of RAGCache sec. 5.2,
+and how the work of a decision grows with the line."""
+
+from __future__ import annotations
+
+import random
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings, Work
+from ccjax.policy.scheduling.fair import FairLine
+from ccjax.policy.scheduling.least import LeastFirst
+from ccjax.policy.scheduling.record import Record
+
+COSTS = Costs(0.001, 0.001, 0.01)
+
+
+class PlainLine:
+    """Demers, Keshav, Shenker 1989 in exact numbers, all of it computed anew at each question.
+
+    Requests are `(number, flow, tokens, cached)`.
+    """
+
+    def __init__(self, window):
+        self.window = window
+        self.virtual = Fraction(0)
+        self.last = {}
+        self.places = {}
+        self.waiting = []
+        self.begun = {}
+
+    def push(self, request):
+        number, flow, _, _ = request
+        if not any(one[1] == flow for one in self.waiting):
+            self.last[flow] = max(self.last.get(flow, Fraction(0)), self.virtual)
+        self.places[number] = len([place for place in self.places.values() if place[0] == flow])
+        self.places[number] = (flow, self.places[number])
+        self.waiting.append(request)
+
+    def heads(self):
+        for flow in {one[1] for one in self.waiting}:
+            mine = [one for one in self.waiting if one[1] == flow]
+            last_place = self.places[mine[0][0]][1] + self.window - 1
+            near = [one for one in mine if self.places[one[0]][1] <= last_place]
+            best = max(near, key=lambda one: (Fraction(one[3], one[2]), -one[0]))
+            yield self.last[flow] + best[2], best[0], best
+
+    def start(self):
+        tag, number, best = min(self.heads())
+        self.waiting.remove(best)
+        self.last[best[1]] = tag
+        self.begun[number] = best
+        return number
+
+    def serve(self, number, num_tokens):
+        flows = {one[1] for one in self.waiting} | {one[1] for one in self.begun.values()}
+        self.virtual += Fraction(num_tokens, len(flows))
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(50))
+def test_the_order_is_that_of_a_plain_recomputation(seed, window):
+    draw = random.Random(seed)
+    line, plain = FairLine(window), PlainLine(window)
+    records = {}
+    for number in range(80):
+        op = draw.choice(["push", "push", "start", "serve", "leave", "cancel"])
+        which = draw.randint(0, 9)
+        num_tokens = draw.randint(1, 8)
+        if op == "push":
+            flow, num_tokens = draw.choice("abcd"), draw.choice([1, 2, 4, 8, 16])
+            work = Work(f"r{number}", num_tokens, 1, 1, flow, cached_tokens=which)
+            records[number] = Record(work, number, 16)
+            line.push(records[number])
+            plain.push((number, flow, num_tokens, which))
+        elif op == "start" and plain.waiting:
+            head = line.head()
+            assert head is not None
+            line.start(head[1])
+            assert head[1].number == plain.start()
+            assert head[0] == pytest.approx(float(plain.last[head[1].work.flow]), rel=1e-12)
+        elif op == "serve" and plain.begun:
+            number = sorted(plain.begun)[which % len(plain.begun)]
+            served = min(num_tokens, records[number].unserved_tokens)
+            line.serve(records[number], num_tokens)
+            plain.serve(number, served)
+        elif op == "leave" and plain.begun:
+            number = sorted(plain.begun)[which % len(plain.begun)]
+            line.leave(records[number])
+            del plain.begun[number]
+        elif op == "cancel" and plain.waiting:
+            request = plain.waiting.pop(which % len(plain.waiting))
+            line.leave(records[request[0]])
+        head = line.head()
+        assert (head and head[1].number) == (min(plain.heads())[1] if plain.waiting else None)
+        assert line.is_idle == (not plain.waiting and not plain.begun)
+
+
+def roomy(**changes):
+    values = {"num_pages": 10**6, "max_num_seqs": 10**6, "max_queue": 10**6, "max_num_batched_tokens": 64}
+    return Scheduler(SchedulerSettings(**{**values, **changes}))
+
+
+def served(scheduler):
+    """Computed tokens by request id in the next pack; a request that has its token is gone."""
+    pack = scheduler.next_pack(0.0, 10**6, COSTS)
+    for name in scheduler.pack_done(0.0):
+        scheduler.remove(name)
+    return {piece.request_id: piece.num_tokens for piece in pack.pieces}
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    st.integers(1, 80),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 100)), max_size=12),
+)
+@settings(max_examples=100)
+def test_backlogged_flows_differ_by_two_prompts_at_most(small, large, budget, visits):
+    """Over any time: the range of what one flow is ahead of the other. Others come and go meanwhile."""
+    scheduler = roomy(max_num_batched_tokens=budget)
+    sizes = {"a": small, "b": large}
+    num_sent, num_ended = {"a": 0, "b": 0}, {"a": 0, "b": 0}
+    ahead = [0]
+    for step in range(60):
+        for flow, prompts in sizes.items():
+            while num_sent[flow] - num_ended[flow] < budget + 2:  # backlogged all the while
+                number = num_sent[flow]
+                num_sent[flow] += 1
+                scheduler.add(Work(f"{flow}{number}", prompts[number % len(prompts)], 1, 1, flow))
+        for number, (at, num_tokens) in enumerate(visits):
+            if at == step:
+                scheduler.add(Work(f"v{number}", num_tokens, 1, 1, f"visitor {number % 3}"))
+        pack = served(scheduler)
+        for flow in "ab":
+            num_ended[flow] = num_sent[flow] - sum(name[0] == flow for name in scheduler._records)
+        gains = {flow: sum(n for name, n in pack.items() if name.startswith(flow)) for flow in "ab"}
+        ahead.append(ahead[-1] + gains["a"] - gains["b"])
+        assert sum(pack.values()) == budget
+    assert max(ahead) - min(ahead) <= max(small) + max(large)
+
+
+def test_a_flood_does_not_take_what_is_others():
+    """One flow sends ten times as many requests: the four flows still get a quarter each (Jain's index 1 is even)."""
+    scheduler = roomy(max_num_batched_tokens=50)
+    for number in range(400):
+        scheduler.add(Work(f"flood{number}", 30, 1, 1, "flood"))
+        if number < 40:
+            for flow in "abc":
+                scheduler.add(Work(f"{flow}{number}", 30, 1, 1, flow))
+    totals = dict.fromkeys(("flood", "a", "b", "c"), 0)
+    for _ in range(80):  # 4000 of the 4 * 1200 tokens that all four have
+        for name, num_tokens in served(scheduler).items():
+            totals[name.rstrip("0123456789")] += num_tokens
+    jain = sum(totals.values()) ** 2 / (4 * sum(one * one for one in totals.values()))
+    assert jain > 0.999, totals
+
+
+def test_short_prompts_of_other_flows_do_not_wait_for_a_long_one_and_share_its_packs():
+    scheduler = roomy(max_num_batched_tokens=100)
+    scheduler.add(Work("long", 1000, 1, 1, "x"))
+    assert served(scheduler) == {"long": 100}
+    scheduler.add(Work("short", 30, 1, 1, "y"))  # virtual time 100: tag 130 before 1000
+    assert served(scheduler) == {"short": 30, "long": 70}
+
+
+def test_what_was_begun_goes_on_before_its_equals():
+    """Start tags would have all three take turns, and all end late."""
+    scheduler = roomy(max_num_batched_tokens=100)
+    for flow in "xyz":
+        scheduler.add(Work(flow, 250, 1, 1, flow))
+    packs = [served(scheduler) for _ in range(8)]
+    assert packs == [
+        {"x": 100},
+        {"x": 100},
+        {"x": 50, "y": 50},
+        {"y": 100},
+        {"y": 100},
+        {"z": 100},
+        {"z": 100},
+        {"z": 50},
+    ]
+
+
+def test_new_flows_without_end_do_not_starve_a_long_prompt():
+    """Two fresh flows in every pack: virtual time grows by a third of each, so 3 * 900 tokens of work pass it by at
+    most before no newcomer has a tag below its 900."""
+    scheduler = roomy(max_num_batched_tokens=20)
+    scheduler.add(Work("long", 900, 1, 1, "long"))
+    total = 0
+    for step in range(1000):
+        for half in "ab":
+            scheduler.add(Work(f"{half}{step}", 10, 1, 1, f"{half}{step}"))
+        total += sum(served(scheduler).values())
+        if "long" not in scheduler:
+            break
+    assert 900 < total <= 3 * 900 + 900
+
+
+def test_a_flow_gains_nothing_by_having_been_idle():
+    scheduler = roomy(max_num_batched_tokens=10)
+    for number in range(200):
+        scheduler.add(Work(f"a{number}", 10, 1, 1, "a"))
+    for _ in range(50):
+        served(scheduler)
+    for number in range(100):
+        scheduler.add(Work(f"b{number}", 10, 1, 1, "b"))
+    order = [next(iter(served(scheduler)))[0] for _ in range(20)]
+    assert order.count("a") == order.count("b") == 10  # b does not first catch up with the 500 tokens of a
+
+
+def test_a_flow_that_left_early_and_comes_back_does_not_start_below_its_share():
+    """x had 100 tokens at once while y had none; back at virtual time 60 it is still ahead."""
+    scheduler = roomy(max_num_batched_tokens=100)
+    scheduler.add(Work("x0", 100, 1, 1, "x"))
+    scheduler.add(Work("y0", 110, 1, 1, "y"))
+    assert served(scheduler) == {"x0": 100}  # virtual time 50
+    scheduler.add(Work("x1", 20, 1, 1, "x"))  # tag 100 + 20, not 50 + 20
+    assert served(scheduler) == {"y0": 100}  # tag 110
+
+
+def test_flows_that_left_are_forgotten():
+    scheduler = roomy(max_num_batched_tokens=20)
+    scheduler.add(Work("stays", 10, 1, 1, "stays"))
+    for step in range(200):
+        scheduler.add(Work(f"stays {step}", 10, 1, 1, "stays"))
+        scheduler.add(Work(f"visitor {step}", 10, 1, 1, f"visitor {step}"))
+        served(scheduler)
+    assert len(scheduler._queue._lines[0]._flows) <= 10
+
+
+class TestWindow:
+    def order(self, shares, window):
+        """Arrival numbers in the order in which requests with these cached tokens, of 10 computed, are served."""
+        scheduler = roomy(max_num_batched_tokens=10, reorder_window=window)
+        for number, cached in enumerate(shares):
+            scheduler.add(Work(str(number), 10, 1, 1, cached_tokens=cached))
+        return [int(next(iter(served(scheduler)))) for _ in shares]
+
+    def test_without_one_arrival_counts(self):
+        assert self.order([0, 5, 9, 1], 1) == [0, 1, 2, 3]
+
+    def test_most_cached_per_computed_first(self):
+        assert self.order([0, 5, 9, 5], 4) == [2, 1, 3, 0]  # equals by arrival
+
+    def test_the_oldest_goes_when_its_window_has_gone(self):
+        # 0 is passed by 1 and 2; 3 is not among the three that begin with 0
+        assert self.order([0, 1, 1, 9, 9, 9], 3) == [1, 2, 0, 3, 4, 5]
+
+    def test_computed_tokens_count_as_much_as_cached_ones(self):
+        scheduler = roomy(max_num_batched_tokens=100, reorder_window=4)
+        scheduler.add(Work("many computed", 90, 1, 1, cached_tokens=90))
+        scheduler.add(Work("few computed", 10, 1, 1, cached_tokens=20))
+        assert list(served(scheduler)) == ["few computed", "many computed"]
+
+    @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 8))
+    def test_nobody_is_overtaken_by_more_than_the_window(self, shares, window):
+        order = self.order(shares, window)
+        for place, number in enumerate(order):
+            assert sum(later > number for later in order[:place]) <= window - 1
+
+
+class TestLeastFirst:
+    @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=200))
+    def test_against_a_dict(self, ops):
+        heap, plain = LeastFirst(), {}
+        for key, rank in ops:
+            if rank is None:
+                heap.discard(key)
+                plain.pop(key, None)
+            else:
+                heap.put(key, rank)
+                plain[key] = rank
+            assert heap.least() == min(((rank, key) for key, rank in plain.items()), default=None)
+            assert len(heap) == len(plain)
+            assert len(heap._heap) <= 2 * len(plain) + 17
+
+
+class TestScaling:
+    """Bytecode lines, not seconds: how much a decision does must not grow with the line."""
+
+    def lines(self, function):
+        count = 0
+
+        def trace(frame, event, arg):
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
+        return count
+
+    def costs(self, num_waiting, window):
+        scheduler = roomy(max_num_seqs=8, max_num_batched_tokens=100, reorder_window=window)
+        for number in range(num_waiting):
+            scheduler.add(
+                Work(f"r{number}", 30, 2, 20, f"flow {number % 5}", number % 3, 1e6 + number, cached_tokens=number % 7)
+            )
+
+        def work():
+            scheduler.expire(0.0)
+            scheduler.next_pack(0.0, 10**6, COSTS)
+            for _ in range(2):
+                scheduler.after_layer(0.0)
+                scheduler.next_decode(10**6, COSTS)
+                scheduler.decode_done(0.0)
+            scheduler.pack_done(0.0)
+            scheduler.add(Work("new", 30, 2, 20, "flow 1", 1))
+            scheduler.replan(Work("new", 20, 2, 20, "flow 1", 1))
+            scheduler.remove(f"r{num_waiting - 1}")
+            scheduler.retry_after_s("flow 1", COSTS)
+            scheduler.expire(1e6 + 7)
+
+        return self.lines(work)
+
+    @pytest.mark.parametrize("window", [1, 32])
+    def test_ten_thousand_waiting_cost_what_six_hundred_do(self, window):
+        few, many = self.costs(600, window), self.costs(10_000, window)
+        assert many < 1.2 * few, (few, many)

@@ -1,0 +1,135 @@
+"""Random arrivals, cancellations, new plans, deadlines and page shortages: the simulated engine asserts at every step
+that no page, seat or token is given twice and none is lost; everything that was taken in ends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ccjax.policy.scheduling import LineFullError, NeverFitsError, SchedulerSettings, Work
+from tests.policy.scheduling_simulator import SimulatedEngine
+
+CHUNKS = {"a": 1, "b": 3, "c": 6}
+
+
+class SchedulingTrace(RuleBasedStateMachine):
+    @initialize(
+        num_pages=st.integers(6, 24),
+        page_tokens=st.sampled_from([1, 2, 4]),
+        budget=st.integers(1, 12),
+        num_seqs=st.integers(1, 5),
+        reserve=st.integers(0, 3),
+        host_pages=st.sampled_from([0, 4, 40]),
+        window=st.sampled_from([1, 3]),
+        gap_s=st.sampled_from([0.0, 0.004, 1.0]),
+        page_copy_s=st.sampled_from([0.0, 0.002]),
+    )
+    def begin(self, num_pages, page_tokens, budget, num_seqs, reserve, host_pages, window, gap_s, page_copy_s):
+        self.engine = SimulatedEngine(
+            SchedulerSettings(
+                num_pages=num_pages,
+                page_tokens=page_tokens,
+                max_num_batched_tokens=budget,
+                max_num_seqs=num_seqs,
+                reserve_pages=reserve,
+                max_swapped_pages=host_pages,
+                max_decode_gap_s=gap_s,
+                max_queue=12,
+                reorder_window=window,
+            ),
+            token_s=0.001,
+            page_copy_s=page_copy_s,
+            chunk_pages=CHUNKS,
+        )
+
+    @rule(
+        prefill=st.integers(1, 20),
+        pages=st.integers(1, 8),
+        answer=st.integers(1, 14),
+        spare=st.integers(0, 4),
+        flow=st.sampled_from("xyz"),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        deadline=st.sampled_from([None, None, None, 0.01, 0.1]),
+        cached=st.integers(0, 30),
+        chunks=st.sets(st.sampled_from("abc"), max_size=2),
+        tail=st.integers(0, 3),
+        is_divisible=st.booleans(),
+    )
+    def submit(self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail, is_divisible):
+        engine = self.engine
+        work = Work(
+            f"r{len(engine.jobs)}",
+            prefill,
+            pages,
+            answer + spare,
+            flow,
+            priority,
+            None if deadline is None else engine.now_s + deadline,
+            cached,
+            tail_slots=tail % engine.settings.page_tokens,
+            is_divisible=is_divisible,
+        )
+        most = work.most_pages(engine.settings.page_tokens) + sum(CHUNKS[name] for name in chunks)
+        try:
+            engine.submit(work, answer, chunks)
+        except NeverFitsError:
+            assert most > engine.settings.num_pages
+        except LineFullError:
+            waiting = [engine.jobs[name].work.flow for name in engine.unended() if not engine.jobs[name].is_admitted]
+            assert 5 * waiting.count(flow) >= 4 or len(waiting) >= 12
+            assert engine.scheduler.retry_after_s(flow, engine.costs) >= 0.0
+        else:
+            assert most <= engine.settings.num_pages
+
+    @rule(num=st.integers(1, 30))
+    def work(self, num):
+        for _ in range(num):
+            self.engine.tick()
+
+    @rule(which=st.integers(0, 100))
+    def cancel(self, which):
+        if unended := self.engine.unended():
+            self.engine.cancel(unended[which % len(unended)])
+
+    @rule(which=st.integers(0, 100), prefill=st.integers(1, 20), pages=st.integers(1, 4))
+    def replan(self, which, prefill, pages):
+        if unended := self.engine.unended():
+            work = self.engine.jobs[unended[which % len(unended)]].work
+            work = dataclasses.replace(work, prefill_tokens=prefill, prompt_pages=min(pages, work.prompt_pages))
+            self.engine.replan(work)
+
+    @rule(held=st.integers(0, 24))
+    def hold_elsewhere(self, held):
+        self.engine.held_elsewhere = 0
+        self.engine.held_elsewhere = min(held, self.engine.free_pages)
+
+    @invariant()
+    def places_add_up(self):
+        if hasattr(self, "engine"):
+            never_started = [one for one in self.engine.scheduler._records.values() if one.tag is None]
+            places = self.engine.scheduler._places
+            assert places.num_taken == len(never_started)
+            assert places.num_tokens == sum(one.work.prefill_tokens for one in never_started)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        engine = self.engine
+        engine.held_elsewhere = 0
+        # A token of an answer costs a decode step, or a prefill of all before it, over and over at worst for each page
+        # that one more important draws; no trace of this size comes near a tenth of this.
+        engine.run(max_ticks=20_000)
+        assert not engine.unended()
+        assert engine.free_pages == engine.settings.num_pages
+        scheduler = engine.scheduler
+        assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_decoding) == (0, 0, 0)
+        assert scheduler._num_swapped_pages == 0 and not scheduler._queue._lines and not len(scheduler._deadlines)
+        for job in engine.jobs.values():
+            assert job.end != "complete" or len(job.token_times_s) == job.answer_tokens
+
+
+TestSchedulingTrace = SchedulingTrace.TestCase
+TestSchedulingTrace.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
