@@ -110,6 +110,7 @@ def test_jit_lives_in_steps_only():
                 found.add(module)
     assert found <= {
         "models.llama3.steps",
+        "models.llama3.paged_steps",
         "models.minilm.encoder",
         "models.minilm.model",
         "ccjax.demo.training",

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ccjax.engine.requests import SamplingParams
-
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this draw the likeliest token anyway; dividing by them would overflow."""
+from models.llama3.sampling import GREEDY_BELOW
 
 
 class Sampler:
@@ -19,7 +17,7 @@ class Sampler:
 
     def draw(self, logits: np.ndarray) -> int:
         """A token id from logits [V]; ties of greedy decoding go to the lowest id."""
-        if self._params.temperature < _GREEDY_BELOW:
+        if self._params.temperature < GREEDY_BELOW:
             return int(logits.argmax())
         order = np.argsort(-logits, kind="stable")
         scaled = logits[order].astype(np.float64) / self._params.temperature

@@ -46,6 +46,15 @@ def project_qkv(
     return q, k, v
 
 
+def own_mass(
+    q: Float[Array, "N Q H"], k: Float[Array, "N K H"], lse: Float[Array, "N Q"], scale: float
+) -> Float[Array, "N"]:
+    """Softmax weight of each token on itself, mean over heads, float32; queries and keys rotated."""
+    grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])
+    own = jnp.einsum("nkgh,nkh->nkg", grouped, k, preferred_element_type=jnp.float32) * scale
+    return jnp.exp(own.reshape(lse.shape) - lse).mean(-1)
+
+
 def finish_layer(
     x: Float[Array, "*B N D"], attended: Float[Array, "*B N Q H"], layer: LayerParams, eps: float
 ) -> Float[Array, "*B N D"]:

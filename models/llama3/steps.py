@@ -1,4 +1,4 @@
-"""The jitted steps that a prefill or decode is driven with, one layer at a time: the only place of `jax.jit`.
+"""The jitted steps that a prefill or decode is driven with, one layer at a time; `paged_steps.py` has those of a batch.
 
 Each step takes arrays and static sizes; which tokens are computed, merged or dropped is the caller's business.
 Callers pad computed tokens and context slots to listed buckets, so that few shapes are ever compiled.
@@ -12,11 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt
 
 from models.llama3.config import LlamaConfig
-from models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
+from models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies, unembed
+from models.llama3.pages import read_slots, write_slots
 from models.llama3.params import LayerParams, Params
+from models.llama3.sampling import SampleOutput, sample
 from pallas_kernels.attention import attention
 from pallas_kernels.rope import apply_rope
 
@@ -63,13 +65,8 @@ def write_pages_step(
 ) -> tuple[Float[Array, "K P T H"], Float[Array, "K P T H"]]:
     """The pages of one layer, donated, with rows of `kv[layer]` written to `slots` (page * T + offset); slots past the
     end are dropped."""
-    rows = jnp.swapaxes(kv[layer], 1, 2)  # [2, K, N, H]
-
-    def written(pages: Array, row: Array) -> Array:
-        flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
-        return flat.at[:, slots].set(row, mode="drop").reshape(pages.shape)
-
-    return written(k_pages, rows[0]), written(v_pages, rows[1])
+    k, v = kv[layer]
+    return write_slots(k_pages, slots, k), write_slots(v_pages, slots, v)
 
 
 @jax.jit
@@ -82,16 +79,11 @@ def read_pages_step(
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
     """Keys and values of one layer, as they rest: from pages where `slots` (page * T + offset) names one, else, for
     slots past the end, from `*_other`, or zeros where that is None."""
-    k, v = _read_pages(k_pages, slots), _read_pages(v_pages, slots)
+    k, v = read_slots(k_pages, slots), read_slots(v_pages, slots)
     if k_other is None or v_other is None:
         return k, v
     is_paged = (slots < k_pages.shape[1] * k_pages.shape[2])[:, None, None]
     return jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
-
-
-def _read_pages(pages: Float[Array, "K P T H"], slots: Int[Array, "S"]) -> Float[Array, "S K H"]:
-    flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
-    return jnp.swapaxes(jnp.take(flat, slots, axis=1, mode="fill", fill_value=0), 0, 1)
 
 
 @functools.partial(
@@ -144,9 +136,7 @@ def layer_step(
     )
     self_mass = None
     if mass is not None:
-        grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])
-        own = jnp.einsum("nkgh,nkh->nkg", grouped, rotated, preferred_element_type=jnp.float32) * scale
-        self_mass = jnp.exp(own.reshape(lse.shape) - lse).mean(-1)
+        self_mass = own_mass(q, rotated, lse, scale)
         mass = mass.mean(1)
     return LayerOutput(
         finish_layer(x, attended, layer, config.rms_norm_eps), k_context, v_context, k, v, mass, self_mass
@@ -163,3 +153,17 @@ def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "
 def logits_step(params: Params, x: Float[Array, "N D"], *, config: LlamaConfig) -> Float[Array, "N V"]:
     """Next-token logits, float32, of hidden states that left the last layer."""
     return unembed(x, params, config.rms_norm_eps)
+
+
+@functools.partial(jax.jit, static_argnames=("num_top",))
+def sample_step(
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, "B"],
+    top_p: Float[Array, "B"],
+    seeds: UInt[Array, "B 2"],
+    index: Int[Array, "B"],
+    *,
+    num_top: int,
+) -> SampleOutput:
+    """A token for every row of logits, drawn on the device: `models.llama3.sampling.sample`."""
+    return sample(logits, temperature, top_p, seeds, index, num_top)

@@ -1,0 +1,173 @@
+"""The jitted layer steps of a running batch: keys and values of all requests rest in one pool of pages per layer.
+
+Both steps write the new rows into the donated pages, then attend over what the tables of their requests name. Keys rest
+before RoPE and are rotated as they are read, so a page may stand at different positions of several requests. Which
+request has which pages, and what is computed when, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import Array
+from jaxtyping import Float, Int
+
+from models.llama3.config import LlamaConfig
+from models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
+from models.llama3.pages import read_slots, write_slots
+from models.llama3.params import LayerParams
+from pallas_kernels.attention import attention
+from pallas_kernels.decode import decode_attention
+from pallas_kernels.rope import apply_rope
+
+
+class PagedLayerOutput(NamedTuple):
+    """What `paged_layer_step` returns.
+
+    Attributes:
+      x: [N, D], hidden states after the layer.
+      k_pages, v_pages: [K, P, T, H], the pool with the computed rows written; keys before RoPE.
+      k, v: [N, K, H], the computed rows, keys before RoPE: what a chunk variant stores.
+      mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not asked for.
+      self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not asked for.
+    """
+
+    x: Float[Array, "N D"]
+    k_pages: Float[Array, "K P T H"]
+    v_pages: Float[Array, "K P T H"]
+    k: Float[Array, "N K H"]
+    v: Float[Array, "N K H"]
+    mass: Float[Array, "N C"] | None
+    self_mass: Float[Array, "N"] | None
+
+
+class PagedDecodeOutput(NamedTuple):
+    """What `paged_decode_step` returns.
+
+    Attributes:
+      x: [B, D], hidden states after the layer.
+      k_pages, v_pages: [K, P, T, H], the pool with the new rows written.
+    """
+
+    x: Float[Array, "B D"]
+    k_pages: Float[Array, "K P T H"]
+    v_pages: Float[Array, "K P T H"]
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "num_segments", "implementation"),
+    donate_argnames=("k_pages", "v_pages"),
+)
+def paged_layer_step(
+    layer: LayerParams,
+    x: Float[Array, "N D"],
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    q_pos: Int[Array, "N"],
+    q_slot: Int[Array, "N"],
+    q_request: Int[Array, "N"],
+    slots: Int[Array, "S"],
+    k_pos: Int[Array, "S"],
+    k_request: Int[Array, "S"],
+    k_segment: Int[Array, "S"] | None,
+    *,
+    config: LlamaConfig,
+    num_segments: int,
+    implementation: str | None,
+) -> PagedLayerOutput:
+    """One transformer layer for the computed tokens of several requests, packed one behind the other.
+
+    A token sees the context tokens of its own request at its own or an earlier position; positions restart with every
+    request. Any order of rows and of context tokens gives the same result; requests in the same order on both sides,
+    each with ascending positions, let the attention skip the blocks of other requests. Nothing has a default: a call
+    that leaves an argument out would be compiled apart from one that names it.
+
+    Args:
+      k_pages, v_pages: pool of this layer, keys before RoPE; donated.
+      q_pos: positions of the computed tokens; padding rows repeat the last one.
+      q_slot: slot of the pool (page * T + offset) that each computed row is written to; no two the same, none that
+        another request reads; padding rows point past the end and are dropped.
+      q_request: request of each computed token; padding rows repeat the last one.
+      slots: slot of every context token of the pack, the computed ones among them; past the end for none. A slot may
+        stand there several times, for several requests. Every one of them must have been written, now or before.
+      k_pos: position of every context token; INT32_MAX where there is none.
+      k_request: request of every context token; padding repeats the last one.
+      k_segment, num_segments: segment of every context token, to get the mass per segment; None and 0 to leave it out.
+      implementation: of `pallas_kernels.attention.attention`.
+    """
+    q, k, v = project_qkv(x, layer, config.rms_norm_eps)
+    frequencies = rope_frequencies(config)
+    q = apply_rope(q, q_pos, frequencies)
+    k_pages, v_pages = write_slots(k_pages, q_slot, k), write_slots(v_pages, q_slot, v)
+    scale = config.head_dim**-0.5
+    attended, mass, lse = attention(
+        q,
+        read_slots(k_pages, slots),
+        read_slots(v_pages, slots),
+        q_pos=q_pos,
+        k_pos=k_pos,
+        scale=scale,
+        k_segment=k_segment,
+        num_segments=num_segments,
+        q_request=q_request,
+        k_request=k_request,
+        k_frequencies=frequencies,
+        implementation=implementation,
+    )
+    self_mass = None
+    if mass is not None:
+        self_mass = own_mass(q, apply_rope(k, q_pos, frequencies), lse, scale)
+        mass = mass.mean(1)
+    return PagedLayerOutput(
+        finish_layer(x, attended, layer, config.rms_norm_eps), k_pages, v_pages, k, v, mass, self_mass
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("k_pages", "v_pages"))
+def paged_decode_step(
+    layer: LayerParams,
+    x: Float[Array, "B D"],
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    q_pos: Int[Array, "B"],
+    q_slot: Int[Array, "B"],
+    page_table: Int[Array, "B M"],
+    page_length: Int[Array, "B M"],
+    page_start: Int[Array, "B M"] | None,
+    *,
+    config: LlamaConfig,
+    implementation: str | None,
+) -> PagedDecodeOutput:
+    """One transformer layer for one new token of each request; positions differ.
+
+    Args:
+      k_pages, v_pages: pool of this layer; donated.
+      q_pos: position of each new token.
+      q_slot: slot of the pool (page * T + offset) that its row is written to; past the end for padding rows.
+      page_table, page_length: of `pallas_kernels.decode.decode_attention`, the new token counted; a padding row has
+        only zeros for lengths, and its output means nothing.
+      page_start: position of each entry's first token, for keys that rest before RoPE. None for a pool of rotated keys,
+        whose pages only requests with the same text in front can share; the new key is rotated as it is written.
+      implementation: of `pallas_kernels.decode.decode_attention`.
+    """
+    q, k, v = project_qkv(x, layer, config.rms_norm_eps)
+    frequencies = rope_frequencies(config)
+    q = apply_rope(q, q_pos, frequencies)
+    if page_start is None:
+        k = apply_rope(k, q_pos, frequencies)
+    k_pages, v_pages = write_slots(k_pages, q_slot, k), write_slots(v_pages, q_slot, v)
+    attended = decode_attention(
+        q,
+        k_pages,
+        v_pages,
+        page_table=page_table,
+        page_length=page_length,
+        scale=config.head_dim**-0.5,
+        page_start=page_start,
+        k_frequencies=None if page_start is None else frequencies,
+        implementation=implementation,
+    ).out
+    return PagedDecodeOutput(finish_layer(x, attended, layer, config.rms_norm_eps), k_pages, v_pages)
