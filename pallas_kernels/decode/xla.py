@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.attention.bounds import LOG2_E, MASKED
 from pallas_kernels.decode.output import DecodeOutput
-from pallas_kernels.decode.pages import num_entries, used_slots, valid_pages
+from pallas_kernels.decode.pages import num_entries, slot_positions, used_slots, valid_pages
 from pallas_kernels.rope import rotate_by, rotation_table
 
 SLOTS = 512
@@ -48,9 +48,6 @@ def blocked_decode(
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
-    def page_rotations(start: Array, frequencies: Array) -> tuple[Array, Array]:
-        return rotation_table(start + jnp.arange(page_size, dtype=jnp.int32), frequencies)
-
     def attend(request: Array) -> tuple[Array, Array]:
         queries = q[request]
 
@@ -66,7 +63,8 @@ def blocked_decode(
             visible, k = here(used, entries * page_size), gathered(k_pages)
             if page_start is not None and k_frequencies is not None:
                 # A loop of its own: otherwise XLA computes every cosine anew for each head and half (2.2 times slower).
-                cos, sin = lax.map(lambda start: page_rotations(start, k_frequencies), here(page_start, entries))
+                positions = slot_positions(here(page_start, entries), page_size).reshape(entries, page_size)
+                cos, sin = lax.map(functools.partial(rotation_table, frequencies=k_frequencies), positions)
                 shape = (1, entries * page_size, head_dim // 2)
                 k = rotate_by(k, cos.reshape(shape), sin.reshape(shape))
             v = jnp.where(visible[None, :, None], gathered(v_pages), jnp.zeros((), v_pages.dtype))

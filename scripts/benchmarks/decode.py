@@ -157,9 +157,8 @@ def _one_by_one(model: Prefiller, length: int, steps: int, num_runs: int) -> Cal
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        "context", "batch", *(f"{way}, tokens/s" for way in WAYS), "batch / one by one", "rotated / rope-free"
-    )
+    ratios = "rope-free / one by one", "rotated / rope-free"
+    table = Table("context", "batch", *WAYS, *ratios, title="tokens per second")
     for first in range(0, len(rows), len(WAYS)):
         rates = {row["way"]: row["tokens_per_s"] for row in rows[first : first + len(WAYS)]}
         gain, cost = rates["rope-free"] / rates["one by one"], rates["rotated"] / rates["rope-free"]
