@@ -14,6 +14,9 @@ import numpy as np
 
 from models.llama3 import LlamaConfig, Params, paged_steps
 from models.llama3.steps import embed_step, layer_step, logits_step
+from tests.data import data_path
+from tests.engine.helpers import params_from_hf
+from tests.oracles import random_llama, read_llama2c
 
 T = 16
 UNUSED = np.iinfo(np.int32).max
@@ -95,6 +98,48 @@ class Work(NamedTuple):
     request: Request
     token_ids: np.ndarray
     positions: np.ndarray
+
+
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LENGTHS = (37, 5, 64, 1, 90)
+MODELS = "tiny", "scaled rope", "stories260K"
+
+
+def load(name: str) -> Model:
+    """One of `MODELS`: random ones, and real weights where the test data has them."""
+    if name == "stories260K":
+        weights, raw = read_llama2c(data_path("weights_stories260K") / "stories260K.bin")
+        return make(weights, raw | {"hidden_act": "silu"})
+    changes = {} if name == "tiny" else {"rope_scaling": SCALING, "rope_theta": 5e5, "head_dim": 16}
+    return make(*random_llama(3, **changes))
+
+
+def make(weights: dict[str, np.ndarray], raw: dict[str, Any]) -> Model:
+    config = LlamaConfig.from_hf(raw)
+    return Model(params_from_hf(weights, config), config, weights, raw)
+
+
+def draw(random: np.random.Generator, model: Model, length: int) -> np.ndarray:
+    return random.integers(0, model.config.vocab_size, length).astype(np.int32)
+
+
+def whole(pool: Pool, token_ids: np.ndarray) -> Work:
+    """A whole prompt of a new request as work."""
+    request = Request(pool)
+    request.extend(len(token_ids))
+    return Work(request, token_ids, np.arange(len(token_ids)))
+
+
+def some_work(model: Model, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> tuple[Pool, list[Work]]:
+    """A pool, and prompts of some lengths in it."""
+    random, pool = np.random.default_rng(seed), Pool(model.config, 40, seed)
+    return pool, [whole(pool, draw(random, model, length)) for length in lengths]
 
 
 @dataclasses.dataclass

@@ -2,71 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama3 import LlamaConfig, paged_steps
+from models.llama3 import paged_steps
 from models.llama3.convert import save_pretrained
 from models.llama3.steps import rotate_step
 from pallas_kernels.attention import attention
-from tests.data import data_path
-from tests.engine.helpers import params_from_hf, selective_oracle
-from tests.models.paged import Model, Pool, Request, Work, decode, pack, run_alone, run_packed, worst
-from tests.oracles import llama_forward, random_llama, read_llama2c
+from tests.engine.helpers import selective_oracle
+from tests.models.paged import (
+    LENGTHS,
+    MODELS,
+    Pool,
+    Request,
+    Work,
+    decode,
+    draw,
+    load,
+    make,
+    pack,
+    run_alone,
+    run_packed,
+    some_work,
+    whole,
+    worst,
+)
+from tests.oracles import llama_forward, random_llama
 
 TOLERANCE = 3e-5
 """Largest difference to `layer_step`, float32; measured 3.4e-6 for logits up to 5, 1.1e-5 for real ones up to 18."""
 ORACLE_TOLERANCE = 1e-4
 """As in test_parity.py; twice that for the real weights, as in test_convert.py."""
 
-SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LENGTHS = (37, 5, 64, 1, 90)
 
-
-@pytest.fixture(scope="module", params=["tiny", "scaled rope", "stories260K"])
+@pytest.fixture(scope="module", params=MODELS)
 def model(request):
-    if request.param == "stories260K":
-        weights, raw = read_llama2c(data_path("weights_stories260K") / "stories260K.bin")
-        raw |= {"hidden_act": "silu"}
-    else:
-        changes = {} if request.param == "tiny" else {"rope_scaling": SCALING, "rope_theta": 5e5, "head_dim": 16}
-        weights, raw = random_llama(3, **changes)
-    return make(weights, raw)
+    return load(request.param)
 
 
 @pytest.fixture(scope="module")
 def tiny():
     return make(*random_llama(4, num_hidden_layers=2, hidden_size=48, intermediate_size=64))
-
-
-def make(weights, raw):
-    config = LlamaConfig.from_hf(raw)
-    return Model(params_from_hf(weights, config), config, weights, raw)
-
-
-def draw(random, model, length):
-    return random.integers(0, model.config.vocab_size, length).astype(np.int32)
-
-
-def whole(pool, token_ids):
-    """A whole prompt of a new request as work."""
-    request = Request(pool)
-    request.extend(len(token_ids))
-    return Work(request, token_ids, np.arange(len(token_ids)))
-
-
-def some_work(model, seed=0, lengths=LENGTHS):
-    random, pool = np.random.default_rng(seed), Pool(model.config, 40, seed)
-    return pool, [whole(pool, draw(random, model, length)) for length in lengths]
 
 
 def test_a_packed_batch_equals_each_request_alone(model):
@@ -309,121 +286,3 @@ def oracle_logits(model, prompt, kv, head, positions):
     weights = {"lm_head.weight": model.weights["model.embed_tokens.weight"], **model.weights}
     computed = [positions] * model.config.num_layers
     return selective_oracle(weights, model.raw, prompt.tolist(), placed(prompt, kv, head), computed)[0]
-
-
-def greedy_alone(model, prompt, num_tokens):
-    """Greedy continuation of one request, every token through a prefill of all before it."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(int(run_alone(model, tokens).logits[-1].argmax()))
-    return tokens[len(prompt) :]
-
-
-def test_requests_that_join_and_leave_draw_the_tokens_they_draw_alone(model):
-    """32 greedy tokens each; a request joins when there is room, its prefill packed with that of others."""
-    random, pool = np.random.default_rng(2), Pool(model.config, 48)
-    num_pages = len(pool.free)
-    prompts = [draw(random, model, int(length)) for length in random.integers(1, 60, 7)]
-    waiting, running, answers, sizes = list(range(len(prompts))), {}, {}, set()
-    while waiting or running:
-        joining = waiting[: int(random.integers(0, 3))] if len(running) < 4 else []
-        if joining:
-            waiting = waiting[len(joining) :]
-            work = [whole(pool, prompts[number]) for number in joining]
-            for number, one, computed in zip(joining, work, run_packed(model, pool, work), strict=True):
-                running[number] = one.request
-                answers[number] = [int(computed.logits[-1].argmax())]
-        if not running:
-            continue
-        order = list(random.permutation(list(running)))
-        batch = next(size for size in (1, 4, 8) if size >= len(order))
-        sizes.add(batch)
-        logits = decode(model, [running[n] for n in order], [answers[n][-1] for n in order], batch=batch)
-        for number, row in zip(order, logits, strict=True):
-            answers[number].append(int(row.argmax()))
-            if len(answers[number]) == 32:
-                running.pop(number).leave()
-    assert len(pool.free) == num_pages and len(sizes) > 1
-    for number, prompt in enumerate(prompts):
-        assert answers[number] == greedy_alone(model, prompt, 32)
-    assert len({token for answer in answers.values() for token in answer}) > 8
-
-
-@pytest.mark.parametrize("implementation", [None, "reference"])
-def test_decode_equals_prefill_and_a_pool_of_rotated_keys(implementation):
-    """Prompts fed token by token; the logits of every step, in both kinds of pool."""
-    model = make(*random_llama(7, num_hidden_layers=2, head_dim=32, num_attention_heads=4))
-    random = np.random.default_rng(0)
-    prompts = [draw(random, model, 20) for _ in range(3)]
-    wanted = [run_alone(model, prompt).logits for prompt in prompts]
-    assert np.abs(np.stack(wanted)).max() > 1
-    for rotates in (True, False):
-        pool = Pool(model.config, 20)
-        requests = [Request(pool) for _ in prompts]
-        for step in range(20):
-            tokens = [prompt[step] for prompt in prompts]
-            settings = dict(batch=4, entries=4, rotates=rotates, implementation=implementation)
-            logits = decode(model, requests, tokens, **settings)
-            np.testing.assert_allclose(logits, [rows[step] for rows in wanted], atol=TOLERANCE)
-
-
-DECODE_MUTANTS = {
-    "a start off by one": lambda entries: [(page, length, start + (start > 0)) for page, length, start in entries],
-    "pages swapped": lambda entries: [
-        (entries[n ^ 1][0] if n < 2 else page, length, start) for n, (page, length, start) in enumerate(entries)
-    ],
-    "a token too few": lambda entries: [(entries[0][0], 15, 0), *entries[1:]],
-}
-
-
-@pytest.mark.parametrize("mutant", DECODE_MUTANTS.values(), ids=DECODE_MUTANTS)
-def test_the_tolerance_notices_a_wrong_table(tiny, mutant):
-    pool, work = some_work(tiny)
-    run_packed(tiny, pool, work)
-    request = work[2].request
-    wanted = run_alone(tiny, np.append(work[2].token_ids, 5)).logits[-1]
-    request.extend(1)
-    request.entries = mutant(request.entries)
-    page, length, start = request.entries[-1]
-    request.entries[-1] = (page, length - 1, start)
-    if length == 1:
-        request.entries.pop()
-    # `decode` adds the token again, at the place where it belongs.
-    request.pool.free.append(page)
-    assert np.abs(decode(tiny, [request], [5], batch=1)[0] - wanted).max() > 30 * TOLERANCE
-
-
-def test_padding_rows_write_nowhere(tiny):
-    pool, work = some_work(tiny, lengths=(20,))
-    run_packed(tiny, pool, work)
-    before = [np.asarray(part) for pair in pool.layers for part in pair]
-    decode(tiny, [work[0].request], [3], batch=8)
-    after = [np.asarray(part) for pair in pool.layers for part in pair]
-    slot = work[0].request.slots()[-1]
-    for old, new in zip(before, after, strict=True):
-        changed = ~((old == new) | (np.isnan(old) & np.isnan(new)))
-        assert set(map(tuple, np.argwhere(changed.any((0, 3))))) == {(slot // 16, slot % 16)}
-
-
-def test_traces_are_bounded_by_the_sizes(tiny):
-    """Whatever is packed: one compilation for each (rows, slots), and for each (batch, entries)."""
-    model = Model(
-        *tiny[:1], dataclasses.replace(tiny.config, rms_norm_eps=2e-5), *tiny[2:]
-    )  # compiled by no other test
-    random, pool = np.random.default_rng(0), Pool(model.config, 64)
-    steps = paged_steps.paged_layer_step, paged_steps.paged_decode_step
-    before = [step._cache_size() for step in steps]
-    sizes, batches = set(), set()
-    for _ in range(30):
-        count = int(random.integers(1, 5))
-        work = [whole(pool, draw(random, model, int(length))) for length in random.integers(1, 40, count)]
-        rows = 64 if sum(len(one.positions) for one in work) <= 64 else 160
-        sizes.add((rows, 2 * rows))
-        run_packed(model, pool, work, rows=rows, slots=2 * rows)
-        batch = int(random.choice([4, 8]))
-        batches.add(batch)
-        decode(model, [one.request for one in work], [1] * count, batch=batch)
-        for one in work:
-            one.request.leave()
-    grown = [step._cache_size() - old for step, old in zip(steps, before, strict=True)]
-    assert grown == [len(sizes), len(batches)]
