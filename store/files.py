@@ -95,6 +95,8 @@ class FileRoot:
         final = self.path / key
         with self._temporary(final, data, durable) as temporary:
             os.replace(temporary, final)
+        if durable:
+            self.sync(os.path.dirname(key))
 
     @contextlib.contextmanager
     def _temporary(self, final: Path, data: bytes, durable: bool = True) -> Iterator[Path]:

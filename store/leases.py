@@ -69,15 +69,6 @@ class Leases:
         """Those of `keys` on which there is a live lease, whoever holds it."""
         return frozenset(key for key, lease in self._latest(keys).items() if self._is_live(lease))
 
-    def renew(self, lease: Lease, seconds: float) -> Lease | None:
-        """The lease, `seconds` from now; None, and it is given up, if it expired and another process may have it."""
-        if not self._is_live(lease):
-            return None
-        renewed = dataclasses.replace(lease, expires_s=self._clock() + seconds)
-        self._root.replace(self._key(lease.key, lease.epoch), _encode(renewed))
-        latest = self._latest([lease.key]).get(lease.key)
-        return renewed if latest is not None and latest.epoch == lease.epoch else None
-
     def release(self, lease: Lease) -> None:
         """Gives a lease up; one that expired stays, because another process may be about to take the next epoch."""
         if self._is_live(lease):

@@ -64,8 +64,8 @@ class Root(Protocol):
         ...
 
     def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Writes `data` over whatever was there; a reader sees the old bytes or the new ones, never a mixture. Without
-        `durable` a power cut may leave anything."""
+        """Writes `data` over whatever was there, durably; a reader sees the old bytes or the new ones, never a mixture.
+        Without `durable` a power cut may leave anything."""
         ...
 
     def make_prefix(self, prefix: str) -> None:

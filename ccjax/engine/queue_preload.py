@@ -106,11 +106,11 @@ class Preloader:
     def _work(self) -> None:
         while (preload := self._next_to_prepare()) is not None:
             try:
-                wanted = preload._wanted()
-            except Exception:  # the request will be told when it runs
-                logger.debug("nothing is read ahead for a request that cannot be planned", exc_info=True)
-                wanted = {}
-            self._prepare(preload, wanted)
+                self._prepare(preload, preload._wanted())
+            except Exception:  # it cannot be planned, or there is no memory: the request will be told when it runs
+                logger.debug("nothing is read ahead for a request", exc_info=True)
+                with self._changed:
+                    preload._num_bytes, preload._next_layer = {}, self._num_layers
 
     def _next_to_prepare(self) -> Preload | None:
         """Starts reads, first in line first, until there is a preload to prepare; None once there is none at all."""
@@ -147,10 +147,10 @@ class Preloader:
             ticket = self._store.prepare_load(preload._num_bytes, counted=False)
             for variant_id in ticket.missing:
                 del preload._num_bytes[VariantId(variant_id)]
-            preload._ticket = ticket
-            if preload not in self._open or not preload._num_bytes:
+            if preload._num_bytes:
+                preload._ticket = ticket
+            else:  # also where it was closed meanwhile
                 preload._next_layer = self._num_layers
-                preload._ticket = None
                 self._store.complete_load(ticket, ok=False)
 
 

@@ -121,8 +121,7 @@ def loads_to_give_up(loads: Sequence[PlannedLoad], hidden_s: float, habit: LoadH
     factor = RETURN_FACTOR if habit.num_given_up else LEAVE_FACTOR
     given_up = []
     for load in loads:
-        waited_s = max(0.0, load.load_s - hidden_s)
-        if waited_s > factor * load.compute_s:
+        if load.load_s - hidden_s > factor * load.compute_s:
             given_up.append(load.variant_id)
             hidden_s += load.compute_s
         else:

@@ -76,7 +76,7 @@ def sample(
 
     def drawn(row: tuple[Array, ...]) -> Array:
         is_greedy, greedy, *arguments = row
-        return lax.cond(is_greedy, lambda: greedy, lambda: _draw(*arguments))
+        return lax.cond(is_greedy, lambda: greedy, lambda: draw(*arguments))
 
     def all_drawn() -> Array:
         rows = is_greedy, greedy, logits - top, jnp.where(is_greedy, 1.0, temperature), top_p, uniform
@@ -100,19 +100,26 @@ def _uniform(seed: Array, index: Array) -> Array:
     return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index))
 
 
-def _draw(below_top: Array, temperature: Array, top_p: Array, uniform: Array) -> Array:
-    """A token id from logits [V] minus the largest of them."""
+def draw(
+    below_top: Float[Array, "V"], temperature: Float[Array, ""], top_p: Float[Array, ""], uniform: Float[Array, ""]
+) -> Int[Array, ""]:
+    """The token id, int32, that a number in [0, 1) draws from logits minus the largest of them."""
     weights = jnp.exp(below_top / temperature)
     ids = jnp.arange(len(weights), dtype=jnp.int32)
+    kept = lax.cond(top_p >= 1.0, lambda: weights, lambda: _nucleus(weights, top_p))
+    target, end = uniform * kept.sum(), jnp.where(kept > 0.0, ids, 0).max() + 1
+    return _last(lambda token_id: _mass(kept, ids < token_id) <= target, 0, end)
+
+
+def _nucleus(weights: Array, top_p: Array) -> Array:
+    """The weights, the largest of which is 1, with zeros outside the nucleus."""
+    ids = jnp.arange(len(weights), dtype=jnp.int32)
     goal = top_p * weights.sum()
-    num_bits = int(np.float32(1.0).view(np.int32)) + 1  # no weight is above 1
+    num_bits = int(np.float32(1.0).view(np.int32)) + 1
     threshold = _float(_last(lambda bits: _mass(weights, weights >= _float(bits)) >= goal, 0, num_bits))
     above, equal = _mass(weights, weights > threshold), jnp.where(weights == threshold, weights, 0.0)
-    last_id = _last(lambda id: above + _mass(equal, ids < id) < goal, 0, len(ids))
-    is_kept = (weights > threshold) | ((weights == threshold) & (ids <= last_id)) | (top_p >= 1.0)
-    kept = jnp.where(is_kept, weights, 0.0)
-    target, end = uniform * kept.sum(), jnp.where(kept > 0.0, ids, 0).max() + 1
-    return _last(lambda id: _mass(kept, ids < id) <= target, 0, end)
+    last_id = _last(lambda token_id: above + _mass(equal, ids < token_id) < goal, 0, len(ids))
+    return jnp.where((weights > threshold) | ((weights == threshold) & (ids <= last_id)), weights, 0.0)
 
 
 def _mass(weights: Array, mask: Array) -> Array:

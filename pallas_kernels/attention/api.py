@@ -54,7 +54,8 @@ def attention(
 
     Args:
       q, k: rotated queries and keys; with `k_frequencies`, keys before RoPE.
-      q_pos: ascending positions; repeat the last one for padding rows.
+      q_pos: positions, in any order; repeat the last one for padding rows. Where they ascend, and requests stand in the
+        same order in queries and slots, blocks that no query of a block may see are skipped.
       k_pos: positions of the context slots, in any order; INT32_MAX marks an unused slot, whose key and value may hold
         anything, NaN included. A slot that is only behind every query must hold finite values.
       scale: factor on the dot products, usually H ** -0.5; required on purpose.

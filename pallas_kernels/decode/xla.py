@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.bounds import LOG2_E, MASKED
 from pallas_kernels.decode.output import DecodeOutput
 from pallas_kernels.decode.pages import num_entries, slot_positions, used_slots, valid_pages
-from pallas_kernels.rope import apply_rope
+from pallas_kernels.rope import rotate_by, rotation_table
 
 SLOTS = 512
 """Slots per step."""
@@ -62,8 +62,11 @@ def blocked_decode(
 
             visible, k = here(used, entries * page_size), gathered(k_pages)
             if page_start is not None and k_frequencies is not None:
-                positions = slot_positions(here(page_start, entries), page_size)
-                k = apply_rope(k.transpose(1, 0, 2), positions, k_frequencies).transpose(1, 0, 2)
+                # A loop of its own: otherwise XLA computes every cosine anew for each head and half (2.2 times slower).
+                positions = slot_positions(here(page_start, entries), page_size).reshape(entries, page_size)
+                cos, sin = lax.map(functools.partial(rotation_table, frequencies=k_frequencies), positions)
+                shape = (1, entries * page_size, head_dim // 2)
+                k = rotate_by(k, cos.reshape(shape), sin.reshape(shape))
             v = jnp.where(visible[None, :, None], gathered(v_pages), jnp.zeros((), v_pages.dtype))
             scores = einsum("kgh,ksh->kgs", queries, k)
             # In base 2, whose exponential is the cheaper one.

@@ -38,7 +38,10 @@ def llama3_frequencies(
     return frequencies.astype(np.float32)
 
 
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate_by(
+    x: Float[Array, "*A H"], cos: Float[Array, "*#A half"], sin: Float[Array, "*#A half"]
+) -> Float[Array, "*A H"]:
+    """`x` turned by angles whose cosines and sines are given, float32; dtype kept."""
     half = x.shape[-1] // 2
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], -1).astype(x.dtype)
@@ -62,7 +65,7 @@ def apply_rope(
 ) -> Float[Array, "*B N A H"]:
     """`x` rotated to `positions`; any number of heads A, dtype kept, angles in float32."""
     angles = _angles(positions, frequencies)
-    return _rotate(x, jnp.cos(angles), jnp.sin(angles))
+    return rotate_by(x, jnp.cos(angles), jnp.sin(angles))
 
 
 def remove_rope(
@@ -70,7 +73,7 @@ def remove_rope(
 ) -> Float[Array, "*B N A H"]:
     """The inverse of `apply_rope` at the same positions."""
     angles = _angles(positions, frequencies)
-    return _rotate(x, jnp.cos(angles), -jnp.sin(angles))
+    return rotate_by(x, jnp.cos(angles), -jnp.sin(angles))
 
 
 def move_rope(
@@ -81,4 +84,4 @@ def move_rope(
 ) -> Float[Array, "*B N A H"]:
     """`x`, rotated to `old_positions`, as if it had been rotated to `new_positions`: one rotation by the difference."""
     angles = _angles(new_positions - old_positions, frequencies)
-    return _rotate(x, jnp.cos(angles), jnp.sin(angles))
+    return rotate_by(x, jnp.cos(angles), jnp.sin(angles))

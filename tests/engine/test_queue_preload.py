@@ -31,11 +31,13 @@ class Wire:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.reads: list[tuple[Future, object]] = []
+        self.sizes: list[int] = []
         self.num_done = self.num_allowed = 0
 
     def __call__(self, read, num_bytes):
         with self.changed:
             self.reads.append((Future(), read))
+            self.sizes.append(num_bytes)
             self.changed.notify_all()
             future = self.reads[-1][0]
         self._pass_on()
@@ -74,6 +76,14 @@ def ended() -> None:
     for thread in preload_threads():
         thread.join(20)
     assert not preload_threads()
+
+
+def prepared(preloader: Preloader) -> None:
+    """Returns once all preloads that were added before have been looked at."""
+    asked = threading.Event()
+    preload = preloader.add(lambda: (asked.set(), {})[1])
+    assert asked.wait(20)
+    preload.close()
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +172,7 @@ def test_requests_in_line_share_what_they_share(engine, wire):
     first = engine.preload(REQUEST)
     second = engine.preload(dataclasses.replace(REQUEST, segments=permuted(SEGMENTS, [2, 1, 0])))
     wire.wait_for(2 * 4)
-    asked = threading.Event()
-    engine._preloader.add(lambda: (asked.set(), {})[1])
-    assert asked.wait(20)  # so the second one has been looked at
+    prepared(engine._preloader)
     wire.allow(10**6)
     wire.wait_for_end(4 * NUM_LAYERS)
     first.close()
@@ -174,6 +182,65 @@ def test_requests_in_line_share_what_they_share(engine, wire):
     second.close()
     third.close()
     assert len(wire.reads) == 4 * NUM_LAYERS
+
+
+def test_what_is_shared_takes_budget_once_and_stays_with_the_last(url, wire):
+    wire.allow(10**6)
+    settings = {"host_cache_bytes": 1, "preload_bytes": NUM_TOKENS * TOKEN_BYTES}
+    with MODEL.engine(store=url, read_only=True, disk_link=wire, **settings) as engine:
+        first, second = engine.preload(REQUEST), engine.preload(REQUEST)
+        prepared(engine._preloader)
+        first.close()
+        assert engine._preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES
+        wire.wait_for_end(4 * NUM_LAYERS)
+        assert engine.run(REQUEST).reuse.preloaded_bytes == NUM_TOKENS * TOKEN_BYTES
+        second.close()
+
+
+def test_reading_ahead_counts_as_no_look_up(engine, wire):
+    before = engine._store.usage()
+    engine.preload(REQUEST)
+    wire.wait_for(2 * 4)
+    assert engine._store.usage() == before
+
+
+def test_what_is_evicted_just_before_its_turn_is_left_out(tmp_path, wire, monkeypatch):
+    wire.allow(10**6)
+    with MODEL.engine(store=f"file://{tmp_path}", host_cache_bytes=1, disk_link=wire) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        assert engine._store.flush(30)
+        store = engine._store
+        sizes = {VariantId(record.variant_id): record.num_bytes for record in store.records()}
+        gone = next(iter(sizes))
+        prepare = store.prepare_load
+
+        def evicted(variant_ids, **options):
+            monkeypatch.undo()
+            assert store.evict("disk", [gone]) == (gone,)
+            return prepare(variant_ids, **options)
+
+        monkeypatch.setattr(store, "prepare_load", evicted)
+        preload = engine._preloader.add(lambda: sizes)
+        wire.wait_for_end(3 * NUM_LAYERS)
+        assert engine._preloader.held_bytes == sum(sizes.values()) - sizes[gone]
+        preload.close()
+        assert not store._pins
+
+
+def test_a_preload_that_finds_no_memory_reads_nothing_and_the_next_one_does(engine, wire, monkeypatch):
+    wire.allow(10**6)
+
+    def refuse(*_, **__):
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(engine._store, "prepare_load", refuse)
+    without = engine.preload(REQUEST)
+    prepared(engine._preloader)
+    assert engine._preloader.held_bytes == 0 and not engine._store._pins and not wire.reads
+    engine.preload(REQUEST)
+    wire.wait_for_end(4 * NUM_LAYERS)
+    without.close()
 
 
 def test_a_request_that_cannot_run_harms_nobody(engine, wire):
@@ -187,7 +254,9 @@ def test_a_request_that_cannot_run_harms_nobody(engine, wire):
     assert not engine._store._pins
 
 
-@pytest.mark.parametrize(("budget", "lengths"), [(0, []), (45, [7, 30]), (100, [7, 30, 50]), (10**6, [7, 30, 50, 40])])
+@pytest.mark.parametrize(
+    ("budget", "lengths"), [(0, []), (45, [7, 30]), (86, [7, 30, 40]), (87, [7, 30, 50]), (10**6, [7, 30, 50, 40])]
+)
 def test_only_what_fits_the_budget_is_read(url, wire, budget, lengths):
     wire.allow(10**6)
     settings = {"host_cache_bytes": 1, "preload_bytes": budget * TOKEN_BYTES}
@@ -205,32 +274,94 @@ def test_what_is_in_host_memory_is_not_read(url, wire):
         engine.run(REQUEST)
         num_reads = len(wire.reads)
         with_nothing_to_do = engine.preload(REQUEST)
-        asked = threading.Event()
-        after_it = engine._preloader.add(lambda: (asked.set(), {})[1])
-        assert asked.wait(20)
+        prepared(engine._preloader)
         assert len(wire.reads) == num_reads and engine._preloader.held_bytes == 0 and not engine._store._pins
         with_nothing_to_do.close()
-        after_it.close()
 
 
-def test_reads_of_the_running_request_go_first(url, wire):
-    busy, asked = threading.Event(), threading.Semaphore(0)
-    busy.set()
+class Turns:
+    """`must_wait` of a preloader: says whether a request that runs has reads under way, and notes that it was asked."""
 
-    def must_wait() -> bool:
-        asked.release()
-        return busy.is_set()
+    def __init__(self) -> None:
+        self.busy = False
+        self._asked = threading.Semaphore(0)
 
+    def __call__(self) -> bool:
+        self._asked.release()
+        return self.busy
+
+    def wait_for(self, times: int, timeout_s: float = 20.0) -> None:
+        """Returns once it has been asked so often from now on."""
+        while self._asked.acquire(blocking=False):
+            pass
+        for _ in range(times):
+            assert self._asked.acquire(timeout=timeout_s)
+
+
+@pytest.fixture
+def turns():
+    return Turns()
+
+
+@pytest.fixture
+def preloader(engine, turns):
+    preloader = Preloader(engine._store, budget_bytes=1 << 30, must_wait=turns)
+    yield preloader
+    preloader.close()
+    assert not engine._store._pins
+
+
+@pytest.fixture
+def sizes(engine) -> dict[VariantId, int]:
+    """What is on disk, with its bytes; no two variants are equally large."""
+    return {VariantId(record.variant_id): record.num_bytes for record in engine._store.records()}
+
+
+def test_reads_of_the_running_request_go_first(preloader, turns, sizes, wire):
     wire.allow(10**6)
-    with MODEL.engine(store=url, read_only=True, host_cache_bytes=1, disk_link=wire) as engine:
-        preloader = Preloader(engine._store, budget_bytes=1 << 30, must_wait=must_wait)
-        sizes = {VariantId(record.variant_id): record.num_bytes for record in engine._store.records()}
-        preload = preloader.add(lambda: sizes)
-        for _ in range(3):
-            assert asked.acquire(timeout=20)
-        assert not wire.reads
-        busy.clear()
-        wire.wait_for(4 * NUM_LAYERS)
+    turns.busy = True
+    preloader.add(lambda: sizes)
+    turns.wait_for(3)
+    assert not wire.reads
+    turns.busy = False
+    wire.wait_for(4 * NUM_LAYERS)
+    preloader.close()
+    assert preloader.add(lambda: sizes) is not None and not preload_threads()  # closed: nothing begins
+
+
+def test_a_preload_without_reads_does_not_ask_whose_turn_it_is(preloader, turns):
+    turns.busy = True
+    preloader.add(dict)
+    prepared(preloader)
+    with pytest.raises(AssertionError):
+        turns.wait_for(1, timeout_s=0.1)
+
+
+def test_the_first_in_line_is_read_first(preloader, turns, sizes, wire):
+    wire.allow(10**6)
+    turns.busy = True
+    for variant_id, num_bytes in sizes.items():
+        preloader.add(lambda variant_id=variant_id, num_bytes=num_bytes: {variant_id: num_bytes})
+    prepared(preloader)
+    turns.busy = False
+    wire.wait_for(4 * NUM_LAYERS)
+    assert wire.sizes == [num_bytes // NUM_LAYERS for num_bytes in sizes.values() for _ in range(NUM_LAYERS)]
+
+
+def test_a_third_layer_begins_once_all_of_the_first_is_there(preloader, turns, sizes, wire):
+    preloader.add(lambda: sizes)
+    wire.wait_for(2 * 4)
+    wire.allow(3)
+    turns.wait_for(3)
+    assert len(wire.reads) == 2 * 4
+    wire.allow(4)
+    wire.wait_for(3 * 4)
+
+
+def test_what_nobody_ran_does_not_go_into_host_memory(url, wire):
+    wire.allow(10**6)
+    with MODEL.engine(store=url, read_only=True, disk_link=wire) as engine:
+        preload = engine.preload(REQUEST)
+        wire.wait_for_end(4 * NUM_LAYERS)
         preload.close()
-        preloader.close()
-        assert preloader.add(lambda: sizes) is not None and not preload_threads()  # closed: nothing begins
+        assert engine._store.usage()["host"].num_variants == 0

@@ -38,6 +38,17 @@ def test_packed_requests_whose_keys_are_before_rope(implementation, dtype):
     assert worst(case.run(implementation), case.expected()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_queries_and_slots_may_stand_in_any_order(implementation):
+    """In a packed batch positions restart with every request; here every block holds all of them, in no order."""
+    case = packed(head_dim=64, theta=10000.0)
+    for names in (("q", "q_pos", "q_request"), ("k", "v", "k_pos", "k_request", "segment")):
+        order = np.random.default_rng(1).permutation(len(getattr(case, names[0])))
+        for name in names:
+            setattr(case, name, getattr(case, name)[order])
+    assert worst(case.run(implementation), case.expected()) < TOLERANCE["float32"]
+
+
 MUTANTS = {
     "mask off by one": lambda case: dict(q_pos=case.q_pos - 1),
     "a chunk dropped": lambda case: dict(k_pos=np.where(case.segment == 2, UNUSED, case.k_pos).astype(np.int32)),

@@ -42,7 +42,8 @@ def test_bounds_hold_for_any_order_and_are_tight_for_ascending_positions(seed):
     q_request, k_request = np.sort(random.integers(0, 3, 24)), np.sort(random.integers(0, 3, 64))
     is_packed, is_shuffled = seed % 2 == 1, seed >= 10
     if is_shuffled:
-        k_pos = random.permutation(k_pos)
+        q_pos, k_pos = random.permutation(q_pos), random.permutation(k_pos)
+        q_request = random.permutation(q_request)
     visible = k_pos[None] <= q_pos[:, None]
     if is_packed:
         visible &= k_request[None] == q_request[:, None]

@@ -235,8 +235,9 @@ class TestVictims:
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="half_life"):
-        SavedSeconds(half_life=0.0)
+    for half_life in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="^half_life: wanted"):
+            SavedSeconds(half_life=half_life)
     with pytest.raises(ValueError, match="num_remembered"):
         SavedSeconds(num_remembered=-1)
     with pytest.raises(ValueError, match="'mru'"):
@@ -318,6 +319,16 @@ def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
         assert reopened(policy, now, infos, build_for(name)).victims(used) == policy.victims(used), "after a restart"
 
 
+@pytest.mark.parametrize("first", [1e9, 1e-308])
+def test_uses_that_saved_seconds_of_every_size_add_up(first):
+    policy = SavedSeconds()
+    for key, seconds in (("a", (first, 1e9 * 1e-308 / first)), ("b", (1e9,)), ("c", (2e9,))):
+        policy.on_insert(key, info(compute_s=seconds[0], cfo=0.0), 0)
+        for saved_s in seconds[1:]:
+            policy.on_hit(key, info(compute_s=saved_s, cfo=0.0), 0)
+    assert policy.victims(30)[-1] == "c" and policy.state(0)["uses"]["a"][2] == policy.state(0)["uses"]["b"][2]
+
+
 @pytest.mark.parametrize("name", NAMES)
 class TestRestarts:
     def used(self, name):
@@ -384,6 +395,8 @@ class TestRestarts:
             {"uses": {"once": [1, 1, math.inf, 0.0, 0.0]}},
             {"uses": {"once": [1, 1, 0.0, "now", 0.0]}},
             {"uses": {}, "clock": math.nan},
+            {"uses": {}, "clock": math.inf},
+            {"uses": {}, "clock": -1.0},
             {"uses": {}, "clock": "late"},
         ],
     )
@@ -392,6 +405,7 @@ class TestRestarts:
         fresh.restore(damage, {"once"})
         fresh.on_adopt("once", info(10))
         assert fresh.state(0)["uses"] == {} and fresh.victims(10) == ("once",)
+        assert fresh.state(0).get("clock", 0.0) == 0.0
         with pytest.raises(ValueError, match="'once'"):
             fresh.on_adopt("once", info(10))
 

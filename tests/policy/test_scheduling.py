@@ -449,6 +449,16 @@ class TestDecodeGap:
         assert not scheduler.after_layer(1.5)
         assert scheduler.after_layer(2.0)  # a layer of 0.5 s: 2 + 0.5 + 0.25 is later than 1.25 + 1
 
+    def test_the_answer_that_waits_longest_counts(self):
+        scheduler = build(max_decode_gap_s=1.0)
+        scheduler.add(Work("a", 5, 1, 50))
+        start(scheduler, now_s=0.0)
+        scheduler.add(Work("b", 5, 1, 50))
+        start(scheduler, now_s=0.9)
+        scheduler.add(Work("c", 5, 1, 50))
+        scheduler.next_pack(0.9, 100, COSTS)
+        assert scheduler.after_layer(1.0)  # a's token was at 0
+
     def test_never_without_an_answer_under_way(self):
         scheduler = build(max_decode_gap_s=0.0)
         scheduler.add(Work("one token", 5, 1, 1))

@@ -96,3 +96,16 @@ def test_loading_prints_every_mode_with_what_it_hid():
         assert all(run_s > row["load_s"] - row["queue_s"] for run_s in row["runs_s"]) and row["lost_loads"] == 0
         assert (row["preloaded_bytes"] > 0) == (row["queue_s"] > 0) == (mode in ("async", "async + layer"))
     assert rows["disk", "sync"]["allowed_share"] == 0.0 < rows["disk", "layer"]["allowed_share"]
+
+
+def test_decode_prints_every_way():
+    options = ["--quick", "--json", "--batch", "1", "3", "--steps", "1", "--repetitions", "1"]
+    command = [sys.executable, "scripts/bench.py", "decode", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    ways = [(case["context_tokens"], case["batch"], case["way"]) for case in figures["cases"]]
+    assert ways == [(256, batch, way) for batch in (1, 3) for way in ("one by one", "rope-free", "rotated")]
+    for case in figures["cases"]:
+        assert len(case["seconds_per_token"]) == figures["repetitions"] == 2
+        assert case["tokens_per_s"] == 2 / sum(case["seconds_per_token"])

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import store.commits
 from store import ShardNotFoundError, StoreUnavailableError, TensorStoreTier
 from store.catalog import CATALOG_VERSION
 from store.commits import CommittedShards
+from store.erasure import erase_from_disk
 from store.namespaces import ORPHAN_AGE_S
 from tests.store.kv import (
     OTHERS,
@@ -26,7 +28,7 @@ from tests.store.kv import (
     put,
     url_of,
 )
-from tests.store.places import Place
+from tests.store.places import Place, directory
 from tests.store.test_processes import spawn
 from tests.store.worker import WIDE, WIDE_TOKENS
 
@@ -106,6 +108,40 @@ def test_refresh_reads_the_catalog_of_others(place, reads):
     assert_holds(ours, place)
 
 
+def test_few_new_records_are_read_one_by_one_and_more_from_the_catalog(place, reads, monkeypatch):
+    tiers = [tier_at(place) for _ in range(2)]
+    theirs = filled(place, IDS[:2])
+    theirs.tidy()
+    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 3)
+    reads.clear()
+    assert tiers[0].refresh() == (IDS[:2], ()) and sorted(reads) == ["a", "b"]
+    theirs.write(make_record("c"), make_kv("c"))
+    theirs._commits.renew_catalog()
+    theirs.tidy()
+    reads.clear()
+    assert tiers[1].refresh() == (IDS[:3], ()) and reads == []
+
+
+@pytest.mark.parametrize(("share", "is_read"), [(0.75, False), (0.5, True)])
+def test_a_small_share_of_all_records_is_read_one_by_one(place, reads, monkeypatch, share, is_read):
+    theirs = filled(place, IDS[:2])
+    ours = tier_at(place)
+    for variant_id in IDS[2:4]:
+        theirs.write(make_record(variant_id), make_kv(variant_id))
+    theirs.tidy()
+    reads.clear()
+    monkeypatch.setattr(store.commits, "COPIED_SHARE", share)
+    assert ours.refresh() == (IDS[2:4], ()) and (reads == []) == is_read
+
+
+def test_what_is_no_record_is_not_read_as_one(place, reads):
+    filled(place).tidy()
+    place.write(f"{place.record_key('a')}.{'0' * 32}.tmp", b"")  # a writer is at work
+    reads.clear()
+    assert_holds(tier_at(place), place)
+    assert reads == []
+
+
 def test_few_changes_write_no_new_catalog(place, monkeypatch):
     tier = filled(place)
     monkeypatch.setattr(store.commits, "LEAST_CHANGES", 6)
@@ -121,6 +157,128 @@ def test_few_changes_write_no_new_catalog(place, monkeypatch):
     tier.remove(["d", "e", "f"])
     tier.tidy()
     assert catalog_keys(place) == [f"{OURS.namespace}/catalog/0-of-1.bin"]
+
+
+@pytest.fixture
+def catalogs(monkeypatch) -> list[list[str]]:
+    """The variants in each catalog that was written."""
+    seen: list[list[str]] = []
+    write = store.commits.write_catalog
+
+    def spy(root, namespace, shards):
+        seen.append(sorted(shard.variant_id for shard in shards))
+        write(root, namespace, shards)
+
+    monkeypatch.setattr(store.commits, "write_catalog", spy)
+    return seen
+
+
+def test_what_is_as_it_was_is_not_written_again(place, catalogs):
+    tier = filled(place)
+    tier.tidy()
+    tier.tidy()
+    assert catalogs == [list(IDS)]
+    again = tier_at(place)  # has read it
+    again.tidy()
+    assert again.write(make_record("f"), make_kv("f")) and again.remove(["f"])
+    again.tidy()
+    assert catalogs == [list(IDS)]
+    place.write(catalog_keys(place)[0], b"")
+    again = tier_at(place)
+    again.tidy()
+    again.tidy()
+    assert catalogs == [list(IDS)] * 2
+
+
+def test_a_large_catalog_waits_for_its_share_of_changes(place, catalogs, monkeypatch):
+    tier = filled(place)
+    tier.tidy()
+    monkeypatch.setattr(store.commits, "CHANGED_SHARE", 0.5)
+    for variant_id in "fgh":  # 3 of 8
+        tier.write(make_record(variant_id), make_kv(variant_id))
+    tier.tidy()
+    assert len(catalogs) == 1
+    tier.remove(["h"])
+    tier.write(make_record("i"), make_kv("i"))
+    tier.write(make_record("j"), make_kv("j"))  # 4 of 9
+    tier.tidy()
+    assert len(catalogs) == 2
+
+
+def test_no_copy_is_made_of_what_another_process_evicted(place, catalogs):
+    tier = filled(place)
+    tier_at(place).remove(["a"])
+    tier.renew_catalog()
+    tier.tidy()
+    assert catalogs == [["b", "c", "d", "e"]]
+
+
+def test_after_an_erasure_there_is_a_catalog_again(place, catalogs, monkeypatch):
+    tier = filled(place)
+    tier.tidy()
+    assert erase_from_disk(tier, ["a"], uncommitted=True) == () and catalog_keys(place) == []
+    tier.tidy()
+    assert catalogs[1:] == [["b", "c", "d", "e"]]
+    delete = tier._root.delete
+
+    def refuse(key):
+        if "/catalog/" in key:
+            raise StoreUnavailableError("no answer")
+        delete(key)
+
+    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._root, "delete", refuse)
+        assert set(erase_from_disk(tier, ["b"], uncommitted=True)) == set(catalog_keys(place)) != set()
+    tier.tidy()  # what could not be deleted is replaced, however little that is
+    assert catalogs[2:] == [["c", "d", "e"]]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_catalog_that_is_being_written_does_not_outlive_an_erasure(place, monkeypatch, is_first):
+    """Writing and deleting wait for each other."""
+    tier = filled(place)
+    tier.tidy()
+    tier.renew_catalog()
+    calls = {"write_catalog": tier.tidy, "delete_catalog": tier.drop_catalog}
+    slow, other = calls if is_first else reversed(calls)
+    call, entered, gate = getattr(store.commits, slow), threading.Event(), threading.Event()
+
+    def waiting(*arguments):
+        entered.set()
+        assert gate.wait(20)
+        return call(*arguments)
+
+    monkeypatch.setattr(store.commits, slow, waiting)
+    threads = [threading.Thread(target=calls[name]) for name in (slow, other)]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive()
+    gate.set()
+    for thread in threads:
+        thread.join(20)
+    assert (catalog_keys(place) == []) == is_first
+
+
+def test_a_damaged_catalog_that_the_disk_does_not_replace_is_replaced_later(tmp_path, catalogs, monkeypatch):
+    place = directory(tmp_path)
+    filled(place).tidy()
+    place.write(catalog_keys(place)[0], b"")
+    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 64)
+    tier = tier_at(place)
+    tier._commits._copies(set())  # a refresh that finds many new ones
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", refuse)
+        tier.tidy()
+    tier.tidy()
+    tier.tidy()
+    assert catalogs[1:] == [list(IDS)] * 2
 
 
 def test_parts_of_a_larger_catalog_go_when_a_smaller_one_is_written(place, reads):
@@ -265,6 +423,19 @@ def test_an_unusable_part_is_logged_and_written_anew(place, reads, caplog, chang
     assert_holds(tier, place)
     tier.tidy()
     assert sorted(place.read(key)) == sorted(before)
+
+
+def test_a_damaged_copy_has_the_catalog_written_anew(place):
+    filled(place).tidy()
+    before = {key: place.read(key) for key in catalog_keys(place)}
+    key = next(iter(before))
+    place.flip(key, len(before[key]) - 2)
+    tier = tier_at(place)
+    tier.tidy()
+    assert place.read(key) != before[key], "nobody has looked at it yet"
+    assert_holds(tier, place)
+    tier.tidy()
+    assert {key: place.read(key) for key in catalog_keys(place)} == before
 
 
 def test_the_catalog_of_another_model_is_not_believed(place):

@@ -149,6 +149,14 @@ def test_damaged_record_is_quarantined_at_open_and_its_object_swept(place, posit
         assert len(place.object_keys()) == 2 and kept not in place.keys()
 
 
+def test_a_damaged_record_is_not_told_of_as_new(place, store):
+    with open_store(place.url) as theirs:
+        put(theirs, "v")
+        put(theirs, "w")
+    place.flip(place.record_key("v"), 40)
+    assert store.refresh() == (("w",), ()) and store.usage()["disk"].corrupt == 1
+
+
 def test_record_that_is_damaged_while_we_write_does_not_hold_its_name(place, store):
     place.write(place.record_key("v"), b"{}")  # appears after open
     put(store, "v")
@@ -200,11 +208,12 @@ def test_sweep_takes_old_left_overs_and_nothing_else(tmp_path, monkeypatch):
     (space / "data" / ("a" * 32)).mkdir()
     left_overs = [
         space / "data" / ("a" * 32) / "c.0.0.0.0.0.__lock",
-        space / "records" / "w.json.0123.tmp",
+        *(space / folder / "w.json.0123.tmp" for folder in ("records", "notes", "catalog", "leases")),
         space / "identity.json.0123.tmp",
         tmp_path / ".probe-0123.tmp",
     ]
     for file in left_overs:
+        file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"half")
     with open_store(tmp_path):
         assert all(file.exists() for file in left_overs)
@@ -288,6 +297,31 @@ def test_removing_a_stale_variant_spares_the_new_one(place):
     theirs.write(make_record("v"), make_kv("v", writer=1))
     assert ours.remove(["v"]) == ("v",) and ours.budget.used_bytes == 0
     assert_same_bytes(theirs.open("v").wait(0, 3), make_kv("v", writer=1))
+
+
+def test_what_another_process_evicted_is_written_again_and_charged_once(place):
+    ours, theirs = (TensorStoreTier(place.url, SPEC, OURS) for _ in range(2))
+    assert ours.write(make_record("v"), make_kv("v"))
+    theirs.refresh()
+    assert theirs.remove(["v"]) == ("v",)
+    assert ours.write(make_record("v"), make_kv("v", writer=1))
+    assert_same_bytes(ours.open("v").wait(0, 3), make_kv("v", writer=1))
+    assert ours.budget.used_bytes == place.num_bytes()
+
+
+def test_an_eviction_that_is_refused_charges_nothing_twice(place, monkeypatch):
+    """A refresh meanwhile has found the record."""
+    tier = TensorStoreTier(place.url, SPEC, OURS)
+    tier.write(make_record("v"), make_kv("v"))
+
+    def refuse(key):
+        assert tier.refresh() == (("v",), ())
+        raise StoreUnavailableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._root, "delete", refuse)
+        assert tier.remove(["v"]) == ()
+    assert tier.budget.used_bytes == place.num_bytes() and tier.remove(["v"]) == ("v",) and not tier.budget.used_bytes
 
 
 def test_commit_during_a_refresh_is_no_removal(place, monkeypatch):

@@ -1,9 +1,12 @@
 """Hints: JSON that outlives the process, is replaced as a whole and may be lost. They never fail a store."""
 
 import logging
+from types import MappingProxyType
 
 import pytest
 
+from store.files import FileRoot
+from store.hints import Hints
 from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, open_store, put
 
 
@@ -57,3 +60,17 @@ def test_a_disk_that_refuses_is_logged_and_the_old_hints_stay(tmp_path, monkeypa
         assert "cannot write the hints" in caplog.text and "No space left" in caplog.text
         assert store.read_hints() == {"a": 1}
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_disk_that_refuses_is_told_of_and_hints_may_be_any_mapping(tmp_path, monkeypatch):
+    root, told = FileRoot(tmp_path.as_uri()), []
+    hints = Hints(root, "hints.json", lambda *values: told.append(values[1:]))
+    hints.write(MappingProxyType({"x": 1}))
+    assert hints.read() == {"x": 1} and told == []
+    error = OSError(5, "Input/output error")
+
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(root, "read", refuse)
+    assert hints.read() == {} and told == [("hints.json", error)]

@@ -1,8 +1,7 @@
-"""Leases: one winner among threads and processes, expiry, renewal, left-overs; and the claims that stores make."""
+"""Leases: one winner among threads and processes, expiry, left-overs; and the claims that stores make."""
 
 import json
 import threading
-import time
 
 import pytest
 
@@ -51,7 +50,7 @@ def test_one_holder_until_it_gives_up(pair):
     assert theirs.held(["a"]) == frozenset() and len(theirs.acquire(["a"], 10)) == 1
 
 
-def test_it_ends_by_itself_and_the_next_holder_has_the_next_epoch(pair, clock):
+def test_it_ends_by_itself_and_the_next_holder_has_the_next_epoch(pair, clock, place):
     ours, theirs = pair
     (lease,) = ours.acquire(["a"], 10)
     clock.now += 9.99
@@ -60,31 +59,9 @@ def test_it_ends_by_itself_and_the_next_holder_has_the_next_epoch(pair, clock):
     assert theirs.held(["a"]) == frozenset()
     (stolen,) = theirs.acquire(["a"], 10)
     assert stolen.epoch == 2 and stolen.expires_s == 1020.0
-    ours.release(lease)  # too late: nothing of the new holder's goes
+    ours.release(lease)  # too late: nothing goes, or whoever looked before could take the next epoch once more
+    assert names(place) == ["a.00000001", "a.00000002"]
     assert ours.held(["a"]) == {"a"} and ours.acquire(["a"], 10) == []
-
-
-def test_renewal_keeps_others_out_and_comes_too_late_once_it_expired(pair, clock):
-    ours, theirs = pair
-    (lease,) = ours.acquire(["a"], 10)
-    clock.now += 8
-    renewed = ours.renew(lease, 10)
-    assert renewed is not None and renewed.expires_s == 1018.0
-    clock.now += 8
-    assert theirs.acquire(["a"], 10) == []
-    clock.now += 2
-    assert ours.renew(renewed, 10) is None
-    (stolen,) = theirs.acquire(["a"], 10)
-    assert ours.renew(renewed, 10) is None and theirs.renew(stolen, 10) is not None
-
-
-def test_a_renewal_that_meets_a_thief_gives_up(pair, clock):
-    """The thief's clock is ahead."""
-    ours, _ = pair
-    (lease,) = ours.acquire(["a"], 10)
-    ahead = Leases(ours._root, SPACE, lambda: clock.now + 60)
-    assert ahead.acquire(["a"], 10)
-    assert ours.renew(lease, 10) is None
 
 
 def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
@@ -110,6 +87,19 @@ def test_what_was_won_behind_a_lost_race_is_given_up(pair, monkeypatch, place):
     assert names(place) == ["a.00000001", "b.00000001"]
 
 
+def test_a_race_that_is_lost_at_the_first_key_touches_no_other(pair, monkeypatch):
+    ours, theirs = pair
+    create, tried = ours._root.create, []
+
+    def late(key, data, **options):
+        tried.append(key.rpartition("/")[2])
+        assert theirs.acquire(["a"], 10)
+        return create(key, data, **options)
+
+    monkeypatch.setattr(ours._root, "create", late)
+    assert ours.acquire(["a", "b", "c"], 10) == [] and tried == ["a.00000001"]
+
+
 def test_two_epochs_of_one_key_are_not_both_kept(pair, clock, place, monkeypatch):
     """An old lease is swept between a thief's look and its creation, and a third one begins at the first epoch."""
     ours, theirs = pair
@@ -127,7 +117,11 @@ def _swept_after(seen, other: Leases):
     return seen
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"holder": "x", "expires_s": "soon"}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"holder": "x"}', b'{"holder": "x", "expires_s": "soon"}', b"\xff", b"[" * 100_000],
+    ids=len,
+)
 def test_a_damaged_lease_counts_as_expired(pair, place, content):
     ours, theirs = pair
     ours.acquire(["a"], 10)
@@ -171,15 +165,17 @@ def test_one_winner_among_many(place, is_stolen, clock):
 
 
 def test_a_killed_holder_is_succeeded_by_one_of_two_processes(place):
+    rivals = [spawn("await_lease", place.url, "v") for _ in range(2)]
+    for rival in rivals:  # a process may take longer to start than the lease lasts
+        assert rival.stdout is not None and rival.stdout.readline() == "started\n"
     holder = spawn("hold_lease", place.url, "v", 3)
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    held_at = time.time()
+    assert holder.stdout is not None
+    expires_s = float(holder.stdout.readline())
     holder.kill()
     holder.communicate()
-    rivals = [spawn("await_lease", place.url, "v") for _ in range(2)]
     outcomes = sorted((json.loads(result_of(rival)) for rival in rivals), key=lambda outcome: outcome["won"])
     assert [outcome["won"] for outcome in outcomes] == [False, True]
-    assert outcomes[1]["at"] >= held_at + 2.5  # not before it expired
+    assert outcomes[1]["at"] >= expires_s
 
 
 # -- claims of a store ----------------------------------------------------------------------------------------------
@@ -233,19 +229,30 @@ def test_closing_gives_up_what_is_left(place):
     assert lease_names(place) == []
 
 
-def test_a_place_that_refuses_shares_nothing_and_raises_nothing(place, monkeypatch, caplog):
+def test_a_place_that_refuses_shares_nothing_raises_nothing_and_is_logged_once_an_outage(place, monkeypatch, caplog):
     with open_store(place.url) as store:
 
         def refuse(*_, **__):
             raise StoreUnavailableError("no answer")
 
-        with monkeypatch.context() as patch:
-            for name in ("names", "create", "read"):
-                patch.setattr(store._disk._root, name, refuse)
-            assert store.claims.claim(["v"], 60) == () and store.claims.taken(["v"]) == frozenset()
-            assert store.claims.committed(["v"]) == ()
-        assert caplog.text.count("nothing is shared") == 1
-        assert store.claims.claim(["v"], 60) == ("v",)
+        for number in (1, 2):
+            with monkeypatch.context() as patch:
+                for name in ("names", "create", "read"):
+                    patch.setattr(store._disk._root, name, refuse)
+                assert store.claims.claim(["v"], 60) == ()
+                assert caplog.text.count("nothing is shared") == number
+                assert store.claims.taken(["v"]) == frozenset() and store.claims.committed(["v"]) == ()
+                assert caplog.text.count("nothing is shared") == number
+            assert store.claims.claim(["v"], 60) == ("v",)
+            store.claims.release(["v"])
+
+
+def test_what_was_given_up_and_another_process_took_is_taken(place):
+    with open_store(place.url) as ours, open_store(place.url) as theirs:
+        ours.claims.claim(["v"], 60)
+        ours.claims.release(["v"])
+        assert theirs.claims.claim(["v"], 60) == ("v",)
+        assert ours.claims.taken(["v"]) == {"v"}
 
 
 def test_leases_belong_to_their_namespace_and_a_store_in_memory_has_none(place):

@@ -2,10 +2,14 @@
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NoReturn
 
 import pytest
 
 from store.files import FileRoot
+from store.notes import Notes
 from tests.store.kv import OTHERS, OURS, bytes_on_disk, namespace_of, open_store, put
 
 
@@ -90,6 +94,110 @@ def test_many_writers_and_refreshes_lose_no_note(tmp_path):
         stop.set()
         thread.join(30)
         assert len(list((namespace_of(tmp_path) / "notes").glob("*.json"))) == 60 == len(store.notes.items())
+
+
+class Queue:
+    """Runs what it is given when the test says so."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Callable[[], None], Future[None]]] = []
+
+    def __call__(self, write: Callable[[], None]) -> Future[None]:
+        self._waiting.append((write, Future()))
+        return self._waiting[-1][1]
+
+    def run(self) -> None:
+        for write, future in self._waiting:
+            future.set_result(write())
+        self._waiting.clear()
+
+
+@pytest.fixture
+def root(tmp_path) -> FileRoot:
+    root = FileRoot(tmp_path.as_uri())
+    root.make_prefix("notes")
+    return root
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+@pytest.fixture
+def notes(root, queue) -> Notes:
+    return Notes(root, "notes", queue)
+
+
+def refuse(*_: object, **__: object) -> NoReturn:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_note_that_was_taken_away_before_its_turn_is_never_written(notes, root, queue, monkeypatch):
+    notes.put("a", {})
+    notes.delete("a")
+    queue.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(root, "create", refuse)
+        with pytest.raises(OSError):
+            notes.put("b", {}, wait=True)
+    notes.delete("b")
+    assert notes.refresh() == ({}, ()) and notes.items() == {} and root.names("notes") == []
+
+
+def test_a_note_that_the_disk_keeps_stays_known(notes, root, monkeypatch):
+    notes.put("a", {"x": 1}, wait=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(root, "delete", refuse)
+        with pytest.raises(OSError):
+            notes.delete("a")
+    before = notes.items()
+    assert before == {"a": {"x": 1}}
+    notes.delete("a")
+    assert notes.items() == {} and before == {"a": {"x": 1}}
+
+
+def test_a_note_that_is_just_being_written_is_taken_away_after_that(notes, root, monkeypatch):
+    create, entered, gate = root.create, threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        entered.set()
+        assert gate.wait(20)
+        return create(*arguments)
+
+    monkeypatch.setattr(root, "create", slow)
+    threads = [threading.Thread(target=lambda: notes.put("a", {}, wait=True))]
+    threads.append(threading.Thread(target=lambda: notes.delete("a")))
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive()
+    gate.set()
+    for thread in threads:
+        thread.join(20)
+    assert root.names("notes") == [] and notes.items() == {}
+
+
+def test_a_flush_waits_for_the_queue_and_for_no_disk_that_refuses(notes, root, queue, monkeypatch):
+    notes.put("a", {})
+    flushed: list[bool] = []
+    flush = threading.Thread(target=lambda: flushed.append(notes.flush()))
+    flush.start()
+    flush.join(0.1)
+    assert flush.is_alive()
+    monkeypatch.setattr(root, "create", refuse)
+    queue.run()
+    flush.join(20)
+    assert flushed == [True] and root.names("notes") == []
+
+
+def test_a_note_that_goes_while_it_is_read_is_not_new(notes, root, monkeypatch):
+    root.create("notes/a.json", b"{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(root, "read", lambda key: None)
+        assert notes.refresh() == ({}, ()) and notes.items() == {}
+    assert notes.refresh() == ({"a": {}}, ())
 
 
 def test_erase_takes_variants_and_what_no_record_commits_of_any_age(place):

@@ -1,6 +1,6 @@
 """Several processes on one store: restart, kill -9, two writers. Children are spawned; forks kill tensorstore.
 
-CCJAX_STORE_KILLS=200 kills as many writers on each kind of place, instead of a few.
+CCJAX_STORE_KILLS=200 kills as many writers on each kind of place, instead of a few; their formats take turns.
 """
 
 import hashlib
@@ -12,7 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from store import TensorStoreTier
+import numpy as np
+
+from store import StorageFormat, TensorStoreTier
 from store.namespaces import ORPHAN_AGE_S
 from tests.store.kv import (
     OURS,
@@ -27,6 +29,7 @@ from tests.store.kv import (
 from tests.store.worker import WIDE, WIDE_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
+FORMATS = [("auto", "none"), ("int8", "none"), ("auto", "zstd"), ("fp8", "zstd")]
 
 
 def spawn(*arguments: object) -> subprocess.Popen[str]:
@@ -57,11 +60,27 @@ def test_process_that_ends_without_close_still_writes_its_queue(place):
         assert_same_bytes(get(store, "x"), make_kv("x"))
 
 
+def format_of(number: int) -> tuple[str, str]:
+    """How the writer of so many kills before stores its KV."""
+    return FORMATS[number % len(FORMATS)]
+
+
+def written_by(variant_id: str) -> np.ndarray:
+    """What has to be read of a variant of writer `pNUMBER`: its KV, or where that is lossy what its codes stand for."""
+    number = int(variant_id.partition("-")[0].removeprefix("p"))
+    storage = StorageFormat(*format_of(number))
+    kv = make_kv(variant_id, WIDE_TOKENS, WIDE)
+    _, stored = storage.encode(WIDE, kv)
+    for layer, out in zip(stored, kv, strict=True) if storage.is_lossy else ():
+        storage.decode(layer, out)
+    return kv
+
+
 def read_added(tier: TensorStoreTier) -> int:
     """Reads every variant that appeared since the last call, whole, and says how many there were."""
     added, removed = tier.refresh()
     for variant_id in added:
-        assert_same_bytes(tier.open(variant_id).wait(0, WIDE.num_layers), make_kv(variant_id, WIDE_TOKENS, WIDE))
+        assert_same_bytes(tier.open(variant_id).wait(0, WIDE.num_layers), written_by(variant_id))
     assert removed == () and tier.num_corrupt == 0
     return len(added)
 
@@ -73,7 +92,7 @@ def test_kill_9_shows_a_reader_whole_variants_only_and_leaves_orphans_that_are_s
     num_read = 0
     for number in range(num_kills):
         reader.remove([record.variant_id for record in reader.records()])  # hundreds of rounds should fit on a disk
-        process = spawn("write_forever", place.url, f"p{number}")
+        process = spawn("write_forever", place.url, f"p{number}", *format_of(number))
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         while not (seen := read_added(reader)) and process.poll() is None:
             pass
@@ -87,8 +106,7 @@ def test_kill_9_shows_a_reader_whole_variants_only_and_leaves_orphans_that_are_s
     tier = TensorStoreTier(place.url, WIDE, OURS)
     assert {record.variant_id for record in tier.records()} >= {record.variant_id for record in reader.records()}
     for record in tier.records():
-        expected = make_kv(record.variant_id, WIDE_TOKENS, WIDE)
-        assert_same_bytes(tier.open(record.variant_id).wait(0, WIDE.num_layers), expected)
+        assert_same_bytes(tier.open(record.variant_id).wait(0, WIDE.num_layers), written_by(record.variant_id))
     num_orphans = len(place.object_keys()) - len(tier)
     print(f"{place.kind}: {num_kills} kills, {num_read} variants read whole, {num_orphans} orphans")  # with -s
     assert num_orphans >= 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import Future
 
@@ -81,6 +82,36 @@ def test_what_the_read_says_comes_through_and_not_before_it() -> None:
         link(broken, 1).result(timeout=10)
 
 
+def test_two_reads_that_start_at_the_same_time_do_not_share_their_bytes() -> None:
+    """The second one starts while the first one looks at the clock."""
+    clock = Clock()
+
+    def interrupted() -> float:
+        if second.ident is None:
+            second.start()
+            second.join(0.2)  # it has to wait for the first one
+        return clock.now
+
+    link = Link(100.0, clock=interrupted, sleep=clock.sleep)
+    reads = []
+    second = threading.Thread(target=lambda: reads.append(link(done(), 100)))
+    reads.append(link(done(), 100))
+    second.join(10)
+    for read in reads:
+        read.result(timeout=10)
+    assert clock.now == pytest.approx(2.0)
+
+
+def test_bytes_that_came_while_another_read_was_late_are_there_at_once() -> None:
+    clock = Clock()
+    link = Link(100.0, clock=clock, sleep=clock.sleep)
+    late: Future = Future()
+    reads = [link(late, 100), link(done("kv"), 100)]
+    clock.now = 5.0
+    late.set_result(None)
+    assert reads[1].result(timeout=10) == "kv" and clock.now == 5.0
+
+
 def test_every_layer_of_the_disk_tier_goes_over_the_link(tmp_path) -> None:
     clock = Clock()
     with open_store(tmp_path, host_bytes=0) as store:
@@ -94,7 +125,15 @@ def test_every_layer_of_the_disk_tier_goes_over_the_link(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"), [((0.0,), "bytes_per_s"), ((float("inf"),), "bytes_per_s"), ((1.0, -1.0), "latency_s")]
+    ("arguments", "name"),
+    [
+        ((0.0,), "bytes_per_s"),
+        ((math.inf,), "bytes_per_s"),
+        ((math.nan,), "bytes_per_s"),
+        ((1.0, -1.0), "latency_s"),
+        ((1.0, math.inf), "latency_s"),
+        ((1.0, math.nan), "latency_s"),
+    ],
 )
 def test_bad_arguments_are_named(arguments, name) -> None:
     with pytest.raises(ValueError, match=f"^{name}: wanted"):

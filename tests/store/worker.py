@@ -15,7 +15,7 @@ from pathlib import Path
 
 import store.catalog
 import store.commits
-from store import KVSpec, StoreUnavailableError, TensorStoreTier
+from store import KVSpec, StorageFormat, StoreUnavailableError, TensorStoreTier
 from tests.store.kv import OURS, SPEC, bytes_on_disk, get, make_kv, make_record, open_store, put
 
 WIDE = KVSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16")  # 64 tokens = 512 KiB
@@ -46,8 +46,8 @@ def save(url: str, *variant_ids: str) -> None:
         store.complete_store(ticket, make_kv(variant_id))
 
 
-def write_forever(url: str, prefix: str) -> None:
-    tier = TensorStoreTier(url, WIDE, OURS)
+def write_forever(url: str, prefix: str, kv_dtype: str, compression: str) -> None:
+    tier = TensorStoreTier(url, WIDE, OURS, storage=StorageFormat(kv_dtype, compression))
     print("started", flush=True)
     for number in itertools.count():
         variant_id = f"{prefix}-{number}"
@@ -67,19 +67,24 @@ def catalog_forever(url: str, prefix: str) -> None:
 
 
 def hold_lease(url: str, key: str, seconds: str) -> None:
-    """Claims a variant that it never writes."""
+    """Claims a variant that it never writes, and says until when."""
     store = open_store(url)
     assert store.claims is not None and store.claims.claim([key], float(seconds)) == (key,)
-    print("held", flush=True)
+    print(store.claims._held[key].expires_s, flush=True)
     time.sleep(3600)
 
 
 def await_lease(url: str, key: str) -> None:
-    """Asks for a claim until this or another process has it; the claim is never given up."""
+    """Once another process has claimed the variant, asks for it until this or a third one has it; the claim is never
+    given up."""
     store = open_store(url)
-    assert store.claims is not None and store._disk is not None and store.claims.taken([key])
-    while not (won := store.claims.claim([key], 3600) == (key,)) and store._disk.leases._latest([key])[key].epoch == 1:
+    assert store.claims is not None and store._disk is not None
+    print("started", flush=True)
+    while not (latest := store._disk.leases._latest([key])):
         time.sleep(0.02)
+    while not (won := store.claims.claim([key], 3600) == (key,)) and latest[key].epoch == 1:
+        time.sleep(0.02)
+        latest = store._disk.leases._latest([key])
     print(json.dumps({"won": won, "at": time.time()}))
     sys.stdout.flush()
     os._exit(0)

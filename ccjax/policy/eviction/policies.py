@@ -144,6 +144,6 @@ class SavedSeconds(RankedPolicy):
 
 
 def _log2_sum(first: float, second: float) -> float:
-    """log2(2^first + 2^second) without overflow."""
+    """log2(2^first + 2^second) without overflow; one of them is finite."""
     low, high = sorted((first, second))
-    return high if low == -math.inf else high + math.log2(1.0 + 2.0 ** (low - high))
+    return high + math.log2(1.0 + 2.0 ** (low - high))

@@ -1,0 +1,168 @@
+"""Decode: tokens per second of a running batch over a pool of pages, against one sequence after the other.
+
+Every step is what a server runs: one layer step per layer, logits, a token for every row drawn on the device. Keys rest
+before RoPE and are rotated as they are read (`rope-free`), or rest rotated (`rotated`), which only requests with the
+same text in front could share. Weights and contexts are random, so only time is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ccjax.engine.buckets import slot_bucket
+from ccjax.engine.decode import Decoder
+from ccjax.engine.pool import PAGE_TOKENS
+from ccjax.engine.prefill import Prefiller, PrefillResult
+from models.llama3 import LlamaConfig, init_params
+from models.llama3.paged_steps import paged_decode_step
+from models.llama3.steps import embed_step, logits_step, sample_step
+from scripts.benchmarks.common import environment, median
+
+WAYS = ("one by one", "rope-free", "rotated")
+_NUM_DECODERS = 4
+"""Sequences that the way of today takes turns with; its tokens per second do not depend on how many there are."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences in the batch (default 1 4 8 16 32)")
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="tokens before each answer (default 512 2048)")
+    parser.add_argument("--repetitions", type=int, default=5, help="runs per case, alternating; the median counts")
+    parser.add_argument("--steps", type=int, default=4, help="tokens per sequence and run")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures all ways in alternation and prints the table."""
+    batches = arguments.batch or ([1, 4] if arguments.quick else [1, 4, 8, 16, 32])
+    lengths = arguments.context_tokens or ([256] if arguments.quick else [512, 2048])
+    repetitions = 2 if arguments.quick else arguments.repetitions
+    layers, width = (2, 256) if arguments.quick else (16, 1024)
+    config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
+    model = Prefiller(init_params(config, jax.random.key(0)), config)
+    rows = []
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("compile, then measure", total=len(lengths) * len(batches) * (repetitions + 1))
+        for length in lengths:
+            pool = _Pool(config, max(batches), length + arguments.steps)
+            num_runs = len(batches) * (repetitions + 1)
+            single = _one_by_one(model, length, arguments.steps, num_runs)
+            for batch in batches:
+                calls: dict[str, Callable[[], int]] = {
+                    "one by one": single,
+                    "rope-free": _Batch(model, pool, batch, length, arguments.steps, rotates=True).run,
+                    "rotated": _Batch(model, pool, batch, length, arguments.steps, rotates=False).run,
+                }
+                seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+                for number in range(repetitions + 1):
+                    for way in WAYS if number % 2 else reversed(WAYS):
+                        started = time.perf_counter()
+                        num_tokens = calls[way]()
+                        seconds[way].append((time.perf_counter() - started) / num_tokens)
+                    progress.advance(task)
+                for way, runs_s in seconds.items():
+                    runs_s = runs_s[1:]  # the first one compiles
+                    figures = {"tokens_per_s": 1 / median(runs_s), "seconds_per_token": runs_s}
+                    rows.append({"context_tokens": length, "batch": batch, "way": way, **figures})
+    _print(rows)
+    shapes = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff, "dtype": "float32"}
+    shapes |= {"steps": arguments.steps}
+    return {"benchmark": "decode", **environment(), "shapes": shapes, "repetitions": repetitions, "cases": rows}
+
+
+class _Pool:
+    """Pages for the largest batch, random KV in them, handed out in random order."""
+
+    def __init__(self, config: LlamaConfig, batch: int, num_tokens: int) -> None:
+        entries = -(-num_tokens // PAGE_TOKENS)
+        shape = (config.num_kv_heads, batch * entries, PAGE_TOKENS, config.head_dim)
+        self.layers = [
+            tuple(jax.random.normal(jax.random.key(2 * n + part), shape) for part in range(2))
+            for n in range(config.num_layers)
+        ]
+        self.tables = np.random.default_rng(0).permutation(batch * entries).astype(np.int32).reshape(batch, entries)
+
+
+class _Batch:
+    """Sequences of the same length that decode together."""
+
+    def __init__(self, model: Prefiller, pool: _Pool, batch: int, length: int, steps: int, *, rotates: bool) -> None:
+        self._model, self._pool = model, pool
+        self._length, self._steps, self._rotates = length, steps, rotates
+        self._table = pool.tables[:batch]
+        self._sampling = jnp.zeros(batch), jnp.ones(batch), jnp.zeros((batch, 2), jnp.uint32)
+
+    def run(self) -> int:
+        """Decodes the steps from the same context again; how many tokens that drew."""
+        batch, entries = self._table.shape
+        starts = np.arange(entries, dtype=np.int32) * PAGE_TOKENS
+        token_ids = jnp.ones(batch, jnp.int32)
+        table = jnp.asarray(self._table)
+        page_start = jnp.asarray(np.broadcast_to(starts, (batch, entries))) if self._rotates else None
+        for position in range(self._length, self._length + self._steps):
+            used = np.clip(position + 1 - starts, 0, PAGE_TOKENS).astype(np.int32)
+            lengths = jnp.asarray(np.broadcast_to(used, (batch, entries)))
+            slots = jnp.asarray(self._table[:, position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS)
+            positions = jnp.full(batch, position, jnp.int32)
+            x = embed_step(self._model.top, token_ids)
+            for number, layer in enumerate(self._model.params.layers):
+                out = paged_decode_step(
+                    layer,
+                    x,
+                    *self._pool.layers[number],
+                    positions,
+                    slots,
+                    table,
+                    lengths,
+                    page_start,
+                    config=self._model.config,
+                    implementation=None,
+                )
+                x, self._pool.layers[number] = out.x, (out.k_pages, out.v_pages)
+            logits = logits_step(self._model.top, x, config=self._model.config)
+            token_ids = sample_step(logits, *self._sampling, positions, num_top=0).token_ids
+            np.asarray(token_ids)  # a server looks at every token before it goes on
+        return batch * self._steps
+
+
+def _one_by_one(model: Prefiller, length: int, steps: int, num_runs: int) -> Callable[[], int]:
+    """The engine's decoder: every sequence has its own contexts, rotated, and takes its step alone. Runs go on
+    where the one before stopped."""
+    config, room = model.config, steps * num_runs
+    shape = (slot_bucket(length), config.num_kv_heads, config.head_dim)
+
+    def contexts() -> list[jax.Array]:
+        return [jax.random.normal(jax.random.key(number), shape) for number in range(config.num_layers)]
+
+    results = [PrefillResult(jnp.zeros((1, 1)), 1, contexts(), contexts(), [], 0) for _ in range(_NUM_DECODERS)]
+    decoders = [Decoder(model, result, num_prompt_tokens=length, max_new_tokens=room) for result in results]
+
+    def run() -> int:
+        for decoder in decoders:
+            token_id = 1
+            for _ in range(steps):
+                token_id = int(decoder.step(token_id).argmax())
+        return _NUM_DECODERS * steps
+
+    return run
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    ratios = "rope-free / one by one", "rotated / rope-free"
+    table = Table("context", "batch", *WAYS, *ratios, title="tokens per second")
+    for first in range(0, len(rows), len(WAYS)):
+        rates = {row["way"]: row["tokens_per_s"] for row in rows[first : first + len(WAYS)]}
+        gain, cost = rates["rope-free"] / rates["one by one"], rates["rotated"] / rates["rope-free"]
+        row = rows[first]
+        shown = [f"{rates[way]:.1f}" for way in WAYS]
+        table.add_row(str(row["context_tokens"]), str(row["batch"]), *shown, f"{gain:.2f}x", f"{cost:.2f}x")
+    Console().print(table)

@@ -1,0 +1,301 @@
+"""What is noted of documents, pins and erasures: by one process, by several, and by one that ends in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from ccjax.engine.documents import ERASURE_AGE_S, DocumentRegistry, Origin, Pin
+from ccjax.errors import RequestError, UnknownDocumentError
+from ccjax.types import Chunk, ChunkId
+from store.files import FileRoot
+from store.notes import Notes
+
+A, B, C = (ChunkId(letter) for letter in "abc")
+
+
+def at_once(write: Callable[[], None]) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(write())
+    return future
+
+
+@pytest.fixture
+def root(tmp_path) -> FileRoot:
+    root = FileRoot(tmp_path.as_uri())
+    root.make_prefix("notes")
+    return root
+
+
+@pytest.fixture
+def start(root):
+    """`start()` is one more process on the same notes; all have one clock, `start.now[0]`."""
+
+    def make() -> DocumentRegistry:
+        registry = DocumentRegistry(Notes(root, "notes", at_once))
+        registry.clock = lambda: make.now[0]
+        return registry
+
+    make.now = [1000.0]
+    return make
+
+
+@pytest.fixture
+def registry(start) -> DocumentRegistry:
+    return start()
+
+
+def chunk(chunk_id: ChunkId, document: str | None, version: str | None = None, source: str | None = None) -> Chunk:
+    return Chunk(chunk_id, (1,), document_id=document, version=version, source_id=source)
+
+
+def names(root: FileRoot, kind: str) -> list[str]:
+    return [name for name in root.names("notes") if name.startswith(kind)]
+
+
+def follow(registry: DocumentRegistry) -> bool:
+    return registry.follow(*registry.fetch())
+
+
+def chosen(registry: DocumentRegistry, document_id: str, version: str | None = None) -> set[ChunkId]:
+    return {link.chunk_id for link in registry.select(document_id, version).values()}
+
+
+# -- links ------------------------------------------------------------------------------------------------------
+
+
+def test_a_document_is_found_by_its_name_its_versions_and_its_passages(registry, root):
+    registry.learn([chunk(A, "x", "1"), chunk(B, "x", "2"), chunk(B, "y"), chunk(C, None)])
+    assert chosen(registry, "x") == {A, B} and chosen(registry, "x", "2") == chosen(registry, "y") == {B}
+    registry.learn([chunk(C, "f#1", "1", "f"), chunk(A, "f#2", "1", "f")])
+    assert chosen(registry, "f") == {A, C} and chosen(registry, "f#1", "1") == {C}
+    for wrong, argument in ((("z", None), "document_id"), (("x", "3"), "version"), (("y", "1"), "version")):
+        with pytest.raises(UnknownDocumentError, match=f"^{argument}: "):
+            registry.select(*wrong)
+    assert len(names(root, "link-")) == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "is_good"), [("", False), ("x" * 1024, True), ("x" * 1025, False), (None, False), (5, False)]
+)
+def test_names_have_1_to_1024_characters(registry, value, is_good):
+    registry.learn([chunk(A, "x" * 1024, "x" * 1024)])
+    if is_good:
+        assert chosen(registry, value) == chosen(registry, value, value) == {A}
+        return
+    with pytest.raises(RequestError, match="document_id: wanted a text"):
+        registry.select(value, None)
+    if value is not None:
+        with pytest.raises(RequestError, match="version: wanted a text"):
+            registry.select("x" * 1024, value)
+
+
+def test_what_two_documents_share_goes_with_the_second(registry):
+    one, two = registry.learn([chunk(A, "x"), chunk(B, "x")]), registry.learn([chunk(A, "y")])
+    assert registry.without_others(one) == {B} and registry.without_others(one | two) == {A, B}
+    registry.begin({B}, one, whole=True)  # not finished yet, so its links are still there
+    assert registry.without_others(two) == {A}
+
+
+def test_links_pass_once_they_are_old_and_nothing_of_them_is_pinned(registry, start, root):
+    (one,), (two,) = registry.learn([chunk(A, "x")]), registry.learn([chunk(B, "y")])
+    start.now[0] += ERASURE_AGE_S
+    assert registry.passing() == {} and registry.last_used(A) == 1000.0
+    registry.pin(Pin("y", None, start.now[0] + 9, False))
+    start.now[0] += 1
+    assert registry.passing() == {one: A}
+    registry.forget_links([one])
+    assert not registry.knows(A) and registry.last_used(A) is None and registry.passing() == {}
+    assert registry.knows(B) and names(root, "link-") == [f"{two}.json"]
+    assert registry.without_others([two]) == {B}
+    other = start()
+    registry.forget_links([two])
+    follow(other)
+    assert not other.knows(B) and list(other.links()) == []
+
+
+def test_what_the_disk_keeps_stays_known(registry, root, monkeypatch):
+    (name,) = registry.learn([chunk(A, "x")])
+
+    def refuse(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(root, "delete", refuse)
+        with pytest.raises(OSError):
+            registry.forget_links([name])
+    assert registry.knows(A) and chosen(registry, "x") == {A}
+    registry.forget_links([name])
+    assert not registry.knows(A)
+
+
+# -- pins -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_holds_until_its_time_and_its_note_goes_after_it(registry, start, root):
+    registry.learn([chunk(A, "x", "1"), chunk(B, "x", "2")])
+    until = start.now[0] + 10
+    registry.pin(Pin("x", "1", until, True))
+    registry.pin(Pin("x", None, until + 5, False))
+    assert registry.pinned_chunks() == {A: True, B: False}
+    start.now[0] = until - 0.5
+    registry.drop_expired_pins()
+    assert len(registry.pins()) == len(names(root, "pin-")) == 2
+    start.now[0] = until
+    assert registry.pins() == [Pin("x", None, until + 5, False)] and registry.pinned_chunks() == {A: False, B: False}
+    registry.drop_expired_pins()
+    assert len(names(root, "pin-")) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_two_pins_of_one_text_either_keeps_it_in_memory(registry, start, first):
+    registry.learn([chunk(A, "x")])
+    registry.learn([chunk(A, "y")])
+    registry.pin(Pin("x", None, start.now[0] + 9, first))
+    extra = Pin("y", None, start.now[0] + 9, not first)
+    assert registry.pinned_chunks() == {A: first} and registry.pinned_chunks(extra) == {A: True}
+    assert len(registry.pins()) == 1
+
+
+def test_a_pin_takes_the_place_of_the_same_one_in_every_process(registry, start, root):
+    registry.learn([chunk(A, "x", "1")])
+    for version, until in ((None, 2000.0), ("1", 3000.0), ("1", 4000.0)):
+        registry.pin(Pin("x", version, until, False))
+    other = start()
+    assert sorted(pin.until for pin in other.pins()) == [2000.0, 4000.0] and len(names(root, "pin-")) == 2
+    assert registry.unpin("x", "1") and not registry.unpin("x", "1") and not registry.unpin("x", "2")
+    follow(other)
+    assert [pin.version for pin in other.pins()] == [None]
+
+
+def test_a_pin_or_an_erasure_that_the_disk_refuses_is_an_error_and_holds_here(registry, root, monkeypatch, start):
+    registry.learn([chunk(A, "x")])
+
+    def refuse(*_: Any, **__: Any) -> bool:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(root, "create", refuse)
+        with pytest.raises(OSError):
+            registry.pin(Pin("x", None, start.now[0] + 9, False))
+        with pytest.raises(OSError):
+            registry.note(registry.begin({B}, [], whole=True))
+    assert registry.pinned_chunks() == {A: False} and registry.is_erased(B, Origin(frozenset({B})))
+
+
+def test_pins_go_with_the_last_of_what_they_pin_and_no_others(registry, start):
+    one, _ = registry.learn([chunk(A, "x", "1")]), registry.learn([chunk(B, "x", "2")])
+    for document_id, version in (("x", None), ("x", "1"), ("later", None)):  # the last one has nothing yet
+        registry.pin(Pin(document_id, version, start.now[0] + 9, False))
+    registry.finish(registry.begin({A}, one, whole=True))
+    assert {(pin.document_id, pin.version) for pin in registry.pins()} == {("x", None), ("later", None)}
+
+
+# -- erasures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_erasure_takes_what_saw_its_text_and_an_invalidation_the_text_alone(registry, whole):
+    erasure = registry.begin({A}, [], whole=whole)
+    behind, itself = Origin(frozenset({A, B})), Origin(frozenset({A}))
+    assert registry.is_erased(A, itself) and registry.is_erased(B, behind) == whole
+    assert not registry.is_erased(B, Origin(frozenset({B})))
+    assert registry.after(A, itself.seen) == {erasure.id} and registry.after(C, frozenset({B, C})) == frozenset()
+    assert registry.after(B, behind.seen) == ({erasure.id} if whole else frozenset())
+    assert not registry.is_erased(A, Origin(itself.seen, registry.after(A, itself.seen)))  # computed after it
+
+
+def test_another_process_follows_an_erasure_from_its_order_to_its_end(registry, start, root):
+    registry.learn([chunk(A, "x"), chunk(B, "y")])
+    other = start()
+    assert not follow(other)
+    registry.learn([chunk(C, "z")])
+    assert not follow(other) and other.knows(C)  # news, but no erasure
+    erasure = registry.begin({A}, registry.select("x", None), whole=True)
+    registry.note(erasure)
+    assert follow(other) and [one.id for one in other.unfinished()] == [erasure.id]
+    registry.finish(erasure)
+    follow(other)
+    for one in (registry, other, start()):
+        assert one.has_erasures and one.unfinished() == [] and one.is_erased(A, Origin(frozenset({A})))
+    assert names(root, "erasing-") == [] and len(names(root, "erased-")) == 1
+    start.now[0] += ERASURE_AGE_S
+    assert registry.outdated() == []
+    start.now[0] += 1
+    (done,) = registry.outdated()
+    registry.forget(done)
+    follow(other)
+    for one in (registry, other, start()):
+        assert not one.has_erasures and not one.is_erased(A, Origin(frozenset({A})))
+    assert names(root, "eras") == []
+
+
+def test_an_unfinished_erasure_is_never_too_old(registry, start):
+    registry.begin({A}, [], whole=True)
+    start.now[0] += 100 * ERASURE_AGE_S
+    assert registry.outdated() == [] and len(registry.unfinished()) == 1
+
+
+def test_what_is_left_of_an_erasure_names_no_document(registry, root):
+    links = registry.learn([chunk(A, "x")])
+    erasure = registry.begin({A}, links, whole=True)
+    registry.note(erasure)
+    registry.finish(erasure)
+    (name,) = root.names("notes")
+    raw = root.read(f"notes/{name}") or b""
+    assert b"link-" not in raw and b'"x"' not in raw and b'["a"]' in raw
+
+
+@pytest.mark.parametrize("num_done", range(4))
+def test_wherever_a_process_ends_the_next_one_knows_of_the_erasure(registry, start, root, monkeypatch, num_done):
+    """A link to delete, "erased" to write, "erasing" to delete."""
+    erasure = registry.begin({A}, registry.learn([chunk(A, "x")]), whole=True)
+    registry.note(erasure)
+    left = [num_done]
+
+    def until_the_end(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError("the process is no more")
+            return change(*arguments, **options)
+
+        return changed
+
+    with monkeypatch.context() as patch:
+        for name in ("create", "delete"):
+            patch.setattr(root, name, until_the_end(getattr(root, name)))
+        try:
+            registry.finish(erasure)
+        except OSError:
+            assert num_done < 3
+        else:
+            assert num_done == 3
+    fresh = start()
+    assert fresh.is_erased(A, Origin(frozenset({A})))
+    assert bool(fresh.unfinished()) == (num_done < 2)  # with both notes there it is done
+    for erasure in fresh.unfinished():
+        fresh.finish(erasure)
+    assert not fresh.knows(A) and start().unfinished() == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{}",
+        b'{"chunk_ids": ["a"], "links": [], "whole": true}',
+        b'{"chunk_ids": ["a"], "links": [], "whole": true, "at": "soon"}',
+        b'{"chunk_ids": 5, "links": [], "whole": true, "at": 1}',
+        b'{"chunk_ids": ["a"], "links": 5, "whole": true, "at": 1}',
+        b'{"document_id": "x", "version": null, "until": "late", "host": true}',
+        b'{"document_id": "x", "version": null, "chunk_id": "a", "passage_id": null, "at": "soon"}',
+    ],
+)
+@pytest.mark.parametrize("kind", ["link", "pin", "erasing", "erased", "other"])
+def test_a_note_that_cannot_be_used_is_as_if_it_were_not_there(start, root, kind, content):
+    root.create(f"notes/{kind}-{'0' * 32}.json", content)
+    registry = start()
+    assert list(registry.links()) == registry.pins() == registry.unfinished() == [] and not registry.has_erasures

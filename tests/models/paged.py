@@ -1,0 +1,298 @@
+"""Requests over one pool of pages, driven layer by layer as an engine would, and each of them alone. Knows no engine.
+
+Pages are taken in random order and begin as NaN: whoever reads a slot that nobody wrote returns NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from models.llama3 import LlamaConfig, Params, paged_steps
+from models.llama3.steps import embed_step, layer_step, logits_step
+from tests.data import data_path
+from tests.engine.helpers import params_from_hf
+from tests.oracles import random_llama, read_llama2c
+
+T = 16
+UNUSED = np.iinfo(np.int32).max
+
+
+class Model(NamedTuple):
+    """One model in both worlds; `weights` and `raw` are the oracle's."""
+
+    params: Params
+    config: LlamaConfig
+    weights: dict[str, np.ndarray]
+    raw: dict[str, Any]
+
+
+class Pool:
+    """Pages of every layer, and which of them are free."""
+
+    def __init__(self, config: LlamaConfig, num_pages: int, seed: int = 0) -> None:
+        shape = (config.num_kv_heads, num_pages, T, config.head_dim)
+        empty = np.full(shape, np.nan, np.float32)
+        self.layers = [(jnp.asarray(empty), jnp.asarray(empty)) for _ in range(config.num_layers)]
+        self.free = list(np.random.default_rng(seed).permutation(num_pages))
+        self.num_slots = num_pages * T
+
+    def write(self, slots: np.ndarray, rows: Sequence[tuple[Any, Any]]) -> None:
+        """KV of some tokens, (k before RoPE, v) per layer, into slots."""
+        for number, pair in enumerate(self.layers):
+            pages = [np.array(part) for part in pair]
+            for part, new in zip(pages, rows[number], strict=True):
+                part[:, slots // T, slots % T] = np.swapaxes(new, 0, 1)
+            self.layers[number] = (jnp.asarray(pages[0]), jnp.asarray(pages[1]))
+
+
+class Request:
+    """A table of (page, length, start): pages of chunks that others hold too, and its own."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.entries: list[tuple[int, int, int]] = []
+        self._owns_last = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length for _, length, _ in self.entries)
+
+    def share(self, slots: np.ndarray) -> None:
+        """Puts the pages of a chunk, given by the slots of its tokens, behind what the table holds."""
+        for first in range(0, len(slots), T):
+            self.entries.append((int(slots[first]) // T, min(T, len(slots) - first), self.num_tokens))
+        self._owns_last = False
+
+    def extend(self, num_tokens: int) -> np.ndarray:
+        """Room for more tokens in pages of its own; their slots."""
+        before = self.num_tokens
+        for position in range(before, before + num_tokens):
+            page, length, start = self.entries[-1] if self._owns_last else (-1, T, 0)
+            if length < T:
+                self.entries[-1] = (page, length + 1, start)
+            else:
+                self.entries.append((int(self.pool.free.pop()), 1, position))
+                self._owns_last = True
+        return self.slots()[before:]
+
+    def slots(self) -> np.ndarray:
+        """The slot of every position."""
+        parts = [page * T + np.arange(length) for page, length, _ in self.entries]
+        return np.concatenate(parts).astype(np.int32)
+
+    def leave(self) -> None:
+        """Gives all pages back, with NaN in them."""
+        nothing = [(np.full((self.num_tokens, *k.shape[::3]), np.nan, np.float32),) * 2 for k, _ in self.pool.layers]
+        self.pool.write(self.slots(), nothing)
+        self.pool.free[:0] = [page for page, _, _ in self.entries]
+
+
+class Work(NamedTuple):
+    """What a pack computes of one request: token ids at ascending positions, all of them in its table already."""
+
+    request: Request
+    token_ids: np.ndarray
+    positions: np.ndarray
+
+
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LENGTHS = (37, 5, 64, 1, 90)
+MODELS = "tiny", "scaled rope", "stories260K"
+
+
+def load(name: str) -> Model:
+    """One of `MODELS`: random ones, and real weights where the test data has them."""
+    if name == "stories260K":
+        weights, raw = read_llama2c(data_path("weights_stories260K") / "stories260K.bin")
+        return make(weights, raw | {"hidden_act": "silu"})
+    changes = {} if name == "tiny" else {"rope_scaling": SCALING, "rope_theta": 5e5, "head_dim": 16}
+    return make(*random_llama(3, **changes))
+
+
+def make(weights: dict[str, np.ndarray], raw: dict[str, Any]) -> Model:
+    config = LlamaConfig.from_hf(raw)
+    return Model(params_from_hf(weights, config), config, weights, raw)
+
+
+def draw(random: np.random.Generator, model: Model, length: int) -> np.ndarray:
+    return random.integers(0, model.config.vocab_size, length).astype(np.int32)
+
+
+def whole(pool: Pool, token_ids: np.ndarray) -> Work:
+    """A whole prompt of a new request as work."""
+    request = Request(pool)
+    request.extend(len(token_ids))
+    return Work(request, token_ids, np.arange(len(token_ids)))
+
+
+def some_work(model: Model, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> tuple[Pool, list[Work]]:
+    """A pool, and prompts of some lengths in it."""
+    random, pool = np.random.default_rng(seed), Pool(model.config, 40, seed)
+    return pool, [whole(pool, draw(random, model, length)) for length in lengths]
+
+
+@dataclasses.dataclass
+class Pack:
+    """The arguments of `paged_layer_step` besides layer, hidden states and pages."""
+
+    q_pos: np.ndarray
+    q_slot: np.ndarray
+    q_request: np.ndarray
+    slots: np.ndarray
+    k_pos: np.ndarray
+    k_request: np.ndarray
+    k_segment: np.ndarray
+
+    def on_device(self) -> dict[str, Any]:
+        return {field.name: jnp.asarray(getattr(self, field.name), jnp.int32) for field in dataclasses.fields(self)}
+
+
+SEGMENT = 16
+"""Tokens of a segment in these tests; every request may have eight of them, every pack five requests."""
+ALONE = 128
+"""Tokens that `run_alone` can take."""
+
+
+def pack(work: Sequence[Work], *, rows: int, slots: int) -> Pack:
+    """The work flat, padded to `rows` computed tokens and `slots` context tokens."""
+    none = work[0].request.pool.num_slots
+    tables = [one.request.slots() for one in work]
+    spare_rows, spare_slots = rows - sum(len(one.positions) for one in work), slots - sum(map(len, tables))
+
+    def joined(parts: list[Any], size: int, fill: int | None) -> np.ndarray:
+        parts = [np.asarray(part, np.int32) for part in parts]
+        return np.concatenate([*parts, np.full(size, parts[-1][-1] if fill is None else fill, np.int32)])
+
+    return Pack(
+        q_pos=joined([one.positions for one in work], spare_rows, None),
+        q_slot=joined([table[one.positions] for table, one in zip(tables, work, strict=True)], spare_rows, none),
+        q_request=joined([[n] * len(one.positions) for n, one in enumerate(work)], spare_rows, None),
+        slots=joined(tables, spare_slots, none),
+        k_pos=joined([np.arange(len(table)) for table in tables], spare_slots, UNUSED),
+        k_request=joined([[n] * len(table) for n, table in enumerate(tables)], spare_slots, None),
+        k_segment=joined([8 * n + np.arange(len(table)) // SEGMENT for n, table in enumerate(tables)], spare_slots, -1),
+    )
+
+
+class Computed(NamedTuple):
+    """Of every computed row: logits [n, V]; per layer k (before RoPE), v, mass [n, C] and self_mass [n]."""
+
+    logits: np.ndarray
+    layers: list[tuple[np.ndarray, ...]]
+
+
+def run_packed(
+    model: Model,
+    pool: Pool,
+    work: Sequence[Work],
+    *,
+    rows: int = 256,
+    slots: int = 512,
+    change: Callable[[Pack], None] | None = None,
+    implementation: str | None = None,
+) -> list[Computed]:
+    """What each of the requests gets from one pack; `change` may falsify it."""
+    packed = pack(work, rows=rows, slots=slots)
+    token_ids = np.concatenate([one.token_ids for one in work]).astype(np.int32)
+    x = embed_step(model.params, jnp.asarray(np.pad(token_ids, (0, rows - len(token_ids)))))
+    if change is not None:
+        change(packed)
+    arguments, layers = packed.on_device(), []
+    settings = dict(config=model.config, num_segments=40, implementation=implementation)
+    for number, layer in enumerate(model.params.layers):
+        out = paged_steps.paged_layer_step(layer, x, *pool.layers[number], **arguments, **settings)
+        x, pool.layers[number] = out.x, (out.k_pages, out.v_pages)
+        layers.append([np.asarray(part) for part in (out.k, out.v, out.mass, out.self_mass)])
+    logits = np.asarray(logits_step(model.params, x, config=model.config))
+    computed, first = [], 0
+    for n, one in enumerate(work):
+        mine, own = slice(first, first + len(one.positions)), slice(8 * n, 8 * n + 8)
+        parts = [(k[mine], v[mine], mass[mine, own], self_mass[mine]) for k, v, mass, self_mass in layers]
+        computed.append(Computed(logits[mine], parts))
+        first += len(one.positions)
+    return computed
+
+
+def run_alone(
+    model: Model,
+    token_ids: Sequence[int],
+    positions: np.ndarray | None = None,
+    contexts: Sequence[tuple[Any, Any]] | None = None,
+) -> Computed:
+    """The same of one request through `layer_step`: all of `token_ids`, or some positions over contexts [S, K, H] per
+    layer, keys rotated."""
+    config, num_tokens = model.config, len(token_ids)
+    where = np.arange(num_tokens) if positions is None else positions
+    # All of one size: rows behind the last one are seen by none before them.
+    q_pos = np.concatenate([where, np.full(ALONE - len(where), where[-1])]).astype(np.int32)
+    q_slot = np.concatenate([where, np.full(ALONE - len(where), ALONE)]).astype(np.int32)
+    x = embed_step(model.params, jnp.asarray(np.asarray(token_ids, np.int32)[q_pos]))
+    every = jnp.arange(ALONE, dtype=jnp.int32)
+    settings = dict(config=config, num_segments=8, implementation=None)
+    layers = []
+    for number, layer in enumerate(model.params.layers):
+        k, v = np.zeros((2, ALONE, config.num_kv_heads, config.head_dim), np.float32)
+        if contexts is not None:
+            k[:num_tokens], v[:num_tokens] = contexts[number]
+        arguments = map(jnp.asarray, (k, v, q_pos, q_slot, every, every // SEGMENT))
+        out = layer_step(layer, x, *arguments, **settings)
+        x = out.x
+        layers.append(tuple(np.asarray(part)[: len(where)] for part in (out.k, out.v, out.mass, out.self_mass)))
+    return Computed(np.asarray(logits_step(model.params, x, config=config))[: len(where)], layers)
+
+
+def decode(
+    model: Model,
+    requests: Sequence[Request],
+    token_ids: Sequence[int],
+    *,
+    batch: int,
+    entries: int = 16,
+    rotates: bool = True,
+    implementation: str | None = None,
+) -> np.ndarray:
+    """Logits [B, V] behind one more token of every request, in a batch padded with rows that are none."""
+    pool = requests[0].pool
+    pos, slot = np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)
+    tables = np.full((3, batch, entries), 10**6, np.int32)
+    tables[1:] = 0
+    for row, request in enumerate(requests):
+        pos[row], slot[row] = request.num_tokens, request.extend(1)[0]
+        tables[:, row, : len(request.entries)] = np.array(request.entries, np.int32).T
+    page_table, page_length, page_start = map(jnp.asarray, tables)
+    x = embed_step(model.params, jnp.asarray(np.pad(np.asarray(token_ids, np.int32), (0, batch - len(token_ids)))))
+    for number, layer in enumerate(model.params.layers):
+        out = paged_steps.paged_decode_step(
+            layer,
+            x,
+            *pool.layers[number],
+            jnp.asarray(pos),
+            jnp.asarray(slot),
+            page_table,
+            page_length,
+            page_start if rotates else None,
+            config=model.config,
+            implementation=implementation,
+        )
+        x, pool.layers[number] = out.x, (out.k_pages, out.v_pages)
+    return np.asarray(logits_step(model.params, x, config=model.config))[: len(requests)]
+
+
+def worst(got: Computed, wanted: Computed) -> float:
+    """Largest absolute difference over all parts; NaN counts as infinite."""
+    pairs = [(got.logits, wanted.logits)]
+    for mine, other in zip(got.layers, wanted.layers, strict=True):
+        pairs += zip(mine, other, strict=True)
+    differences = [np.abs(one - other) for one, other in pairs]
+    return float(max(np.where(np.isnan(one), np.inf, one).max() for one in differences))

@@ -1,0 +1,288 @@
+"""The steps of a running batch against each request alone, the float64 oracle and transformers; mutants must fail."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.llama3 import paged_steps
+from models.llama3.convert import save_pretrained
+from models.llama3.steps import rotate_step
+from pallas_kernels.attention import attention
+from tests.engine.helpers import selective_oracle
+from tests.models.paged import (
+    LENGTHS,
+    MODELS,
+    Pool,
+    Request,
+    Work,
+    decode,
+    draw,
+    load,
+    make,
+    pack,
+    run_alone,
+    run_packed,
+    some_work,
+    whole,
+    worst,
+)
+from tests.oracles import llama_forward, random_llama
+
+TOLERANCE = 3e-5
+"""Largest difference to `layer_step`, float32; measured 3.4e-6 for logits up to 5, 1.1e-5 for real ones up to 18."""
+ORACLE_TOLERANCE = 1e-4
+"""As in test_parity.py; twice that for the real weights, as in test_convert.py."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return load(request.param)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return make(*random_llama(4, num_hidden_layers=2, hidden_size=48, intermediate_size=64))
+
+
+def test_a_packed_batch_equals_each_request_alone(model):
+    pool, work = some_work(model)
+    for got, one in zip(run_packed(model, pool, work), work, strict=True):
+        assert worst(got, run_alone(model, one.token_ids)) < TOLERANCE
+        oracle = llama_forward(model.weights, model.raw, one.token_ids.tolist())[0]
+        assert np.abs(oracle).max() > 1
+        np.testing.assert_allclose(
+            got.logits, oracle, atol=2 * ORACLE_TOLERANCE if oracle.max() > 10 else ORACLE_TOLERANCE
+        )
+
+
+@pytest.mark.peers
+def test_a_packed_batch_equals_transformers(model, tmp_path):
+    from tests.models.test_parity import ATOL, load_peer, peer_logits
+
+    save_pretrained(model.params, model.config, tmp_path)
+    peer = load_peer(tmp_path, "float32")
+    pool, work = some_work(model, seed=1)
+    for got, one in zip(run_packed(model, pool, work), work, strict=True):
+        expected = peer_logits(peer, one.token_ids.astype(np.int64))
+        np.testing.assert_allclose(got.logits, expected, atol=2 * ATOL if expected.max() > 10 else ATOL)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_rows_and_context_may_stand_in_any_order(implementation):
+    """Positions of neighbouring rows neither ascend nor belong to one request; more rows than a block."""
+    model = make(*random_llama(5, num_hidden_layers=1, head_dim=16))
+    pool, work = some_work(model, lengths=(70, 30, 100))
+    order = np.random.default_rng(0).permutation(200)
+    packed = pack(work, rows=200, slots=256)
+    token_ids = np.concatenate([one.token_ids for one in work])
+    slot_order = np.random.default_rng(1).permutation(256)
+    for name in ("q_pos", "q_slot", "q_request", "slots", "k_pos", "k_request", "k_segment"):
+        values = getattr(packed, name)
+        setattr(packed, name, values[order] if name.startswith("q") else values[slot_order])
+    x = jnp.asarray(model.params.embedding[token_ids[order]])
+    settings = dict(config=model.config, num_segments=24, implementation=implementation)
+    out = paged_steps.paged_layer_step(model.params.layers[0], x, *pool.layers[0], **packed.on_device(), **settings)
+    for n, one in enumerate(work):
+        mine = np.flatnonzero(packed.q_request == n)
+        mine = mine[np.argsort(packed.q_pos[mine])]
+        (k, v, mass, self_mass), *_ = run_alone(model, one.token_ids).layers
+        segments = slice(8 * n, 8 * n + mass.shape[1])
+        assert np.abs(np.asarray(out.mass)[mine, segments] - mass).max() < TOLERANCE
+        assert np.abs(np.asarray(out.self_mass)[mine] - self_mass).max() < TOLERANCE
+        assert np.abs(np.asarray(out.v)[mine] - v).max() < TOLERANCE
+    assert np.abs(np.asarray(out.mass).sum(-1) - 1).max() < 1e-4
+
+
+def _swap(values, one, other):
+    values[[one, other]] = values[[other, one]]
+
+
+def _other_request(packed):
+    packed.q_request[packed.q_request == 2] = 4
+
+
+def _one_row_of_another_request(packed):
+    packed.q_request[40] = 0
+
+
+def _pages_swapped(packed):
+    first = len(packed.slots[packed.k_request == 0]) + 5  # request 2 begins there
+    head, tail = slice(first, first + 16), slice(first + 16, first + 32)
+    packed.slots[head], packed.slots[tail] = packed.slots[tail].copy(), packed.slots[head].copy()
+
+
+def _written_a_slot_late(packed):
+    packed.q_slot[:37] = np.roll(packed.q_slot[:37], 1)
+
+
+def _read_a_slot_late(packed):
+    packed.slots[:37] = np.roll(packed.slots[:37], -1)
+
+
+def _mask_off_by_one(packed):
+    packed.k_pos[:37] += 1
+
+
+def _no_request_ids(packed):
+    packed.q_request[:], packed.k_request[:] = 0, 0
+
+
+def _wrong_segment(packed):
+    packed.k_segment[7] += 1
+
+
+MUTANTS = (
+    _other_request,
+    _one_row_of_another_request,
+    _pages_swapped,
+    _written_a_slot_late,
+    _read_a_slot_late,
+    _mask_off_by_one,
+    _no_request_ids,
+    _wrong_segment,
+)
+
+
+@pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
+def test_the_tolerance_notices_a_wrong_pack(tiny, change):
+    pool, work = some_work(tiny)
+    got = run_packed(tiny, pool, work, change=change)
+    assert max(worst(one, run_alone(tiny, w.token_ids)) for one, w in zip(got, work, strict=True)) > 30 * TOLERANCE
+
+
+@pytest.fixture
+def fresh_steps():
+    """The steps compiled anew, before and after: for what they call to be replaced."""
+    steps = paged_steps.paged_layer_step, paged_steps.paged_decode_step
+    for step in steps:
+        step.clear_cache()
+    yield
+    for step in steps:
+        step.clear_cache()
+
+
+def test_the_tolerance_notices_keys_that_are_not_rotated(tiny, monkeypatch, fresh_steps):
+    def unrotated(*inputs, k_frequencies, **arguments):
+        return attention(*inputs, k_frequencies=0 * k_frequencies, **arguments)
+
+    monkeypatch.setattr(paged_steps, "attention", unrotated)
+    pool, work = some_work(tiny)
+    assert worst(run_packed(tiny, pool, work)[0], run_alone(tiny, work[0].token_ids)) > 30 * TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prefill_in_pieces_equals_one_in_one_piece(tiny, seed):
+    """Each request in random pieces by position, packed with whatever pieces the others are at."""
+    random, pool = np.random.default_rng(seed), Pool(tiny.config, 40, seed)
+    prompts = [draw(random, tiny, length) for length in LENGTHS]
+    requests, got = [Request(pool) for _ in prompts], [[] for _ in prompts]
+    num_packs = 0
+    while any(request.num_tokens < len(prompt) for request, prompt in zip(requests, prompts, strict=True)):
+        work, owners = [], []
+        for owner in random.permutation(len(prompts)):
+            request, prompt = requests[owner], prompts[owner]
+            first = request.num_tokens
+            last = min(len(prompt), first + int(random.integers(0, 30)))
+            if last > first:
+                request.extend(last - first)
+                work.append(Work(request, prompt[first:last], np.arange(first, last)))
+                owners.append(owner)
+        if work:
+            num_packs += 1
+            for owner, part in zip(owners, run_packed(tiny, pool, work), strict=True):
+                got[owner].append(part.logits)
+    assert num_packs > 4
+    for parts, prompt in zip(got, prompts, strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), run_alone(tiny, prompt).logits, atol=TOLERANCE)
+
+
+def cached_chunk(model, pool, token_ids, behind):
+    """Slots of a chunk whose KV was computed behind another text, and that KV: (k before RoPE, v) per layer."""
+    rows = run_alone(model, np.concatenate([behind, token_ids])).layers
+    kv = [(k[len(behind) :], v[len(behind) :]) for k, v, _, _ in rows]
+    chunk = Request(pool)
+    slots = chunk.extend(len(token_ids))
+    pool.write(slots, kv)
+    return slots, kv
+
+
+def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
+    """Question and head are computed, the chunk between them is read where it lies; nobody writes there."""
+    random, pool = np.random.default_rng(5), Pool(model.config, 60, 5)
+    chunk = draw(random, model, 45)
+    slots, kv = cached_chunk(model, pool, chunk, draw(random, model, 11))
+    before = [[np.asarray(part) for part in pair] for pair in pool.layers]
+    work, prompts, cached_at = [], [], []
+    for head, tail in ((3, 9), (30, 20), (17, 1)):
+        request, parts = Request(pool), (draw(random, model, head), chunk, draw(random, model, tail))
+        request.extend(head)
+        request.share(slots)
+        request.extend(tail)
+        positions = np.r_[:head, head + 45 : head + 45 + tail]
+        prompts.append(np.concatenate(parts))
+        work.append(Work(request, prompts[-1][positions], positions))
+        cached_at.append(head)
+    got = run_packed(model, pool, work)
+    for one, prompt, head, computed in zip(work, prompts, cached_at, got, strict=True):
+        assert worst(computed, run_alone(model, prompt, one.positions, rotated(model, prompt, kv, head))) < TOLERANCE
+        logits = oracle_logits(model, prompt, kv, head, one.positions)
+        np.testing.assert_allclose(computed.logits[-1], logits, atol=2 * ORACLE_TOLERANCE)
+    for pair, old in zip(pool.layers, before, strict=True):
+        for part, other in zip(pair, old, strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(part)[:, slots // 16, slots % 16], other[:, slots // 16, slots % 16]
+            )
+    # And the first tokens of their answers.
+    tokens = [int(computed.logits[-1].argmax()) for computed in got]
+    logits = decode(model, [one.request for one in work], tokens, batch=4)
+    for n, (prompt, token, head, one) in enumerate(zip(prompts, tokens, cached_at, work, strict=True)):
+        longer = np.append(prompt, token).astype(np.int32)
+        positions = np.append(one.positions, len(prompt))
+        alone = run_alone(model, longer, positions, rotated(model, longer, kv, head))
+        np.testing.assert_allclose(logits[n], alone.logits[-1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_some_rows_of_a_cached_chunk_are_computed_anew(model, shift):
+    """The chunk's KV lies in pages of the request's own; what is recomputed goes over it. A shift by one is noticed."""
+    random, pool = np.random.default_rng(6), Pool(model.config, 40, 6)
+    chunk, head = draw(random, model, 50), 21
+    _, kv = cached_chunk(model, pool, chunk, draw(random, model, 8))
+    other = whole(pool, draw(random, model, 33))
+    request, prompt = Request(pool), np.concatenate([draw(random, model, head), chunk, draw(random, model, 12)])
+    slots = request.extend(len(prompt))
+    pool.write(slots[head + shift : head + 50], [(k[: 50 - shift], v[: 50 - shift]) for k, v in kv])
+    if shift:
+        pool.write(slots[head : head + 1], [(k[:1], v[:1]) for k, v in kv])
+    anew = head + np.sort(random.choice(50, 15, replace=False))
+    positions = np.r_[:head, anew, head + 50 : len(prompt)]
+    got = run_packed(model, pool, [other, Work(request, prompt[positions], positions)])
+    difference = worst(got[1], run_alone(model, prompt, positions, rotated(model, prompt, kv, head)))
+    assert difference > 30 * TOLERANCE if shift else difference < TOLERANCE
+    if not shift:
+        logits = oracle_logits(model, prompt, kv, head, positions)
+        np.testing.assert_allclose(got[1].logits[-1], logits, atol=2 * ORACLE_TOLERANCE)
+        assert worst(got[0], run_alone(model, other.token_ids)) < TOLERANCE
+
+
+def placed(prompt, kv, head):
+    """Per layer keys before RoPE and values of the whole prompt, zeros outside the chunk."""
+    rows = []
+    for pair in kv:
+        rows.append(tuple(np.zeros((len(prompt), *part.shape[1:]), np.float32) for part in pair))
+        for whole_part, part in zip(rows[-1], pair, strict=True):
+            whole_part[head : head + len(part)] = part
+    return rows
+
+
+def rotated(model, prompt, kv, head):
+    positions = jnp.arange(len(prompt), dtype=jnp.int32)
+    return [(rotate_step(jnp.asarray(k), positions, config=model.config), v) for k, v in placed(prompt, kv, head)]
+
+
+def oracle_logits(model, prompt, kv, head, positions):
+    weights = {"lm_head.weight": model.weights["model.embed_tokens.weight"], **model.weights}
+    computed = [positions] * model.config.num_layers
+    return selective_oracle(weights, model.raw, prompt.tolist(), placed(prompt, kv, head), computed)[0]

@@ -1,0 +1,82 @@
+"""What a power cut leaves in a directory: what has to be on the disk before what, and what may be lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import store.commits
+from store.files import FileRoot
+from store.leases import Leases
+from store.objects import open_root
+from tests.store.kv import OURS, namespace_of, open_store, put
+
+
+class Disk:
+    """Notes which files and folders were synced, by inode: a name may change."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.synced: list[os.stat_result] = []
+        self._patch = patch
+        fsync = os.fsync
+        patch.setattr(os, "fsync", lambda descriptor: (self.synced.append(os.fstat(descriptor)), fsync(descriptor))[1])
+
+    def has(self, path: Path) -> bool:
+        """True if `path` was synced since the last `forget`."""
+        return any(os.path.samestat(one, path.stat()) for one in self.synced)
+
+    def forget(self) -> None:
+        self.synced.clear()
+
+    def before(self, name: str, look: Callable[..., object]) -> None:
+        """Has `look` called with the arguments of every `os.NAME`, first."""
+        call = getattr(os, name)
+        self._patch.setattr(os, name, lambda *arguments, **options: (look(*arguments), call(*arguments, **options))[1])
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_a_record_is_there_only_once_its_data_cannot_be_lost_and_then_cannot_be_lost_either(tmp_path, disk):
+    space, linked = namespace_of(tmp_path), []
+
+    def look(source: Path, final: Path) -> None:
+        if final.parent.name == "records":
+            (folder,) = (space / "data").iterdir()
+            (data,) = folder.iterdir()
+            assert all(map(disk.has, (data, folder, space / "data", Path(source))))
+            linked.append(final)
+            disk.forget()
+
+    with open_store(tmp_path) as store:
+        disk.before("link", look)
+        put(store, "v")
+        assert linked == [space / "records" / "v.json"] and disk.has(space / "records")
+
+
+def test_what_was_replaced_is_new_for_good(tmp_path, disk):
+    root = FileRoot(tmp_path.as_uri())
+    root.replace("k", b"old")
+    disk.forget()
+    disk.before("replace", lambda source, _: disk.has(Path(source)) or pytest.fail("it may be empty afterwards"))
+    root.replace("k", b"new")
+    assert disk.has(tmp_path), "or a power cut brings the old one back, after what it named was deleted"
+
+
+def test_what_may_be_lost_waits_for_no_disk(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)
+    leases = Leases(open_root(tmp_path.as_uri()), "namespace")
+    leases.acquire(["a"], 10)
+    disk.forget()
+    leases.acquire(["b"], 10)
+    assert not disk.synced
+    with open_store(tmp_path) as kv:
+        put(kv, "v")
+        kv.tidy()
+        parts = list((tmp_path / OURS.namespace / "catalog").iterdir())
+        assert parts and not any(map(disk.has, parts))
