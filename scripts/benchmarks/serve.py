@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rich.progress import Progress
 
 from scripts.benchmarks import serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
-from scripts.benchmarks.common import environment
+from scripts.benchmarks.common import BenchmarkError, environment
 from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
 from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, saturation, ttft_s
 from scripts.benchmarks.serve_model import cache_folder, random_model
@@ -30,7 +31,7 @@ from scripts.benchmarks.serve_server import scrape, serving
 
 __all__ = ["add_arguments", "run"]
 
-RATE_MULTIPLES = (0.5, 0.75, 1.0, 1.25)
+RATE_MULTIPLES = (0.7, 1.0, 1.4)
 """Rates where none are given, as multiples of what the first strategy answers in closed loop."""
 SLO_MULTIPLE = 5.0
 """Bound on TTFT where none is given, as a multiple of the first strategy's TTFT without any load."""
@@ -122,9 +123,16 @@ class StrategyRun:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures every strategy at every rate, prints the tables, draws the plots."""
+    """Measures every strategy at every rate, prints the tables, draws the plots. Ends the program with one line where a
+    trace is too short, or a server does not start or answer without any load."""
     options = resolve(arguments)
-    data = data_folder(options)
+    try:
+        return _run(options, data_folder(options))
+    except BenchmarkError as error:
+        sys.exit(f"bench.py serve: {error}")
+
+
+def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     questions = workload.load_trace(data, options.trace, options.passages)
     model = options.model or random_model(data / "tokenizer_llama3", options.layers, options.width, cache_folder())
     with Progress(console=Console(stderr=True)) as progress:

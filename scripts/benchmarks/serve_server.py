@@ -15,14 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from scripts.benchmarks.common import BenchmarkError
+
 _ROOT = Path(__file__).resolve().parents[2]
 _READY_S = 3600.0
 """Compiling every size for the first time takes minutes, on a busy machine many."""
 _END_S = 60.0
-
-
-class ServerFailedError(RuntimeError):
-    """The server ended before it was ready; the message is its last words."""
 
 
 @contextlib.contextmanager
@@ -34,7 +32,7 @@ def serving(arguments: Sequence[str], on_progress: Callable[[str], None] = lambd
       on_progress: told what the server is doing while it loads.
 
     Raises:
-      ServerFailedError: it did not start.
+      BenchmarkError: it did not start; the message ends with its last words.
     """
     command = [sys.executable, str(_ROOT / "scripts/serve.py"), *arguments, "--port", "0"]
     with tempfile.TemporaryFile("w+") as log:
@@ -65,7 +63,7 @@ def _ready_url(process: subprocess.Popen[str], log: IO[str], on_progress: Callab
     if found is None:
         log.seek(0)
         words = log.read().strip().splitlines()[-5:]
-        raise ServerFailedError("the server did not start: " + (" | ".join(words) or "no word from it"))
+        raise BenchmarkError("the server did not start: " + (" | ".join(words) or "no word from it"))
     return found[0]
 
 

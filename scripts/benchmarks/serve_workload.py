@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from scripts.benchmarks.common import BenchmarkError
+
 TRACES = ("musique", "nq")
 RECORDINGS = {"azure": "azure_2023_conv.csv", "mooncake": "mooncake_conversation.jsonl"}
 
@@ -54,12 +56,12 @@ class Question:
 def load_trace(data: Path, name: str, num_passages: int) -> list[Question]:
     """All requests of a trace in its order, each with its first `num_passages` passages.
 
-    MuSiQue: the real question where it is known, else one that names the first passage's title (of 1,000 requests 639).
+    MuSiQue: the real question where it is known, else one that names the first passage's title (638 of 1,000).
     NQ: the trace has ids but no texts; each id borrows a MuSiQue passage and carries its own number in the title, so
     that the pattern of reuse is NQ's and the lengths are not.
 
     Raises:
-      FileNotFoundError: the trace is not below `data`.
+      BenchmarkError: the trace is not below `data`.
     """
     folder = data / "rag_trace"
     texts = _rows(folder / "musique_docs.jsonl")
@@ -112,11 +114,11 @@ def windows(num_questions: int, num_windows: int, size: int) -> list[range]:
     """Consecutive ranges of the trace that end with it: no window sees a request of another one, all have much before.
 
     Raises:
-      ValueError: the trace is too short.
+      BenchmarkError: the trace is too short.
     """
     start = num_questions - num_windows * size
     if start < 0:
-        raise ValueError(
+        raise BenchmarkError(
             f"requests: wanted at most {num_questions // num_windows} a run ({num_windows} runs share a trace of "
             f"{num_questions}), got {size}"
         )
@@ -132,15 +134,15 @@ def recorded_gaps(data: Path, name: str, count: int, start: int) -> np.ndarray:
     """[count] gaps between the recorded arrivals from number `start` on, rescaled to a mean of 1.
 
     Raises:
-      FileNotFoundError: the recording is not below `data`.
-      ValueError: it has not so many arrivals, or they come all at once.
+      BenchmarkError: the recording is not below `data`.
+      BenchmarkError: it has not so many arrivals, or they come all at once.
     """
     times = _recorded_times(data / "arrivals" / RECORDINGS[name])
     if start + count + 1 > len(times):
-        raise ValueError(f"requests: wanted at most {len(times) - 1 - start} from arrival {start} on, got {count}")
+        raise BenchmarkError(f"requests: wanted at most {len(times) - 1 - start} from arrival {start} on, got {count}")
     gaps = np.diff(times[start : start + count + 1])
     if not gaps.any():
-        raise ValueError(f"arrivals: wanted some time between {count} arrivals of {name}, got none")
+        raise BenchmarkError(f"arrivals: wanted some time between {count} arrivals of {name}, got none")
     return gaps / gaps.mean()
 
 
@@ -152,7 +154,7 @@ def arrival_times(gaps: np.ndarray, rate: float) -> np.ndarray:
 @functools.cache
 def _recorded_times(path: Path) -> np.ndarray:
     """Ascending seconds."""
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" or not path.exists():
         seconds = [row["timestamp"] / 1000 for row in _rows(path)]
     else:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -163,4 +165,6 @@ def _recorded_times(path: Path) -> np.ndarray:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        raise BenchmarkError(f"wanted {path}, which is not there; set --data or CCJAX_TEST_DATA")
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
