@@ -84,7 +84,7 @@ class StrategyRun:
         records = closed_loop(self._url, bench.bodies(last), 1, timeout_s)
         broken = [record.error for record in filled + records if record.status != "ok"]
         if broken:
-            raise RuntimeError(
+            raise BenchmarkError(
                 f"{self._strategy}: {len(broken)} requests failed before any load; the first: {broken[0]}"
             )
         return statistics.median(map(ttft_s, records))

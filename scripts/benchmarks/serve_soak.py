@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ def soak(
             )
         after = scrape(url)
     row = {"strategy": strategy, "load": "soak", "concurrency": options.concurrency, "rate": None}
-    row |= figures(records, options.slo_s, before, after)
+    row |= figures(records, options.slo_s or math.inf, before, after)
     row |= trend(watch.samples) | {"changed_answers": changed_answers(records, len(bodies))}
     _show(row)
     broken = [record for record in records if record.status != "ok"]

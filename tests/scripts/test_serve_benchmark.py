@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -274,7 +275,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def tiny_bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options for a run against `scripts/serve.py` with a tiny model and a small trace."""
     folder = tmp_path_factory.mktemp("serve")
-    docs = [[n % 7, (3 * n + 1) % 7, (5 * n + 2) % 7] for n in range(40)]
+    draw = random.Random(0)
+    docs = [draw.sample(range(7), 3) for _ in range(40)]  # soon all seven are stored, but seldom in the order asked for
     data = write_trace(folder / "data", docs)
     write_tiny_model(
         folder / "tiny", [line for line in (data / "rag_trace/musique_docs.jsonl").read_text().splitlines()]
@@ -335,3 +337,8 @@ def test_bad_options_end_with_one_line(arguments, words):
 def test_a_server_that_cannot_start_says_why(tiny_bench):
     done = bench(*tiny_bench, "--serve-args=--alpha -1")
     assert done.returncode == 1 and "the server did not start" in done.stderr and "--alpha" in done.stderr
+
+
+def test_a_server_that_fails_without_load_is_not_measured(tiny_bench):
+    done = bench(*tiny_bench, "--timeout-s", "0.001")
+    assert done.returncode == 1 and done.stdout == "" and "prefix: 12 requests failed before any load" in done.stderr
