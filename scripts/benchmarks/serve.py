@@ -69,14 +69,14 @@ class StrategyRun:
 
     def __init__(self, bench: Bench, strategy: str, url: str) -> None:
         self.cases: list[Case] = []
-        self._bench, self._strategy, self._url = bench, strategy, url
+        self._bench, self.strategy, self._url = bench, strategy, url
 
     def warm_up(self) -> float:
         """Asks, one by one, what came before in the trace and matters; median TTFT in seconds without any load."""
         bench, options = self._bench, self._bench.options
         start, stop = bench.windows[0].start, bench.windows[-1].stop
-        most = 0 if self._strategy == "full" else options.history
-        past = workload.history(bench.questions, start, stop, most, is_prefix=self._strategy == "prefix")
+        most = 0 if self.strategy == "full" else options.history
+        past = workload.history(bench.questions, start, stop, most, is_prefix=self.strategy == "prefix")
         # The last ones have answers of full length: decode is warm, too, and TTFT is that of a store in use.
         last = bench.questions[max(0, start - NUM_WARM) : start] or bench.questions[:NUM_WARM]
         timeout_s = options.timeout_s
@@ -85,7 +85,7 @@ class StrategyRun:
         broken = [record.error for record in filled + records if record.status != "ok"]
         if broken:
             raise BenchmarkError(
-                f"{self._strategy}: {len(broken)} requests failed before any load; the first: {broken[0]}"
+                f"{self.strategy}: {len(broken)} requests failed before any load; the first: {broken[0]}"
             )
         return statistics.median(map(ttft_s, records))
 
@@ -115,7 +115,7 @@ class StrategyRun:
         return self._bench.bodies(self._bench.questions[window.start : window.stop])
 
     def _keep(self, load: dict[str, Any], records: list[Record], before: dict[str, float]) -> Case:
-        row = {"strategy": self._strategy, **load}
+        row = {"strategy": self.strategy, **load}
         row |= figures(records, self._bench.slo_s, before, scrape(self._url))
         row["bounded"] = is_bounded(row, self._bench.slo_s)
         self.cases.append(Case(row, records))
@@ -145,9 +145,11 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
         task = progress.add_task("", total=len(options.strategies) * (2 + num_rates + options.probes))
         cases: list[Case] = []
         saturated: dict[str, Saturation] = {}
-        for strategy in options.strategies:
-            found, saturated[strategy] = _measure(bench, strategy, model, task)
-            cases += found
+        groups = [[name] for name in options.strategies] if options.sequential else [options.strategies]
+        for group in groups:
+            for one, found in _measure(bench, group, model, task):
+                cases += one.cases
+                saturated[one.strategy] = found
     comparison = serve_report.compare([case.row for case in cases], saturated)
     serve_report.show([case.row for case in cases], saturated, comparison, bench.slo_s, options)
     if options.output is not None:
@@ -164,29 +166,37 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     }
 
 
-def _measure(bench: Bench, strategy: str, model: Path, task: Any) -> tuple[list[Case], Saturation]:
-    """All runs of one strategy, on a server and a store of its own."""
+def _measure(bench: Bench, strategies: Sequence[str], model: Path, task: Any) -> list[tuple[StrategyRun, Saturation]]:
+    """All runs of some strategies, each on a server and a store of its own. They take turns at every load, so that a
+    machine that gets busier slows them alike; the servers that wait do nothing."""
     options = bench.options
 
     def show(text: str, *, advance: int = 0) -> None:
-        bench.progress.update(task, description=f"{strategy}: {text}", advance=advance)
+        bench.progress.update(task, description=text, advance=advance)
 
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(serving(_flags(options, strategy, model), show))
-        show("requests that came before")
-        one = StrategyRun(bench, strategy, url)
-        unloaded_s = one.warm_up()
-        bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
-        show(f"{options.concurrency} at a time", advance=1)
-        throughput = one.closed(bench.windows[0], options.concurrency).row["request_throughput"]
-        bench.rates = bench.rates or [float(f"{multiple * throughput:.2g}") for multiple in RATE_MULTIPLES]
+        runs: list[StrategyRun] = []
+        for strategy in strategies:
+            show(f"{strategy}: start the server")
+            url = stack.enter_context(serving(_flags(options, strategy, model), show))
+            runs.append(StrategyRun(bench, strategy, url))
+        for one in runs:
+            show(f"{one.strategy}: requests that came before")
+            unloaded_s = one.warm_up()
+            bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
+        for one in runs:
+            show(f"{one.strategy}: {options.concurrency} at a time", advance=1)
+            throughput = one.closed(bench.windows[0], options.concurrency).row["request_throughput"]
+            bench.rates = bench.rates or [float(f"{multiple * throughput:.2g}") for multiple in RATE_MULTIPLES]
         for rate, window in zip(bench.rates, bench.windows[1:], strict=False):
-            show(f"{rate:.3g} a second", advance=1)
-            one.open(window, rate)
-        show("look for saturation", advance=1)
-        found = one.search()
-        show("done", advance=options.probes)
-    return one.cases, found
+            for one in runs:
+                show(f"{one.strategy}: {rate:.3g} a second", advance=1)
+                one.open(window, rate)
+        found = []
+        for one in runs:
+            show(f"{one.strategy}: look for saturation", advance=1 + options.probes)
+            found.append((one, one.search()))
+    return found
 
 
 def _flags(options: argparse.Namespace, strategy: str, model: Path) -> list[str]:

@@ -30,7 +30,8 @@ class Record:
       number: of its body in the run.
       scheduled_s: when it was to be sent; latencies count from here, so that a late client does not flatter the server.
       sent_s: when it was sent.
-      text_s: when each piece of the answer's text arrived: one event of the stream, seldom none or several tokens.
+      text_s: when each piece of the answer's text arrived: one event of the stream, seldom none or several tokens. Of
+        a whole answer without any (all its tokens were control tokens, or parts of characters), when it ended.
       end_s: when the answer, or the hope for one, ended.
       status: "ok" only for a whole answer; "refused" is 429.
       error: why not.
@@ -154,10 +155,9 @@ def _read_stream(record: Record, arrived: Sequence[tuple[float, bytes]], max_tok
         record.error = "the stream ended before its end"
     if record.error is None and record.completion_tokens != max_tokens:
         record.error = f"wanted {max_tokens} tokens of answer, got {record.completion_tokens}"
-    if record.error is None and not texts:
-        record.error = "an answer without any text"
     if record.error is None:
         record.status = "ok"
+        record.text_s = record.text_s or [record.end_s]
 
 
 def _events(arrived: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="of the model with random weights (default 16)")
     add("--width", type=int, help="of that model, a multiple of 32 (default 1024)")
     add("--strategies", nargs="+", help=f"the first one sets rates and bound (default {' '.join(STRATEGIES)})")
+    add("--sequential", action="store_true", help="one server at a time, where memory has no room for all")
     add("--recompute-ratio", type=float, default=0.3, help="share of each reused passage to recompute (default 0.3)")
     add("--serve-args", help="more flags for scripts/serve.py, as one string")
     add("--host-cache-bytes", default="4GiB", help="memory for chunk-caches (default 4GiB)")
