@@ -46,7 +46,7 @@ class Answer:
     def push(self, logits: np.ndarray) -> Delta:
         """Draws a token from logits [V]; the delta holds the text it completes, without any of a stop string."""
         token_id = self._sampler.draw(logits)
-        if token_id in self._eos_ids:
+        if token_id in self._eos_ids and not self._sampling.ignore_eos:
             self.finish_reason = "stop"
             return Delta("")
         self._token_ids.append(token_id)
