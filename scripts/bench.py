@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHMARKS = ("ttft", "quality", "eviction", "store", "store_io", "loading", "decode")
+BENCHMARKS = ("ttft", "quality", "eviction", "store", "store_io", "loading", "decode", "serve")
 
 
 def main() -> None:
@@ -35,6 +35,8 @@ def main() -> None:
     figures = arguments.run(arguments)
     if arguments.json:
         print(json.dumps(figures))
+    if figures.get("failures"):
+        sys.exit("\n".join(figures["failures"]))
 
 
 if __name__ == "__main__":

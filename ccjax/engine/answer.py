@@ -43,7 +43,7 @@ class Answer:
     def push(self, drawn: Drawn) -> Delta:
         """Takes in a token; the delta holds the text it completes, without any of a stop string."""
         token_id = drawn.token_id
-        if token_id in self._eos_ids:
+        if token_id in self._eos_ids and not self._sampling.ignore_eos:
             self.finish_reason = "stop"
             return Delta("")
         self._token_ids.append(token_id)

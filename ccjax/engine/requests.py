@@ -15,7 +15,10 @@ FinishReason = Literal["stop", "length"]
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How the answer is drawn, in OpenAI's terms; `temperature` 0 is greedy, `logprobs` the number of alternatives."""
+    """How the answer is drawn, in OpenAI's terms; `temperature` 0 is greedy, `logprobs` the number of alternatives.
+
+    `ignore_eos` (vLLM's name): an end-of-text token is one like any other, so that the answer gets as long as it may.
+    """
 
     max_new_tokens: int | None = 64
     temperature: float = 0.0
@@ -23,12 +26,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "seed", "logprobs"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise RequestError(name, f"wanted an integer, got {value!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError("ignore_eos", f"wanted true or false, got {self.ignore_eos!r}")
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):

@@ -9,10 +9,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ccjax.engine import Engine, Response
+from ccjax.engine.compilations import compilations
 from ccjax.retrieval import Retriever
 from ccjax.server.worker import EngineWorker, Job
 
@@ -32,6 +33,8 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
+        ProcessCollector(registry=registry)  # process_resident_memory_bytes and others, on Linux
+        registry.register(_CompilationsCollector())
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"ccjax_{name}", text, labels, registry=registry)
@@ -157,6 +160,17 @@ class _StoreCollector:
                 value = getattr(values, name)
                 metric.add_metric([tier], float("inf") if value is None else value)  # None: no limit
             yield metric
+
+
+class _CompilationsCollector:
+    """Compiled steps, read at every scrape: one more while requests run is one that a request had to wait for."""
+
+    def __init__(self) -> None:
+        self._counter = compilations()
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Steps compiled for a new size, those found in the compilation cache included"
+        yield CounterMetricFamily("ccjax_compilations", text, value=self._counter.count)
 
 
 class _MaintenanceCollector:

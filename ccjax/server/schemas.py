@@ -109,6 +109,7 @@ class Generation(Body):
     reuse: str | None = Field(None, description="off, exact, bounded or fast")
     truncate: bool | None = Field(None, description="drop passages from the end instead of refusing a long prompt")
     cache_salt: str | None = None
+    ignore_eos: bool | None = Field(None, description="go on behind an end-of-text token, to the length asked for")
 
     def query(self) -> str | None:
         """The text to search passages by; None where the request has none."""
@@ -160,6 +161,7 @@ class Generation(Body):
             stop=self.stop,
             seed=None if self.seed is None else self.seed % 2**64,
             logprobs=self.num_logprobs(),
+            ignore_eos=bool(self.ignore_eos),
         )
         return Request(
             **self.prompt_fields(),

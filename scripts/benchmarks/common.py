@@ -15,6 +15,10 @@ from typing import Any
 _PACKAGES = ("ccjax", "jax", "jaxlib", "numpy", "torch", "transformers")
 
 
+class BenchmarkError(Exception):
+    """A benchmark cannot be carried out; the message is one line for the user."""
+
+
 def environment() -> dict[str, Any]:
     """Date, commit, machine and versions of a run; read after jax is up, so that the device is known."""
     import jax

@@ -185,13 +185,13 @@ def test_requests_in_line_share_what_they_share(engine, wire):
 
 
 def test_what_is_shared_takes_budget_once_and_stays_with_the_last(url, wire):
-    wire.allow(10**6)
     settings = {"host_cache_bytes": 1, "preload_bytes": NUM_TOKENS * TOKEN_BYTES}
     with MODEL.engine(store=url, read_only=True, disk_link=wire, **settings) as engine:
         first, second = engine.preload(REQUEST), engine.preload(REQUEST)
         prepared(engine._preloader)
         first.close()
         assert engine._preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES
+        wire.allow(10**6)
         wire.wait_for_end(4 * NUM_LAYERS)
         assert engine.run(REQUEST).reuse.preloaded_bytes == NUM_TOKENS * TOKEN_BYTES
         second.close()

@@ -269,6 +269,20 @@ def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content == plain
 
 
+def test_ignore_eos_goes_on_to_the_length_asked_for(
+    server: Server, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask(client, extra={"reuse": "off"}).choices[0]
+    monkeypatch.setattr(server.engine, "_eos_ids", frozenset(range(server.engine.model_config.vocab_size)))
+    for value in (None, False):
+        ended = ask(client, extra={"reuse": "off", "ignore_eos": value})
+        assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 0
+    ignored = ask(client, extra={"reuse": "off", "ignore_eos": True})
+    assert ignored.choices[0] == whole and ignored.usage.completion_tokens == 12
+    with pytest.raises(openai.BadRequestError, match="ignore_eos"):
+        ask(client, extra={"ignore_eos": "yes"})
+
+
 def test_models_version_and_tokenize(server: Server, client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny" and model.max_model_len == MAX_MODEL_LEN

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 import httpx
+import jax
+import jax.numpy as jnp
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -93,6 +95,15 @@ def test_health_and_metrics_answer_while_requests_wait(server: Server) -> None:
         assert found[("ccjax_num_requests_running",)] == 1 and found[("ccjax_num_requests_waiting",)] == 2
         assert not any(answer.done() for answer in waiting)
     assert [answer.result().status_code for answer in waiting] == [200] * 3
+
+
+def test_metrics_tell_memory_and_compilations(server: Server) -> None:
+    compiled = ("ccjax_compilations_total",)
+    assert patience.post(f"{server.url}/v1/chat/completions", json=body("Who?")).status_code == 200
+    before = metrics(server)
+    assert before[("process_resident_memory_bytes",)] > 50e6 and before[compiled] > 0
+    jax.jit(lambda x: x + 2.0)(jnp.ones(7)).block_until_ready()  # the server runs in this process
+    assert metrics(server)[compiled] > before[compiled]
 
 
 def test_a_full_line_is_429_and_then_serves_again(

@@ -1,0 +1,39 @@
+"""Counts what XLA compiles in this process. Knows no step and no size, so that whatever the engine runs is counted."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import jax
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""Recorded once per executable, also where it comes out of the persistent compilation cache."""
+
+
+class Compilations:
+    """The number of executables made since this object was; lives as long as the process.
+
+    JAX names its events but does not promise their names: a test compiles a function and looks at the count.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # the warm-up compiles on several threads
+        self._count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    @property
+    def count(self) -> int:
+        """Executables so far."""
+        return self._count
+
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            with self._lock:
+                self._count += 1
+
+
+@functools.cache
+def compilations() -> Compilations:
+    """The counter of this process; one for all, as JAX's own caches of compiled functions are."""
+    return Compilations()

@@ -1,0 +1,221 @@
+"""Serving under load: the real HTTP server, the passages of a real retrieval trace, strategies at equal load.
+
+Every strategy gets a server and a store of its own and the same requests at the same times, over the OpenAI API. Only
+what came over the socket is measured, so that whatever the server does is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from scripts.benchmarks import serve_report, serve_soak
+from scripts.benchmarks import serve_workload as workload
+from scripts.benchmarks.common import BenchmarkError, environment
+from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
+from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, saturation, ttft_s
+from scripts.benchmarks.serve_model import cache_folder, random_model
+from scripts.benchmarks.serve_options import add_arguments, data_folder, resolve
+from scripts.benchmarks.serve_server import scrape, serving
+
+__all__ = ["add_arguments", "run"]
+
+RATE_MULTIPLES = (0.7, 1.0, 1.4)
+"""Rates where none are given, as multiples of what the first strategy answers in closed loop."""
+SLO_MULTIPLE = 5.0
+"""Bound on TTFT where none is given, as a multiple of the first strategy's TTFT without any load."""
+NUM_WARM = 8
+"""Requests before the measured ones, however little they leave in the store."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run: its figures as they are printed, and what they are made of."""
+
+    row: dict[str, Any]
+    records: list[Record]
+
+
+@dataclasses.dataclass
+class Bench:
+    """What all strategies share; `rates` and `slo_s` are set by the first strategy where the user did not."""
+
+    options: argparse.Namespace
+    questions: Sequence[workload.Question]
+    gaps: np.ndarray
+    windows: Sequence[range]
+    rates: Sequence[float]
+    slo_s: float
+    progress: Progress
+
+    def bodies(self, questions: Sequence[workload.Question], max_tokens: int | None = None) -> list[dict[str, Any]]:
+        """Bodies of the requests, with the answers' usual length by default."""
+        return [q.body(max_tokens=max_tokens or self.options.max_tokens) for q in questions]
+
+
+class StrategyRun:
+    """One strategy on one server: each run takes the next requests of the trace, the store stays as it came to be."""
+
+    def __init__(self, bench: Bench, strategy: str, url: str) -> None:
+        self.cases: list[Case] = []
+        self._bench, self.strategy, self._url = bench, strategy, url
+
+    def warm_up(self) -> float:
+        """Asks, one by one, what came before in the trace and matters; median TTFT in seconds without any load."""
+        bench, options = self._bench, self._bench.options
+        start, stop = bench.windows[0].start, bench.windows[-1].stop
+        most = 0 if self.strategy == "full" else options.history
+        past = workload.history(bench.questions, start, stop, most, is_prefix=self.strategy == "prefix")
+        # The last ones have answers of full length: decode is warm, too, and TTFT is that of a store in use.
+        last = bench.questions[max(0, start - NUM_WARM) : start] or bench.questions[:NUM_WARM]
+        timeout_s = options.timeout_s
+        filled = closed_loop(self._url, bench.bodies(past, 1), 1, timeout_s)
+        records = closed_loop(self._url, bench.bodies(last), 1, timeout_s)
+        broken = [record.error for record in filled + records if record.status != "ok"]
+        if broken:
+            raise BenchmarkError(
+                f"{self.strategy}: {len(broken)} requests failed before any load; the first: {broken[0]}"
+            )
+        return statistics.median(map(ttft_s, records))
+
+    def closed(self, window: range, concurrency: int) -> Case:
+        """As many requests under way all the time."""
+        bodies = self._bodies(window)
+        before = scrape(self._url)
+        records = closed_loop(self._url, bodies, concurrency, self._bench.options.timeout_s)
+        return self._keep({"load": "closed", "concurrency": concurrency, "rate": None}, records, before)
+
+    def open(self, window: range, rate: float, *, is_probe: bool = False) -> Case:
+        """Requests that arrive at a mean rate, whatever the server does."""
+        times = workload.arrival_times(self._bench.gaps, rate)
+        before = scrape(self._url)
+        records = open_loop(self._url, self._bodies(window), list(times), self._bench.options.timeout_s)
+        load = "probe" if is_probe else "open"
+        return self._keep({"load": load, "concurrency": None, "rate": rate}, records, before)
+
+    def search(self) -> Saturation:
+        """Where the strategy saturates: what the runs at fixed rates say, made tighter by a few more."""
+        known = {case.row["rate"]: case.row["bounded"] for case in self.cases if case.row["load"] == "open"}
+        unused = iter(self._bench.windows[1 + len(self._bench.rates) :])
+        probe = lambda rate: self.open(next(unused), rate, is_probe=True).row["bounded"]  # noqa: E731
+        return saturation(probe, known, self._bench.options.probes)
+
+    def _bodies(self, window: range) -> list[dict[str, Any]]:
+        return self._bench.bodies(self._bench.questions[window.start : window.stop])
+
+    def _keep(self, load: dict[str, Any], records: list[Record], before: dict[str, float]) -> Case:
+        row = {"strategy": self.strategy, **load}
+        row |= figures(records, self._bench.slo_s, before, scrape(self._url))
+        row["bounded"] = is_bounded(row, self._bench.slo_s)
+        self.cases.append(Case(row, records))
+        return self.cases[-1]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures every strategy at every rate, prints the tables, draws the plots. Ends the program with one line where a
+    trace is too short, or a server does not start or answer without any load."""
+    options = resolve(arguments)
+    try:
+        return _run(options, data_folder(options))
+    except BenchmarkError as error:
+        sys.exit(f"bench.py serve: {error}")
+
+
+def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
+    questions = workload.load_trace(data, options.trace, options.passages)
+    model = options.model or random_model(data / "tokenizer_llama3", options.layers, options.width, cache_folder())
+    with Progress(console=Console(stderr=True)) as progress:
+        if options.soak is not None:
+            found = serve_soak.soak(questions, lambda s: _flags(options, s, model), options, progress)
+            return {"benchmark": "serve", **environment(), "shapes": _shapes(options, model), **found}
+        num_rates = len(options.rates or RATE_MULTIPLES)
+        windows = workload.windows(len(questions), 1 + num_rates + options.probes, options.requests)
+        bench = Bench(options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, progress)
+        task = progress.add_task("", total=len(options.strategies) * (2 + num_rates + options.probes))
+        cases: list[Case] = []
+        saturated: dict[str, Saturation] = {}
+        groups = [[name] for name in options.strategies] if options.sequential else [options.strategies]
+        for group in groups:
+            for one, found in _measure(bench, group, model, task):
+                cases += one.cases
+                saturated[one.strategy] = found
+    comparison = serve_report.compare([case.row for case in cases], saturated)
+    serve_report.show([case.row for case in cases], saturated, comparison, bench.slo_s, options)
+    if options.output is not None:
+        from scripts.benchmarks.serve_plots import plot
+
+        plot([(case.row, case.records) for case in cases], comparison, options.output)
+    return {
+        "benchmark": "serve",
+        **environment(),
+        "shapes": _shapes(options, model) | {"slo_s": bench.slo_s, "rates": list(bench.rates)},
+        "cases": [case.row for case in cases],
+        "saturation": {strategy: dataclasses.asdict(found) for strategy, found in saturated.items()},
+        "comparison": comparison,
+    }
+
+
+def _measure(bench: Bench, strategies: Sequence[str], model: Path, task: Any) -> list[tuple[StrategyRun, Saturation]]:
+    """All runs of some strategies, each on a server and a store of its own. They take turns at every load, so that a
+    machine that gets busier slows them alike; the servers that wait do nothing."""
+    options = bench.options
+
+    def show(text: str, *, advance: int = 0) -> None:
+        bench.progress.update(task, description=text, advance=advance)
+
+    with contextlib.ExitStack() as stack:
+        runs: list[StrategyRun] = []
+        for strategy in strategies:
+            show(f"{strategy}: start the server")
+            url = stack.enter_context(serving(_flags(options, strategy, model), show))
+            runs.append(StrategyRun(bench, strategy, url))
+        for one in runs:
+            show(f"{one.strategy}: requests that came before")
+            unloaded_s = one.warm_up()
+            bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
+        for one in runs:
+            show(f"{one.strategy}: {options.concurrency} at a time", advance=1)
+            throughput = one.closed(bench.windows[0], options.concurrency).row["request_throughput"]
+            bench.rates = bench.rates or [float(f"{multiple * throughput:.2g}") for multiple in RATE_MULTIPLES]
+        for rate, window in zip(bench.rates, bench.windows[1:], strict=False):
+            for one in runs:
+                show(f"{one.strategy}: {rate:.3g} a second", advance=1)
+                one.open(window, rate)
+        found = []
+        for one in runs:
+            show(f"{one.strategy}: look for saturation", advance=1 + options.probes)
+            found.append((one, one.search()))
+    return found
+
+
+def _flags(options: argparse.Namespace, strategy: str, model: Path) -> list[str]:
+    """Flags of `scripts/serve.py`. Idle repair is off: what is reused shall depend on the requests alone."""
+    flags = ["--model", str(model), "--no-docs", "--max-model-len", str(options.max_model_len)]
+    flags += ["--host-cache-bytes", options.host_cache_bytes, "--no-repair", "--store-refresh-interval-s", "0"]
+    flags += ["--strategy", strategy]
+    if strategy not in ("full", "prefix", "reuse"):
+        flags += ["--recompute-ratio", str(options.recompute_ratio)]
+    flags += ["--compile-cache-dir", str(cache_folder() / "compile")]
+    return flags + shlex.split(options.serve_args)
+
+
+def _gaps(options: argparse.Namespace, data: Path) -> np.ndarray:
+    if options.arrivals == "poisson":
+        return workload.poisson_gaps(options.requests, options.seed)
+    return workload.recorded_gaps(data, options.arrivals, options.requests, options.arrival_start)
+
+
+def _shapes(options: argparse.Namespace, model: Path) -> dict[str, Any]:
+    names = ("trace", "passages", "arrivals", "requests", "max_tokens", "max_model_len", "history", "recompute_ratio")
+    return {"model": model.name, **{name: getattr(options, name) for name in (*names, "serve_args", "seed")}}

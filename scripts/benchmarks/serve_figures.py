@@ -1,0 +1,146 @@
+"""Figures of one run under load, in the field's terms (TTFT, TPOT, ITL, E2E latency), and the search for saturation.
+
+Names and definitions are those of vLLM's `benchmark_serving`. Knows no HTTP and no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scripts.benchmarks.serve_client import Record
+
+Counters = Mapping[str, float]
+"""Sample name -> value of a server's /metrics, labels summed up."""
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Mean and percentiles in milliseconds, linear between samples as numpy's; None of nothing."""
+    if not seconds:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"))
+    values = np.asarray(seconds) * 1e3
+    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    return {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
+
+
+def ttft_s(record: Record) -> float:
+    """Seconds to the first text."""
+    return record.text_s[0] - record.scheduled_s
+
+
+def itl_s(record: Record) -> list[float]:
+    """Seconds between one piece of text and the next."""
+    return [after - before for before, after in zip(record.text_s, record.text_s[1:], strict=False)]
+
+
+def tpot_s(record: Record) -> float | None:
+    """Seconds per token behind the first one; None of an answer of one token."""
+    if record.completion_tokens < 2:
+        return None
+    return (record.text_s[-1] - record.text_s[0]) / (record.completion_tokens - 1)
+
+
+def figures(records: Sequence[Record], slo_s: float, before: Counters, after: Counters) -> dict[str, Any]:
+    """All figures of one run; only whole answers count, but for `refused` and `failed`.
+
+    Args:
+      slo_s: bound on TTFT; goodput counts the answers within it.
+      before, after: /metrics around the run.
+    """
+    good = [record for record in records if record.status == "ok"]
+    duration_s = max((record.end_s for record in records), default=0.0) - min(
+        (record.scheduled_s for record in records), default=0.0
+    )
+    per_second = 1.0 / duration_s if duration_s > 0 else 0.0
+    ttfts = [ttft_s(record) for record in good]
+    num_within = sum(value <= slo_s for value in ttfts)
+    known = [record for record in good if record.computed_tokens is not None]
+    prompt_tokens = sum(record.prompt_tokens for record in known)
+    num_queued = _grown(before, after, "ccjax_request_queue_time_seconds_count")
+    return {
+        "completed": len(good),
+        "refused": sum(record.status == "refused" for record in records),
+        "failed": sum(record.status == "failed" for record in records),
+        "duration_s": duration_s,
+        "request_throughput": len(good) * per_second,
+        "output_throughput": sum(record.completion_tokens for record in good) * per_second,
+        "request_goodput": num_within * per_second,
+        "ttft_ms": spread(ttfts),
+        "tpot_ms": spread([value for value in map(tpot_s, good) if value is not None]),
+        "itl_ms": spread([value for record in good for value in itl_s(record)]),
+        "e2el_ms": spread([record.end_s - record.scheduled_s for record in good]),
+        "queue_ms": 1e3 * _grown(before, after, "ccjax_request_queue_time_seconds_sum") / num_queued
+        if num_queued
+        else None,
+        "computed_share": sum(record.computed_tokens or 0.0 for record in known) / prompt_tokens
+        if prompt_tokens
+        else None,
+        "send_lag_ms": spread([record.sent_s - record.scheduled_s for record in records]),
+        "compilations": _grown(before, after, "ccjax_compilations_total"),
+        "rss_bytes": after.get("process_resident_memory_bytes"),
+        "errors": sorted({record.error for record in records if record.error})[:5],
+    }
+
+
+def _grown(before: Counters, after: Counters, name: str) -> float:
+    return after.get(name, 0.0) - before.get(name, 0.0)
+
+
+def is_bounded(row: Mapping[str, Any], slo_s: float) -> bool:
+    """Whether a server kept up: every request was answered, and p99 of TTFT stays within `slo_s`.
+
+    A line that grows makes TTFT grow with it, so a run that is long enough to exceed the bound tells it: at a rate r
+    above the capacity c after about `slo_s / (1/c - 1/r)` requests.
+    """
+    p99 = row["ttft_ms"]["p99"]
+    return not row["refused"] and not row["failed"] and p99 is not None and p99 <= slo_s * 1e3
+
+
+@dataclasses.dataclass(frozen=True)
+class Saturation:
+    """The largest rate that stayed bounded and the smallest one above it that did not, in requests per second; None
+    where no rate was so."""
+
+    bounded: float | None
+    unbounded: float | None
+
+
+def bracket(known: Mapping[float, bool]) -> Saturation:
+    """What is known so far of rate -> bounded: the first rate that failed, and the best one below it."""
+    failed = [rate for rate, good in known.items() if not good]
+    unbounded = min(failed, default=None)
+    bounded = max((r for r, good in known.items() if good and (unbounded is None or r < unbounded)), default=None)
+    return Saturation(bounded, unbounded)
+
+
+def saturation(
+    is_good: Callable[[float], bool], known: Mapping[float, bool], most_probes: int, precision: float = 0.05
+) -> Saturation:
+    """Where a server saturates: rates are tried until the bracket is as tight as `precision`, or `most_probes` times.
+
+    Args:
+      is_good: runs at a rate; that a higher rate is never better is taken for granted.
+      known: what was measured before, at least one rate.
+
+    Raises:
+      ValueError: nothing is known to begin with.
+    """
+    if not known:
+        raise ValueError("known: wanted at least one measured rate, got none")
+    tried = dict(known)
+    for _ in range(most_probes):
+        found = bracket(tried)
+        if found.unbounded is None:
+            rate = 1.5 * (found.bounded or 0.0)
+        elif found.bounded is None:
+            rate = found.unbounded / 1.5
+        elif found.unbounded / found.bounded <= 1.0 + precision:
+            break
+        else:
+            rate = math.sqrt(found.bounded * found.unbounded)
+        tried[rate] = is_good(rate)
+    return bracket(tried)

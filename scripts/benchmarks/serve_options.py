@@ -1,0 +1,97 @@
+"""The serving benchmark's command line. Knows no run."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from pathlib import Path
+
+from scripts.benchmarks.serve_workload import RECORDINGS, TRACES
+
+STRATEGIES = ("prefix", "cachecraft", "full")
+_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+_QUICK = {"requests": 4, "history": 4, "passages": 2, "max_tokens": 4, "max_model_len": 512, "probes": 1}
+_QUICK |= {
+    "layers": 2,
+    "width": 256,
+    "slo_s": 5.0,
+    "rates": [2.0],
+    "strategies": ["prefix", "cachecraft"],
+    "serve_args": "--no-warmup",
+}
+# Where slo_s is 0, the first strategy's TTFT without load sets it; where there are no rates, its throughput does.
+_USUAL = {"requests": 60, "history": 150, "passages": 5, "max_tokens": 16, "max_model_len": 1024, "probes": 3}
+_USUAL |= {"layers": 16, "width": 1024, "slo_s": 0.0, "rates": None, "strategies": list(STRATEGIES), "serve_args": ""}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark. Defaults that --quick changes are set by `resolve`."""
+    add = parser.add_argument
+    add("--data", type=Path, help="folder with rag_trace/, arrivals/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
+    add("--model", type=Path, help="Hugging Face directory (default: random weights)")
+    add("--layers", type=int, help="of the model with random weights (default 16)")
+    add("--width", type=int, help="of that model, a multiple of 32 (default 1024)")
+    add("--strategies", nargs="+", help=f"the first one sets rates and bound (default {' '.join(STRATEGIES)})")
+    add("--sequential", action="store_true", help="one server at a time, where memory has no room for all")
+    add("--recompute-ratio", type=float, default=0.3, help="share of each reused passage to recompute (default 0.3)")
+    add("--serve-args", help="more flags for scripts/serve.py, as one string")
+    add("--host-cache-bytes", default="4GiB", help="memory for chunk-caches (default 4GiB)")
+    add("--max-model-len", type=int, help="longest prompt; passages are dropped beyond it (default 1024)")
+    add("--trace", choices=TRACES, default="musique", help="retrieval trace (default musique)")
+    add("--passages", type=int, help="passages of a request, best first (default 5)")
+    add("--history", type=int, help="earlier requests of the trace asked beforehand, at most (default 150)")
+    add("--max-tokens", type=int, help="tokens of every answer (default 16)")
+    add("--requests", type=int, help="requests of one run; with --soak of all (default 60, with --soak no limit)")
+    add("--rates", type=float, nargs="+", help="mean arrivals a second (default: 0.5 to 1.25 times the closed loop's)")
+    add("--arrivals", choices=("poisson", *RECORDINGS), default="poisson", help="(default poisson)")
+    add("--arrival-start", type=int, default=0, help="first recorded arrival that is used (default 0)")
+    add("--concurrency", type=int, default=8, help="requests under way in closed loop (default 8)")
+    add("--probes", type=int, help="further runs that look for the saturation rate (default 3)")
+    add("--slo-s", type=float, help="bound on TTFT (default: 5 times the first strategy's without load)")
+    add("--timeout-s", type=float, default=600.0, help="seconds until an answer is given up (default 600)")
+    add("--seed", type=int, default=0, help="of Poisson arrivals (default 0)")
+    add(
+        "--soak",
+        type=float,
+        metavar="SECONDS",
+        help="instead: closed loop of one strategy for so long; inf: --requests",
+    )
+    add("--output", type=Path, metavar="DIR", help="draw plots there (needs matplotlib)")
+
+
+def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The options with every default in place. Ends the program where one is out of range."""
+    options = copy.copy(arguments)
+    options.requests_given = options.requests
+    for name, value in (_QUICK if options.quick else _USUAL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    for name in ("requests", "passages", "max_tokens", "max_model_len", "concurrency"):
+        if getattr(options, name) < 1:
+            _refuse(name, "a positive number", getattr(options, name))
+    if options.layers < 1 or options.width < 32 or options.width % 32:
+        _refuse("width", "at least one layer and a positive multiple of 32", f"{options.layers} x {options.width}")
+    for name in ("history", "probes", "arrival_start", "slo_s"):
+        if getattr(options, name) < 0:
+            _refuse(name, "0 or more", getattr(options, name))
+    if options.rates is not None:
+        options.rates = sorted(set(options.rates))
+        if options.rates[0] <= 0.0:
+            _refuse("rates", "positive numbers", options.rates[0])
+    if options.soak is not None:
+        if not options.soak > 0.0:
+            _refuse("soak", "a positive number of seconds", options.soak)
+        if options.soak == float("inf") and options.requests_given is None:
+            _refuse("soak", "seconds, or inf together with --requests", options.soak)
+    return options
+
+
+def data_folder(options: argparse.Namespace) -> Path:
+    """Where the traces are, if they are there."""
+    return Path(options.data or os.environ.get("CCJAX_TEST_DATA") or _DATA)
+
+
+def _refuse(name: str, wanted: str, got: object) -> None:
+    sys.exit(f"bench.py serve: --{name.replace('_', '-')}: wanted {wanted}, got {got}")

@@ -1,0 +1,96 @@
+"""A long closed loop on one server: every answer whole, memory flat, no more compiling. Knows no rates."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from scripts.benchmarks.serve_client import Record, closed_loop
+from scripts.benchmarks.serve_figures import figures
+from scripts.benchmarks.serve_server import Watch, scrape, serving
+from scripts.benchmarks.serve_workload import Question
+
+NUM_QUESTIONS = 100
+"""Different requests of a soak, over and over: soon nothing is new to the store, and what grows then is a leak."""
+_SCRAPE_S = 5.0
+
+
+def soak(
+    questions: Sequence[Question],
+    flags_of: Callable[[str], list[str]],
+    options: argparse.Namespace,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Runs it and prints what came of it; `failures` of the result is not empty if an answer was not whole."""
+    strategy = "cachecraft" if "cachecraft" in options.strategies else options.strategies[0]
+    task = progress.add_task(strategy, total=None)
+    bodies = [q.body(max_tokens=options.max_tokens) for q in questions[-NUM_QUESTIONS:]]
+    with serving(flags_of(strategy), lambda text: progress.update(task, description=text)) as url:
+        progress.update(task, description=f"{strategy}: {options.concurrency} at a time")
+        before = scrape(url)
+        with Watch(url, _SCRAPE_S) as watch:
+            records = closed_loop(
+                url,
+                itertools.islice(itertools.cycle(bodies), options.requests_given),
+                options.concurrency,
+                options.timeout_s,
+                stop_after_s=options.soak,
+            )
+        after = scrape(url)
+    row = {"strategy": strategy, "load": "soak", "concurrency": options.concurrency, "rate": None}
+    row |= figures(records, options.slo_s or math.inf, before, after)
+    row |= trend(watch.samples) | {"changed_answers": changed_answers(records, len(bodies))}
+    _show(row)
+    broken = [record for record in records if record.status != "ok"]
+    failures = [f"{len(broken)} of {len(records)} answers were not whole: {broken[0].error}"] if broken else []
+    return {"cases": [row], "samples": watch.samples, "failures": failures}
+
+
+def trend(samples: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
+    """How memory and compilations went: (seconds, resident bytes, compilations) in order of time.
+
+    `rss_growth_bytes` is the median of the last quarter less that of the quarter before it: 0 up to noise if memory is
+    flat once the store is full. `late_compilations` came in the second half.
+    """
+    quarter = len(samples) // 4
+    if quarter == 0:
+        return {"rss_growth_bytes": None, "rss_max_bytes": None, "late_compilations": None}
+    resident = [memory for _, memory, _ in samples]
+    growth = statistics.median(resident[-quarter:]) - statistics.median(resident[-2 * quarter : -quarter])
+    late = samples[-1][2] - samples[len(samples) // 2][2]
+    return {"rss_growth_bytes": growth, "rss_max_bytes": max(resident), "late_compilations": late}
+
+
+def changed_answers(records: Sequence[Record], num_questions: int) -> int:
+    """Questions that were not answered alike each time: 0 where reuse is exact."""
+    texts: dict[int, set[str]] = collections.defaultdict(set)
+    for record in records:
+        if record.status == "ok":
+            texts[record.number % num_questions].add(record.text)
+    return sum(len(found) > 1 for found in texts.values())
+
+
+def _show(row: dict[str, Any]) -> None:
+    table = Table("", row["strategy"], show_header=True)
+    mb = lambda value: "" if value is None else f"{value / 1e6:,.0f} MB"  # noqa: E731
+    for name, text in (
+        ("answers whole / refused / failed", f"{row['completed']} / {row['refused']} / {row['failed']}"),
+        ("requests a second", f"{row['request_throughput']:.2f}"),
+        ("TTFT p50, p99", " ".join(f"{row['ttft_ms'][key] or 0:.0f} ms" for key in ("p50", "p99"))),
+        ("ITL p50, p99", " ".join(f"{row['itl_ms'][key] or 0:.0f} ms" for key in ("p50", "p99"))),
+        ("compilations, of them in the second half", f"{row['compilations']:.0f}, {row['late_compilations']}"),
+        ("server memory, largest", mb(row["rss_max_bytes"])),
+        ("growth from the third to the last quarter", mb(row["rss_growth_bytes"])),
+        ("questions answered in more than one way", str(row["changed_answers"])),
+    ):
+        table.add_row(name, text)
+    Console().print(table)

@@ -1,0 +1,170 @@
+"""What the serving benchmark asks and when: questions with the passages of a real retrieval trace, and arrival times.
+
+No public trace has both passages and arrival times, so wherever arrivals are recorded ones their combination with these
+passages is ours. Knows no server.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.benchmarks.common import BenchmarkError
+
+TRACES = ("musique", "nq")
+RECORDINGS = {"azure": "azure_2023_conv.csv", "mooncake": "mooncake_conversation.jsonl"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """One retrieved passage; `id` is that of the trace."""
+
+    id: int
+    title: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One request of the trace: a question and its passages, best first."""
+
+    text: str
+    passages: tuple[Passage, ...]
+
+    def body(self, *, max_tokens: int) -> dict[str, Any]:
+        """Body of a streamed chat with exactly `max_tokens` tokens of answer."""
+        return {
+            "messages": [{"role": "user", "content": self.text}],
+            "documents": [{"id": str(p.id), "title": p.title, "text": p.text} for p in self.passages],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,  # random weights end an answer anywhere
+            "temperature": 0,
+            "truncate": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+def load_trace(data: Path, name: str, num_passages: int) -> list[Question]:
+    """All requests of a trace in its order, each with its first `num_passages` passages.
+
+    MuSiQue: the real question where it is known, else one that names the first passage's title (638 of 1,000).
+    NQ: the trace has ids but no texts; each id borrows a MuSiQue passage and carries its own number in the title, so
+    that the pattern of reuse is NQ's and the lengths are not.
+
+    Raises:
+      BenchmarkError: the trace is not below `data`.
+    """
+    folder = data / "rag_trace"
+    texts = _rows(folder / "musique_docs.jsonl")
+    if name == "musique":
+        passages = {row["id"]: Passage(row["id"], row["title"], row["text"]) for row in texts}
+        known = _known_questions(data / "qa" / "rag_top5_musique.jsonl")
+    else:
+        passages, known = _Borrowed(texts), {}
+    questions = []
+    for row in _rows(folder / f"{name}_trace.jsonl"):
+        found = tuple(passages[number] for number in row["docs"])
+        text = known.get(tuple(row["docs"]), f"What do the passages say about {found[0].title}?")
+        questions.append(Question(text, found[:num_passages]))
+    return questions
+
+
+class _Borrowed(dict[int, Passage]):
+    """Passages for ids that have no text of their own."""
+
+    def __init__(self, texts: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def __missing__(self, number: int) -> Passage:
+        row = self._texts[number % len(self._texts)]
+        self[number] = Passage(number, f"{row['title']} ({number})", row["text"])
+        return self[number]
+
+
+def _known_questions(path: Path) -> dict[tuple[int, ...], str]:
+    if not path.exists():
+        return {}
+    return {tuple(doc["doc_id"] for doc in row["docs"]): row["question"] for row in _rows(path)}
+
+
+def history(questions: Sequence[Question], start: int, stop: int, most: int, *, is_prefix: bool) -> list[Question]:
+    """The requests before `start` that change what a store holds for those of [start, stop): at most `most`, the latest
+    ones, in order.
+
+    A request that shares no passage with the measured ones leaves nothing that they could use, as long as the store has
+    room for all; with `is_prefix` neither does one whose first passage is not the first one of a measured request.
+    """
+    of = (lambda q: q.passages[:1]) if is_prefix else (lambda q: q.passages)
+    wanted = {passage.id for question in questions[start:stop] for passage in of(question)}
+    useful = [q for q in questions[:start] if any(passage.id in wanted for passage in of(q))]
+    return useful[len(useful) - min(most, len(useful)) :]
+
+
+def windows(num_questions: int, num_windows: int, size: int) -> list[range]:
+    """Consecutive ranges of the trace that end with it: no window sees a request of another one, all have much before.
+
+    Raises:
+      BenchmarkError: the trace is too short.
+    """
+    start = num_questions - num_windows * size
+    if start < 0:
+        raise BenchmarkError(
+            f"requests: wanted at most {num_questions // num_windows} a run ({num_windows} runs share a trace of "
+            f"{num_questions}), got {size}"
+        )
+    return [range(start + n * size, start + (n + 1) * size) for n in range(num_windows)]
+
+
+def poisson_gaps(count: int, seed: int) -> np.ndarray:
+    """[count] gaps between arrivals of a Poisson process of rate 1."""
+    return np.random.default_rng(seed).exponential(size=count)
+
+
+def recorded_gaps(data: Path, name: str, count: int, start: int) -> np.ndarray:
+    """[count] gaps between the recorded arrivals from number `start` on, rescaled to a mean of 1.
+
+    Raises:
+      BenchmarkError: the recording is not below `data`.
+      BenchmarkError: it has not so many arrivals, or they come all at once.
+    """
+    times = _recorded_times(data / "arrivals" / RECORDINGS[name])
+    if start + count + 1 > len(times):
+        raise BenchmarkError(f"requests: wanted at most {len(times) - 1 - start} from arrival {start} on, got {count}")
+    gaps = np.diff(times[start : start + count + 1])
+    if not gaps.any():
+        raise BenchmarkError(f"arrivals: wanted some time between {count} arrivals of {name}, got none")
+    return gaps / gaps.mean()
+
+
+def arrival_times(gaps: np.ndarray, rate: float) -> np.ndarray:
+    """Seconds at which requests arrive, given unit-mean gaps and a mean rate in requests per second."""
+    return np.cumsum(gaps) / rate
+
+
+@functools.cache
+def _recorded_times(path: Path) -> np.ndarray:
+    """Ascending seconds."""
+    if path.suffix == ".jsonl" or not path.exists():
+        seconds = [row["timestamp"] / 1000 for row in _rows(path)]
+    else:
+        with path.open(encoding="utf-8", newline="") as lines:
+            # Seven digits of a second; Python's clock takes six.
+            stamps = [datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in csv.DictReader(lines)]
+        seconds = [(stamp - stamps[0]).total_seconds() for stamp in stamps]
+    return np.sort(np.asarray(seconds))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        raise BenchmarkError(f"wanted {path}, which is not there; set --data or CCJAX_TEST_DATA")
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]

@@ -1,0 +1,31 @@
+"""An answer under construction: what ends it, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ccjax.engine import SamplingParams
+from ccjax.engine.answer import Answer
+from ccjax.engine.sampling import Drawn
+from ccjax.errors import RequestError
+
+END, WORD = 1, 2
+
+
+def drawn(tokens: list[int], **sampling) -> Answer:
+    answer = Answer(SamplingParams(**sampling), None, frozenset({END}), ())
+    for token in tokens:
+        answer.push(Drawn(token, 0.0, ()))
+    return answer
+
+
+def test_an_end_of_text_token_ends_the_answer_unless_it_is_ignored() -> None:
+    ended = drawn([WORD, END])
+    assert (ended.finish_reason, ended.num_tokens) == ("stop", 1)
+    ignored = drawn([WORD, END, WORD], ignore_eos=True)
+    assert (ignored.finish_reason, ignored.num_tokens, ignored.last_token) == (None, 3, WORD)
+
+
+def test_only_a_truth_value_is_taken() -> None:
+    with pytest.raises(RequestError, match="ignore_eos: wanted true or false, got 1"):
+        SamplingParams(ignore_eos=1)  # type: ignore[arg-type]

@@ -1,0 +1,344 @@
+"""The serving benchmark: its workload and arrivals, its figures by hand, its search for saturation, and a real run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.benchmarks import serve_report
+from scripts.benchmarks import serve_workload as workload
+from scripts.benchmarks.common import BenchmarkError
+from scripts.benchmarks.serve_client import Record
+from scripts.benchmarks.serve_figures import Saturation, bracket, figures, is_bounded, saturation, spread
+from scripts.benchmarks.serve_soak import changed_answers, trend
+from tests.conftest import ROOT
+from tests.data import data_path
+from tests.server.tiny_model import write_tiny_model
+
+# -- arrivals ----------------------------------------------------------------------------------------------------------
+
+
+def test_poisson_gaps_are_exponential():
+    """Massart's bound on the distance of distribution functions and Chernoff's on the mean, each broken once in a
+    million runs. The first one holds the spread, too, which tells Poisson arrivals from others of the same rate."""
+    count, chance = 20_000, 1e-6
+    gaps = workload.poisson_gaps(count, seed=0)
+    distance = math.sqrt(math.log(2 / chance) / (2 * count))
+    assert distance < 0.02
+    assert _distance_to_exponential(gaps) < distance
+    # P(mean >= 1 + e) <= exp(-n (e - ln(1 + e))), and likewise below.
+    error = 0.04
+    assert 2 * math.exp(-count * (error - math.log1p(error))) < chance
+    assert abs(gaps.mean() - 1.0) < error
+    assert gaps.std() / gaps.mean() == pytest.approx(1.0, abs=0.05)
+    assert not np.array_equal(gaps, workload.poisson_gaps(count, seed=1))
+    for wrong in (np.ones(count), np.random.default_rng(0).uniform(0, 2, count), 1.1 * gaps):
+        assert _distance_to_exponential(wrong) > distance
+
+
+def _distance_to_exponential(gaps: np.ndarray) -> float:
+    wanted = -np.expm1(-np.sort(gaps))
+    steps = np.arange(len(gaps) + 1) / len(gaps)
+    return float(max(np.abs(wanted - steps[1:]).max(), np.abs(wanted - steps[:-1]).max()))
+
+
+def test_arrival_times_have_the_rate():
+    times = workload.arrival_times(np.asarray([1.0, 0.5, 1.5]), 4.0)
+    assert times.tolist() == [0.25, 0.375, 0.75]
+
+
+def test_recorded_arrivals_keep_their_shape(tmp_path):
+    folder = tmp_path / "arrivals"
+    folder.mkdir()
+    stamps = ("15:46.6000000", "15:47.6000000", "15:47.6000000", "15:50.6000005", "15:50.7000000")
+    lines = [f"2023-11-16 18:{stamp},374,44" for stamp in stamps]
+    (folder / "azure_2023_conv.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    rows = [json.dumps({"timestamp": ms, "input_length": 1}) for ms in (0, 3000, 3000, 9000)]
+    (folder / "mooncake_conversation.jsonl").write_text("\n".join(rows))
+    gaps = workload.recorded_gaps(tmp_path, "azure", 3, 0)
+    np.testing.assert_allclose(gaps, np.asarray([1.0, 0.0, 3.0]) * 3 / 4, atol=1e-6)
+    np.testing.assert_allclose(workload.recorded_gaps(tmp_path, "azure", 2, 2), np.asarray([3.0, 0.1]) * 2 / 3.1, 1e-4)
+    np.testing.assert_allclose(workload.recorded_gaps(tmp_path, "mooncake", 3, 0), [1.0, 0.0, 2.0])
+    with pytest.raises(BenchmarkError, match="requests: wanted at most 2 from arrival 2 on, got 3"):
+        workload.recorded_gaps(tmp_path, "azure", 3, 2)
+    with pytest.raises(BenchmarkError, match="wanted some time between 1 arrivals of mooncake"):
+        workload.recorded_gaps(tmp_path, "mooncake", 1, 1)
+
+
+@pytest.mark.parametrize("name", workload.RECORDINGS)
+def test_a_real_recording_is_rescaled_to_the_rate(name):
+    data = data_path("arrivals").parent
+    gaps = workload.recorded_gaps(data, name, 2000, 500)
+    assert gaps.min() >= 0.0 and gaps.mean() == pytest.approx(1.0, rel=1e-12)
+    times = workload.arrival_times(gaps, 2.5)
+    assert times[-1] == pytest.approx(2000 / 2.5)
+    # Azure's are nearly Poisson (CV 1.1 over the hour); Mooncake's come in bursts at the same instant.
+    assert (gaps == 0).mean() > 0.5 if name == "mooncake" else 0.9 < gaps.std() < 1.5
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def write_trace(data: Path, docs: list[list[int]]) -> Path:
+    """A folder in the shape of the real one: every passage a sentence of its own."""
+    (data / "rag_trace").mkdir(parents=True)
+    texts = [
+        {"id": n, "title": f"Town {n}", "text": f"Town {n} has {n + 3} bridges. " + "The river is wide. " * (n % 3 + 1)}
+        for n in range(max(max(row) for row in docs) + 1)
+    ]
+    rows = [{"i": n, "docs": row} for n, row in enumerate(docs)]
+    for name, values in (("musique_docs", texts), ("musique_trace", rows)):
+        (data / "rag_trace" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, values)))
+    return data
+
+
+def test_history_is_what_leaves_something_to_reuse(tmp_path):
+    docs = [[0, 1], [2, 3], [1, 4], [5, 6], [7, 0], [8, 9], [0, 5], [9, 2]]
+    trace = workload.load_trace(write_trace(tmp_path, docs), "musique", 2)
+    assert trace[0].text == "What do the passages say about Town 0?"
+
+    def found(most, *, is_prefix):
+        past = workload.history(trace, 6, 8, most, is_prefix=is_prefix)
+        return [trace.index(question) for question in past]
+
+    assert found(9, is_prefix=False) == [0, 1, 3, 4, 5]  # passages 0, 5, 9 and 2; [1, 4] shares none
+    assert found(2, is_prefix=False) == [4, 5]
+    assert found(9, is_prefix=True) == [0]  # 0 or 9 in front
+    assert found(0, is_prefix=False) == []
+    cut = workload.load_trace(tmp_path, "musique", 1)
+    assert [passage.id for passage in cut[3].passages] == [5]
+
+
+def test_windows_end_with_the_trace_and_never_overlap():
+    assert workload.windows(10, 3, 2) == [range(4, 6), range(6, 8), range(8, 10)]
+    with pytest.raises(BenchmarkError, match="requests: wanted at most 3 a run .*3 runs.* got 4"):
+        workload.windows(11, 3, 4)
+
+
+def test_the_real_traces():
+    data = data_path("rag_trace").parent
+    trace = workload.load_trace(data, "musique", 5)
+    assert len(trace) == 1000 and all(len(question.passages) == 5 for question in trace)
+    assert sum(not question.text.startswith("What do the passages say about") for question in trace) == 362
+    body = trace[0].body(max_tokens=7)
+    assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (7, True, True)
+    assert [document["title"] for document in body["documents"]][0] == "FC Barcelona"
+    borrowed = workload.load_trace(data, "nq", 5)
+    texts = {passage.id: (passage.title, passage.text) for question in borrowed for passage in question.passages}
+    assert len(set(texts.values())) == len(texts) > 4000  # ids that borrow the same text are still different passages
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_spread_is_numpys():
+    found = spread([0.001 * n for n in range(1, 101)])
+    assert found == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p99": 99.01})
+    seconds = np.random.default_rng(0).exponential(size=37)
+    assert spread(list(seconds))["p90"] == pytest.approx(1e3 * np.percentile(seconds, 90))
+    assert spread([]) == {"mean": None, "p50": None, "p90": None, "p99": None}
+
+
+def answered(number: int, at: float, text_s: list[float], end_s: float, tokens: int) -> Record:
+    return Record(number, at, at, text_s, end_s, "ok", None, str(number), 100, tokens, 40.0)
+
+
+def test_figures_by_hand():
+    records = [
+        answered(0, 1.0, [2.0, 2.5, 3.5], 3.5, 3),
+        answered(1, 2.0, [5.0, 5.25], 6.0, 3),  # two tokens came in one piece
+        Record(2, 2.5, 2.5, [], 3.0, "refused", "HTTP 429"),
+        Record(3, 3.0, 3.5, [4.0, 4.1], 11.0, "failed", "broken"),
+    ]
+    before = {"ccjax_request_queue_time_seconds_sum": 10.0, "ccjax_request_queue_time_seconds_count": 4.0}
+    after = {"ccjax_request_queue_time_seconds_sum": 13.0, "ccjax_request_queue_time_seconds_count": 6.0}
+    after |= {"ccjax_compilations_total": 7.0, "process_resident_memory_bytes": 5e8}
+    row = figures(records, 1.5, {**before, "ccjax_compilations_total": 5.0}, after)
+    assert (row["completed"], row["refused"], row["failed"], row["duration_s"]) == (2, 1, 1, 10.0)
+    rates = [row[key] for key in ("request_throughput", "output_throughput", "request_goodput")]
+    assert rates == pytest.approx([0.2, 0.6, 0.1])
+    assert row["ttft_ms"]["mean"] == 2000.0 and row["ttft_ms"]["p50"] == 2000.0
+    assert row["itl_ms"]["mean"] == pytest.approx((500 + 1000 + 250) / 3)
+    assert row["tpot_ms"]["mean"] == pytest.approx((750 + 125) / 2)
+    assert row["e2el_ms"]["mean"] == 3250.0 and row["queue_ms"] == 1500.0
+    assert (row["computed_share"], row["compilations"], row["rss_bytes"]) == (0.4, 2.0, 5e8)
+    assert row["send_lag_ms"]["mean"] == 125.0 and row["errors"] == ["HTTP 429", "broken"]
+    assert not is_bounded(row, 100.0), "somebody got no answer"
+    whole = figures(records[:2], 1.5, {}, {})
+    assert whole["queue_ms"] is None and whole["rss_bytes"] is None
+    assert is_bounded(whole, 3.0) and not is_bounded(whole, 2.9)
+    nothing = figures(records[2:], 1.5, {}, {})
+    assert nothing["request_throughput"] == 0.0 and nothing["ttft_ms"]["p99"] is None and not is_bounded(nothing, 9.0)
+
+
+# -- saturation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0.1, 5.0, 7.0, 8.0, 60.0])
+def test_the_search_closes_in_on_a_step(first):
+    capacity, tried = 7.3, []
+
+    def is_good(rate):
+        tried.append(rate)
+        return rate <= capacity
+
+    found = saturation(is_good, {first: first <= capacity}, 20)
+    assert found.bounded is not None and found.unbounded is not None
+    assert found.bounded <= capacity < found.unbounded <= 1.05 * found.bounded
+    assert len(tried) < 20 and first not in tried
+
+
+def test_the_search_stops_when_it_may_not_go_on():
+    assert saturation(lambda rate: True, {2.0: True}, 2) == Saturation(4.5, None)
+    assert saturation(lambda rate: False, {4.5: False}, 2) == Saturation(None, pytest.approx(2.0))
+    assert saturation(lambda rate: 1 / 0 > 0, {1.0: True, 2.0: False}, 0) == Saturation(1.0, 2.0)
+    assert bracket({1.0: True, 2.0: False, 3.0: True}) == Saturation(1.0, 2.0)  # a lucky run above is no proof
+    with pytest.raises(ValueError, match="known: wanted at least one"):
+        saturation(lambda rate: True, {}, 3)
+
+
+def test_the_search_finds_the_capacity_of_a_queue():
+    """One server, 0.2 s for each request, Poisson arrivals: it can do 5 a second. A TTFT of 25 services at p99 is
+    reached at a load of some 0.91 (the tail of M/D/1 falls as exp(-2 (1 - load) t / service)), far above at 1.1."""
+    service_s, slo_s = 0.2, 5.0
+    gaps = workload.poisson_gaps(4000, seed=0)
+
+    def is_good(rate):
+        free_s, records = 0.0, []
+        for number, at in enumerate(workload.arrival_times(gaps, rate)):
+            free_s = max(free_s, at) + service_s
+            records.append(answered(number, at, [free_s], free_s, 1))
+        return is_bounded(figures(records, slo_s, {}, {}), slo_s)
+
+    found = saturation(is_good, {1.0: is_good(1.0)}, 12)
+    assert found.bounded is not None and found.unbounded is not None
+    assert 0.85 * 5.0 < found.bounded < found.unbounded < 1.02 * 5.0
+
+
+def test_the_line_beside_the_paper():
+    def row(strategy, rate, bounded, throughput, latency, p99):
+        times = {"e2el_ms": {"mean": latency}, "ttft_ms": {"p99": p99}}
+        return {"strategy": strategy, "load": "open", "rate": rate, "bounded": bounded, "completed": 9,
+                "request_throughput": throughput, **times}  # fmt: skip
+
+    rows = [row("prefix", 1.0, True, 1.0, 500, 900), row("cachecraft", 1.0, True, 1.0, 400, 700)]
+    limits = {"prefix": Saturation(1.0, 2.0), "cachecraft": Saturation(1.5, 3.0)}
+    assert serve_report.compare(rows, limits) is None and "nothing to compare" in serve_report.line(None)
+    rows += [row("prefix", 4.0, False, 1.1, 9e3, 2e4), row("cachecraft", 4.0, False, 1.9, 3e3, 1e4)]
+    rows += [row("prefix", 2.0, False, 1.2, 6000, 9000), row("cachecraft", 2.0, True, 1.8, 2000, 1800)]
+    found = serve_report.compare(rows, limits)
+    wanted = {"rate": 2.0, "throughput": 1.5, "latency": 3.0, "p99_ttft": 5.0, "saturation": 1.5}
+    assert found == pytest.approx(wanted)
+    text = serve_report.line(found)
+    assert "at 2 requests a second, where prefix saturates, cachecraft has 1.50x the throughput (paper 1.6x)" in text
+    assert "3.00x lower mean latency (paper 2.1x), 5.00x lower p99 TTFT (paper 3x); saturates at 1.50x" in text
+    assert serve_report.compare(rows[:1] + rows[2:3], limits) is None
+
+
+# -- a soak ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_judged_once_the_store_is_full():
+    filling = [(float(n), 1e9 + min(n, 8) * 1e8, 40.0 + min(n, 6)) for n in range(16)]
+    assert trend(filling) == {"rss_growth_bytes": 0.0, "rss_max_bytes": 1.8e9, "late_compilations": 0.0}
+    leaking = [(float(n), 1e9 + n * 1e6, float(n)) for n in range(16)]
+    assert trend(leaking) == {"rss_growth_bytes": 4e6, "rss_max_bytes": 1.015e9, "late_compilations": 7.0}
+    assert trend(filling[:3])["rss_growth_bytes"] is None
+
+
+def test_changed_answers_are_counted_by_question():
+    records = [answered(number, 0.0, [1.0], 1.0, 1) for number in range(6)]
+    for record, text in zip(records, ("a", "b", "a", "c", "a", "b"), strict=True):
+        record.text = text
+    assert changed_answers(records, 2) == 1 and changed_answers(records, 6) == 0
+    records[3].status = "failed"
+    assert changed_answers(records, 2) == 0
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/bench.py", "serve", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env={**os.environ})
+
+
+@pytest.fixture(scope="module")
+def tiny_bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for a run against `scripts/serve.py` with a tiny model and a small trace."""
+    folder = tmp_path_factory.mktemp("serve")
+    draw = random.Random(0)
+    docs = [draw.sample(range(7), 3) for _ in range(40)]  # soon all seven are stored, but seldom in the order asked for
+    data = write_trace(folder / "data", docs)
+    write_tiny_model(
+        folder / "tiny", [line for line in (data / "rag_trace/musique_docs.jsonl").read_text().splitlines()]
+    )
+    return ["--quick", "--json", "--data", str(data), "--model", str(folder / "tiny")]
+
+
+def test_a_real_run_of_two_strategies(tiny_bench, tmp_path):
+    done = bench(*tiny_bench, "--rates", "4", "200", "--requests", "5", "--slo-s", "0.001", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    loads = [(case["strategy"], case["load"], case["rate"]) for case in figures["cases"]]
+    rates = [("closed", None), ("open", 4.0), ("open", 200.0), ("probe", pytest.approx(4 / 1.5))]
+    assert loads == [(strategy, *load) for strategy in ("prefix", "cachecraft") for load in rates]
+    for case in figures["cases"]:
+        assert (case["completed"], case["refused"], case["failed"], case["errors"]) == (5, 0, 0, [])
+        assert case["output_throughput"] == pytest.approx(4 * case["request_throughput"])
+        assert 0 < case["ttft_ms"]["p50"] <= case["ttft_ms"]["p99"] <= case["e2el_ms"]["p99"]
+        assert case["itl_ms"]["p50"] > 0 and case["queue_ms"] > 0 and case["rss_bytes"] > 1e8
+        assert case["request_goodput"] == 0.0 and not case["bounded"], "no first token within a millisecond"
+        assert 0 < case["computed_share"] < 1
+    shares = {name: [c["computed_share"] for c in figures["cases"] if c["strategy"] == name] for name, *_ in loads}
+    assert sum(shares["cachecraft"]) < sum(shares["prefix"])
+    assert figures["comparison"]["rate"] == 4.0 and figures["saturation"]["prefix"]["bounded"] is None
+    assert any("where prefix saturates, cachecraft has" in line for line in done.stdout.splitlines())
+    for name in ("rates.svg", "itl.svg"):
+        assert (tmp_path / name).read_text().count("</svg>") == 1
+
+
+def test_a_soak_ends_with_every_answer_whole(tiny_bench):
+    done = bench(*tiny_bench, "--soak", "inf", "--requests", "30", "--concurrency", "4")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    (case,) = figures["cases"]
+    assert (case["strategy"], case["load"], case["completed"]) == ("cachecraft", "soak", 30)
+    assert figures["failures"] == [] and figures["samples"] and case["compilations"] > 0
+    done = bench(*tiny_bench, "--soak", "inf", "--requests", "2", "--timeout-s", "0.001")
+    assert done.returncode == 1 and "2 of 2 answers were not whole: TimeoutError" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["failures"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--data", "/no/such/folder"], ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]),
+        (["--requests", "0"], ["--requests", "positive", "0"]),
+        (["--rates", "1", "-2"], ["--rates", "positive", "-2.0"]),
+        (["--soak", "inf"], ["--soak", "--requests"]),
+        (["--width", "100"], ["--width", "32", "100"]),
+    ],
+)
+def test_bad_options_end_with_one_line(arguments, words):
+    done = bench("--quick", *arguments)
+    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_a_server_that_cannot_start_says_why(tiny_bench):
+    done = bench(*tiny_bench, "--serve-args=--alpha -1")
+    assert done.returncode == 1 and "the server did not start" in done.stderr and "--alpha" in done.stderr
+
+
+def test_a_server_that_fails_without_load_is_not_measured(tiny_bench):
+    done = bench(*tiny_bench, "--timeout-s", "0.001")
+    assert done.returncode == 1 and done.stdout == "" and "prefix: 12 requests failed before any load" in done.stderr

@@ -1,0 +1,64 @@
+"""Many users at once, over the socket and with OpenAI's own client: everyone gets the answer that the same request gets
+when nobody else is there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server import patience
+from tests.server.conftest import DOCUMENTS, Server
+
+NUM_CHATS = 32
+NAMES = tuple(name.removesuffix(".md").capitalize() for name in DOCUMENTS)
+
+
+def chat(number: int, reuse: str) -> dict[str, Any]:
+    """A chat of its own: question, order and number of passages, length, greedy or drawn with a seed."""
+    name = NAMES[number % len(NAMES)]
+    texts = list(DOCUMENTS.values())
+    texts = texts[number % 5 :] + texts[: number % 5]
+    passages = [{"id": f"p{number % 3}", "text": f"Page {number % 3}. {text}"} for text in texts[: 1 + number % 3]]
+    drawing = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
+    return {
+        "messages": [{"role": "user", "content": f"What does {name} do on day {number}?"}],
+        "max_tokens": 6 + number % 7,
+        "extra_body": {"documents": passages, "reuse": reuse, "ignore_eos": True},
+        **drawing,
+    }
+
+
+async def streamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> tuple[str, str | None, int, int]:
+    """Text, reason to finish, prompt tokens and answer tokens of a streamed chat."""
+    text, reason, usage = "", None, None
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    async for chunk in await client.chat.completions.create(model="tiny", **request, **options):
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+        usage = chunk.usage or usage
+    assert usage is not None
+    return text, reason, usage.prompt_tokens, usage.completion_tokens
+
+
+@pytest.mark.parametrize("reuse", ["off", "exact"])
+def test_32_streamed_chats_at_once_get_the_answers_they_get_alone(server: Server, reuse: str) -> None:
+    requests = [chat(number, reuse) for number in range(NUM_CHATS)]
+
+    async def ask() -> tuple[list[Any], list[Any]]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
+        ) as client:
+            alone = [await streamed(client, request) for request in requests]
+            together = await asyncio.gather(*(streamed(client, request) for request in reversed(requests)))
+        return alone, together[::-1]
+
+    alone, together = asyncio.run(ask())
+    assert together == alone
+    assert len({answer[0] for answer in alone}) > NUM_CHATS - 4, "answers must differ, or a mix-up would not show"
+    for request, (_, reason, _, num_tokens) in zip(requests, together, strict=True):
+        assert (reason, num_tokens) == ("length", request["max_tokens"])
+    assert patience.get(f"{server.url}/ready").status_code == 200
