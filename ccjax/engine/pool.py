@@ -49,7 +49,10 @@ class PagedShard:
 
     Attributes:
       slots: [T] int32, page * 16 + offset of every token.
+      free: frees the pages now; for their only user.
     """
+
+    free: weakref.finalize
 
     def __init__(self, pool: DevicePool, pages: Sequence[int], num_tokens: int) -> None:
         self._pool = pool
@@ -140,8 +143,10 @@ class DevicePool(MemoryTier[PagedShard]):
         shards = []
         for length in lengths:
             pages = [self._free.popleft() for _ in range(num_pages(length))]
-            shards.append(PagedShard(self, pages, length))
-            weakref.finalize(shards[-1], self._free.extend, pages).atexit = False
+            shard = PagedShard(self, pages, length)
+            shard.free = weakref.finalize(shard, self._free.extend, pages)
+            shard.free.atexit = False
+            shards.append(shard)
         return shards
 
     def update(self, layer: int, step: Callable[[jax.Array, jax.Array], Updated]) -> Updated:

@@ -124,7 +124,7 @@ def test_random_packs_and_batches_give_what_each_request_gets_alone(seed, settin
     random = np.random.default_rng(seed)
     asked = prompts(random)
     reuse = [("bounded", "exact", "off", "fast")[number % 4] for number in range(len(asked))]
-    with MODEL.engine(device_cache_bytes=400 * PAGE, **settings) as engine:
+    with MODEL.engine(max_model_len=512, device_cache_bytes=400 * PAGE, **settings) as engine:
         for segments in asked[:3]:
             alone(engine, segments)  # fills the store
         object.__setattr__(engine.config, "read_only", True)
@@ -161,7 +161,7 @@ def test_requests_share_the_pages_of_a_chunk_at_different_positions():
     random = np.random.default_rng(5)
     segments = draw_segments(random, [40, 33])
     other = [draw_segments(random, [])[0] + [1, 2, 3], *segments[1:]]
-    with MODEL.engine(device_cache_bytes=100 * PAGE, strategy="reuse") as engine:
+    with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE, strategy="reuse") as engine:
         alone(engine, segments)
         batch = Batch(engine)
         first, second = batch.begin(segments), batch.begin(other)
@@ -179,7 +179,7 @@ def test_requests_share_the_pages_of_a_chunk_at_different_positions():
 def test_a_preempted_request_goes_on_where_it_was():
     random = np.random.default_rng(6)
     segments, answered = draw_segments(random, [40, 33]), []
-    with MODEL.engine(device_cache_bytes=100 * PAGE) as engine:
+    with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
         wanted = alone(engine, segments)
         batch = Batch(engine)
         for count in (2, 3, 1):
@@ -193,7 +193,7 @@ def test_a_preempted_request_goes_on_where_it_was():
 
 
 def test_pages_begin_where_the_last_one_is_full():
-    with MODEL.engine(device_cache_bytes=100 * PAGE) as engine:
+    with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
         batch = Batch(engine)
         one = batch.begin(draw_segments(np.random.default_rng(7), [20], question=15))
         pages = one.job.pages
@@ -210,17 +210,19 @@ def test_pages_begin_where_the_last_one_is_full():
 def test_too_few_pages_take_none():
     from store import TierFullError
 
-    with MODEL.engine(device_cache_bytes=4 * PAGE) as engine:
-        batch, free = Batch(engine), engine._pool.num_free
+    with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
+        held = engine._pool.allocate([96 * PAGE_TOKENS])
         with pytest.raises(TierFullError, match="wanted 5 pages, 4 are free"):
-            batch.begin(draw_segments(np.random.default_rng(7), [33]))
-        assert engine._pool.num_free == free == 4
+            Batch(engine).begin(draw_segments(np.random.default_rng(7), [33]))
+        assert engine._pool.num_free == 4
+        held[0].free()
+        assert engine._pool.num_free == 100
 
 
 def test_a_pack_goes_on_without_a_job_that_was_dropped():
     random = np.random.default_rng(8)
     asked = [draw_segments(random, [40]), draw_segments(random, [30]), draw_segments(random, [20])]
-    with MODEL.engine(device_cache_bytes=100 * PAGE) as engine:
+    with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
         wanted = [alone(engine, segments, "off") for segments in asked]
         batch = Batch(engine)
         running = [batch.begin(segments, "off") for segments in asked]
@@ -239,7 +241,7 @@ def test_a_pack_goes_on_without_a_job_that_was_dropped():
 
 
 def test_shared_segments_are_those_that_nothing_is_recomputed_of():
-    with MODEL.engine(device_cache_bytes=100 * PAGE, recompute_ratio=0.5) as engine:
+    with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE, recompute_ratio=0.5) as engine:
         segments = draw_segments(np.random.default_rng(9), [20, 30])
         alone(engine, segments)
         batch = Batch(engine)

@@ -26,7 +26,7 @@ class RequestPages:
     """The pages of one request. A segment that is reused unchanged stays where the chunk is, and any number of requests
     read it there, each at its own position; every other one has pages of its own, and so has the answer.
 
-    Its pages are free again, and the chunks' may be, once nobody holds this object.
+    Its pages are free again, and the chunks' may be, after `release`, or once nobody holds this object.
 
     Attributes:
       shared: indices of the segments that lie in a chunk's pages.
@@ -46,12 +46,16 @@ class RequestPages:
         self.shared = shared_segments(plan, chunks)
         own = [index for index in range(len(plan.segments)) if index not in self.shared]
         shards = dict(zip(own, pool.allocate([plan.segments[index].num_tokens for index in own]), strict=True))
-        self._shards: list[PagedShard] = []
+        self._own = list(shards.values())
+        self._chunks: list[PagedShard] = []
         table: list[tuple[int, int, int]] = []
         for index, segment in enumerate(plan.segments):
             variant_id = segment.variant_id
-            shard = shards[index] if variant_id is None or index not in self.shared else chunks[variant_id]
-            self._shards.append(shard)
+            if variant_id is None or index not in self.shared:
+                shard = shards[index]
+            else:
+                shard = chunks[variant_id]
+                self._chunks.append(shard)
             for first in range(0, segment.num_tokens, PAGE_TOKENS):
                 page, length = int(shard.slots[first]) // PAGE_TOKENS, min(PAGE_TOKENS, segment.num_tokens - first)
                 table.append((page, segment.start + first, length))
@@ -72,7 +76,7 @@ class RequestPages:
         """
         if self.needs_page:
             (shard,) = self._pool.allocate([1])
-            self._shards.append(shard)
+            self._own.append(shard)
             if self.num_entries == self._table.shape[1]:
                 self._table = np.pad(self._table, ((0, 0), (0, self.num_entries)))
             self._table[:, self.num_entries] = shard.slots[0] // PAGE_TOKENS, self.num_tokens, 0
@@ -82,6 +86,12 @@ class RequestPages:
         last[_LENGTH] += 1
         self.num_tokens += 1
         return slot
+
+    def release(self) -> None:
+        """Gives all pages back. Whoever holds this object still, an exception's traceback say, must not use it."""
+        for shard in self._own:
+            shard.free()
+        self._own, self._chunks = [], []
 
     @property
     def slots(self) -> np.ndarray:

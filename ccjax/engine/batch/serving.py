@@ -173,6 +173,8 @@ class Serving:
 
     def drop(self) -> None:
         """Gives all pages back; the tokens drawn so far stay."""
+        if self.job is not None:
+            self.job.pages.release()
         self.job = None
         self.is_decoding = False
 
