@@ -226,17 +226,20 @@ class EngineWorker:
             if job.response is not None or job.cancelled:
                 return
             job.cancelled = True
+            is_in_line = job.started_s is None
         job._emit(JobCancelledError())
         job.stop()
+        if is_in_line:  # it need not wait for the engine to look
+            self._end_cancelled(job)
 
     def _take_in(self, job: Job, event: Delta | Exception) -> None:
         """What the engine has to say of a job; on the engine's thread."""
         if isinstance(event, Exception):
-            if not job.cancelled:
-                job._emit(event)
-            self._leave(job)
             if job.cancelled:
-                self._on_end(job)
+                self._end_cancelled(job)
+            else:
+                job._emit(event)
+                self._leave(job)
             return
         with self._changed:
             if job.cancelled:
@@ -249,11 +252,19 @@ class EngineWorker:
             self._on_end(job)
         job._emit(event)
 
-    def _leave(self, job: Job) -> None:
+    def _end_cancelled(self, job: Job) -> None:
+        """Lets a cancelled job go; the first call does."""
+        if self._leave(job):
+            self._on_end(job)
+
+    def _leave(self, job: Job) -> bool:
+        """Takes a job out of the books; False where it is not in them any more."""
         job.end_preload()
         with self._changed:
+            was_here = job in self._jobs
             self._jobs.pop(job, None)
             self._changed.notify_all()
+        return was_here
 
     # -- the thread --------------------------------------------------------------------------------------------
 

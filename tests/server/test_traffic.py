@@ -37,13 +37,9 @@ def metrics(server: Server) -> dict[tuple[str, ...], float]:
 
 @contextlib.contextmanager
 def busy(server: Server) -> Iterator[None]:
-    """While it lasts, the engine is kept by a request that does not come from the server."""
-    held = server.engine.stream(Request(messages=body("x")["messages"], sampling=SamplingParams(max_new_tokens=4)))
-    next(held)
-    try:
+    """While it lasts, the engine begins no request."""
+    with server.engine._exclusive():
         yield
-    finally:
-        held.close()
 
 
 def test_32_requests_at_once_are_all_answered_right(server: Server) -> None:
