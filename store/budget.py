@@ -12,7 +12,12 @@ class ByteBudget:
     def __init__(self, tier: str, limit_bytes: int | None):
         self.tier = tier
         self.limit_bytes = None if limit_bytes is None else positive_int(f"{tier}_bytes", limit_bytes, minimum=0)
-        self.used_bytes = 0
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are used now."""
+        return self._used_bytes
 
     def shortfall(self, num_bytes: int) -> int:
         """Bytes that must go before `num_bytes` more fit; 0 when they fit now."""
@@ -34,7 +39,7 @@ class ByteBudget:
                 f"{self.tier} tier: {num_bytes} bytes do not fit, {self.used_bytes} of {self.limit_bytes} used, "
                 f"{short} must be evicted first"
             )
-        self.used_bytes += num_bytes
+        self._used_bytes += num_bytes
 
     def recharge(self, charged: int, num_bytes: int) -> int:
         """Counts `num_bytes` as used in place of the `charged` that were counted before, and returns them.
@@ -50,9 +55,9 @@ class ByteBudget:
 
     def adopt(self, num_bytes: int) -> None:
         """Counts bytes that are there already (another process wrote them), even beyond the limit."""
-        self.used_bytes += num_bytes
+        self._used_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
         """Counts `num_bytes` as free again."""
-        self.used_bytes -= num_bytes
-        assert self.used_bytes >= 0
+        self._used_bytes -= num_bytes
+        assert self._used_bytes >= 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from store.budget import ByteBudget
 from store.memory import MemoryTier
 from store.spec import KVSpec
 from store.usage import HOST
@@ -13,7 +14,7 @@ class HostTier(MemoryTier[np.ndarray]):
     """Variants in host memory, each as the array `[L, 2, T, K, H]` itself, not a copy."""
 
     def __init__(self, kv_spec: KVSpec, budget_bytes: int) -> None:
-        super().__init__(HOST, budget_bytes)
+        super().__init__(HOST, ByteBudget(HOST, budget_bytes))
         self._kv_spec = kv_spec
 
     def charge_bytes(self, num_tokens: int) -> int:

@@ -25,9 +25,9 @@ class MemoryTier(abc.ABC, Generic[Held]):
       budget: bytes held of those that it may hold.
     """
 
-    def __init__(self, name: str, budget_bytes: int) -> None:
+    def __init__(self, name: str, budget: ByteBudget) -> None:
         self.name = name
-        self.budget = ByteBudget(name, budget_bytes)
+        self.budget = budget
         self._shards: dict[str, tuple[ShardRecord, Held]] = {}
         self._lossy: set[str] = set()
 

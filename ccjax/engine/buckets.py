@@ -29,3 +29,13 @@ def segment_bucket(num_segments: int) -> int:
     while size < num_segments:
         size *= 4
     return size
+
+
+def batch_bucket(num_requests: int) -> int:
+    """Rows of a decode step: powers of two."""
+    return 1 << (num_requests - 1).bit_length()
+
+
+def entry_bucket(num_entries: int) -> int:
+    """Entries of the page tables of a decode step: powers of two from 8."""
+    return max(8, 1 << (num_entries - 1).bit_length())

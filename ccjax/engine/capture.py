@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ccjax.engine.prefill import PrefillResult
+from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.policy.capture import should_capture, variant_meta
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId, VariantMeta
 
@@ -19,7 +19,7 @@ ReadLayers = Callable[[VariantId, int, int], np.ndarray]
 
 def capture_variants(
     plan: PrefillPlan,
-    result: PrefillResult,
+    result: PrefillOutcome,
     known: Mapping[ChunkId, Collection[VariantMeta]],
     read_layers: ReadLayers | None,
 ) -> Iterator[tuple[VariantMeta, np.ndarray]]:
@@ -42,18 +42,19 @@ def capture_variants(
         before.append(segment)
 
 
-def _mean_masses(plan: PrefillPlan, result: PrefillResult) -> tuple[np.ndarray, np.ndarray]:
+def _mean_masses(plan: PrefillPlan, result: PrefillOutcome) -> tuple[np.ndarray, np.ndarray]:
     """Mass [n, C] on every segment and self mass [n] of every prompt token, mean over layers, float64.
 
     Tokens that no layer computed have none; `variant_meta` wants exactly that of a repaired chunk.
     """
     mass = np.zeros((plan.num_tokens, len(plan.segments)))
     own = np.zeros(plan.num_tokens)
-    for layer in result.layers:
-        count = len(layer.offsets)
-        mass[layer.offsets] += np.asarray(layer.mass)[:count, : len(plan.segments)]
-        own[layer.offsets] += np.asarray(layer.self_mass)[:count]
-    return mass / len(result.layers), own / len(result.layers)
+    for rows in result.layers:
+        inside = slice(rows.first, rows.first + len(rows.offsets))
+        mass[rows.offsets] += np.asarray(rows.mass)[inside, : len(plan.segments)]
+        own[rows.offsets] += np.asarray(rows.self_mass)[inside]
+    num_layers = result.layers[-1].layer + 1
+    return mass / num_layers, own / num_layers
 
 
 def _measured_meta(
@@ -83,16 +84,16 @@ def _measured_meta(
     )
 
 
-def _kv(result: PrefillResult, segment: Segment, read_layers: ReadLayers | None) -> np.ndarray:
+def _kv(result: PrefillOutcome, segment: Segment, read_layers: ReadLayers | None) -> np.ndarray:
     """KV [L, 2, T, K, H] of a segment: what it was reused from, with every computed row written over it."""
-    first = result.layers[0]
-    kv = np.empty((len(result.layers), 2, segment.num_tokens, *first.k.shape[1:]), first.k.dtype)
+    last = result.layers[-1]
+    kv = np.empty((last.layer + 1, 2, segment.num_tokens, *last.k.shape[1:]), last.k.dtype)
     if segment.variant_id is not None:
         assert read_layers is not None
-        kv[...] = read_layers(segment.variant_id, 0, len(result.layers))
-    for number, layer in enumerate(result.layers):
-        low, high = np.searchsorted(layer.offsets, (segment.start, segment.start + segment.num_tokens))
-        inside = layer.offsets[low:high] - segment.start
-        kv[number, 0, inside] = np.asarray(layer.k)[low:high]
-        kv[number, 1, inside] = np.asarray(layer.v)[low:high]
+        kv[...] = read_layers(segment.variant_id, 0, last.layer + 1)
+    for rows in result.layers:
+        low, high = np.searchsorted(rows.offsets, (segment.start, segment.start + segment.num_tokens))
+        inside = rows.offsets[low:high] - segment.start
+        kv[rows.layer, 0, inside] = np.asarray(rows.k)[rows.first + low : rows.first + high]
+        kv[rows.layer, 1, inside] = np.asarray(rows.v)[rows.first + low : rows.first + high]
     return kv

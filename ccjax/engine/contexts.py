@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import jax
@@ -66,6 +66,7 @@ class LayerLoader:
         num_layers: int,
         patience: Patience,
         pool: Pool | None = None,
+        skip: Collection[int] = (),
         is_cancelled: IsCancelled | None = None,
         lead: int = 1,
         on_merge: Callable[[int, float], Any] = lambda num_bytes, seconds: None,
@@ -76,6 +77,7 @@ class LayerLoader:
           shape: [S, K, H] of a context.
           patience: bounds the waits; must expect the variants.
           pool: where the ticket's variants on the device are.
+          skip: segments of the plan that are left out.
           is_cancelled: asked while `take` waits.
           lead: layers whose KV must be there before the first context is handed out.
           on_merge: called, from the thread, with the bytes of each layer and the seconds that merging them took.
@@ -83,7 +85,9 @@ class LayerLoader:
         self.waited_s = 0.0
         self._ticket = ticket
         reused: list[tuple[VariantId, Segment]] = [
-            (segment.variant_id, segment) for segment in plan.segments if segment.variant_id is not None
+            (segment.variant_id, segment)
+            for index, segment in enumerate(plan.segments)
+            if segment.variant_id is not None and index not in skip
         ]
         self._shape, self._dtype, self._num_layers = shape, dtype, num_layers
         self._reused = [(key, segment) for key, segment in reused if ticket.tiers[key] != DEVICE]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 
 from ccjax.engine.buckets import slot_bucket, token_bucket
 from models.llama3.steps import read_pages_step, write_pages_step
+from store.budget import ByteBudget
 from store.errors import TierFullError
 from store.memory import MemoryTier
 from store.spec import KVSpec
@@ -25,12 +27,32 @@ from store.usage import DEVICE
 PAGE_TOKENS = 16
 
 
+class Paged(Protocol):
+    """What a step that was given pages returns."""
+
+    @property
+    def k_pages(self) -> jax.Array: ...
+    @property
+    def v_pages(self) -> jax.Array: ...
+
+
+Updated = TypeVar("Updated", bound=Paged)
+
+
+def num_pages(num_tokens: int) -> int:
+    """Pages that so many tokens take."""
+    return -(-num_tokens // PAGE_TOKENS)
+
+
 class PagedShard:
-    """The KV of one variant in a pool. Its pages are free again once nobody holds this object.
+    """KV of consecutive tokens in a pool. Its pages are free again once nobody holds this object.
 
     Attributes:
       slots: [T] int32, page * 16 + offset of every token.
+      free: frees the pages now; for their only user.
     """
+
+    free: weakref.finalize
 
     def __init__(self, pool: DevicePool, pages: Sequence[int], num_tokens: int) -> None:
         self._pool = pool
@@ -42,10 +64,34 @@ class PagedShard:
         return self._pool.read_layers(self.slots, first, last)
 
 
-class DevicePool(MemoryTier[PagedShard]):
-    """Variants in device memory, all of it taken at once. Reads are thread-safe: arrays are replaced under a lock.
+class PageBudget(ByteBudget):
+    """Bytes of a pool's pages that are in use, by whomever: what is charged is only checked."""
 
-    Pages of a removed variant are free once no reader holds them.
+    def __init__(self, num_pages: int, page_bytes: int, free: Collection[int]) -> None:
+        super().__init__(DEVICE, num_pages * page_bytes)
+        self._num_pages = num_pages
+        self._page_bytes = page_bytes
+        self._free = free
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all pages that are not free."""
+        return (self._num_pages - len(self._free)) * self._page_bytes
+
+    def charge(self, num_bytes: int) -> None:
+        """Raises TierFullError unless so many bytes are free."""
+        if short := self.shortfall(num_bytes):
+            raise TierFullError(f"device tier: wanted {num_bytes} bytes of pages, {short} more than are free")
+
+    def release(self, num_bytes: int) -> None:
+        """Nothing: pages become free by themselves."""
+
+
+class DevicePool(MemoryTier[PagedShard]):
+    """Pages in device memory, all of it taken at once, for cached variants and running requests alike. Thread-safe for
+    reads, and for `update`: arrays are replaced under a lock.
+
+    Pages are free again once nobody holds them: those of a removed variant when its last reader lets go.
 
     Args:
       budget_bytes: what all pages together may take; at least one page of every layer.
@@ -62,13 +108,13 @@ class DevicePool(MemoryTier[PagedShard]):
                 f"device_cache_bytes: wanted at least {self.page_bytes}, a page of {PAGE_TOKENS} tokens in every "
                 f"layer, got {budget_bytes}"
             )
-        super().__init__(DEVICE, self.num_pages * self.page_bytes)
+        self._free = collections.deque(range(self.num_pages))
+        super().__init__(DEVICE, PageBudget(self.num_pages, self.page_bytes, self._free))
         self.kv_spec = kv_spec
         shape = (kv_spec.num_kv_heads, self.num_pages, PAGE_TOKENS, kv_spec.head_dim)
         self._layers = [
             (jnp.zeros(shape, kv_spec.np_dtype), jnp.zeros(shape, kv_spec.np_dtype)) for _ in range(kv_spec.num_layers)
         ]
-        self._free = collections.deque(range(self.num_pages))
         self._pages_lock = threading.Lock()
 
     @property
@@ -76,9 +122,39 @@ class DevicePool(MemoryTier[PagedShard]):
         """Slots of the pool; a slot number from here on means none."""
         return self.num_pages * PAGE_TOKENS
 
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
     def charge_bytes(self, num_tokens: int) -> int:
         """Bytes that so many tokens take out of the budget: whole pages."""
-        return -(-num_tokens // PAGE_TOKENS) * self.page_bytes
+        return num_pages(num_tokens) * self.page_bytes
+
+    def allocate(self, lengths: Sequence[int]) -> list[PagedShard]:
+        """Pages for so many tokens each; what is in them is whatever was there before.
+
+        Raises:
+          TierFullError: fewer pages are free; none is taken.
+        """
+        wanted = sum(map(num_pages, lengths))
+        if wanted > len(self._free):
+            raise TierFullError(f"device tier: wanted {wanted} pages, {len(self._free)} are free")
+        shards = []
+        for length in lengths:
+            pages = [self._free.popleft() for _ in range(num_pages(length))]
+            shard = PagedShard(self, pages, length)
+            shard.free = weakref.finalize(shard, self._free.extend, pages)
+            shard.free.atexit = False
+            shards.append(shard)
+        return shards
+
+    def update(self, layer: int, step: Callable[[jax.Array, jax.Array], Updated]) -> Updated:
+        """Lets `step` take the pages of a layer, `[K, P, 16, H]` each, and give them back."""
+        with self._pages_lock:
+            out = step(*self._layers[layer])
+            self._layers[layer] = (out.k_pages, out.v_pages)
+        return out
 
     def compile_write(self, num_tokens: int) -> None:
         """Compiles what variants of so many tokens, a `token_bucket`, are written with."""
@@ -91,12 +167,7 @@ class DevicePool(MemoryTier[PagedShard]):
 
     def _take_in(self, kv: np.ndarray) -> PagedShard:
         num_tokens = kv.shape[2]
-        num_pages = -(-num_tokens // PAGE_TOKENS)
-        if len(self._free) < num_pages:
-            raise TierFullError(f"device tier: wanted {num_pages} pages, {len(self._free)} are free and others in use")
-        pages = [self._free.popleft() for _ in range(num_pages)]
-        shard = PagedShard(self, pages, num_tokens)
-        weakref.finalize(shard, self._free.extend, pages).atexit = False
+        (shard,) = self.allocate([num_tokens])
         padded = np.zeros(self.kv_spec.shape(token_bucket(num_tokens)), self.kv_spec.np_dtype)
         padded[:, :, :num_tokens] = kv
         self._write(padded, shard.slots)

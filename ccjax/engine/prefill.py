@@ -14,8 +14,17 @@ import jax
 import numpy as np
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.plan_rows import (
+    LayerRows,
+    PrefillOutcome,
+    computed_offsets,
+    padded_to,
+    question_stats,
+    rows_outside,
+    unfocused,
+)
 from ccjax.policy.focus import FocusState, observe
-from ccjax.types import LayerStats, PrefillPlan
+from ccjax.types import PrefillPlan
 from models.llama3.config import LlamaConfig
 from models.llama3.params import Params
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
@@ -55,48 +64,20 @@ class PrefillCancelledError(Exception):
     """`is_cancelled` said so between two layers; nothing of the run is kept."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerRows:
-    """What one layer computed: prompt offsets of its rows (ascending), their KV and, if collected, their masses.
-
-    `k` (before RoPE), `v`: [N, K, H]; `mass`: [N, C]; `self_mass`: [N]; N is padded, only `len(offsets)` rows count.
-    """
-
-    offsets: np.ndarray
-    k: jax.Array
-    v: jax.Array
-    mass: jax.Array | None
-    self_mass: jax.Array | None
-
-
 @dataclasses.dataclass
-class PrefillResult:
+class PrefillResult(PrefillOutcome):
     """The prompt's context, ready to decode from.
 
     Attributes:
       hidden: [N, D], hidden states after the last layer; the last real row is the prompt's last token.
       num_rows: real rows of `hidden`.
       k_contexts, v_contexts: per layer [S, K, H]; keys rotated.
-      layers: what each layer computed; empty unless collected.
-      computed_token_layers: sum over layers of the tokens computed there.
-      focused: indices of the focused documents once alg. 1 decided, else None.
-      focus_cut_layer: first layer that ran without the unfocused tokens.
-      unrepaired: segments whose recomputed tokens were dropped there.
-      has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
     """
 
-    hidden: jax.Array
-    num_rows: int
-    k_contexts: list[jax.Array]
-    v_contexts: list[jax.Array]
-    layers: list[LayerRows]
-    computed_token_layers: int
-    focused: frozenset[int] | None = None
-    focus_cut_layer: int | None = None
-    unrepaired: frozenset[int] = frozenset()
-    has_new_sizes: bool = False
-    loaded_bytes: int = 0
-    load_wait_s: float = 0.0
+    hidden: jax.Array = dataclasses.field(kw_only=True)
+    num_rows: int = 0
+    k_contexts: list[jax.Array] = dataclasses.field(default_factory=list)
+    v_contexts: list[jax.Array] = dataclasses.field(default_factory=list)
 
 
 class Prefiller:
@@ -110,10 +91,11 @@ class Prefiller:
         self.dtype = np.dtype(params.embedding.dtype)
         self.implementation = implementation
         self._sizes: set[Size] = set()
+        self._packed_sizes: set[Size] = set()
 
     def size_of(self, plan: PrefillPlan) -> Size:
         """The size that a collecting run of the plan begins with."""
-        num_rows = token_bucket(len(_computed_offsets(plan)))
+        num_rows = token_bucket(len(computed_offsets(plan)))
         return num_rows, slot_bucket(plan.num_tokens), segment_bucket(len(plan.segments))
 
     def context_shape(self, plan: PrefillPlan) -> tuple[int, int, int]:
@@ -123,6 +105,12 @@ class Prefiller:
     def has_run(self, size: Size) -> bool:
         """True if `run` used that size before, so that it is compiled."""
         return size in self._sizes
+
+    def note_size(self, size: Size) -> bool:
+        """Notes that steps of a packed prefill ran at a size; True the first time."""
+        is_new = size not in self._packed_sizes
+        self._packed_sizes.add(size)
+        return is_new
 
     def run(
         self,
@@ -159,12 +147,12 @@ class Prefiller:
         for index, segment in enumerate(plan.segments):
             segment_of_slot[segment.start : segment.start + segment.num_tokens] = index
 
-        offsets = _computed_offsets(plan)
+        offsets = computed_offsets(plan)
         rows = _Rows(offsets, first_pos, num_slots)
-        x = embed_step(self.top, _padded(token_ids[offsets], rows.size, 0))
-        result = PrefillResult(x, rows.count, [], [], [], 0)
+        x = embed_step(self.top, padded_to(token_ids[offsets], rows.size, 0))
+        result = PrefillResult(hidden=x, num_rows=rows.count)
         focus = FocusState()
-        pending: collections.deque[tuple[int, np.ndarray, jax.Array]] = collections.deque()
+        pending: collections.deque[LayerRows] = collections.deque()
         slot_positions, slot_segments = jax.numpy.asarray(positions), jax.numpy.asarray(segment_of_slot)
         sizes: set[Size] = set()
         under_way: collections.deque[jax.Array] = collections.deque()
@@ -199,25 +187,26 @@ class Prefiller:
             result.k_contexts.append(out.k_context)
             result.v_contexts.append(out.v_context)
             result.computed_token_layers += len(offsets)
+            computed = LayerRows(layer, offsets, 0, out.k, out.v, out.mass, out.self_mass)
             if collect:
-                result.layers.append(LayerRows(offsets, out.k, out.v, out.mass, out.self_mass))
+                result.layers.append(computed)
             if plan.focus_window is None or focus.decided is not None or out.mass is None:
                 continue
             # Policy reads one layer late: while it looks at the layer before, the device is busy with this one.
             out.mass.copy_to_host_async()
-            pending.append((layer, offsets, out.mass))
+            pending.append(computed)
             if len(pending) < 2 or layer + 1 == self.config.num_layers:
                 continue
             focus = observe(
-                focus, _question_stats(plan, *pending.popleft()), window=plan.focus_window, rule=plan.focus_rule
+                focus, question_stats(plan, pending.popleft()), window=plan.focus_window, rule=plan.focus_rule
             )
             if focus.decided is not None:
-                result.unrepaired = _unfocused(plan, focus.decided)
-                kept = _rows_outside(plan, offsets, result.unrepaired)
+                result.unrepaired = unfocused(plan, focus.decided)
+                kept = rows_outside(plan, offsets, result.unrepaired)
                 if len(kept) < len(offsets):
                     offsets, result.focus_cut_layer = offsets[kept], layer + 1
                     rows = _Rows(offsets, first_pos, num_slots)
-                    x = select_step(x, _padded(kept, rows.size, int(kept[-1])))
+                    x = select_step(x, padded_to(kept, rows.size, int(kept[-1])))
         result.hidden, result.num_rows, result.focused = x, rows.count, focus.decided
         if contexts is not None:
             result.loaded_bytes, result.load_wait_s = contexts.loaded_bytes, contexts.waited_s
@@ -249,50 +238,5 @@ class _Rows:
     def __init__(self, offsets: np.ndarray, first_pos: int, num_slots: int) -> None:
         self.count = len(offsets)
         self.size = token_bucket(self.count)
-        self.positions = _padded((offsets + first_pos).astype(np.int32), self.size, int(offsets[-1]) + first_pos)
-        self.slots = _padded(offsets.astype(np.int32), self.size, num_slots)  # past the end: dropped
-
-
-def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
-    padded = np.full(size, fill, np.int32)
-    padded[: len(values)] = values
-    return padded
-
-
-def _computed_offsets(plan: PrefillPlan) -> np.ndarray:
-    """Prompt offsets, ascending, of all tokens that run through the model."""
-    parts = []
-    for segment in plan.segments:
-        inside = np.asarray(segment.recompute_offsets, np.int64)
-        if segment.action == "compute":
-            inside = np.arange(segment.num_tokens)
-        parts.append(segment.start + inside)
-    return np.concatenate(parts)
-
-
-def _documents(plan: PrefillPlan) -> list[int]:
-    return [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
-
-
-def _question_stats(plan: PrefillPlan, layer: int, offsets: np.ndarray, mass: jax.Array) -> LayerStats:
-    """The question's mass on every document in one layer, as policy wants it."""
-    question = plan.segments[-1]
-    rows = np.asarray(mass)[: len(offsets)][offsets >= question.start]
-    return LayerStats(layer, tuple(float(value) for value in rows[:, _documents(plan)].sum(0)))
-
-
-def _unfocused(plan: PrefillPlan, focused: frozenset[int]) -> frozenset[int]:
-    """Segments of reused documents outside the focus; `focused` counts documents, the result segments."""
-    return frozenset(
-        index
-        for number, index in enumerate(_documents(plan))
-        if number not in focused and plan.segments[index].recompute_offsets
-    )
-
-
-def _rows_outside(plan: PrefillPlan, offsets: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
-    """Indices of the rows that belong to none of the dropped segments."""
-    stays = np.ones(len(offsets), bool)
-    for segment in (plan.segments[index] for index in dropped):
-        stays &= (offsets < segment.start) | (offsets >= segment.start + segment.num_tokens)
-    return np.flatnonzero(stays)
+        self.positions = padded_to((offsets + first_pos).astype(np.int32), self.size, int(offsets[-1]) + first_pos)
+        self.slots = padded_to(offsets.astype(np.int32), self.size, num_slots)  # past the end: dropped

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ccjax.engine.prefill import PrefillResult
+from ccjax.engine.plan_rows import PrefillOutcome
 from store.arrays import OnRead
 from store.usage import DISK, HOST
 
@@ -86,7 +86,7 @@ class ComputeRate:
         """The fit; None until a run was measured."""
         return self._samples.cost
 
-    def observe(self, result: PrefillResult, num_layers: int, seconds: float) -> None:
+    def observe(self, result: PrefillOutcome, num_layers: int, seconds: float) -> None:
         """Takes in a finished run of `seconds`, waits for KV left out; one that may have compiled says nothing."""
         if not result.has_new_sizes:
             self._samples.add(max(1, round(result.computed_token_layers / num_layers)), seconds)

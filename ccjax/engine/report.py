@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ccjax.engine.prefill import PrefillResult
+from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.prompts import Prompt
 from ccjax.types import DocumentReuse, PrefillPlan, ReuseMode, ReuseReport, Segment
 
@@ -12,7 +12,7 @@ from ccjax.types import DocumentReuse, PrefillPlan, ReuseMode, ReuseReport, Segm
 def build_report(
     plan: PrefillPlan,
     prompt: Prompt,
-    result: PrefillResult,
+    result: PrefillOutcome,
     *,
     mode: ReuseMode,
     strategy: str,

@@ -56,6 +56,25 @@ class PagedDecodeOutput(NamedTuple):
     v_pages: Float[Array, "K P T H"]
 
 
+class WrittenPages(NamedTuple):
+    """`k_pages`, `v_pages`: [K, P, T, H], the pool with rows written."""
+
+    k_pages: Float[Array, "K P T H"]
+    v_pages: Float[Array, "K P T H"]
+
+
+@functools.partial(jax.jit, donate_argnames=("k_pages", "v_pages"))
+def write_rows_step(
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    slots: Int[Array, "N"],
+    k: Float[Array, "N K H"],
+    v: Float[Array, "N K H"],
+) -> WrittenPages:
+    """The pages of one layer, donated, with rows written to `slots`; rows whose slot is past the end are dropped."""
+    return WrittenPages(write_slots(k_pages, slots, k), write_slots(v_pages, slots, v))
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("config", "num_segments", "implementation"),

@@ -143,7 +143,10 @@ def _one_by_one(model: Prefiller, length: int, steps: int, num_runs: int) -> Cal
     def contexts() -> list[jax.Array]:
         return [jax.random.normal(jax.random.key(number), shape) for number in range(config.num_layers)]
 
-    results = [PrefillResult(jnp.zeros((1, 1)), 1, contexts(), contexts(), [], 0) for _ in range(_NUM_DECODERS)]
+    results = [
+        PrefillResult(hidden=jnp.zeros((1, 1)), num_rows=1, k_contexts=contexts(), v_contexts=contexts())
+        for _ in range(_NUM_DECODERS)
+    ]
     decoders = [Decoder(model, result, num_prompt_tokens=length, max_new_tokens=room) for result in results]
 
     def run() -> int:

@@ -1,0 +1,104 @@
+"""One request's prefill, whichever packs its pieces run in: what they gave, when unfocused chunks are dropped. Knows no
+other request and no step."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+
+from ccjax.engine.batch.pages import RequestPages
+from ccjax.engine.plan_rows import (
+    LayerRows,
+    PrefillOutcome,
+    computed_offsets,
+    question_stats,
+    rows_outside,
+    unfocused,
+)
+from ccjax.engine.prefill import Contexts
+from ccjax.policy.focus import FocusState, observe
+from ccjax.types import PrefillPlan
+
+
+class PrefillJob:
+    """The prefill of one request.
+
+    Attributes:
+      offsets: positions, ascending, of all tokens that run through the model.
+      segment_of: [n + a] int32, segment of every token; the answer belongs to the question's.
+      result: what came of it so far.
+    """
+
+    def __init__(
+        self,
+        token_ids: np.ndarray,
+        plan: PrefillPlan,
+        pages: RequestPages,
+        *,
+        contexts: Contexts | None = None,
+        collect: bool = False,
+    ) -> None:
+        """
+        Args:
+          token_ids: [n + a] int32: the prompt and, behind a preemption, the answer so far.
+          pages: with a slot for each of them.
+          contexts: source of the KV of reused segments that are not `pages.shared`, layer by layer.
+          collect: keep computed KV and masses, for capture.
+        """
+        if token_ids.shape != (pages.num_tokens,):
+            raise ValueError(f"token_ids: wanted shape ({pages.num_tokens},), a slot each, got {token_ids.shape}")
+        reused = {index for index, segment in enumerate(plan.segments) if segment.action == "reuse"}
+        if contexts is None and not reused <= pages.shared:
+            raise ValueError("contexts: wanted a source for the plan's reused variants, got None")
+        self.token_ids = token_ids
+        self.plan = plan
+        self.pages = pages
+        self.contexts = contexts
+        self.collect = collect
+        self.offsets = np.concatenate([computed_offsets(plan), np.arange(plan.num_tokens, len(token_ids))])
+        self.segment_of = np.full(len(token_ids), len(plan.segments) - 1, np.int32)
+        for index, segment in enumerate(plan.segments):
+            self.segment_of[segment.start : segment.start + segment.num_tokens] = index
+        self.result = PrefillOutcome()
+        self._focus = FocusState()
+        self._pending: collections.deque[LayerRows] = collections.deque()
+
+    @property
+    def watches_focus(self) -> bool:
+        """True while CacheCraft alg. 1 wants the question's masses."""
+        return self.plan.focus_window is not None and self._focus.decided is None
+
+    @property
+    def wants_mass(self) -> bool:
+        """True while masses are of use."""
+        return self.collect or self.watches_focus
+
+    def take_in(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> np.ndarray | None:
+        """Takes in what a layer gave; returns the rows that stay, where CacheCraft alg. 1 just dropped others."""
+        self.result.computed_token_layers += len(rows.offsets)
+        if self.collect:
+            self.result.layers.append(rows)
+        if not (is_last_piece and self.watches_focus) or rows.mass is None:
+            return None
+        # Policy reads one layer late: while it looks at the layer before, the device is busy with this one.
+        rows.mass.copy_to_host_async()
+        self._pending.append(rows)
+        if len(self._pending) < 2 or rows.layer + 1 == num_layers:
+            return None
+        window, rule = self.plan.focus_window, self.plan.focus_rule
+        assert window is not None
+        stats = question_stats(self.plan, self._pending.popleft())
+        self._focus = observe(self._focus, stats, window=window, rule=rule)
+        self.result.focused = self._focus.decided
+        if self._focus.decided is None:
+            return None
+        dropped = unfocused(self.plan, self._focus.decided)
+        kept = rows_outside(self.plan, rows.offsets, dropped)
+        self.result.unrepaired = frozenset(
+            index for index in dropped if np.isin(self.segment_of[rows.offsets], index).any()
+        )
+        if len(kept) == len(rows.offsets):
+            return None
+        self.result.focus_cut_layer = rows.layer + 1
+        return kept

@@ -1,0 +1,223 @@
+"""Pieces of several prompts, run together through all layers, one layer at a time. Knows no queue and no policy but the
+focus of each request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from ccjax.engine.batch.job import PrefillJob
+from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.plan_rows import LayerRows, padded_to
+from ccjax.engine.pool import DevicePool
+from ccjax.engine.prefill import Contexts, Prefiller
+from models.llama3.paged_steps import paged_layer_step, write_rows_step
+from models.llama3.steps import embed_step, logits_step, select_step
+
+_NO_POSITION = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(eq=False)
+class Piece:
+    """Computed tokens `[first, last)` of a job, counted from the first one that it computes."""
+
+    job: PrefillJob
+    first: int
+    last: int
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last <= len(self.job.offsets):
+            raise ValueError(
+                f"first, last: wanted 0 <= first < last <= {len(self.job.offsets)}, got {self.first}, {self.last}"
+            )
+        self.offsets = self.job.offsets[self.first : self.last]
+
+    @property
+    def is_last(self) -> bool:
+        """True when nothing of the prompt is left to compute behind it."""
+        return self.last == len(self.job.offsets)
+
+
+class JobFailedError(Exception):
+    """A job of a pack cannot go on; its cause says why."""
+
+    def __init__(self, job: PrefillJob) -> None:
+        super().__init__()
+        self.job = job
+
+
+class Pack:
+    """Pieces that run together; `run_layer` for each layer, then `logits`.
+
+    The KV that pieces compute or load goes into the pages of their requests, so a later piece, and decoding, find it
+    there. What a piece gives does not depend on the others.
+
+    Attributes:
+      layer: the next one to run.
+      has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
+    """
+
+    def __init__(self, model: Prefiller, pool: DevicePool, pieces: Sequence[Piece]) -> None:
+        self._model = model
+        self._pool = pool
+        self._pieces = list(pieces)
+        for number, piece in enumerate(pieces):
+            piece.number = number
+        self.layer = 0
+        self.has_new_sizes = False
+        self._num_rows_run = 0
+        self._filled: set[PrefillJob] = set()
+        # A later piece reads no slot behind its last token, so none of those is asked for.
+        lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
+        parts = list(zip(pieces, lengths, strict=True))
+        self._slots = _context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
+        self._k_pos = _context([np.arange(length) for length in lengths], _NO_POSITION)
+        self._k_request = _context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
+        self._k_segment = _context([piece.job.segment_of[:length] for piece, length in parts], -1)
+        self._set_rows()
+        token_ids = np.concatenate([piece.job.token_ids[piece.offsets] for piece in pieces])
+        self._x = embed_step(model.top, padded_to(token_ids, self._num_rows, 0))
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that ran, as many as if each had run through all layers."""
+        return round(self._num_rows_run / self._model.config.num_layers)
+
+    @property
+    def hidden(self) -> jax.Array:
+        """[N, D], what the layers so far gave."""
+        return self._x
+
+    @property
+    def is_done(self) -> bool:
+        """True once all layers ran, or nobody is left in it."""
+        return self.layer == self._model.config.num_layers or not self._pieces
+
+    def is_ready(self) -> bool:
+        """True when the next layer would not wait for a load."""
+        return all(contexts.is_ready(self.layer) for _, contexts in self._loading())
+
+    def wait(self) -> None:
+        """Until the device has run the layers so far."""
+        self._x.block_until_ready()
+
+    def drop(self, job: PrefillJob) -> None:
+        """Takes a job out: none of its pages is written from now on."""
+        if any(piece.job is job for piece in self._pieces):
+            others = [piece for piece in self._pieces if piece.job is not job]
+            self._keep({piece: np.arange(len(piece.offsets)) for piece in others})
+
+    def run_layer(self) -> None:
+        """Runs the next layer; returns before the device is done.
+
+        Raises:
+          JobFailedError: the reused KV of a job cannot be had; once that is dropped, the layer can be run.
+        """
+        for job, contexts in self._loading():
+            if job not in self._filled:  # it is after a failure of another one
+                self._fill(job, contexts)
+                self._filled.add(job)
+        self._filled.clear()
+        wants_mass = any(piece.job.collect or (piece.is_last and piece.job.watches_focus) for piece in self._pieces)
+        most_segments = max(len(piece.job.plan.segments) for piece in self._pieces)
+        num_segments = segment_bucket(most_segments) if wants_mass else 0
+        out = self._pool.update(
+            self.layer,
+            lambda k_pages, v_pages: paged_layer_step(
+                self._model.params.layers[self.layer],
+                self._x,
+                k_pages,
+                v_pages,
+                self._q_pos,
+                self._q_slot,
+                self._q_request,
+                self._slots,
+                self._k_pos,
+                self._k_request,
+                self._k_segment if wants_mass else None,
+                config=self._model.config,
+                num_segments=num_segments,
+                implementation=self._model.implementation,
+            ),
+        )
+        self._x = out.x
+        size = (self._num_rows, len(self._slots), num_segments)
+        self.has_new_sizes |= self._model.note_size(size)
+        self._num_rows_run += sum(len(piece.offsets) for piece in self._pieces)
+        kept, first = {}, 0
+        for piece in self._pieces:
+            rows = LayerRows(self.layer, piece.offsets, first, out.k, out.v, out.mass, out.self_mass)
+            first += len(piece.offsets)
+            stays = piece.job.take_in(rows, is_last_piece=piece.is_last, num_layers=self._model.config.num_layers)
+            kept[piece] = np.arange(len(piece.offsets)) if stays is None else stays
+        self.layer += 1
+        if any(len(kept[piece]) < len(piece.offsets) for piece in self._pieces):
+            self._keep(kept)
+
+    def logits(self) -> tuple[list[PrefillJob], jax.Array | None]:
+        """The jobs whose prompt is complete, and the logits `[B, V]`, float32, of the last token of each, B padded."""
+        ends = np.cumsum([len(piece.offsets) for piece in self._pieces]) - 1
+        done = [(piece.job, int(end)) for piece, end in zip(self._pieces, ends, strict=True) if piece.is_last]
+        if not done:
+            return [], None
+        rows = padded_to(np.asarray([end for _, end in done], np.int32), token_bucket(len(done)), done[-1][1])
+        logits = logits_step(self._model.top, select_step(self._x, rows), config=self._model.config)
+        return [job for job, _ in done], logits
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _loading(self) -> list[tuple[PrefillJob, Contexts]]:
+        """The jobs whose first piece is here, with their source of reused KV; those that have one."""
+        first = [piece.job for piece in self._pieces if piece.first == 0]
+        return [(job, job.contexts) for job in first if job.contexts is not None]
+
+    def _fill(self, job: PrefillJob, contexts: Contexts) -> None:
+        """Puts the reused rows of a layer into the pages of the request."""
+        try:
+            k, v = contexts.take(self.layer)
+        except Exception as error:
+            raise JobFailedError(job) from error
+        slots = np.full(len(k), self._pool.num_slots, np.int32)
+        for index, segment in enumerate(job.plan.segments):
+            if segment.action == "reuse" and index not in job.pages.shared:
+                where = slice(segment.start, segment.start + segment.num_tokens)
+                slots[where] = job.pages.slots[where]
+        self._pool.update(self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, k, v))
+
+    def _set_rows(self) -> None:
+        """What the steps are told about the rows; padding repeats the last one and is written nowhere."""
+        offsets = [piece.offsets for piece in self._pieces]
+        slots = [piece.job.pages.slots[piece.offsets] for piece in self._pieces]
+        requests = [np.full(len(piece.offsets), piece.number) for piece in self._pieces]
+        self._num_rows = token_bucket(sum(map(len, offsets)))
+
+        def padded(parts: list[np.ndarray], fill: int | None) -> jax.Array:
+            values = np.concatenate(parts)
+            return jax.numpy.asarray(padded_to(values, self._num_rows, int(values[-1]) if fill is None else fill))
+
+        self._q_pos, self._q_request = padded(offsets, None), padded(requests, None)
+        self._q_slot = padded(slots, self._pool.num_slots)
+
+    def _keep(self, kept: Mapping[Piece, np.ndarray]) -> None:
+        """Goes on with the pieces in `kept`, and with those rows of each."""
+        rows, first = [], 0
+        for piece in self._pieces:
+            if piece in kept:
+                rows.append(first + kept[piece])
+            first += len(piece.offsets)
+        for piece, stays in kept.items():
+            piece.offsets = piece.offsets[stays]
+        self._pieces = [piece for piece in self._pieces if piece in kept]
+        if self._pieces:
+            self._set_rows()
+            values = np.concatenate(rows)
+            self._x = select_step(self._x, padded_to(values, self._num_rows, int(values[-1])))
+
+
+def _context(parts: Sequence[np.ndarray], fill: int) -> jax.Array:
+    values = np.concatenate(parts)
+    return jax.numpy.asarray(padded_to(values, slot_bucket(len(values)), fill))

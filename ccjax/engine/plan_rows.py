@@ -1,0 +1,96 @@
+"""Which rows of a prompt a plan computes, and what a layer gave for them. Knows no step and no request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from ccjax.types import LayerStats, PrefillPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRows:
+    """What one layer computed: prompt offsets of its rows (ascending), their KV and, if collected, their masses.
+
+    `k` (before RoPE), `v`: [N, K, H]; `mass`: [N, C]; `self_mass`: [N]. Of N rows, `len(offsets)` count, from `first`.
+    """
+
+    layer: int
+    offsets: np.ndarray
+    first: int
+    k: jax.Array
+    v: jax.Array
+    mass: jax.Array | None
+    self_mass: jax.Array | None
+
+
+@dataclasses.dataclass
+class PrefillOutcome:
+    """What a prefill did, besides the context that it leaves.
+
+    Attributes:
+      layers: what was computed, layer after layer, of each maybe in several pieces; empty unless collected.
+      computed_token_layers: sum over layers of the tokens computed there.
+      focused: indices of the focused documents once alg. 1 decided, else None.
+      focus_cut_layer: first layer that ran without the unfocused tokens.
+      unrepaired: segments whose recomputed tokens were dropped there.
+      has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
+    """
+
+    layers: list[LayerRows] = dataclasses.field(default_factory=list)
+    computed_token_layers: int = 0
+    focused: frozenset[int] | None = None
+    focus_cut_layer: int | None = None
+    unrepaired: frozenset[int] = frozenset()
+    has_new_sizes: bool = False
+    loaded_bytes: int = 0
+    load_wait_s: float = 0.0
+
+
+def padded_to(values: np.ndarray | Sequence[int], size: int, fill: int) -> np.ndarray:
+    """`values`, int32, and `fill` behind them."""
+    padded = np.full(size, fill, np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+def computed_offsets(plan: PrefillPlan) -> np.ndarray:
+    """Prompt offsets, ascending, of all tokens that run through the model."""
+    parts = []
+    for segment in plan.segments:
+        inside = np.asarray(segment.recompute_offsets, np.int64)
+        if segment.action == "compute":
+            inside = np.arange(segment.num_tokens)
+        parts.append(segment.start + inside)
+    return np.concatenate(parts)
+
+
+def _documents(plan: PrefillPlan) -> list[int]:
+    return [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
+
+
+def question_stats(plan: PrefillPlan, rows: LayerRows) -> LayerStats:
+    """The question's mass on every document in one layer, as policy wants it."""
+    question = plan.segments[-1]
+    mass = np.asarray(rows.mass)[rows.first : rows.first + len(rows.offsets)][rows.offsets >= question.start]
+    return LayerStats(rows.layer, tuple(float(value) for value in mass[:, _documents(plan)].sum(0)))
+
+
+def unfocused(plan: PrefillPlan, focused: frozenset[int]) -> frozenset[int]:
+    """Segments of reused documents outside the focus; `focused` counts documents, the result segments."""
+    return frozenset(
+        index
+        for number, index in enumerate(_documents(plan))
+        if number not in focused and plan.segments[index].recompute_offsets
+    )
+
+
+def rows_outside(plan: PrefillPlan, offsets: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
+    """Indices of the rows that belong to none of the dropped segments."""
+    stays = np.ones(len(offsets), bool)
+    for segment in (plan.segments[index] for index in dropped):
+        stays &= (offsets < segment.start) | (offsets >= segment.start + segment.num_tokens)
+    return np.flatnonzero(stays)

@@ -1,0 +1,249 @@
+"""Packed prefills and batched decoding over one pool: each request gets what it gets alone."""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Request, SamplingParams
+from ccjax.engine.batch.decode import DecodeBatch, Draw, draw
+from ccjax.engine.batch.job import PrefillJob
+from ccjax.engine.batch.pack import Pack, Piece
+from ccjax.engine.batch.pages import RequestPages, shared_segments
+from ccjax.engine.contexts import LayerLoader
+from ccjax.engine.pool import PAGE_TOKENS
+from ccjax.engine.reads import Patience
+from ccjax.engine.snapshot.cache import kv_spec_of
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
+
+MODEL = TinyModel(seed=13)
+PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
+ANSWER = 6
+SAMPLING = SamplingParams(max_new_tokens=ANSWER, logprobs=0)
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """One request on its way."""
+
+    job: PrefillJob
+    ticket: object
+    stack: contextlib.ExitStack
+    done: int = 0
+    tokens: list = dataclasses.field(default_factory=list)
+    logprobs: list = dataclasses.field(default_factory=list)
+
+
+class Batch:
+    """Requests over the pool, store and index of an engine that runs nothing itself meanwhile."""
+
+    def __init__(self, engine):
+        self.engine, self.pool = engine, engine._pool
+        self.decoder = DecodeBatch(engine._prefiller, engine._pool)
+
+    def begin(self, segments, reuse="bounded", answered=()):
+        """The request with its plan, pages and loads; `answered`: tokens that it drew before it was preempted."""
+        engine, stack = self.engine, contextlib.ExitStack()
+        prompt = engine._assemble(Request(segments=segments, sampling=SAMPLING, reuse=reuse))
+        plan = engine._prefill.plan(prompt, reuse, engine._prefill._usable(prompt) if reuse != "off" else {})
+        ticket = engine._store.prepare_load(plan.pin)
+        assert not ticket.missing
+        chunks = {key: engine._pool.get(key) for key, tier in ticket.tiers.items() if tier == "device"}
+        pages = RequestPages(self.pool, plan, chunks)
+        for _ in answered:
+            pages.append()
+        contexts = None
+        if any(s.action == "reuse" and n not in pages.shared for n, s in enumerate(plan.segments)):
+            patience = Patience(None)
+            patience.expect({one.variant_id: one.num_tokens for one in plan.segments if one.variant_id})
+            prefiller = engine._prefiller
+            contexts = LayerLoader(
+                ticket,
+                plan,
+                shape=prefiller.context_shape(plan),
+                dtype=prefiller.dtype,
+                num_layers=prefiller.config.num_layers,
+                patience=patience,
+                pool=self.pool,
+                skip=pages.shared,
+            )
+            stack.enter_context(contexts)
+        token_ids = np.concatenate([prompt.token_ids, np.asarray(answered, np.int32)])
+        return Running(PrefillJob(token_ids, plan, pages, contexts=contexts), ticket, stack)
+
+    def prefill(self, pieces):
+        """Runs a pack of (request, number of tokens); those that are through draw their next token."""
+        work = [Piece(one.job, one.done, one.done + count) for one, count in pieces]
+        for one, count in pieces:
+            one.done += count
+        pack = Pack(self.engine._prefiller, self.pool, work)
+        while not pack.is_done:
+            pack.run_layer()
+        jobs, logits = pack.logits()
+        if jobs:
+            self.take_in([next(one for one, _ in pieces if one.job is job) for job in jobs], logits)
+
+    def decode(self, requests):
+        logits = self.decoder.step([one.job.pages for one in requests], [one.tokens[-1] for one in requests])
+        self.take_in(requests, logits)
+
+    def take_in(self, requests, logits):
+        draws = [Draw(SAMPLING, 0, len(one.tokens)) for one in requests]
+        for one, drawn in zip(requests, draw(logits, draws), strict=True):
+            one.tokens.append(drawn.token_id)
+            one.logprobs.append(drawn.logprob)
+
+    def end(self, one):
+        one.stack.close()
+        self.engine._store.complete_load(one.ticket, ok=False)
+        one.job = None
+
+
+def alone(engine, segments, reuse="bounded"):
+    response = engine.run(Request(segments=segments, sampling=SAMPLING, reuse=reuse))
+    return list(response.token_ids), [token.logprob for token in response.logprobs]
+
+
+def prompts(random, count=7):
+    """Prompts of the same passages in changing orders."""
+    passages = draw_segments(random, [int(length) for length in random.integers(1, 70, 8)])[1:-1]
+    system = draw_segments(random, [])[0]
+    drawn = []
+    for _ in range(count):
+        chosen = random.choice(len(passages), random.integers(0, 5), replace=False)
+        question = draw_segments(random, [], question=int(random.integers(1, 30)))[-1]
+        drawn.append([system, *(passages[index] for index in chosen), question])
+    return drawn
+
+
+@pytest.mark.parametrize("settings", [{"recompute_ratio": 0.3}, {"focus_window": None}, {"strategy": "reuse"}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_packs_and_batches_give_what_each_request_gets_alone(seed, settings):
+    random = np.random.default_rng(seed)
+    asked = prompts(random)
+    reuse = [("bounded", "exact", "off", "fast")[number % 4] for number in range(len(asked))]
+    with MODEL.engine(device_cache_bytes=400 * PAGE, **settings) as engine:
+        for segments in asked[:3]:
+            alone(engine, segments)  # fills the store
+        object.__setattr__(engine.config, "read_only", True)
+        engine._prefill._read_only = True
+        wanted = [alone(engine, *one) for one in zip(asked, reuse, strict=True)]
+        batch, free = Batch(engine), engine._pool.num_free
+        waiting = list(enumerate(zip(asked, reuse, strict=True)))
+        begun, decoding = {}, {}
+        while waiting or begun or decoding:
+            while waiting and random.random() < 0.6:
+                number, one = waiting.pop(0)
+                begun[number] = batch.begin(*one)
+            pieces = []
+            for one in begun.values():
+                if random.random() < 0.7:
+                    left = len(one.job.offsets) - one.done
+                    pieces.append((one, int(random.integers(1, left + 1)) if random.random() < 0.5 else left))
+            if pieces:
+                batch.prefill(pieces)
+            for number in [number for number, one in begun.items() if one.tokens]:
+                decoding[number] = begun.pop(number)
+            going = [one for one in decoding.values() if len(one.tokens) < ANSWER and random.random() < 0.8]
+            if going:
+                batch.decode(going)
+            for number in [number for number, one in decoding.items() if len(one.tokens) == ANSWER]:
+                one = decoding.pop(number)
+                batch.end(one)
+                assert one.tokens == wanted[number][0], number
+                np.testing.assert_allclose(one.logprobs, wanted[number][1], atol=TOLERANCE)
+        assert engine._pool.num_free == free
+
+
+def test_requests_share_the_pages_of_a_chunk_at_different_positions():
+    random = np.random.default_rng(5)
+    segments = draw_segments(random, [40, 33])
+    other = [draw_segments(random, [])[0] + [1, 2, 3], *segments[1:]]
+    with MODEL.engine(device_cache_bytes=100 * PAGE, strategy="reuse") as engine:
+        alone(engine, segments)
+        batch = Batch(engine)
+        first, second = batch.begin(segments), batch.begin(other)
+        assert first.job.pages.shared == {0, 1, 2} and second.job.pages.shared == {1, 2}
+        same = [set(one.job.pages.table[0]) for one in (first, second)]
+        assert len(same[0] & same[1]) == 3 + 3
+        batch.prefill([(first, len(first.job.offsets)), (second, len(second.job.offsets))])
+        for _ in range(ANSWER - 1):
+            batch.decode([second, first])
+        object.__setattr__(engine.config, "read_only", True)
+        for one, wanted in ((first, alone(engine, segments)), (second, alone(engine, other))):
+            assert one.tokens == wanted[0]
+
+
+def test_a_preempted_request_goes_on_where_it_was():
+    random = np.random.default_rng(6)
+    segments, answered = draw_segments(random, [40, 33]), []
+    with MODEL.engine(device_cache_bytes=100 * PAGE) as engine:
+        wanted = alone(engine, segments)
+        batch = Batch(engine)
+        for count in (2, 3, 1):
+            one = batch.begin(segments, answered=answered)
+            batch.prefill([(one, len(one.job.offsets))])
+            for _ in range(count - 1):
+                batch.decode([one])
+            answered += one.tokens
+            batch.end(one)
+        assert answered == wanted[0]
+
+
+def test_pages_begin_where_the_last_one_is_full():
+    with MODEL.engine(device_cache_bytes=100 * PAGE) as engine:
+        batch = Batch(engine)
+        one = batch.begin(draw_segments(np.random.default_rng(7), [20], question=15))
+        pages = one.job.pages
+        free, taken = engine._pool.num_free, []
+        for _ in range(40):
+            taken.append(pages.needs_page)
+            slot = pages.append()
+            assert pages.slots[-1] == slot and len(set(pages.slots)) == pages.num_tokens
+        assert [number for number, is_new in enumerate(taken) if is_new] == [1, 17, 33]
+        assert engine._pool.num_free == free - 3
+        batch.end(one)
+
+
+def test_too_few_pages_take_none():
+    from store import TierFullError
+
+    with MODEL.engine(device_cache_bytes=4 * PAGE) as engine:
+        batch, free = Batch(engine), engine._pool.num_free
+        with pytest.raises(TierFullError, match="wanted 5 pages, 4 are free"):
+            batch.begin(draw_segments(np.random.default_rng(7), [33]))
+        assert engine._pool.num_free == free == 4
+
+
+def test_a_pack_goes_on_without_a_job_that_was_dropped():
+    random = np.random.default_rng(8)
+    asked = [draw_segments(random, [40]), draw_segments(random, [30]), draw_segments(random, [20])]
+    with MODEL.engine(device_cache_bytes=100 * PAGE) as engine:
+        wanted = [alone(engine, segments, "off") for segments in asked]
+        batch = Batch(engine)
+        running = [batch.begin(segments, "off") for segments in asked]
+        pack = Pack(engine._prefiller, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running])
+        pack.run_layer()
+        pack.drop(running[1].job)
+        while not pack.is_done:
+            pack.run_layer()
+        jobs, logits = pack.logits()
+        assert jobs == [running[0].job, running[2].job]
+        batch.take_in([running[0], running[2]], logits)
+        assert [running[0].tokens[0], running[2].tokens[0]] == [wanted[0][0][0], wanted[2][0][0]]
+        for one in running:
+            pack.drop(one.job)
+        assert pack.is_done
+
+
+def test_shared_segments_are_those_that_nothing_is_recomputed_of():
+    with MODEL.engine(device_cache_bytes=100 * PAGE, recompute_ratio=0.5) as engine:
+        segments = draw_segments(np.random.default_rng(9), [20, 30])
+        alone(engine, segments)
+        batch = Batch(engine)
+        moved = batch.begin(permuted(segments, [1, 0]))
+        chunks = {key: engine._pool.get(key) for key in moved.ticket.tiers}
+        assert shared_segments(moved.job.plan, chunks) == moved.job.pages.shared == {0}
+        assert shared_segments(moved.job.plan, {}) == frozenset()
+        batch.end(moved)
