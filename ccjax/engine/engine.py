@@ -42,7 +42,7 @@ from ccjax.engine.requests import Delta, Request, Response, SamplingParams, docu
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import BackgroundCompiler, shapes, warm_up
+from ccjax.engine.warmup import BackgroundCompiler, decode_shapes, shapes, warm_up
 from ccjax.errors import ConfigError, RequestError
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.text import PromptBuilder, Tokenizer
@@ -285,16 +285,21 @@ class Engine(DocumentCalls, CacheCalls):
     ) -> Callable[[], None]:
         mode, sampling = self._mode(request), request.sampling
         is_given_up = threading.Event()
+
+        def gives_up() -> bool:
+            return is_given_up.is_set() or is_cancelled()
+
+        is_shared = self.config.share_computation
         serving = Serving(
             request.request_id or uuid.uuid4().hex,
             request,
-            Admission(self._prefill, prompt, mode, is_shared=self.config.share_computation),
+            Admission(self._prefill, prompt, mode, is_shared=is_shared, is_cancelled=gives_up),
             Answer(sampling, self.tokenizer, self._eos_ids, prompt.question),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             assemble_s=assemble_s,
             emit=emit,
             on_start=on_start,
-            is_cancelled=lambda: is_given_up.is_set() or is_cancelled(),
+            is_cancelled=gives_up,
             report=lambda prefilled: self._report(prefilled, mode, request.reuse),
         )
         self._loop.submit(serving)
@@ -346,7 +351,8 @@ class Engine(DocumentCalls, CacheCalls):
     def warmup(self, progress: Progress | None = None) -> None:
         """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it."""
         with self._exclusive():
-            warm_up(self._prefiller, shapes(self.max_model_len), progress, pool=self._pool)
+            sizes = shapes(self.max_model_len), decode_shapes(self.max_model_len, self.config.max_num_seqs)
+            warm_up(self._prefiller, self._pool, *sizes, progress)
 
     def close(self) -> None:
         """Waits for a running request, writes out what is pending and lets go of the store. May be called twice.

@@ -206,6 +206,7 @@ class VariantIndex:
         record = with_origin(record_from_meta(meta, prompt), origin)
         if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned):
             return False
+        self.num_changes += 1
         self._put(meta, has_system=prompt.has_system, origin=origin)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
@@ -374,7 +375,6 @@ class VariantIndex:
             if has_system:
                 self._with_system.add(meta.variant_id)
         self._maybe_approximate.pop(meta.variant_id, None)
-        self.num_changes += 1
         self._update(meta)
 
     def _put_known(self, known: KnownVariant) -> None:

@@ -12,21 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.loading import Progress
-from ccjax.engine.pool import DevicePool
+from ccjax.engine.pool import DevicePool, num_pages
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
+from ccjax.engine.sampling import draw
+from models.llama3.paged_steps import paged_decode_step, paged_layer_step, write_rows_step
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
 
 _ALL_SIZES_UP_TO = 1024
+_BATCHES_UP_TO = 8
 _POLL_S = 0.05
 
 
 def shapes(max_model_len: int) -> list[tuple[int, int]]:
-    """(computed tokens, context slots) of every size up to `max_model_len`, decode included, small ones first.
+    """(computed tokens, context slots) of every size of a prefill up to `max_model_len`, small ones first.
 
-    Beyond 1,024 slots only decode, short questions and full prefills: all of them would take minutes, and what is left
-    out compiles once, when a request first needs it.
+    Beyond 1,024 slots only short questions and full prefills: all of them would take minutes, and what is left out
+    compiles once, when a request first needs it. So do packs of several prompts that are longer together.
     """
     slots = sorted({slot_bucket(length) for length in range(1, max_model_len + 1)})
     rows = sorted({token_bucket(length) for length in range(1, max_model_len + 1)})
@@ -38,26 +41,34 @@ def shapes(max_model_len: int) -> list[tuple[int, int]]:
     ]
 
 
+def decode_shapes(max_model_len: int, max_num_seqs: int) -> list[tuple[int, int]]:
+    """(requests, entries of the page tables) of every decode step up to `max_model_len`, small ones first; of batches,
+    up to 8 requests: larger ones compile when they first come."""
+    most = num_pages(max_model_len)
+    entries = sorted({entry_bucket(count) for count in range(1, most + 1)})
+    batches = sorted({batch_bucket(count) for count in range(1, min(max_num_seqs, _BATCHES_UP_TO) + 1)})
+    return [(batch, count) for count in entries for batch in batches]
+
+
 def warm_up(
     prefiller: Prefiller,
+    pool: DevicePool,
     sizes: Sequence[tuple[int, int]],
+    decode_sizes: Sequence[tuple[int, int]],
     progress: Progress | None = None,
-    *,
-    pool: DevicePool | None = None,
 ) -> None:
-    """Runs each step once at every (computed tokens, context slots), and what reads and writes the device tier at these
-    sizes, if there is one; all layers share one compiled step.
+    """Runs each step once at every size: of prefills (computed tokens, context slots), with what brings cached chunks
+    in, and of decode (requests, entries). All layers share one compiled step.
 
     XLA compiles on all cores.
     """
     jobs: list[Callable[[], None]] = [
-        functools.partial(_run_steps, prefiller, (count, slots, 0 if count == 1 else segment_bucket(1)))
-        for count, slots in sizes
+        functools.partial(_run_pack, prefiller, pool, (count, slots, segment_bucket(1))) for count, slots in sizes
     ]
-    if pool is not None:
-        counts = {count for count, _ in sizes if count <= _ALL_SIZES_UP_TO}
-        jobs += [functools.partial(pool.compile_write, count) for count in sorted(counts)]
-        jobs += [functools.partial(pool.compile_gather, slots) for slots in sorted({slots for _, slots in sizes})]
+    jobs += [functools.partial(_run_decode, prefiller, pool, size) for size in decode_sizes]
+    counts = {count for count, _ in sizes if count <= _ALL_SIZES_UP_TO}
+    jobs += [functools.partial(pool.compile_write, count) for count in sorted(counts)]
+    jobs += [functools.partial(pool.compile_gather, slots) for slots in sorted({slots for _, slots in sizes})]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         runs = [threads.submit(job) for job in jobs]
         try:
@@ -67,6 +78,64 @@ def warm_up(
                     progress("compile", done + 1, len(jobs))
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+def _run_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
+    """A layer of a pack that writes nowhere and sees nothing."""
+    num_rows, num_slots, num_segments = size
+    x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
+    rows, nowhere = jnp.zeros(num_rows, jnp.int32), jnp.full(num_rows, pool.num_slots, jnp.int32)
+    slots, context = jnp.full(num_slots, pool.num_slots, jnp.int32), jnp.zeros(num_slots, jnp.int32)
+    out = pool.update(
+        0,
+        lambda k_pages, v_pages: paged_layer_step(
+            prefiller.params.layers[0],
+            x,
+            k_pages,
+            v_pages,
+            rows,
+            nowhere,
+            rows,
+            slots,
+            context,
+            context,
+            context,
+            config=prefiller.config,
+            num_segments=num_segments,
+            implementation=prefiller.implementation,
+        ),
+    )
+    shape = (num_slots, prefiller.config.num_kv_heads, prefiller.config.head_dim)
+    none = jnp.zeros(shape, prefiller.dtype)
+    pool.update(0, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, none, none))
+    last = select_step(out.x, np.zeros(1, np.int32))
+    jax.block_until_ready(logits_step(prefiller.top, last, config=prefiller.config))
+
+
+def _run_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -> None:
+    """A layer of a decode step that writes nowhere and sees nothing, and what follows the last layer."""
+    batch, num_entries = size
+    x = embed_step(prefiller.top, np.zeros(batch, np.int32))
+    rows, nowhere = jnp.zeros(batch, jnp.int32), jnp.full(batch, pool.num_slots, jnp.int32)
+    table = jnp.zeros((batch, num_entries), jnp.int32)
+    out = pool.update(
+        0,
+        lambda k_pages, v_pages: paged_decode_step(
+            prefiller.params.layers[0],
+            x,
+            k_pages,
+            v_pages,
+            rows,
+            nowhere,
+            table,
+            table,
+            table,
+            config=prefiller.config,
+            implementation=None,
+        ),
+    )
+    logits = logits_step(prefiller.top, out.x, config=prefiller.config)
+    draw(logits, [])
 
 
 class BackgroundCompiler:

@@ -23,7 +23,6 @@ from rich.table import Table
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.buckets import slot_bucket
 from ccjax.engine.loading import LoadedModel
-from ccjax.engine.prefill import Prefiller
 from ccjax.engine.warmup import shapes, warm_up
 from ccjax.types import ReuseMode
 from models.llama3 import LlamaConfig, Params, init_params
@@ -138,7 +137,8 @@ def _cases(params: Params, config: LlamaConfig, length: int, original: list[list
         cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio, focus_window=None))
         cases[-2].description["focus"], cases[-1].description["focus"] = True, False
     sizes = [(count, slots) for count, slots in shapes(length) if slots == slot_bucket(length)]
-    warm_up(Prefiller(params, config), sizes)  # where the focus cut falls decides which sizes a prompt needs
+    engine = cases[0].engine  # where the focus cut falls decides which sizes a prompt needs
+    warm_up(engine._prefiller, engine._pool, sizes, [])
     return cases
 
 

@@ -247,7 +247,7 @@ def test_claims_end_when_the_client_leaves_and_when_the_device_fails(url, tmp_pa
             raise RuntimeError("device lost")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._prefiller, "run", fail)
+            patch.setattr("ccjax.engine.batch.pack.paged_layer_step", fail)
             with pytest.raises(RuntimeError, match="device lost"):
                 answer(engine)
         assert leases(tmp_path) == []

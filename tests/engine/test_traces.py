@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
-from ccjax.engine.warmup import shapes
-from models.llama3 import steps
+from ccjax.engine.warmup import decode_shapes, shapes
+from models.llama3 import paged_steps, steps
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 
@@ -14,7 +14,11 @@ def test_two_hundred_random_requests_compile_only_listed_sizes():
     random = np.random.default_rng(0)
     pool = [draw_segments(random, [int(random.integers(1, 40))])[1] for _ in range(25)]
     listed = len(shapes(256))
-    sizes = {"layer": steps.layer_step, "rotate": steps.rotate_step, "select": steps.select_step}
+    sizes = {
+        "layer": paged_steps.paged_layer_step,
+        "decode": paged_steps.paged_decode_step,
+        "select": steps.select_step,
+    }
     before = {name: step._cache_size() for name, step in sizes.items()}
     with model.engine(max_model_len=256, max_variants=40) as engine:
         for number in range(200):
@@ -25,7 +29,7 @@ def test_two_hundred_random_requests_compile_only_listed_sizes():
     grown = {name: step._cache_size() - before[name] for name, step in sizes.items()}
     # With mass and without it (reuse off, and decode); never more, however many requests come.
     assert 0 < grown["layer"] <= 2 * listed
-    assert grown["rotate"] <= len({slots for _, slots in shapes(256)})
+    assert 0 < grown["decode"] <= len(decode_shapes(256, 1))
     assert grown["select"] <= listed
 
 
@@ -35,9 +39,16 @@ def test_warm_up_leaves_nothing_to_compile():
     seen = []
     with model.engine(max_model_len=128) as engine:
         engine.warmup(lambda stage, done, total: seen.append((stage, done, total)))
-        total = len(shapes(128))
-        assert seen == [("compile", done, total) for done in range(1, total + 1)]
-        steps_run = (steps.layer_step, steps.rotate_step, steps.embed_step, steps.logits_step)
+        assert len(seen) > len(shapes(128)) + len(decode_shapes(128, 32))
+        assert seen == [("compile", done, len(seen)) for done in range(1, len(seen) + 1)]
+        steps_run = (
+            paged_steps.paged_layer_step,
+            paged_steps.paged_decode_step,
+            paged_steps.write_rows_step,
+            steps.embed_step,
+            steps.logits_step,
+            steps.sample_step,
+        )
         before = [step._cache_size() for step in steps_run]
         segments = draw_segments(random, [30, 24, 36])
         for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 0, 2]):

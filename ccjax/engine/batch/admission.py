@@ -8,6 +8,7 @@ import time
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.contexts import LayerLoader
 from ccjax.engine.plan_rows import PrefillOutcome
+from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
@@ -23,16 +24,26 @@ class Admission:
       plan: of the last `settle`; None before.
     """
 
-    def __init__(self, prefill: CachedPrefill, prompt: Prompt, mode: ReuseMode, *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        prefill: CachedPrefill,
+        prompt: Prompt,
+        mode: ReuseMode,
+        *,
+        is_shared: bool = False,
+        is_cancelled: IsCancelled | None = None,
+    ) -> None:
         """
         Args:
           is_shared: agree with other processes on the store who computes what (`ccjax.engine.sharing`).
+          is_cancelled: ends waits, with PrefillCancelledError, when it returns True.
         """
+        self._is_cancelled = is_cancelled
         self.prompt = prompt
         self.mode: ReuseMode = mode
         self.plan: PrefillPlan | None = None
         self._prefill = prefill
-        self._shared = prefill.shared(None) if is_shared and mode != "off" else None
+        self._shared = prefill.shared(is_cancelled) if is_shared and mode != "off" else None
         self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
@@ -97,7 +108,9 @@ class Admission:
             return None
         assert self._ticket is not None
         self._patience.expect(wanted)
-        self._loader = self._prefill.loader(self._ticket, self.plan, self._patience, skip=shared)
+        self._loader = self._prefill.loader(
+            self._ticket, self.plan, self._patience, skip=shared, is_cancelled=self._is_cancelled
+        )
         return self._loader.__enter__()
 
     def fail(self, error: LoadFailedError) -> None:

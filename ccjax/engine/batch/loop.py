@@ -18,7 +18,7 @@ from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
 from ccjax.engine.batch.serving import Serving
 from ccjax.engine.cached_prefill import CachedPrefill
 from ccjax.engine.pool import DevicePool
-from ccjax.engine.prefill import Prefiller
+from ccjax.engine.prefill import PrefillCancelledError, Prefiller
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError
 from ccjax.engine.sampling import Drawn, draw
@@ -203,7 +203,7 @@ class BatchLoop:
         """Ends a request with an error."""
         self._let_go(serving)
         serving.admission.close(ok=False)
-        serving.emit(error)
+        serving.emit(CancelledError() if isinstance(error, PrefillCancelledError) else error)
 
     def _let_go(self, serving: Serving) -> None:
         """Forgets a request; its pages are free."""
