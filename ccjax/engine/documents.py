@@ -281,6 +281,8 @@ class DocumentRegistry:
     def follow(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> bool:
         """Takes in what `fetch` returned; True if that brought an erasure."""
         before = self._erasures.keys() | set()
+        lost = [(name, link) for name in removed if (link := self._links.get(name)) is not None]
+        used = [self._last_used.get(link.chunk_id) for _, link in lost]
         for name in removed:
             if name.startswith("erased-"):
                 self._erasures.pop(name.removeprefix("erased-"), None)
@@ -288,7 +290,19 @@ class DocumentRegistry:
                 self._forget(name)
         for name, value in added.items():
             self._take_in(name, value)
+        for (name, link), used_at in zip(lost, used, strict=True):
+            if used_at is not None:
+                self._restore(name, link, used_at)
         return not self._erasures.keys() <= before
+
+    def _restore(self, name: str, link: Link, used_at: float) -> None:
+        """Notes a link again that another process took for unused, while this one was storing KV of its chunk."""
+        now = self.clock()
+        is_erased = any(link.chunk_id in erasure.chunk_ids for erasure in self._erasures.values())
+        if not is_erased and now - used_at <= ERASURE_AGE_S:
+            self._notes.put(name, dataclasses.asdict(link) | {"at": now})
+            self._add_link(name, link, now)
+            self._last_used[link.chunk_id] = used_at
 
     def _take_in(self, name: str, value: Mapping[str, Any]) -> None:
         kind, _, key = name.partition("-")

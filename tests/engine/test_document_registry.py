@@ -117,6 +117,35 @@ def test_links_pass_once_they_are_old_and_nothing_of_them_is_pinned(registry, st
     assert not other.knows(B) and list(other.links()) == []
 
 
+def test_a_link_that_another_process_took_for_unused_is_noted_again(registry, start, root):
+    registry.learn([chunk(A, "x"), chunk(B, "y"), chunk(C, "z")])
+    other = start()
+    start.now[0] += ERASURE_AGE_S + 1
+    registry.learn([chunk(A, "x")])  # its KV may be on its way to the disk: the link is known, so no note is written
+    other.forget_links(list(other.passing()))  # which finds no variant of it
+    assert names(root, "link-") == []
+    follow(registry)
+    assert chosen(registry, "x") == {A} and len(names(root, "link-")) == 1
+    with pytest.raises(UnknownDocumentError):
+        registry.select("y", None)  # nobody used it
+    follow(other)
+    assert chosen(other, "x") == {A} and not other.passing()  # so it is not soon forgotten again
+    assert registry.last_used(A) == start.now[0]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_link_that_an_erasure_took_is_not_noted_again(registry, start, root, whole):
+    registry.learn([chunk(A, "x")])
+    other = start()
+    erasure = other.begin([A], other.select("x", None), whole=whole)
+    other.note(erasure)
+    other.finish(erasure)
+    follow(registry)
+    assert names(root, "link-") == []
+    with pytest.raises(UnknownDocumentError):
+        registry.select("x", None)
+
+
 def test_what_the_disk_keeps_stays_known(registry, root, monkeypatch):
     (name,) = registry.learn([chunk(A, "x")])
 

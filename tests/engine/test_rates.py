@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from ccjax.engine.prefill import PrefillResult
+from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.rates import Cost, LoadRate, Rates, fit
 from store.throttle import Link
 
@@ -119,10 +119,8 @@ def test_it_measures_what_a_throttled_link_was_set_to():
     assert rate.cost.fixed_s == pytest.approx(0.25) and rate.cost.unit_s == pytest.approx(1 / 2000)
 
 
-def run(num_tokens: int, *, has_new_sizes: bool = False) -> PrefillResult:
-    result = PrefillResult(None, 1, [], [], [], 4 * num_tokens)  # type: ignore[arg-type]
-    result.has_new_sizes = has_new_sizes
-    return result
+def run(num_tokens: int, *, has_new_sizes: bool = False) -> PrefillOutcome:
+    return PrefillOutcome(computed_token_layers=4 * num_tokens, has_new_sizes=has_new_sizes)
 
 
 def test_computing_has_a_fixed_part_and_one_by_token():
