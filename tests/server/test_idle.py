@@ -14,8 +14,10 @@ import pytest
 
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.engine import prefill as prefill_module
+from ccjax.engine.batch import pack as pack_module
 from ccjax.server import ServerSettings
 from ccjax.types import Document
+from models.llama3.paged_steps import paged_layer_step
 from models.llama3.steps import layer_step
 from tests.server import patience
 from tests.server.conftest import MAX_MODEL_LEN, Server, wait_until
@@ -55,20 +57,24 @@ def at_rest(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 
 class Gate:
-    """Holds the next layer of the worker's thread until it is opened; counts that thread's layers."""
+    """Holds the next layer of a request, or of idle work, until it is opened; counts their layers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held, self.open = threading.Event(), threading.Event()
         self.num_layers = 0
 
-        def step(*args, **kwargs):
-            if threading.current_thread().name == "ccjax-engine":
-                self.num_layers += 1
-                self.held.set()
-                assert self.open.wait(20)
-            return layer_step(*args, **kwargs)
+        def held(run):
+            def step(*args, **kwargs):
+                if threading.current_thread().name in ("ccjax-idle", "ccjax-batch"):
+                    self.num_layers += 1
+                    self.held.set()
+                    assert self.open.wait(20)
+                return run(*args, **kwargs)
 
-        monkeypatch.setattr(prefill_module, "layer_step", step)
+            return step
+
+        monkeypatch.setattr(prefill_module, "layer_step", held(layer_step))
+        monkeypatch.setattr(pack_module, "paged_layer_step", held(paged_layer_step))
 
 
 @pytest.fixture
@@ -87,8 +93,7 @@ def test_a_client_that_leaves_during_its_prefill_stops_it(start_server: StartSer
             head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
             client.sendall(f"POST {request.url.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
             assert gate.held.wait(20)
-        job = worker._running
-        assert job is not None
+        (job,) = worker._jobs
         wait_until(lambda: job.cancelled)
         gate.open.set()
         wait_until(lambda: worker.num_running == 0)

@@ -85,10 +85,10 @@ def test_health_and_metrics_answer_while_requests_wait(server: Server) -> None:
         url = f"{server.url}/v1/chat/completions"
         waiting = [pool.submit(httpx.post, url, json=body(name), timeout=60) for name in NAMES[:3]]
         worker = server.service.backend.worker
-        wait_until(lambda: worker.num_waiting == 2)
+        wait_until(lambda: worker.num_waiting == 3)
         assert patience.get(f"{server.url}/health", timeout=5).status_code == 200
         found = metrics(server)
-        assert found[("ccjax_num_requests_running",)] == 1 and found[("ccjax_num_requests_waiting",)] == 2
+        assert found[("ccjax_num_requests_running",)] == 0 and found[("ccjax_num_requests_waiting",)] == 3
         assert not any(answer.done() for answer in waiting)
     assert [answer.result().status_code for answer in waiting] == [200] * 3
 
@@ -105,12 +105,13 @@ def test_metrics_tell_memory_and_compilations(server: Server) -> None:
 def test_a_full_line_is_429_and_then_serves_again(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]],
 ) -> None:
-    with start_server(ServerSettings(max_queue=1)) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    limits = ServerSettings(max_queue=1)
+    with start_server(limits, max_num_seqs=1) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         worker = server.service.backend.worker
         url = f"{server.url}/v1/chat/completions"
         with busy(server):
             taken = []
-            for number in range(2):  # one runs (it waits for the engine), one waits
+            for number in range(2):  # a seat in the batch and a place in line
                 taken.append(pool.submit(httpx.post, url, json=body(NAMES[number]), timeout=60))
                 wait_until(lambda: worker.num_running + worker.num_waiting == len(taken))
             refused = patience.post(url, json=body("Who else?"))
@@ -144,11 +145,11 @@ def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool, busy(server):
         url = f"{server.url}/v1/chat/completions"
         patient = pool.submit(httpx.post, url, json=body("patient"), timeout=60)
-        wait_until(lambda: worker.num_running == 1)
+        wait_until(lambda: worker.num_waiting == 1)
         with pytest.raises(httpx.ReadTimeout):
             patience.post(url, json=body("impatient"), timeout=0.5)
         wait_until(lambda: metrics(server).get(("ccjax_request_errors_total", "cancelled"), 0) > 0)
-        assert worker.num_waiting == 0
+        assert worker.num_waiting == 1
     assert patient.result().status_code == 200
     after = metrics(server)
     success = ("ccjax_request_success_total", "length")
@@ -159,15 +160,17 @@ def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
 def test_a_failing_engine_is_a_500_and_the_next_request_is_served(
     server: Server, monkeypatch: pytest.MonkeyPatch, num_good: int
 ) -> None:
-    def failing(request: Request, **_: object) -> Iterator[Delta]:
-        yield from itertools.islice(server.engine.stream(request), num_good)
-        raise RuntimeError("secret inside")
+    def failing(request: Request, emit: Callable[[Delta | Exception], None], **_: object) -> Callable[[], None]:
+        for delta in itertools.islice(server.engine.stream(request), num_good):
+            emit(delta)
+        emit(RuntimeError("secret inside"))
+        return lambda: None
 
     url = f"{server.url}/v1/chat/completions"
     failed = ("ccjax_request_errors_total", "internal_error")
     before = metrics(server).get(failed, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(server.service.backend.worker, "_stream", failing)
+        patch.setattr(server.service.backend.worker, "_start", failing)
         whole = patience.post(url, json=body("Who?"))
         assert whole.status_code == 500 and whole.json()["error"]["code"] == "internal_error"
         assert whole.json()["error"]["type"] == "server_error" and "secret" not in whole.text
