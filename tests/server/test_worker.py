@@ -208,8 +208,8 @@ def test_idle_work_gives_way_to_a_request() -> None:
     begun = threading.Event()
 
     def endless(is_wanted: Callable[[], bool]) -> bool:
-        begun.set()
         while not is_wanted():
+            begun.set()
             threading.Event().wait(0.001)
         return True
 
