@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -151,7 +152,13 @@ def test_a_slow_read_within_the_bound_is_used(url, monkeypatch):
     with MODEL.engine(store=url) as engine:
         wanted = off(engine).token_ids  # compiled, so nothing is measured: the bound is 5 s
         hanging = Hanging(monkeypatch, {40, 30})
-        releasing = threading.Thread(target=lambda: hanging.waited_for.wait(20) and hanging.gate.set())
+
+        def release() -> None:
+            assert hanging.waited_for.wait(20)
+            time.sleep(0.5)  # so that the first layer waits as well, not only the thread that reads ahead
+            hanging.gate.set()
+
+        releasing = threading.Thread(target=release)
         releasing.start()
         response = engine.generate_from_tokens(SEGMENTS, max_new_tokens=4)
         releasing.join()
