@@ -106,3 +106,9 @@ class Levels:
         if name not in self._levels:
             raise ValueError(f"tier: wanted one of {list(self._levels)}, got {name!r}")
         return self._levels[name]
+
+    def _count_look_up(self, tier: str | None) -> None:
+        for name in self._levels:
+            self._counts[name]["hits" if name == tier else "misses"] += 1
+            if name == tier:
+                break

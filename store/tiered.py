@@ -404,9 +404,3 @@ class TieredStore(Levels):
             self._pins.subtract(list(variant_ids))  # a mapping would be taken for counts
             self._pins += collections.Counter()  # drops the zeros
             self._readers.retain(self._pins)
-
-    def _count_look_up(self, tier: str | None) -> None:
-        for name in self._levels:
-            self._counts[name]["hits" if name == tier else "misses"] += 1
-            if name == tier:
-                break

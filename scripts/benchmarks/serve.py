@@ -108,7 +108,10 @@ class StrategyRun:
         """Where the strategy saturates: what the runs at fixed rates say, made tighter by a few more."""
         known = {case.row["rate"]: case.row["bounded"] for case in self.cases if case.row["load"] == "open"}
         unused = iter(self._bench.windows[1 + len(self._bench.rates) :])
-        probe = lambda rate: self.open(next(unused), rate, is_probe=True).row["bounded"]  # noqa: E731
+
+        def probe(rate: float) -> bool:
+            return self.open(next(unused), rate, is_probe=True).row["bounded"]
+
         return saturation(probe, known, self._bench.options.probes)
 
     def _bodies(self, window: range) -> list[dict[str, Any]]:

@@ -81,16 +81,19 @@ def changed_answers(records: Sequence[Record], num_questions: int) -> int:
 
 def _show(row: dict[str, Any]) -> None:
     table = Table("", row["strategy"], show_header=True)
-    mb = lambda value: "" if value is None else f"{value / 1e6:,.0f} MB"  # noqa: E731
     for name, text in (
         ("answers whole / refused / failed", f"{row['completed']} / {row['refused']} / {row['failed']}"),
         ("requests a second", f"{row['request_throughput']:.2f}"),
         ("TTFT p50, p99", " ".join(f"{row['ttft_ms'][key] or 0:.0f} ms" for key in ("p50", "p99"))),
         ("ITL p50, p99", " ".join(f"{row['itl_ms'][key] or 0:.0f} ms" for key in ("p50", "p99"))),
         ("compilations, of them in the second half", f"{row['compilations']:.0f}, {row['late_compilations']}"),
-        ("server memory, largest", mb(row["rss_max_bytes"])),
-        ("growth from the third to the last quarter", mb(row["rss_growth_bytes"])),
+        ("server memory, largest", _mb(row["rss_max_bytes"])),
+        ("growth from the third to the last quarter", _mb(row["rss_growth_bytes"])),
         ("questions answered in more than one way", str(row["changed_answers"])),
     ):
         table.add_row(name, text)
     Console().print(table)
+
+
+def _mb(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 1e6:,.0f} MB"

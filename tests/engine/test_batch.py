@@ -9,7 +9,7 @@ import pytest
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.batch.decode import DecodeBatch
 from ccjax.engine.batch.job import PrefillJob
-from ccjax.engine.batch.pack import Pack, Piece
+from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
 from ccjax.engine.batch.pages import RequestPages, shared_segments
 from ccjax.engine.contexts import LayerLoader
 from ccjax.engine.pool import PAGE_TOKENS
@@ -39,9 +39,9 @@ class Running:
 class Batch:
     """Requests over the pool, store and index of an engine that runs nothing itself meanwhile."""
 
-    def __init__(self, engine):
-        self.engine, self.pool = engine, engine._pool
-        self.decoder = DecodeBatch(engine._prefiller, engine._pool)
+    def __init__(self, engine, pool=None):
+        self.engine, self.pool = engine, engine._pool if pool is None else pool
+        self.decoder = DecodeBatch(engine._prefiller, self.pool)
 
     def begin(self, segments, reuse="bounded", answered=()):
         """The request with its plan, pages and loads; `answered`: tokens that it drew before it was preempted."""
@@ -238,6 +238,55 @@ def test_a_pack_goes_on_without_a_job_that_was_dropped():
         for one in running:
             pack.drop(one.job)
         assert pack.is_done
+
+
+class Steered:
+    """Contexts of a request that fail at one layer, if at any; notes the layers that were taken."""
+
+    waited_s, loaded_bytes = 0.0, 0
+
+    def __init__(self, contexts, failing=None):
+        self.contexts, self.failing, self.taken = contexts, failing, []
+
+    def is_ready(self, layer):
+        return self.contexts.is_ready(layer)
+
+    def take(self, layer):
+        if layer == self.failing:
+            raise OSError("the disk went away")
+        assert layer not in self.taken, "it would wait for ever"
+        self.taken.append(layer)
+        return self.contexts.take(layer)
+
+
+def test_a_load_that_fails_costs_its_own_request_and_is_asked_of_no_other_twice():
+    random = np.random.default_rng(10)
+    segments = draw_segments(random, [40, 30])
+    orders = [[1, 0], [0, 1], [1, 0]]
+    with MODEL.engine(strategy="reuse") as host, MODEL.engine(device_cache_bytes=100 * PAGE) as other:
+        alone(host, segments)
+        object.__setattr__(host.config, "read_only", True)
+        wanted = [alone(host, permuted(segments, order)) for order in orders]
+        batch = Batch(host, other._pool)
+        running = [batch.begin(permuted(segments, order)) for order in orders]
+        for number, one in enumerate(running):
+            assert not one.job.pages.shared and one.job.contexts is not None
+            one.job.contexts = Steered(one.job.contexts, failing=1 if number == 1 else None)
+        pack = Pack(host._prefiller, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running])
+        pack.run_layer()
+        with pytest.raises(JobFailedError) as failure:
+            pack.run_layer()
+        assert failure.value.job is running[1].job and isinstance(failure.value.__cause__, OSError)
+        pack.drop(failure.value.job)
+        while not pack.is_done:
+            pack.run_layer()
+        _, logits = pack.logits()
+        batch.take_in([running[0], running[2]], logits)
+        layers = list(range(MODEL.config.num_layers))
+        assert [one.job.contexts.taken for one in running] == [layers, [0], layers]
+        assert [running[n].tokens[0] for n in (0, 2)] == [wanted[n][0][0] for n in (0, 2)]
+        for one in running:
+            batch.end(one)
 
 
 def test_shared_segments_are_those_that_nothing_is_recomputed_of():

@@ -81,6 +81,15 @@ def test_one_prompt_from_device_host_and_disk(tmp_path):
         assert set(tiers(moved[2])) == {"device"}  # what was read moved up
 
 
+def test_what_is_on_the_device_takes_no_time_to_load():
+    with MODEL.engine() as host, MODEL.engine(device_cache_bytes=ALL) as device:
+        for engine in (host, device):
+            engine.rates.tiers["host"].add(1_000_000, 0.1)
+        reports = [[answer(engine, SEGMENTS, "bounded")[2] for _ in range(4)] for engine in (host, device)]
+    assert reports[0][-1].load_s > 0.0 and reports[1][-1].load_s == 0.0
+    assert reports[1][-1].reused_tokens == reports[0][-1].reused_tokens > 0
+
+
 def test_pages_of_another_variant_are_noticed():
     """The mutant of the tests above."""
     with MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as engine:

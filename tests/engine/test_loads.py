@@ -155,7 +155,7 @@ def test_a_slow_read_within_the_bound_is_used(url, monkeypatch):
 
         def release() -> None:
             assert hanging.waited_for.wait(20)
-            time.sleep(0.5)  # meanwhile the first layer waits as well
+            time.sleep(0.5)  # so that the first layer waits as well, not only the thread that reads ahead
             hanging.gate.set()
 
         releasing = threading.Thread(target=release)

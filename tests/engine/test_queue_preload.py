@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 
@@ -143,6 +144,9 @@ def test_two_layers_are_under_way_and_the_prefill_reads_on_from_there(engine, wi
     runner = threading.Thread(target=lambda: answers.append(engine.run(REQUEST)))
     runner.start()
     wire.wait_for(3 * 4 + NUM_LAYERS * 4)  # the last layer was started by either
+    deadline = time.monotonic() + 20
+    while not engine._prefill.is_reading and time.monotonic() < deadline:  # the prefill has counted what is there
+        time.sleep(0.001)
     wire.allow(10**6)
     runner.join(20)
     again.close()

@@ -77,6 +77,7 @@ class Pack:
         self._slots = _context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
         self._k_pos = _context([np.arange(length) for length in lengths], _NO_POSITION)
         self._k_request = _context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
+        # Requests number their segments alike: a token's masses are on those of its own request.
         self._k_segment = _context([piece.job.segment_of[:length] for piece, length in parts], -1)
         self._set_rows()
         token_ids = np.concatenate([piece.job.token_ids[piece.offsets] for piece in pieces])

@@ -1,0 +1,30 @@
+"""A small scheduler, and packs and steps that are done at once. Asserts nothing."""
+
+from __future__ import annotations
+
+from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings
+
+COSTS = Costs(token_s=0.001, page_copy_s=1.0, decode_step_s=0.01)
+
+
+def build(**changes):
+    values = {"num_pages": 100, "page_tokens": 4, "max_num_batched_tokens": 100, "reserve_pages": 0}
+    return Scheduler(SchedulerSettings(**{**values, **changes}))
+
+
+def start(scheduler, free_pages=100, now_s=0.0, costs=COSTS):
+    """The next pack, done at once."""
+    pack = scheduler.next_pack(now_s, free_pages, costs)
+    scheduler.pack_done(now_s)
+    return pack
+
+
+def decode(scheduler, free_pages=100, now_s=0.0, costs=COSTS):
+    """The next decode step, done at once."""
+    step = scheduler.next_decode(free_pages, costs)
+    scheduler.decode_done(now_s)
+    return step
+
+
+def admitted(scheduler, free_pages=100):
+    return start(scheduler, free_pages).admitted
