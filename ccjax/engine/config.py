@@ -39,7 +39,8 @@ class EngineConfig:
         as far as that has room.
       max_num_batched_tokens: tokens that prefills compute together; longer ones are cut into pieces.
       max_num_seqs: requests that run at once; others wait in line.
-      max_decode_gap_s: longest time between two tokens of an answer that another request's prefill may cause.
+      max_decode_gap_ms: longest time between two tokens of an answer that another request's prefill may cause, as far
+        as that is possible: no layer of a prefill is broken off.
       host_cache_bytes, disk_cache_bytes: budgets of the other tiers; None for disk means no limit.
       disk_kv_dtype: how `store` keeps KV: "auto" (as it is), or in 8 bits, "int8" or "fp8", which is read back as
         approximate and never serves mode `exact`.
@@ -70,7 +71,7 @@ class EngineConfig:
     device_cache_bytes: int = 0
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 32
-    max_decode_gap_s: float = 0.2
+    max_decode_gap_ms: float = 200.0
     host_cache_bytes: int = 2 << 30
     disk_cache_bytes: int | None = None
     disk_kv_dtype: str = "auto"
@@ -95,8 +96,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
-        if isinstance(self.max_decode_gap_s, bool) or not 0.0 <= self.max_decode_gap_s < math.inf:
-            raise ConfigError(f"max_decode_gap_s: wanted a number of at least 0, got {self.max_decode_gap_s!r}")
+        if isinstance(self.max_decode_gap_ms, bool) or not 0.0 <= self.max_decode_gap_ms < math.inf:
+            raise ConfigError(f"max_decode_gap_ms: wanted a number of at least 0, got {self.max_decode_gap_ms!r}")
         if not isinstance(self.share_computation, bool):
             raise ConfigError(f"share_computation: wanted True or False, got {self.share_computation!r}")
         if self.eviction_policy not in POLICIES:

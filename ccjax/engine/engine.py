@@ -136,7 +136,7 @@ class Engine(DocumentCalls, CacheCalls):
                 page_tokens=PAGE_TOKENS,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
-                max_decode_gap_s=config.max_decode_gap_s,
+                max_decode_gap_s=config.max_decode_gap_ms / 1e3,
                 max_queue=_LONGEST_LINE,
                 flow_share=_LONGEST_LINE,
             ),

@@ -128,6 +128,7 @@ class EngineWorker:
         """
         self._start = start
         self._idle_work = idle_work
+        self._is_idle_work_left = idle_work is not None
         self._preload = preload
         self._limit = max_queue + max_running
         self._max_queue = max_queue
@@ -177,6 +178,7 @@ class EngineWorker:
             if self._preload is not None and self._jobs:
                 job.preload = self._preload(request)
             self._jobs[job] = None
+            self._is_idle_work_left = self._idle_work is not None
             self._changed.notify_all()
         try:
             job.stop = self._start(request, lambda event: self._take_in(job, event), on_start=lambda: _start(job))
@@ -199,6 +201,7 @@ class EngineWorker:
             if len(self._calls) > self._max_queue:
                 raise QueueFullError
             self._calls.append((function, future))
+            self._is_idle_work_left = self._idle_work is not None
             self._changed.notify_all()
         return future
 
@@ -269,35 +272,40 @@ class EngineWorker:
     # -- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        is_more_to_do = self._idle_work is not None
         while True:
             with self._changed:
-                self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S if is_more_to_do and not self._jobs else None)
-                if not self._calls and self._closed:
-                    return
+                self._changed.wait_for(lambda: self._calls or self._closed or self._is_idle)
                 call = self._calls.popleft() if self._calls else None
-                is_busy = bool(self._jobs)
+                if call is None and self._closed:
+                    return
+                if call is None and self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S):
+                    continue
             if call is not None:
                 _complete(call[1], call[0])
-                is_more_to_do = self._idle_work is not None
-            elif is_busy:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._jobs or bool(self._calls) or self._closed)
-                is_more_to_do = self._idle_work is not None
             else:
-                is_more_to_do = self._work_idly()
+                self._work_idly()
+
+    @property
+    def _is_idle(self) -> bool:
+        """True when nobody waits and idle work may be left."""
+        return self._is_idle_work_left and not self._jobs
 
     def _is_wanted(self) -> bool:
-        """True when the thread has better to do than wait or idle work."""
+        """True when there is better to do than idle work."""
         return bool(self._jobs or self._calls) or self._closed
 
-    def _work_idly(self) -> bool:
+    def _work_idly(self) -> None:
         assert self._idle_work is not None
+        with self._changed:
+            self._is_idle_work_left = False  # what comes meanwhile may leave more behind
         try:
-            return self._idle_work(self._is_wanted)
+            is_left = self._idle_work(self._is_wanted)
         except Exception:
             logger.exception("idle work failed")
-            return False
+            return
+        if is_left:
+            with self._changed:
+                self._is_idle_work_left = True
 
 
 def _start(job: Job) -> None:

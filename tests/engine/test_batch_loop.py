@@ -83,7 +83,7 @@ def check(got, wanted):
     [
         {"recompute_ratio": 0.3},
         {"recompute_ratio": 0.3, "focus_window": None, "max_num_batched_tokens": 48},
-        {"device_cache_bytes": 600 * PAGE, "recompute_ratio": 0.3, "max_decode_gap_s": 0.0},
+        {"device_cache_bytes": 600 * PAGE, "recompute_ratio": 0.3, "max_decode_gap_ms": 0.0},
         {"device_cache_bytes": 600 * PAGE, "max_num_batched_tokens": 64, "max_num_seqs": 3},
     ],
     ids=str,
@@ -119,7 +119,7 @@ def test_what_one_request_computes_the_next_one_reuses_even_if_both_were_in_line
 def test_answers_go_on_between_the_layers_of_a_long_prefill():
     random = np.random.default_rng(3)
     events = []
-    with MODEL.engine(max_decode_gap_s=0.0) as engine:
+    with MODEL.engine(max_decode_gap_ms=0.0) as engine:
         first = Client(engine, ask(draw_segments(random, [20]), "off", tokens=200))
         while len(first.deltas) < 3:
             time.sleep(0.001)

@@ -122,8 +122,8 @@ def test_a_request_during_a_repair_is_answered_and_the_repair_stops_between_laye
     with start_server() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         worker = server.service.backend.worker
         wait_until(at_rest)
-        leave_approximate(server)
         gate.open.set()
+        leave_approximate(server)
         assert post(server, reuse="off").status_code == 200
         gate.open.clear()
         gate.held.clear()
