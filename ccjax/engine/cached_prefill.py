@@ -1,22 +1,19 @@
-"""Prefills over stored chunks: plan, load, compute, then keep what is new. Knows no request, no text and no answer."""
+"""Prefills over stored chunks: what may be reused, the plan, the loads, and what is kept of what was computed. Computes
+nothing; knows no request, no text and no answer."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-import jax
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ccjax.engine.capture import ReadLayers, capture_variants
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.contexts import LayerLoader, Pool
 from ccjax.engine.load_plan import LoadPlanner
 from ccjax.engine.plan_rows import PrefillOutcome
-from ccjax.engine.prefill import IsCancelled, Prefiller, PrefillResult, Size
+from ccjax.engine.prefill import IsCancelled, Prefiller
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError, Patience
@@ -56,10 +53,7 @@ class Prefilled:
 
 
 class CachedPrefill:
-    """Runs prefills of one model over one store; not thread-safe, the engine's lock guards it.
-
-    Every `Prefilled` with a ticket must come back, through `finish` or `replace_approximate`, which unpin its variants.
-    """
+    """What prefills of one model over one store have in common; not thread-safe but for `is_reading` and `wanted`."""
 
     def __init__(
         self,
@@ -79,13 +73,13 @@ class CachedPrefill:
         self.rates = rates
         self._loading = config.loading
         self.loads = LoadPlanner(store, rates, prefiller.config.num_layers)
-        self._loader: LayerLoader | None = None
+        self._loaders: list[weakref.ref[LayerLoader]] = []
 
     @property
     def is_reading(self) -> bool:
-        """True while the prefill that runs has reads under way; may be asked from any thread."""
-        loader = self._loader
-        return loader is not None and loader.is_reading
+        """True while a prefill that runs has reads under way; may be asked from any thread."""
+        loaders = [reference() for reference in self._loaders]
+        return any(loader is not None and loader.is_reading for loader in loaders)
 
     def wanted(self, prompt: Prompt, mode: ReuseMode) -> dict[VariantId, int]:
         """The variants that a plan made now would load, with their bytes; may be asked beside a running prefill."""
@@ -100,138 +94,12 @@ class CachedPrefill:
             "", prompt.planned_chunks, len(prompt.question), candidates, mode=mode, settings=self._settings
         )
 
-    def size_of(self, prompt: Prompt, mode: ReuseMode) -> Size:
-        """The size that `run` will begin with, if it captures and all loads succeed."""
-        return self._prefiller.size_of(self.plan(prompt, mode, self.usable(prompt)))
-
-    def run(
-        self,
-        prompt: Prompt,
-        mode: ReuseMode,
-        *,
-        is_cancelled: IsCancelled | None = None,
-        queued_layers: int = 1,
-        is_shared: bool = False,
-    ) -> Prefilled:
-        """Plans, loads and computes. Variants that cannot be read, or not in time, are left out and the prompt planned
-        again without them.
-
-        Args:
-          is_cancelled, queued_layers: as `Prefiller.run`.
-          is_shared: chunks that another process on the same store is just computing are waited for
-            (`ccjax.engine.sharing`), and others may wait for those that are computed here.
-
-        Raises:
-          PrefillCancelledError: `is_cancelled` returned True; nothing stays pinned.
-        """
-        started = time.perf_counter()
-        compute = functools.partial(
-            self._prefiller.run, prompt.token_ids, is_cancelled=is_cancelled, queued_layers=queued_layers
-        )
-        if mode == "off":
-            plan = self.plan(prompt, mode, {})
-            planned = time.perf_counter()
-            result = compute(plan)
-            self._measure(result, planned)
-            return Prefilled(prompt, plan, result, None, None, planned - started, planned, 0)
-        shared = self.shared(is_cancelled) if is_shared else None
-        try:
-            return self._run_stored(prompt, mode, compute, is_cancelled, started, shared)
-        except BaseException:
-            if shared is not None:
-                shared.release()
-            raise
-
-    def shared(self, is_cancelled: IsCancelled | None) -> SharedPrefill | None:
+    def shared(self) -> SharedPrefill | None:
         """A prefill's part in who computes what; None where there is nobody to agree with."""
         claims = None if self.read_only else self._store.claims
         if claims is None:
             return None
-        return SharedPrefill(claims, self._variants, self.rates.seconds_per_token, is_cancelled)
-
-    def _run_stored(
-        self,
-        prompt: Prompt,
-        mode: ReuseMode,
-        compute: Callable[..., PrefillResult],
-        is_cancelled: IsCancelled | None,
-        started: float,
-        shared: SharedPrefill | None,
-    ) -> Prefilled:
-        failed: set[VariantId] = set()
-        lossy: set[str] = set()
-        patience = Patience(self.rates.seconds_per_token)
-        waited_s = 0.0
-        while True:
-            plan, given_up = self.loads.settle(
-                lambda without: self.plan(prompt, mode, self.usable(prompt, failed | without, lossy=lossy))
-            )
-            # What is given up is stored all the same, so nobody need be told that it is computed.
-            if shared is not None and shared.settle(plan, self.usable(prompt, failed, lossy=lossy)):
-                continue
-            planned = time.perf_counter()
-            disk_bytes = self.loads.disk_bytes(plan)
-            preloaded_bytes = disk_bytes - self.loads.unread_bytes(plan)
-            ticket = self._store.prepare_load(plan.pin)
-            if not ticket.lossy.isdisjoint(_exactly_reused(plan)):  # since it was planned, the exact copy went
-                self._variants.complete_load(ticket, ok=False)
-                lossy.update(ticket.lossy)
-                continue
-            spent_s = patience.spent_s
-            try:
-                with self._contexts(ticket, plan, patience, is_cancelled) as contexts:
-                    result = compute(plan, contexts=contexts, collect=not self.read_only)
-            except LoadFailedError as error:
-                self._variants.complete_load(ticket)  # those that were read whole and sound may stay in host memory
-                failed.update(error.causes)
-                waited_s += patience.spent_s - spent_s
-                self.leave_out(error, patience.spent_s - spent_s)
-                continue
-            except BaseException:
-                self._variants.complete_load(ticket, ok=False)
-                raise
-            self._measure(result, planned)
-            shared_s = 0.0 if shared is None else shared.waited_s
-            result.load_wait_s += waited_s + shared_s
-            return Prefilled(
-                prompt,
-                plan,
-                result,
-                ticket,
-                ticket.read_layers,
-                planned - started - shared_s,
-                planned,
-                len(failed),
-                preloaded_bytes,
-                self.loads.load_s(plan, disk_bytes) or 0.0,
-                len(given_up),
-                shared,
-            )
-
-    @contextlib.contextmanager
-    def _contexts(
-        self, ticket: LoadTicket, plan: PrefillPlan, patience: Patience, is_cancelled: IsCancelled | None
-    ) -> Iterator[LayerLoader | None]:
-        """The loader of a plan at work, None where it reuses nothing.
-
-        Raises:
-          LoadFailedError: no tier has some of the variants any more.
-        """
-        if ticket.missing:
-            missing = sorted(ticket.missing)
-            raise LoadFailedError({VariantId(key): ShardNotFoundError("no tier holds it any more") for key in missing})
-        sizes = {segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id}
-        if not sizes:
-            yield None
-            return
-        patience.expect(sizes)
-        loader = self.loader(ticket, plan, patience, is_cancelled=is_cancelled)
-        with loader:
-            self._loader = loader
-            try:
-                yield loader
-            finally:
-                self._loader = None
+        return SharedPrefill(claims, self._variants, self.rates.seconds_per_token)
 
     def loader(
         self,
@@ -244,7 +112,7 @@ class CachedPrefill:
     ) -> LayerLoader:
         """What loads a plan's variants layer by layer, once it is entered; without the segments in `skip`."""
         num_layers = self._prefiller.config.num_layers
-        return LayerLoader(
+        loader = LayerLoader(
             ticket,
             plan,
             shape=self._prefiller.context_shape(plan),
@@ -257,6 +125,11 @@ class CachedPrefill:
             lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
             on_merge=self.rates.tiers[HOST].add,
         )
+        self._loaders = [
+            *(one for one in self._loaders if one() is not None),
+            weakref.ref(loader),
+        ]  # a new list: see above
+        return loader
 
     def pin(self, plan: PrefillPlan) -> LoadTicket:
         """Pins what a plan reuses."""
@@ -282,17 +155,6 @@ class CachedPrefill:
                 self._capture(prefilled, only_replacing=False)
         except Exception:
             logger.exception("the chunk-caches of a prompt could not be stored")
-
-    def finish(self, prefilled: Prefilled) -> None:
-        """`keep`, and unpins."""
-        if prefilled.ticket is None:
-            return
-        try:
-            self.keep(prefilled)
-        finally:
-            self._variants.complete_load(prefilled.ticket)
-            if prefilled.shared is not None:
-                prefilled.shared.release()
 
     def replace_approximate(self, prefilled: Prefilled) -> int:
         """Of the computed chunks, stores those that take the place of an approximate variant or of a lossy copy, and
@@ -379,12 +241,6 @@ class CachedPrefill:
                 self._variants.discard(variant_id)
             elif isinstance(cause, ShardNotFoundError):
                 self._variants.forget(variant_id)
-
-    def _measure(self, result: PrefillResult, planned: float) -> None:
-        """Waits for the device, so that the clock tells what computing took."""
-        jax.block_until_ready(result.hidden)
-        seconds = time.perf_counter() - planned - result.load_wait_s
-        self.rates.compute.observe(result, self._prefiller.config.num_layers, seconds)
 
 
 def _exactly_reused(plan: PrefillPlan) -> frozenset[VariantId]:

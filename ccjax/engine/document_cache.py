@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.cached_prefill import CachedPrefill
 from ccjax.engine.documents import Erasure, Link
 from ccjax.engine.prefill import IsCancelled
@@ -105,10 +106,16 @@ class DocumentCache:
     """
 
     def __init__(
-        self, prefill: CachedPrefill, variants: VariantIndex, store: TieredStore, compiler: BackgroundCompiler
+        self,
+        prefill: CachedPrefill,
+        alone: PrefillAlone,
+        variants: VariantIndex,
+        store: TieredStore,
+        compiler: BackgroundCompiler,
     ) -> None:
         self.registry = variants.documents
         self._prefill = prefill
+        self._alone = alone
         self._variants = variants
         self._store = store
         self._compiler = compiler
@@ -123,8 +130,8 @@ class DocumentCache:
         document, prompt = warming._left[0]
         status: WarmStatus = "present"
         if self._warm_id(prompt) is None:
-            self._compiler.wait_for(self._prefill.size_of(prompt, "exact"), is_cancelled)
-            prefilled = self._prefill.run(prompt, "exact", is_cancelled=is_cancelled, queued_layers=0)
+            self._compiler.wait_for(self._alone.size_of(prompt, "exact"), is_cancelled)
+            prefilled = self._alone.run(prompt, "exact", is_cancelled=is_cancelled)
             self._prefill.store_new(prefilled, warming._kept)
             status = "no_room" if self._warm_id(prompt) is None else "computed"
         else:

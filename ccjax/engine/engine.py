@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.engine.admission import Admission
+from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.answer import Answer
-from ccjax.engine.batch.admission import Admission
 from ccjax.engine.batch.loop import BatchLoop, CancelledError
 from ccjax.engine.batch.serving import Emit, Serving
 from ccjax.engine.budgets import check_budgets, pool_bytes
@@ -115,11 +116,12 @@ class Engine(DocumentCalls, CacheCalls):
             self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._prefill.is_reading
         )
         compiler = BackgroundCompiler(self._prefiller)
-        self._maintenance = Maintenance(self._prefill, self._variants, compiler, max_model_len=limit)
+        alone = PrefillAlone(self._prefiller, self._prefill)
+        self._maintenance = Maintenance(self._prefill, alone, self._variants, compiler, max_model_len=limit)
         self._cache = ChunkCache(
             self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
         )
-        self._documents = DocumentCache(self._prefill, self._variants, self._store, compiler)
+        self._documents = DocumentCache(self._prefill, alone, self._variants, self._store, compiler)
         self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
         self._variants.spare(self._pins)
         if not config.read_only:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.cached_prefill import CachedPrefill
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
 from ccjax.engine.variants import VariantIndex
@@ -42,10 +43,17 @@ class Maintenance:
     """
 
     def __init__(
-        self, prefill: CachedPrefill, variants: VariantIndex, compiler: BackgroundCompiler, *, max_model_len: int
+        self,
+        prefill: CachedPrefill,
+        alone: PrefillAlone,
+        variants: VariantIndex,
+        compiler: BackgroundCompiler,
+        *,
+        max_model_len: int,
     ) -> None:
         self.counts = MaintenanceCounts()
         self._prefill = prefill
+        self._alone = alone
         self._compiler = compiler
         self._variants = variants
         self._max_model_len = max_model_len
@@ -93,8 +101,8 @@ class Maintenance:
         if self._variants.drop_if_replaced(meta):
             return 1
         prompt = self._variants.prompt_of(meta)
-        self._compiler.wait_for(self._prefill.size_of(prompt, "exact"), is_cancelled)
-        prefilled = self._prefill.run(prompt, "exact", is_cancelled=is_cancelled, queued_layers=0)
+        self._compiler.wait_for(self._alone.size_of(prompt, "exact"), is_cancelled)
+        prefilled = self._alone.run(prompt, "exact", is_cancelled=is_cancelled)
         repaired = self._prefill.replace_approximate(prefilled)
         assert meta.variant_id not in self._variants
         return repaired

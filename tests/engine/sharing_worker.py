@@ -10,11 +10,10 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ccjax.engine.prefill import Prefiller
+from ccjax.engine.batch.pack import Pack
 from tests.engine.helpers import TinyModel, draw_segments
 
 LENGTHS = (23, 31, 17, 29)
@@ -30,14 +29,14 @@ def main(url: str, start_file: str, seconds: str) -> None:
             engine.generate_from_tokens(own, max_new_tokens=4)
         engine.flush()
         if float(seconds):
-            run = Prefiller.run
+            run_layer = Pack.run_layer
 
-            def slow(self: Prefiller, *arguments: Any, **options: Any) -> Any:
+            def slow(self: Pack) -> None:
                 print("computing", flush=True)
                 time.sleep(float(seconds))
-                return run(self, *arguments, **options)
+                run_layer(self)
 
-            Prefiller.run = slow  # type: ignore[method-assign]
+            Pack.run_layer = slow  # type: ignore[method-assign]
         print("ready", flush=True)
         while not Path(start_file).exists():
             time.sleep(0.001)

@@ -208,7 +208,8 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
     with MODEL.engine() as engine:
         fill(engine)
         doomed = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
-        run, tried = engine._prefill.run, []
+        alone = engine._maintenance._alone
+        run, tried = alone.run, []
 
         def fail(prompt, *args, **kwargs):
             tried.append(prompt.chunks[-1].chunk_id)
@@ -218,7 +219,7 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
 
         engine._variants.credit([(doomed.variant_id, 1.0)])  # it is tried first
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr(engine._prefill, "run", fail)
+            patch.setattr(alone, "run", fail)
             assert engine.repair_one()
             assert len(approximate(engine)) == 3 and doomed.variant_id in caplog.text
             repair_all(engine)

@@ -127,7 +127,7 @@ def claims_of(engine, segments, monkeypatch) -> list[VariantId]:
 
     with monkeypatch.context() as patch:
         patch.setattr("ccjax.engine.sharing.variants_to_compute", stop)
-        list(engine.stream(_request(segments)))
+        assert list(engine.stream(_request(segments))) == []
     assert seen and prefill._store.claims.claim(seen, 60) == tuple(seen)
     return seen
 

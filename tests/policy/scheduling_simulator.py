@@ -73,11 +73,11 @@ class SimulatedEngine:
     @property
     def free_pages(self):
         own = sum(job.num_pages for job in self.jobs.values())
-        shared = sum(self.chunk_pages[name] for name in self.pinned())
+        shared = self._pages_of(self.pinned())
         return self.settings.num_pages - own - shared - self.held_elsewhere
 
     def shared_pages(self, request_id):
-        return sum(self.chunk_pages[name] for name in self.jobs[request_id].chunks - self.pinned())
+        return self._pages_of(self.jobs[request_id].chunks - self.pinned())
 
     def active(self):
         return [job for job in self.jobs.values() if job.is_admitted]
@@ -107,6 +107,10 @@ class SimulatedEngine:
         job.work = work
         self._release(job)
         job.host_pages = 0
+
+    def hold(self, request_id):
+        self.scheduler.hold(request_id)
+        self._release(self.jobs[request_id])
 
     def _release(self, job):
         job.num_pages = job.num_computed = job.num_slots = 0
@@ -144,7 +148,11 @@ class SimulatedEngine:
     def unended(self):
         return [job.work.request_id for job in self.jobs.values() if job.end is None]
 
+    def _pages_of(self, chunks):
+        return sum(self.chunk_pages[name] for name in chunks)
+
     def _next_pack(self):
+        pinned = self.pinned()
         pack = self.scheduler.next_pack(self.now_s, self.free_pages, self.costs, shared_pages=self.shared_pages)
         self._preempt(pack.preempted)
         priorities = [self.jobs[name].work.priority for name in pack.admitted + pack.resumed]
@@ -170,13 +178,14 @@ class SimulatedEngine:
             assert piece.is_last == (piece.start + piece.num_tokens == job.total_tokens)
             flow = job.work.flow
             self.served_tokens[flow] = self.served_tokens.get(flow, 0) + piece.num_tokens
-        self._check_order(pack)
+        self._check_order(pack, pinned)
         self.events += [f"admit {name}" for name in pack.admitted] + [f"resume {name}" for name in pack.resumed]
         self.pack, self.next_layer = (pack, 0) if pack.pieces else (None, 0)
         self._check_counts()
 
-    def _check_order(self, pack):
-        """The pack takes all that it can, and nothing less important before something more important."""
+    def _check_order(self, pack, pinned):
+        """The pack takes all that it can, and nothing less important before something more important. `pinned` is what
+        was before it: a chunk that several of its newcomers read was counted for each."""
         spare = self.settings.max_num_batched_tokens - sum(piece.num_tokens for piece in pack.pieces)
         completed = {piece.request_id for piece in pack.pieces if piece.is_last}
         begun = [job for job in self.active() if not job.is_decoding and job.work.request_id not in completed]
@@ -202,9 +211,11 @@ class SimulatedEngine:
             lesser = [one for one in self.active() if one.work.priority > job.work.priority]
             num_slots = len(job.token_times_s) - bool(job.host_pages)
             num_pages = job.work.pages_with(num_slots, self.settings.page_tokens)
-            wanted = num_pages + self.shared_pages(head.request_id) + self._reserve(job, num_pages)
+            wanted = num_pages + self._pages_of(job.chunks - pinned) + self._reserve(job, num_pages)
             wanted += sum(self._reserve(one, one.num_pages) for one in others)
             room = self.free_pages + sum(one.num_pages for one in lesser)
+            room += self._pages_of(self.pinned() - pinned) - self._pages_of(pinned - self.pinned())
+            room -= sum(self._pages_of(self.jobs[name].chunks - pinned) for name in pack.admitted + pack.resumed)
             assert wanted > room or len(others) == self.settings.max_num_seqs, "the first in line was kept out"
 
     def _reserve(self, job, num_pages):

@@ -76,6 +76,50 @@ class TestReplan:
         assert start(scheduler).pieces == (Piece("a", 0, 5, is_last=True),)
 
 
+class TestHold:
+    def test_it_leaves_seat_and_line_to_others_until_it_is_planned_anew(self):
+        scheduler = build(max_num_seqs=1, max_num_batched_tokens=10)
+        for name in "abc":
+            scheduler.add(Work(name, 5, 1, 1))
+        assert scheduler.next_pack(0.0, 100, COSTS).admitted == ("a",)
+        scheduler.hold("a")
+        assert scheduler.pack_done(0.0) == () and scheduler.num_waiting == 3 and scheduler.num_running == 0
+        assert start(scheduler).pieces == (Piece("b", 0, 5, is_last=True),)
+        scheduler.remove("b")
+        scheduler.replan(Work("a", 8, 2, 1))
+        assert start(scheduler).pieces == (Piece("a", 0, 8, is_last=True),)  # before c
+        scheduler.remove("a")
+        assert admitted(scheduler) == ("c",)
+
+    def test_nobody_waits_behind_it(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 1, 1))
+        scheduler.next_pack(0.0, 100, COSTS)
+        scheduler.hold("a")
+        scheduler.pack_done(0.0)
+        assert start(scheduler) == Pack()
+        scheduler.remove("a")
+        assert scheduler.num_waiting == 0 and not scheduler._queue._lines
+
+    def test_its_deadline_stands(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 1, 1, deadline_s=2.0))
+        scheduler.next_pack(0.0, 100, COSTS)
+        scheduler.hold("a")
+        assert scheduler.expire(2.0) == ("a",) and scheduler.num_waiting == 0
+
+    def test_only_who_was_just_admitted(self):
+        scheduler = build()
+        scheduler.add(Work("a", 5, 1, 9))
+        with pytest.raises(ValueError, match="request_id: wanted one in prefill, got 'a', state waiting"):
+            scheduler.hold("a")
+        start(scheduler)
+        with pytest.raises(ValueError, match="state decode"):
+            scheduler.hold("a")
+        with pytest.raises(KeyError):
+            scheduler.hold("b")
+
+
 class TestDeadlines:
     def test_each_is_named_once_wherever_it_is(self):
         scheduler = build(max_num_seqs=2)

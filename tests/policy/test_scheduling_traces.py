@@ -101,6 +101,13 @@ class SchedulingTrace(RuleBasedStateMachine):
             work = dataclasses.replace(work, prefill_tokens=prefill, prompt_pages=min(pages, work.prompt_pages))
             self.engine.replan(work)
 
+    @rule(which=st.integers(0, 100))
+    def hold(self, which):
+        """Held ones come back by `replan`."""
+        records = self.engine.scheduler._records
+        if in_prefill := [name for name in self.engine.unended() if records[name].state == "prefill"]:
+            self.engine.hold(in_prefill[which % len(in_prefill)])
+
     @rule(held=st.integers(0, 24))
     def hold_elsewhere(self, held):
         self.engine.held_elsewhere = 0
@@ -119,6 +126,9 @@ class SchedulingTrace(RuleBasedStateMachine):
             return
         engine = self.engine
         engine.held_elsewhere = 0
+        for name in engine.unended():
+            if engine.scheduler._records[name].state == "held":
+                engine.replan(engine.jobs[name].work)
         # A token of an answer costs a decode step, or a prefill of all before it, over and over at worst for each page
         # that one more important draws; no trace of this size comes near a tenth of this.
         engine.run(max_ticks=20_000)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import jax
 
-from ccjax.engine.batch.admission import Admission
+from ccjax.engine.admission import Admission
 from ccjax.engine.batch.decode import DecodeBatch
 from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
 from ccjax.engine.batch.serving import Serving
@@ -71,6 +71,7 @@ class BatchLoop:
         self._scheduler = Scheduler(settings)
         self._servings: dict[str, Serving] = {}
         self._pack: Pack | None = None
+        self._held: list[Serving] = []
         self._closing: list[Admission] = []
         self._ended: list[Serving] = []
         self._decode_step_s = 0.0
@@ -161,6 +162,7 @@ class BatchLoop:
                     self._fail(serving, error)
                 self._scheduler = Scheduler(self._scheduler.settings)
                 self._pack = None
+                self._held = []
 
     def _stand(self) -> bool:
         """Lets guests in, and waits for work; False once there is none and never will be."""
@@ -182,11 +184,13 @@ class BatchLoop:
         elif self._scheduler.num_decoding:
             self._decode()
         elif self._servings and not self._num_guests:
-            # All pages of the pool are held by nobody that is scheduled: what is read just now for a snapshot, say.
-            time.sleep(_LOOK_S)
+            # All that are left wait for another process, or for pages that nobody who is scheduled holds: those of
+            # what is read just now for a snapshot, say.
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._new), _LOOK_S)
 
     def _attend(self) -> None:
-        """Takes in new requests, lets go of cancelled ones."""
+        """Takes in new requests, lets go of cancelled ones, and puts those back in line that have waited enough."""
         while self._new:
             serving = self._new.popleft()
             try:
@@ -198,6 +202,10 @@ class BatchLoop:
         for serving in tuple(self._servings.values()):
             if serving.is_cancelled():
                 self._fail(serving, CancelledError())
+        for serving in tuple(self._held):
+            if serving.admission.look():
+                self._held.remove(serving)
+                self._plan(serving)
 
     def _fail(self, serving: Serving, error: Exception) -> None:
         """Ends a request with an error."""
@@ -208,6 +216,8 @@ class BatchLoop:
     def _let_go(self, serving: Serving) -> None:
         """Forgets a request; its pages are free."""
         del self._servings[serving.request_id]
+        if serving in self._held:
+            self._held.remove(serving)
         self._scheduler.remove(serving.request_id)
         self._drop(serving)
         serving.admission.release()
@@ -240,22 +250,22 @@ class BatchLoop:
 
     def _plan_first(self) -> None:
         """Plans the first in line, anew where the cached chunks are others than when it was planned last."""
-        waiting = [serving for serving in self._servings.values() if serving.job is None]
+        waiting = [one for one in self._servings.values() if one.job is None and one not in self._held]
         num_seats = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
         for serving in waiting[: min(num_seats, _PLANNED_AHEAD)]:
             if serving.planned_at != self._variants.num_changes:
-                try:
-                    serving.plan(self._variants.num_changes)
-                except Exception as error:
-                    self._fail(serving, error)
-                else:
-                    self._replan(serving)
+                self._plan(serving)
 
     def _admit(self, serving: Serving) -> None:
         """Draws pages and starts to load; a request whose plan had to change goes back in line."""
         try:
             if serving.planned_at is None:
                 serving.plan(self._variants.num_changes)
+            serving.start()
+            if not serving.admission.agree():
+                self._scheduler.hold(serving.request_id)
+                self._held.append(serving)
+                return
             serving.admission.open()
             self._make_room(serving.num_own_pages)
             serving.begin(self._pool)
@@ -275,6 +285,15 @@ class BatchLoop:
         self._drop(serving)
         serving.planned_at = None
         self._closing.append(serving.admission)
+
+    def _plan(self, serving: Serving) -> None:
+        """Plans a request anew that has no pages."""
+        try:
+            serving.plan(self._variants.num_changes)
+        except Exception as error:
+            self._fail(serving, error)
+        else:
+            self._replan(serving)
 
     def _replan(self, serving: Serving) -> None:
         try:

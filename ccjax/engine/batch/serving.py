@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ccjax.engine.admission import Admission
 from ccjax.engine.answer import Answer
-from ccjax.engine.batch.admission import Admission
 from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.batch.pages import RequestPages, shared_segments
 from ccjax.engine.cached_prefill import Prefilled
@@ -134,6 +134,12 @@ class Serving:
 
     # -- admitted ----------------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """Notes that it left the line; what counts is the first time."""
+        if self.started_s is None:
+            self.started_s = time.perf_counter()
+            self._on_start()
+
     @property
     def num_own_pages(self) -> int:
         """Pages of its own that `begin` will draw; `admission.open` comes first."""
@@ -159,9 +165,6 @@ class Serving:
         contexts = self.admission.load(pages.shared)
         collect = self.admission.collects and self._reuse is None
         self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect)
-        if self.started_s is None:
-            self.started_s = time.perf_counter()
-            self._on_start()
 
     @property
     def is_as_scheduled(self) -> bool:

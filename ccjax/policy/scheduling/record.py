@@ -7,7 +7,7 @@ from typing import Literal
 
 from ccjax.policy.scheduling.work import Costs, Work
 
-State = Literal["waiting", "prefill", "decode", "swapped"]
+State = Literal["waiting", "prefill", "decode", "swapped", "held"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +47,11 @@ class Record:
     def rank(self) -> tuple[int, int]:
         """The smaller, the more important."""
         return self.work.priority, self.number
+
+    @property
+    def is_unserved(self) -> bool:
+        """True while it is in line, or in prefill."""
+        return self.state not in ("decode", "held")
 
     @property
     def is_complete(self) -> bool:

@@ -49,7 +49,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no pages of the pool: new, or preempted."""
+        """Requests that hold no pages of the pool: new, preempted, or held."""
         return len(self._records) - len(self._admitted)
 
     @property
@@ -93,7 +93,7 @@ class Scheduler:
         if record.tag is None:
             self._places.free(record)
         self._withdraw(record)
-        if record.state != "decode":
+        if record.is_unserved:
             self._queue.leave(record)
 
     def replan(self, work: Work) -> None:
@@ -118,11 +118,26 @@ class Scheduler:
             self._queue.refile(record)
         else:
             self._withdraw(record)
-            if record.state != "decode":
+            if record.is_unserved:
                 self._queue.leave(record)
             record.start_over(work)
             self._queue.push(record)
         self._set_deadline(record)
+
+    def hold(self, request_id: str) -> None:
+        """Lets a request that was just admitted wait for something that no scheduling brings about: it gives seat and
+        pages back, and is in no line until `replan`, which puts it at the head of its flow.
+
+        Raises:
+          KeyError: it is not scheduled.
+          ValueError: it is not in prefill.
+        """
+        record = self._record(request_id)
+        if record.state != "prefill":
+            raise ValueError(f"request_id: wanted one in prefill, got {request_id!r}, state {record.state}")
+        self._withdraw(record)
+        self._queue.leave(record)
+        record.state = "held"
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """Removes the requests whose deadline has come and returns their ids, earliest deadline first."""

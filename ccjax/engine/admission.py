@@ -18,7 +18,7 @@ from store.usage import DEVICE
 
 
 class Admission:
-    """Not thread-safe. `settle` and `open`, `load`, then `prefilled`; `close` at the end, whatever happened.
+    """Not thread-safe. `settle`, `agree` and `open`, `load`, then `prefilled`; `close` at the end, whatever happened.
 
     Attributes:
       plan: of the last `settle`; None before.
@@ -36,14 +36,14 @@ class Admission:
         """
         Args:
           is_shared: agree with other processes on the store who computes what (`ccjax.engine.sharing`).
-          is_cancelled: ends waits, with PrefillCancelledError, when it returns True.
+          is_cancelled: ends waits for loads, with PrefillCancelledError, when it returns True.
         """
         self._is_cancelled = is_cancelled
         self.prompt = prompt
         self.mode: ReuseMode = mode
         self.plan: PrefillPlan | None = None
         self._prefill = prefill
-        self._shared = prefill.shared(is_cancelled) if is_shared and mode != "off" else None
+        self._shared = prefill.shared() if is_shared and mode != "off" else None
         self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
@@ -77,24 +77,36 @@ class Admission:
         self._plan_s += self._planned_at - started
         return self.plan
 
-    def open(self) -> None:
-        """Pins what the plan reuses; that may need another plan first."""
+    def agree(self) -> bool:
+        """Tells other processes what the plan computes; that may need another plan first. False where some of it is
+        better waited for, until `look` is True: then `settle` and `agree` again."""
         assert self.plan is not None
-        if self.mode == "off":
-            return
-        while True:
-            while self._shared is not None and self._shared.settle(self.plan, self._usable()):
-                self.settle()
+        while self._shared is not None:
+            agreement = self._shared.settle(self.plan, self._usable())
+            if agreement != "plan":
+                return agreement == "go"
+            self.settle()
+        return True
+
+    def look(self) -> bool:
+        """True once what other processes compute is not waited for any more."""
+        return self._shared is None or self._shared.look()
+
+    def open(self) -> PrefillPlan:
+        """Pins what the plan reuses, `agree` comes first; that may need another plan, which comes back."""
+        assert self.plan is not None
+        while self.mode != "off":
             loads = self._prefill.loads
             self._disk_bytes = loads.disk_bytes(self.plan)
             self._preloaded_bytes = self._disk_bytes - loads.unread_bytes(self.plan)
             self._ticket = self._prefill.pin(self.plan)
             if not self._ticket.missing and self._prefill.is_as_planned(self._ticket, self.plan):
-                return
+                break
             # Since it was planned an exact copy went, or all of one.
             self._lossy.update(self._ticket.lossy)
             missing = {VariantId(key): ShardNotFoundError("no tier holds it any more") for key in self._ticket.missing}
             self.fail(LoadFailedError(missing))
+        return self.plan
 
     def load(self, shared: frozenset[int]) -> LayerLoader | None:
         """The source of all that the plan reuses besides the segments in `shared`, reading already; or None."""
