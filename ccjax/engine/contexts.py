@@ -115,7 +115,7 @@ class LayerLoader:
         for variant_id, segment in reused:
             slots[segment.start : segment.start + segment.num_tokens] = self._ticket.slots(variant_id)
             self._paged_bytes += segment.num_tokens * 2 * self._shape[1] * self._shape[2] * self._dtype.itemsize
-        return jax.numpy.asarray(slots)
+        return jax.device_put(slots)
 
     def __enter__(self) -> LayerLoader:
         if self._variants:

@@ -22,6 +22,9 @@ from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step
 
 _ALL_SIZES_UP_TO = 1024
 _BATCHES_UP_TO = 8
+_PARTS = 16
+"""Parts of a prompt, each with a last page that is not full."""
+
 _POLL_S = 0.05
 
 
@@ -44,7 +47,7 @@ def shapes(max_model_len: int) -> list[tuple[int, int]]:
 def decode_shapes(max_model_len: int, max_num_seqs: int) -> list[tuple[int, int]]:
     """(requests, entries of the page tables) of every decode step up to `max_model_len`, small ones first; of batches,
     up to 8 requests: larger ones compile when they first come."""
-    most = num_pages(max_model_len)
+    most = num_pages(max_model_len) + _PARTS
     entries = sorted({entry_bucket(count) for count in range(1, most + 1)})
     batches = sorted({batch_bucket(count) for count in range(1, min(max_num_seqs, _BATCHES_UP_TO) + 1)})
     return [(batch, count) for count in entries for batch in batches]
@@ -106,7 +109,7 @@ def _run_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
         ),
     )
     shape = (num_slots, prefiller.config.num_kv_heads, prefiller.config.head_dim)
-    none = jnp.zeros(shape, prefiller.dtype)
+    none = jnp.asarray(np.zeros(shape, prefiller.dtype))  # as `LayerLoader` does it
     pool.update(0, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, none, none))
     last = select_step(out.x, np.zeros(1, np.int32))
     jax.block_until_ready(logits_step(prefiller.top, last, config=prefiller.config))

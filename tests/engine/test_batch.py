@@ -263,7 +263,10 @@ def test_a_load_that_fails_costs_its_own_request_and_is_asked_of_no_other_twice(
     random = np.random.default_rng(10)
     segments = draw_segments(random, [40, 30])
     orders = [[1, 0], [0, 1], [1, 0]]
-    with MODEL.engine(strategy="reuse") as host, MODEL.engine(device_cache_bytes=100 * PAGE) as other:
+    with (
+        MODEL.engine(strategy="reuse") as host,
+        MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as other,
+    ):
         alone(host, segments)
         object.__setattr__(host.config, "read_only", True)
         wanted = [alone(host, permuted(segments, order)) for order in orders]

@@ -82,7 +82,7 @@ def test_one_prompt_from_device_host_and_disk(tmp_path):
 
 
 def test_what_is_on_the_device_takes_no_time_to_load():
-    with MODEL.engine() as host, MODEL.engine(device_cache_bytes=ALL) as device:
+    with MODEL.engine() as host, MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as device:
         for engine in (host, device):
             engine.rates.tiers["host"].add(1_000_000, 0.1)
         reports = [[answer(engine, SEGMENTS, "bounded")[2] for _ in range(4)] for engine in (host, device)]

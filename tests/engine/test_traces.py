@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.compilations import compilations
 from ccjax.engine.warmup import decode_shapes, shapes
 from models.llama3 import paged_steps, steps
 from tests.engine.helpers import TinyModel, draw_segments, permuted
@@ -41,19 +42,11 @@ def test_warm_up_leaves_nothing_to_compile():
         engine.warmup(lambda stage, done, total: seen.append((stage, done, total)))
         assert len(seen) > len(shapes(128)) + len(decode_shapes(128, 32))
         assert seen == [("compile", done, len(seen)) for done in range(1, len(seen) + 1)]
-        steps_run = (
-            paged_steps.paged_layer_step,
-            paged_steps.paged_decode_step,
-            paged_steps.write_rows_step,
-            steps.embed_step,
-            steps.logits_step,
-            steps.sample_step,
-        )
-        before = [step._cache_size() for step in steps_run]
+        before = compilations().count
         segments = draw_segments(random, [30, 24, 36])
         for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 0, 2]):
             engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3)
-        assert [step._cache_size() for step in steps_run] == before
+        assert compilations().count == before
 
 
 @pytest.mark.parametrize("bucket", [token_bucket, slot_bucket, segment_bucket])

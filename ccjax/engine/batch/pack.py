@@ -198,7 +198,7 @@ class Pack:
 
         def padded(parts: list[np.ndarray], fill: int | None) -> jax.Array:
             values = np.concatenate(parts)
-            return jax.numpy.asarray(padded_to(values, self._num_rows, int(values[-1]) if fill is None else fill))
+            return jax.device_put(padded_to(values, self._num_rows, int(values[-1]) if fill is None else fill))
 
         self._q_pos, self._q_request = padded(offsets, None), padded(requests, None)
         self._q_slot = padded(slots, self._pool.num_slots)
@@ -221,4 +221,4 @@ class Pack:
 
 def _context(parts: Sequence[np.ndarray], fill: int) -> jax.Array:
     values = np.concatenate(parts)
-    return jax.numpy.asarray(padded_to(values, slot_bucket(len(values)), fill))
+    return jax.device_put(padded_to(values, slot_bucket(len(values)), fill))
