@@ -66,18 +66,15 @@ class PrefillCancelledError(Exception):
 
 @dataclasses.dataclass
 class PrefillResult(PrefillOutcome):
-    """The prompt's context, ready to decode from.
+    """What a run gave.
 
     Attributes:
       hidden: [N, D], hidden states after the last layer; the last real row is the prompt's last token.
       num_rows: real rows of `hidden`.
-      k_contexts, v_contexts: per layer [S, K, H]; keys rotated.
     """
 
     hidden: jax.Array = dataclasses.field(kw_only=True)
     num_rows: int = 0
-    k_contexts: list[jax.Array] = dataclasses.field(default_factory=list)
-    v_contexts: list[jax.Array] = dataclasses.field(default_factory=list)
 
 
 class Prefiller:
@@ -184,8 +181,6 @@ class Prefiller:
             )
             sizes.add((rows.size, num_slots, num_segments))
             x = out.x
-            result.k_contexts.append(out.k_context)
-            result.v_contexts.append(out.v_context)
             result.computed_token_layers += len(offsets)
             computed = LayerRows(layer, offsets, 0, out.k, out.v, out.mass, out.self_mass)
             if collect:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,18 +19,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ccjax.engine.buckets import slot_bucket
-from ccjax.engine.decode import Decoder
 from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.prefill import Prefiller, PrefillResult
+from ccjax.engine.prefill import Prefiller
 from models.llama3 import LlamaConfig, init_params
 from models.llama3.paged_steps import paged_decode_step
 from models.llama3.steps import embed_step, logits_step, sample_step
 from scripts.benchmarks.common import environment, median
 
 WAYS = ("one by one", "rope-free", "rotated")
-_NUM_DECODERS = 4
-"""Sequences that the way of today takes turns with; its tokens per second do not depend on how many there are."""
+_NUM_ALONE = 4
+"""Sequences that are run one by one; their tokens per second do not depend on how many there are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +52,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         task = progress.add_task("compile, then measure", total=len(lengths) * len(batches) * (repetitions + 1))
         for length in lengths:
             pool = _Pool(config, max(batches), length + arguments.steps)
-            num_runs = len(batches) * (repetitions + 1)
-            single = _one_by_one(model, length, arguments.steps, num_runs)
+            tables = np.split(pool.tables, len(pool.tables))[:_NUM_ALONE]
+            alone = [_Batch(model, pool, table, length, arguments.steps, rotates=True) for table in tables]
             for batch in batches:
                 calls: dict[str, Callable[[], int]] = {
-                    "one by one": single,
-                    "rope-free": _Batch(model, pool, batch, length, arguments.steps, rotates=True).run,
-                    "rotated": _Batch(model, pool, batch, length, arguments.steps, rotates=False).run,
+                    "one by one": _one_by_one(alone),
+                    "rope-free": _Batch(model, pool, pool.tables[:batch], length, arguments.steps, rotates=True).run,
+                    "rotated": _Batch(model, pool, pool.tables[:batch], length, arguments.steps, rotates=False).run,
                 }
                 seconds: dict[str, list[float]] = {way: [] for way in WAYS}
                 for number in range(repetitions + 1):
@@ -95,10 +93,14 @@ class _Pool:
 class _Batch:
     """Sequences of the same length that decode together."""
 
-    def __init__(self, model: Prefiller, pool: _Pool, batch: int, length: int, steps: int, *, rotates: bool) -> None:
+    def __init__(
+        self, model: Prefiller, pool: _Pool, table: np.ndarray, length: int, steps: int, *, rotates: bool
+    ) -> None:
+        """`table`: the pages of each sequence."""
         self._model, self._pool = model, pool
         self._length, self._steps, self._rotates = length, steps, rotates
-        self._table = pool.tables[:batch]
+        self._table = table
+        batch = len(table)
         self._sampling = jnp.zeros(batch), jnp.ones(batch), jnp.zeros((batch, 2), jnp.uint32)
 
     def run(self) -> int:
@@ -134,29 +136,9 @@ class _Batch:
         return batch * self._steps
 
 
-def _one_by_one(model: Prefiller, length: int, steps: int, num_runs: int) -> Callable[[], int]:
-    """The engine's decoder: every sequence has its own contexts, rotated, and takes its step alone. Runs go on
-    where the one before stopped."""
-    config, room = model.config, steps * num_runs
-    shape = (slot_bucket(length), config.num_kv_heads, config.head_dim)
-
-    def contexts() -> list[jax.Array]:
-        return [jax.random.normal(jax.random.key(number), shape) for number in range(config.num_layers)]
-
-    results = [
-        PrefillResult(hidden=jnp.zeros((1, 1)), num_rows=1, k_contexts=contexts(), v_contexts=contexts())
-        for _ in range(_NUM_DECODERS)
-    ]
-    decoders = [Decoder(model, result, num_prompt_tokens=length, max_new_tokens=room) for result in results]
-
-    def run() -> int:
-        for decoder in decoders:
-            token_id = 1
-            for _ in range(steps):
-                token_id = int(decoder.step(token_id).argmax())
-        return _NUM_DECODERS * steps
-
-    return run
+def _one_by_one(sequences: Sequence[_Batch]) -> Callable[[], int]:
+    """The same steps for one sequence after the other."""
+    return lambda: sum(sequence.run() for sequence in sequences)
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -134,7 +134,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             loading, is_in_line = MODES[mode]
             budgets = {} if link is None else {"host_cache_bytes": 1}  # nothing moves up from the slow disk
             if tier == "device":
-                pages = length // PAGE_TOKENS + NUM_PASSAGES + 2  # each variant's last one may be part full
+                # The chunks, a request that uses none of them, and 64 to spare; the last page of each may be part full.
+                pages = 2 * (length // PAGE_TOKENS + NUM_PASSAGES + 2) + 64
                 budgets = {"device_cache_bytes": kv_spec_of(config, "float32").num_bytes(pages * PAGE_TOKENS)}
             engine = Engine(model, EngineConfig(store=url, loading=loading, **budgets, **settings), disk_link=link)
             if ideal.result is not None:  # else nothing is known of computing, and a slow load is soon given up

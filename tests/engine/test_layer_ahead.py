@@ -166,8 +166,6 @@ def test_every_way_to_load_gives_the_same_bits(depth, lead):
     with loader(prefiller, plan(depth), ticket, lead=lead) as contexts:
         got = prefiller.run(tokens, plan(depth), contexts=contexts)
     np.testing.assert_array_equal(prefiller.all_logits(got), prefiller.all_logits(wanted))
-    for mine, other in zip(got.k_contexts + got.v_contexts, wanted.k_contexts + wanted.v_contexts, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
     # The mutant: one row of one layer off.
     ticket.kv["b"][3, 1, 5] += 1e-3
     wrong = run_reusing(prefiller, tokens, plan(), lambda variant, first, last: ticket.kv[variant][first:last])

@@ -1,12 +1,14 @@
 """The kernels under the model's own steps: serving identities hold through them as through the CPU path."""
 
+import concurrent.futures
+import itertools
+
 import numpy as np
 import pytest
 
-from ccjax.engine.decode import Decoder
 from ccjax.engine.prefill import Prefiller
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
-from tests.engine.helpers import TOLERANCE, TinyModel, run_reusing
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_reusing
 from tests.oracles import llama_forward
 from tests.pallas_kernels.cases import KERNELS
 
@@ -28,14 +30,13 @@ def plan(*actions):
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_full_prefill_reuse_recompute_and_decode_are_the_oracle(implementation):
-    tokens = np.random.default_rng(0).integers(0, 97, sum(LENGTHS) + 2).astype(np.int32)
-    prompt, answer = tokens[: sum(LENGTHS)], tokens[sum(LENGTHS) :]
-    wanted = llama_forward(MODEL.weights, MODEL.raw, tokens)[0]
+def test_full_prefill_reuse_and_recompute_are_the_oracle(implementation):
+    prompt = np.random.default_rng(0).integers(0, 97, sum(LENGTHS)).astype(np.int32)
+    wanted = llama_forward(MODEL.weights, MODEL.raw, prompt)[0]
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config, implementation=implementation)
 
     full = prefiller.run(prompt, plan(None, None, None), collect=True)
-    np.testing.assert_allclose(prefiller.all_logits(full), wanted[: len(prompt)], atol=TOLERANCE)
+    np.testing.assert_allclose(prefiller.all_logits(full), wanted, atol=TOLERANCE)
     for layer in full.layers:
         # Segment bounds are 0, 41, 61, 70: a token's mass lies on its own segment and those before it.
         mass, own = np.asarray(layer.mass)[: len(prompt)], np.asarray(layer.self_mass)[: len(prompt)]
@@ -48,11 +49,25 @@ def test_full_prefill_reuse_recompute_and_decode_are_the_oracle(implementation):
     stored = {"v0": first, "v1": np.full_like(first[:, :, :20], np.nan)}
     reuse = plan((), range(20), None)
     merged = run_reusing(prefiller, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
-    np.testing.assert_allclose(prefiller.last_logits(merged), wanted[len(prompt) - 1], atol=TOLERANCE)
-    decoder = Decoder(prefiller, merged, num_prompt_tokens=len(prompt), max_new_tokens=len(answer))
-    for number, token in enumerate(answer):
-        np.testing.assert_allclose(decoder.step(int(token)), wanted[len(prompt) + number], atol=TOLERANCE)
+    np.testing.assert_allclose(prefiller.last_logits(merged), wanted[-1], atol=TOLERANCE)
 
     stored["v0"] = np.roll(first, 1, axis=2)  # the mutant: one position off
     wrong = run_reusing(prefiller, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
-    assert np.abs(prefiller.last_logits(wrong) - wanted[len(prompt) - 1]).max() > 100 * TOLERANCE
+    assert np.abs(prefiller.last_logits(wrong) - wanted[-1]).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_requests_in_one_batch_get_what_the_oracle_draws(implementation):
+    segments = draw_segments(np.random.default_rng(1), [41, 20])
+    prompts = [segments, permuted(segments, [1, 0])]
+    with MODEL.engine(attention=implementation, max_model_len=128, strategy="prefix") as engine:
+        for _ in range(2):  # computed, then reused
+            with concurrent.futures.ThreadPoolExecutor(2) as clients:
+                answers = list(
+                    clients.map(lambda prompt: engine.generate_from_tokens(prompt, max_new_tokens=3), prompts)
+                )
+            for prompt, answer in zip(prompts, answers, strict=True):
+                tokens = [*itertools.chain(*prompt), *answer.token_ids]
+                logits = llama_forward(MODEL.weights, MODEL.raw, np.asarray(tokens))[0]
+                assert list(answer.token_ids) == list(logits[-4:-1].argmax(-1))
+    assert [answer.reuse.computed_tokens for answer in answers] == [len(segments[-1])] * 2
