@@ -1,6 +1,7 @@
 """The kernels under the model's own steps: serving identities hold through them as through the CPU path."""
 
 import concurrent.futures
+import functools
 import itertools
 
 import numpy as np
@@ -66,8 +67,8 @@ def test_requests_in_one_batch_get_what_the_oracle_draws(implementation):
                 answers = list(
                     clients.map(lambda prompt: engine.generate_from_tokens(prompt, max_new_tokens=3), prompts)
                 )
-            for prompt, answer in zip(prompts, answers, strict=True):
-                tokens = [*itertools.chain(*prompt), *answer.token_ids]
+            for prompt, answered in zip(prompts, answers, strict=True):
+                tokens = [*itertools.chain(*prompt), *answered.token_ids]
                 logits = llama_forward(MODEL.weights, MODEL.raw, np.asarray(tokens))[0]
-                assert list(answer.token_ids) == list(logits[-4:-1].argmax(-1))
-    assert [answer.reuse.computed_tokens for answer in answers] == [len(segments[-1])] * 2
+                assert list(answered.token_ids) == list(logits[-4:-1].argmax(-1))
+    assert [answered.reuse.computed_tokens for answered in answers] == [len(segments[-1])] * 2
