@@ -1,7 +1,6 @@
 """The kernels under the model's own steps: serving identities hold through them as through the CPU path."""
 
 import concurrent.futures
-import functools
 import itertools
 
 import numpy as np
