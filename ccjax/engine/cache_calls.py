@@ -59,7 +59,7 @@ class CacheCalls:
           engine is in use, cancelled, `read_only`, or never reuses anything.
 
         Raises:
-          RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
+          RuntimeError: the engine is closed.
         """
         if self.config.read_only or self.config.strategy == "full":
             return False
@@ -72,7 +72,7 @@ class CacheCalls:
         The disk is read beside a running request; only the index is changed between two requests.
 
         Raises:
-          RuntimeError: the engine is closed, or this thread has a stream that it neither exhausted nor closed.
+          RuntimeError: the engine is closed.
         """
         notes = self._documents.fetch()  # first: what was erased must not be taken in
         added, removed = self._store.refresh()

@@ -99,7 +99,7 @@ class Warming:
 
 
 class DocumentCache:
-    """Works on one engine's variants; not thread-safe, the engine's lock guards it.
+    """Works on one engine's variants; not thread-safe, the batch loop and its guests use it.
 
     Whatever has to do with erasures asks where each variant's KV came from, so it reads the records of all variants
     that no request asked for yet: some 50 us each.

@@ -93,7 +93,7 @@ class Origin:
 
 
 class DocumentRegistry:
-    """The facts, in memory and as notes; not thread-safe but for `fetch`, the engine's lock guards it.
+    """The facts, in memory and as notes; not thread-safe but for `fetch`, the batch loop and its guests use it.
 
     Attributes:
       clock: seconds since the epoch, for times to live.

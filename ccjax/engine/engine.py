@@ -1,6 +1,6 @@
 """The public engine: one request in, an answer and a reuse report out.
 
-The only place where policy, store and models meet. Runs one request at a time; knows nothing of HTTP.
+The only place where policy, store and models meet; knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LONGEST_LINE = 1 << 30
 
 
 class Engine(DocumentCalls, CacheCalls):
-    """A loaded model with its chunk-caches. Thread-safe; requests run one after another.
+    """A loaded model with its chunk-caches. Thread-safe; requests run together, in one batch.
 
     Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
     reads of the disk tier go through, for tests and benchmarks of slow ones.
@@ -238,15 +238,12 @@ class Engine(DocumentCalls, CacheCalls):
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
         """The answer piece by piece; the last delta carries the `Response`. Closing the iterator cancels the request.
 
-        Waits while another request runs, and holds the engine until it is exhausted or closed.
-
         Args:
           is_cancelled: asked between the layers of the prefill, when there is no delta yet to close the iterator at.
             Once it returns True the stream ends without any delta, and nothing that was computed is kept.
 
         Raises:
           RequestError, ContextLengthError: at once.
-          RuntimeError: this thread has another stream that it neither exhausted nor closed.
         """
         started = time.perf_counter()
         prompt = self._assemble(request)
@@ -357,11 +354,8 @@ class Engine(DocumentCalls, CacheCalls):
             warm_up(self._prefiller, self._pool, *sizes, progress)
 
     def close(self) -> None:
-        """Waits for a running request, writes out what is pending and lets go of the store. May be called twice.
-
-        Raises:
-          RuntimeError: this thread has a stream that it neither exhausted nor closed.
-        """
+        """Waits for the requests that are there, writes out what is pending and lets go of the store. May be called
+        twice."""
         if self._closed:
             return
         self._closed = True

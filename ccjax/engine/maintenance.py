@@ -36,7 +36,7 @@ class MaintenanceCounts:
 
 
 class Maintenance:
-    """Tends the variants of one engine; not thread-safe, the engine's lock guards it.
+    """Tends the variants of one engine; not thread-safe, the batch loop and its guests use it.
 
     Attributes:
       counts: a new value after each change.

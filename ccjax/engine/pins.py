@@ -14,7 +14,7 @@ from store.usage import HOST
 
 
 class DocumentPins:
-    """A `ccjax.engine.placement.Pinned`; not thread-safe, the engine's lock guards it."""
+    """A `ccjax.engine.placement.Pinned`; not thread-safe, the batch loop and its guests use it."""
 
     def __init__(self, variants: VariantIndex, store: TieredStore, *, max_variants: int | None, share: float) -> None:
         """

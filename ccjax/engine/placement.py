@@ -48,7 +48,7 @@ class Pinned(Protocol):
 
 
 class Placement:
-    """The order in which variants leave each tier; not thread-safe, the engine's lock guards it.
+    """The order in which variants leave each tier; not thread-safe, the batch loop and its guests use it.
 
     A tier above another one may hold a copy of the same variant; then the lower copy is the upper one's fallback and
     stays when that leaves, so nothing is ever written down twice (RAGCache sec. 5.1: swap out only once). A use counts

@@ -21,7 +21,7 @@ class ServerSettings:
       admin_key: bearer token for what changes the cache; None keeps those endpoints closed.
       reuse: mode of requests that name none.
       top_k: passages retrieved where a request does not say how many.
-      max_queue: requests that may wait behind the running one; more are refused with 429.
+      max_queue: requests that may wait behind the running ones; more are refused with 429.
       max_body_bytes: longest request body; more is refused with 413.
       refresh_interval_s: pause between looks for changed documents; None never looks.
       store_refresh_interval_s: pause between looks at what other processes did to the store; None never looks.

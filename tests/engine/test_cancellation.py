@@ -72,7 +72,7 @@ def test_a_cancelled_reuse_leaves_variants_credit_and_pins_as_they_were():
 
 
 def test_the_next_request_runs_when_another_thread_cancels(monkeypatch):
-    """The engine's lock is free again: the second request, of another thread, is answered."""
+    """Nothing is left that it held: the second request, of another thread, is answered."""
     reached, given_up = threading.Event(), threading.Event()
     request = Request(segments=[[1, 2], [3, 4, 5]], sampling=SamplingParams(max_new_tokens=2))
 
