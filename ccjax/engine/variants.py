@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class VariantIndex:
-    """Variants by chunk, rebuilt from the store's records at start; not thread-safe but for `peek`, the engine's lock
+    """Variants by chunk, rebuilt from the store's records at start; not thread-safe but for `peek`, the batch loop
     guards it.
 
     Attributes:
@@ -112,7 +112,7 @@ class VariantIndex:
 
     def peek(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """What `of_chunks` would return now. May be asked from any thread while another one uses the index: what was
-        not looked into yet is read and not kept, so that nothing changes but by those who hold the engine's lock."""
+        not looked into yet is read and not kept, so that nothing changes but by the batch loop and its guests."""
         return self._of_chunks(chunk_ids, self._peek)
 
     def look_into_all(self) -> None:
