@@ -112,7 +112,8 @@ class PrefillPlan:
       focus_window: CacheCraft alg. 1 `w`: layers for which the focused set must stay unchanged before tokens of
         unfocused chunks are dropped; None switches the cut off.
       focus_rule: which gap rule alg. 1 uses (see ccjax.policy.focus).
-      hkvd_counts_by_layer: CacheBlend sec. 4.3 tokens kept per layer; no strategy filters yet, so it is empty.
+      hkvd_counts_by_layer: CacheBlend sec. 4.3: of the tokens to recompute, how many run through each layer, those
+        whose KV deviates most; the first is all of them. Empty: all run through every layer.
       preload_depth: CacheCraft eq. 16, layers whose KV is read ahead of the one that is merged; the engine sets it,
         from what it measured.
       pin: variants that must stay in their tier until the prefill is done.
@@ -130,6 +131,17 @@ class PrefillPlan:
     def num_tokens(self) -> int:
         """Length of the whole prompt in tokens."""
         return sum(segment.num_tokens for segment in self.segments)
+
+    @property
+    def is_divisible(self) -> bool:
+        """False where what is computed depends on what was computed together before."""
+        return self.focus_window is None and not self.hkvd_counts_by_layer
+
+    def recomputed_tokens(self, segment: Segment) -> float:
+        """Tokens of a reused segment that are computed again, as many as if each ran through all layers; the focus cut
+        left out."""
+        counts = self.hkvd_counts_by_layer
+        return len(segment.recompute_offsets) * (sum(counts) / (len(counts) * counts[0]) if counts else 1.0)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON types."""

@@ -71,7 +71,8 @@ class Admission:
             self.plan = self._prefill.plan(self.prompt, self.mode, {})
         else:
             self.plan, self._given_up = self._prefill.loads.settle(
-                lambda without: self._prefill.plan(self.prompt, self.mode, self._usable(without))
+                lambda without: self._prefill.plan(self.prompt, self.mode, self._usable(without)),
+                adapts_ratio=self.mode == "bounded" and self._prefill.adapts_ratio,
             )
         self._planned_at = time.perf_counter()
         self._plan_s += self._planned_at - started

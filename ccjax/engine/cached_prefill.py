@@ -53,7 +53,13 @@ class Prefilled:
 
 
 class CachedPrefill:
-    """What prefills of one model over one store have in common; not thread-safe but for `is_reading` and `wanted`."""
+    """What prefills of one model over one store have in common; not thread-safe but for `is_reading` and `wanted`.
+
+    Attributes:
+      read_only: nothing is kept of what is computed.
+      adapts_ratio: no share to recompute is forced.
+      loads: what loading takes.
+    """
 
     def __init__(
         self,
@@ -68,8 +74,9 @@ class CachedPrefill:
         self._pool = pool
         self._store = store
         self._variants = variants
-        self._settings = config.planner_settings()
+        self._settings = config.planner_settings(prefiller.config.num_layers)
         self.read_only = config.read_only
+        self.adapts_ratio = config.recompute_ratio is None
         self.rates = rates
         self._loading = config.loading
         self.loads = LoadPlanner(store, rates, prefiller.config.num_layers)

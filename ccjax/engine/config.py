@@ -27,8 +27,9 @@ class EngineConfig:
       attention: implementation of `pallas_kernels.attention.attention`; None takes the platform's own.
       store: URL of the lasting chunk store, such as "file:///var/cache/ccjax" or "s3://bucket/prefix"; None keeps
         chunk-caches in memory only.
-      strategy: how chunks are reused: "cachecraft", "reuse" (naive), "prefix" (exact prefixes only), "full" (never); or
-        with as much recomputed as "cachecraft" would, "legolink" (the head of each chunk), "random" (drawn tokens).
+      strategy: how chunks are reused: "cachecraft", "cacheblend" (the tokens whose KV deviates most, 15 % or
+        `recompute_ratio`), "reuse" (naive), "prefix" (exact prefixes only), "full" (never); or with as much recomputed
+        as "cachecraft" would, "legolink" (the head of each chunk), "random" (drawn tokens).
       alpha: CacheCraft eq. 12, scales the share of tokens that is recomputed.
       recompute_ratio: forces that share, 0 to 1, in place of CacheCraft eq. 12.
       focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks.
@@ -117,12 +118,13 @@ class EngineConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def planner_settings(self) -> PlannerSettings:
-        """The part of the settings that policy decides by."""
+    def planner_settings(self, num_layers: int = 1) -> PlannerSettings:
+        """The part of the settings that policy decides by, for a model of so many layers."""
         return PlannerSettings(
             strategy=self.strategy,
             alpha=self.alpha,
             recompute_ratio=self.recompute_ratio,
             focus_window=self.focus_window,
             focus_rule=self.focus_rule,
+            num_layers=num_layers,
         )

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from ccjax.engine.rates import Rates
+from ccjax.policy.hkvd import counts_by_layer, hidden_ratio
 from ccjax.policy.loading import LoadHabit, PlannedLoad, load_to_explore, loads_to_give_up
 from ccjax.policy.preload import preload_depth
 from ccjax.types import PrefillPlan, Segment, VariantId
@@ -50,12 +51,14 @@ class LoadPlanner:
         return preload_depth(self._num_layers, prefill_s, load_s)
 
     def settle(
-        self, make_plan: Callable[[frozenset[VariantId]], PrefillPlan]
+        self, make_plan: Callable[[frozenset[VariantId]], PrefillPlan], *, adapts_ratio: bool = False
     ) -> tuple[PrefillPlan, frozenset[VariantId]]:
         """The plan to carry out, and the variants on disk that it does without because computing is quicker.
 
         Args:
           make_plan: the prompt's plan without the given variants.
+          adapts_ratio: where deviation chooses what is recomputed, let it choose as many tokens as loading hides
+            (CacheBlend sec. 5.1), but no fewer than planned.
         """
         without: frozenset[VariantId] = frozenset()
         gave_up = None
@@ -70,7 +73,18 @@ class LoadPlanner:
             without |= more
         if gave_up is not None:
             self._habit = self._habit.after(gave_up)
+        if adapts_ratio:
+            plan = self._with_hidden_ratio(plan)
         return dataclasses.replace(plan, preload_depth=self._depth(plan)), without
+
+    def _with_hidden_ratio(self, plan: PrefillPlan) -> PrefillPlan:
+        counts = plan.hkvd_counts_by_layer
+        load_s = self.load_s(plan, self.unread_bytes(plan))
+        prefill_s = self._rates.compute_s(counts[0]) if counts else None
+        if load_s is None or prefill_s is None:
+            return plan
+        ratio = hidden_ratio(load_s, prefill_s)
+        return dataclasses.replace(plan, hkvd_counts_by_layer=counts_by_layer(counts[0], ratio, self._num_layers))
 
     def _loads(self, plan: PrefillPlan) -> tuple[list[PlannedLoad], float]:
         """The loads of a plan from disk, and the seconds of computing that hide them; none while the disk was measured
@@ -86,16 +100,16 @@ class LoadPlanner:
         loads = []
         for variant_id, segment in {segment.variant_id: segment for segment in plan.segments}.items():
             if variant_id is not None and unread[variant_id]:
-                compute_s = (segment.num_tokens - len(segment.recompute_offsets)) * token_s
+                compute_s = (segment.num_tokens - plan.recomputed_tokens(segment)) * token_s
                 loads.append(PlannedLoad(variant_id, load_s * unread[variant_id] / total, compute_s))
         return loads, prefill_s * (self._num_layers - 1) / self._num_layers  # layer 0 has nothing to hide behind
 
     def _prefill_s(self, plan: PrefillPlan) -> float | None:
         computed = (
-            segment.num_tokens if segment.action == "compute" else len(segment.recompute_offsets)
+            segment.num_tokens if segment.action == "compute" else plan.recomputed_tokens(segment)
             for segment in plan.segments
         )
-        return self._rates.compute_s(sum(computed))
+        return self._rates.compute_s(round(sum(computed)))
 
     def _num_bytes(self, segment: Segment) -> int:
         return self._store.kv_spec.num_bytes(segment.num_tokens)

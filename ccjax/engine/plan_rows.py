@@ -36,7 +36,8 @@ class PrefillOutcome:
       computed_token_layers: sum over layers of the tokens computed there.
       focused: indices of the focused documents once alg. 1 decided, else None.
       focus_cut_layer: first layer that ran without the unfocused tokens.
-      unrepaired: segments whose recomputed tokens were dropped there.
+      unrepaired: segments of which not all tokens to recompute were computed in every layer.
+      repaired_tokens: of the segments where deviation chose, how many tokens it kept first.
       has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
     """
 
@@ -45,6 +46,7 @@ class PrefillOutcome:
     focused: frozenset[int] | None = None
     focus_cut_layer: int | None = None
     unrepaired: frozenset[int] = frozenset()
+    repaired_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
     has_new_sizes: bool = False
     loaded_bytes: int = 0
     load_wait_s: float = 0.0

@@ -37,6 +37,7 @@ class Paged(Protocol):
 
 
 Updated = TypeVar("Updated", bound=Paged)
+Read = TypeVar("Read")
 
 
 def num_pages(num_tokens: int) -> int:
@@ -187,8 +188,12 @@ class DevicePool(MemoryTier[PagedShard]):
         self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = (None, None)
     ) -> tuple[jax.Array, jax.Array]:
         """Keys before RoPE and values `[S, K, H]` of one layer: `models.llama3.steps.read_pages_step`."""
+        return self.read(layer, lambda k_pages, v_pages: read_pages_step(k_pages, v_pages, slots, *others))
+
+    def read(self, layer: int, step: Callable[[jax.Array, jax.Array], Read]) -> Read:
+        """What `step` makes of the pages of a layer, `[K, P, 16, H]` each, which stay as they are."""
         with self._pages_lock:  # a `put` meanwhile would take the pages away
-            return read_pages_step(*self._layers[layer], slots, *others)
+            return step(*self._layers[layer])
 
     def read_layers(self, slots: np.ndarray, first: int, last: int) -> np.ndarray:
         """KV `[last - first, 2, T, K, H]` in some slots, on the host."""

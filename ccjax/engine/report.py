@@ -28,12 +28,13 @@ def build_report(
     """What the prefill reused, per document and in sum."""
     documents: list[DocumentReuse] = []
     number = 0
-    for segment, chunk in zip(plan.segments, prompt.chunks, strict=False):
+    splits = [_split(segment, result.repaired_tokens.get(index)) for index, segment in enumerate(plan.segments)]
+    for segment, chunk, split in zip(plan.segments, prompt.chunks, splits, strict=False):
         focused = None
         if segment.role == "document":
             focused = None if result.focused is None else number in result.focused
             number += 1
-        reused, recomputed, computed = _split(segment)
+        reused, recomputed, computed = split
         documents.append(
             DocumentReuse(
                 role=segment.role,
@@ -51,7 +52,6 @@ def build_report(
                 title=chunk.title,
             )
         )
-    splits = [_split(segment) for segment in plan.segments]
     return ReuseReport(
         mode=mode,
         strategy=strategy,
@@ -74,9 +74,9 @@ def build_report(
     )
 
 
-def _split(segment: Segment) -> tuple[int, int, int]:
-    """(reused, recomputed, computed) tokens of a segment."""
+def _split(segment: Segment, repaired: int | None) -> tuple[int, int, int]:
+    """(reused, recomputed, computed) tokens of a segment, of which deviation chose so many to repair, if it did."""
     if segment.action == "compute":
         return 0, 0, segment.num_tokens
-    recomputed = len(segment.recompute_offsets)
+    recomputed = len(segment.recompute_offsets) if repaired is None else repaired
     return segment.num_tokens - recomputed, recomputed, 0

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ccjax.policy._checks import check_count, check_mass, check_ratio
 from ccjax.policy.focus import check_focus_rule
+from ccjax.policy.hkvd import counts_by_layer
 from ccjax.policy.strategies import get_strategy
 from ccjax.policy.strategies.base import Decision
 from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, ReuseMode, Segment, SegmentRole, VariantMeta
@@ -36,6 +37,7 @@ class PlannerSettings:
       fast_ratio: in mode `fast`, the largest share of an approximately reused chunk that is recomputed.
       focus_window: CacheCraft alg. 1 w, in layers; None switches the focus cut off.
       focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
+      num_layers: of the model.
     """
 
     strategy: str = "cachecraft"
@@ -44,6 +46,7 @@ class PlannerSettings:
     fast_ratio: float = 0.05
     focus_window: int | None = 3
     focus_rule: str = "entropy"
+    num_layers: int = 32
 
     def __post_init__(self) -> None:
         get_strategy(self.strategy)
@@ -54,6 +57,7 @@ class PlannerSettings:
         if self.focus_window is not None:
             check_count("focus_window", self.focus_window)
         check_focus_rule("focus_rule", self.focus_rule)
+        check_count("num_layers", self.num_layers)
 
 
 def plan_prefill(
@@ -70,12 +74,12 @@ def plan_prefill(
     Modes: `off` computes everything. `exact` reuses exact variants behind exactly equal prefixes, also behind a
     computed chunk, and computes the rest. `bounded` also reuses approximately, as the strategy says. `fast` does the
     same with at most `settings.fast_ratio` of such a chunk recomputed. A chunk whose tokens would all be recomputed is
-    computed, so that it is captured as a whole.
+    computed, so that it is captured as a whole; unless they are candidates only (`Decision.kept_ratio`).
 
     Segments: one for each chunk, then the question. `fidelity` is exact for an exact reuse; for a computed chunk iff no
     earlier segment is approximate; approx for all else. `cfo` is eq. 12's value for the chosen variant, 0 for an exact
     reuse, also where `recompute_ratio` or `fast_ratio` set another share. `focus_window` is set only where some segment
-    has tokens to recompute, for there is nothing else to drop.
+    has tokens to recompute, for there is nothing else to drop, and where their deviation does not choose among them.
 
     Args:
       chunks: in prompt order, the system prompt first; each may occur more than once. May be empty.
@@ -108,20 +112,26 @@ def plan_prefill(
             fidelity="exact" if is_exact else "approx",
         )
     )
-    has_fixes = any(segment.recompute_offsets for segment in segments)
+    num_candidates = sum(len(segment.recompute_offsets) for segment in segments)
+    kept_ratio = next((decision.kept_ratio for decision in decisions if decision.kept_ratio is not None), None)
+    hkvd_counts: tuple[int, ...] = ()
+    if kept_ratio is not None and num_candidates:
+        hkvd_counts = counts_by_layer(num_candidates, kept_ratio, settings.num_layers)
     pin = dict.fromkeys(segment.variant_id for segment in segments if segment.variant_id is not None)
     return PrefillPlan(
         request_id=request_id,
         segments=tuple(segments),
-        focus_window=settings.focus_window if has_fixes else None,
+        focus_window=settings.focus_window if num_candidates and not hkvd_counts else None,
         focus_rule=settings.focus_rule,
+        hkvd_counts_by_layer=hkvd_counts,
         pin=tuple(pin),
     )
 
 
 def _segment(chunk: PromptChunk, decision: Decision, start: int, mode: ReuseMode, is_prefix_exact: bool) -> Segment:
     choice = decision.choice
-    if choice is None or len(decision.recompute_offsets) == chunk.num_tokens:
+    is_computed = decision.kept_ratio is None and len(decision.recompute_offsets) == chunk.num_tokens
+    if choice is None or is_computed:
         return Segment(
             role=chunk.role,
             action="compute",

@@ -11,6 +11,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -73,6 +74,24 @@ def write_rows_step(
 ) -> WrittenPages:
     """The pages of one layer, donated, with rows written to `slots`; rows whose slot is past the end are dropped."""
     return WrittenPages(write_slots(k_pages, slots, k), write_slots(v_pages, slots, v))
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def deviation_step(
+    layer: LayerParams,
+    x: Float[Array, "N D"],
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    q_slot: Int[Array, "N"],
+    *,
+    config: LlamaConfig,
+) -> Float[Array, "N"]:
+    """How far the keys (before RoPE) and values that the layer computes for some tokens are from those in their slots:
+    Euclidean distance over all heads, float32 (CacheBlend sec. 4.2). Slots past the end hold zeros."""
+    _, k, v = project_qkv(x, layer, config.rms_norm_eps)
+    pairs = (k, read_slots(k_pages, q_slot)), (v, read_slots(v_pages, q_slot))
+    squares = (jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2)) for new, old in pairs)
+    return jnp.sqrt(sum(squares))
 
 
 @functools.partial(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -123,6 +123,7 @@ def selective_oracle(
     cached: Sequence[tuple[np.ndarray, np.ndarray]],
     computed: Sequence[np.ndarray],
     contexts: list[tuple[np.ndarray, np.ndarray]] | None = None,
+    choose: Callable[[int, np.ndarray, np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Selective recompute token by token, float64: CacheCraft sec. 3.4.3.
 
@@ -130,6 +131,7 @@ def selective_oracle(
       cached: per layer, keys before RoPE and values [n, K, H] of the whole prompt; only rows not computed are read.
       computed: per layer, ascending prompt offsets that are computed there; each a subset of the layer before.
       contexts: takes each layer's keys before RoPE and values [n, K, H] after the computed rows were written.
+      choose: from layer, rows and how far their keys and values are from the cached ones, the rows that are computed.
 
     Returns:
       Logits [V] of the last token, and per layer the attention weights [rows, Q, n].
@@ -148,12 +150,19 @@ def selective_oracle(
     for number, rows in enumerate(computed):
         block = f"model.layers.{number}."
         keys, values = (np.array(part, np.float64) for part in cached[number])
-        queries = {}
+        queries, fresh = {}, {}
+        rows = np.asarray([row for row in rows if row in hidden])
         for row in map(int, rows):
             normed = norm(hidden[row], block + "input_layernorm.weight")
             queries[row] = (weight(block + "self_attn.q_proj.weight") @ normed).reshape(-1, head_dim)
-            keys[row] = (weight(block + "self_attn.k_proj.weight") @ normed).reshape(num_kv, head_dim)
-            values[row] = (weight(block + "self_attn.v_proj.weight") @ normed).reshape(num_kv, head_dim)
+            fresh[row] = np.stack(
+                [(weight(f"{block}self_attn.{part}_proj.weight") @ normed).reshape(num_kv, head_dim) for part in "kv"]
+            )
+        if choose is not None:
+            deviations = [np.sqrt(np.square(fresh[row] - (keys[row], values[row])).sum()) for row in map(int, rows)]
+            rows = choose(number, rows, np.asarray(deviations))
+        for row in map(int, rows):
+            keys[row], values[row] = fresh[row]
         if contexts is not None:
             contexts.append((keys, values))
         turned = rotate(keys, np.arange(len(token_ids)), frequencies)

@@ -118,7 +118,16 @@ def prompts(random, count=7):
     return drawn
 
 
-@pytest.mark.parametrize("settings", [{"recompute_ratio": 0.3}, {"focus_window": None}, {"strategy": "reuse"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute_ratio": 0.3},
+        {"focus_window": None},
+        {"strategy": "reuse"},
+        {"strategy": "cacheblend", "recompute_ratio": 0.2},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_packs_and_batches_give_what_each_request_gets_alone(seed, settings):
     random = np.random.default_rng(seed)

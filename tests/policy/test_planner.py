@@ -282,7 +282,11 @@ class TestInvariants:
         got = run(case)
         back = json.loads(json.dumps(got.to_json()))
         segments = tuple(Segment(**{**s, "recompute_offsets": tuple(s["recompute_offsets"])}) for s in back["segments"])
-        fields = {"segments": segments, "pin": tuple(back["pin"]), "hkvd_counts_by_layer": ()}
+        fields = {
+            "segments": segments,
+            "pin": tuple(back["pin"]),
+            "hkvd_counts_by_layer": tuple(back["hkvd_counts_by_layer"]),
+        }
         assert PrefillPlan(**{**back, **fields}) == got
 
 

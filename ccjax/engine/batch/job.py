@@ -1,5 +1,5 @@
-"""One request's prefill, whichever packs its pieces run in: what they gave, when unfocused chunks are dropped. Knows no
-other request and no step."""
+"""One request's prefill, whichever packs its pieces run in: what they gave, which tokens are not worth going on with.
+Knows no other request and no step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ccjax.engine.plan_rows import (
 )
 from ccjax.engine.prefill import Contexts
 from ccjax.policy.focus import FocusState, observe
+from ccjax.policy.hkvd import most_deviating
 from ccjax.types import PrefillPlan
 
 
@@ -61,6 +62,13 @@ class PrefillJob:
         for index, segment in enumerate(plan.segments):
             self.segment_of[segment.start : segment.start + segment.num_tokens] = index
         self.result = PrefillOutcome()
+        self._is_candidate = np.zeros(len(token_ids), bool)
+        """Where deviation chooses."""
+        if plan.hkvd_counts_by_layer:
+            fixed = {index for index in reused if plan.segments[index].recompute_offsets}
+            self._is_candidate = np.isin(self.segment_of, list(fixed))
+            self.result.unrepaired = frozenset(fixed)
+            self.result.repaired_tokens = {index: plan.segments[index].num_tokens for index in fixed}
         self._focus = FocusState()
         self._pending: collections.deque[LayerRows] = collections.deque()
 
@@ -73,6 +81,30 @@ class PrefillJob:
     def wants_mass(self) -> bool:
         """True while masses are of use."""
         return self.collect or self.watches_focus
+
+    def filters(self, layer: int) -> bool:
+        """True where some candidates are dropped before a layer runs (CacheBlend sec. 4.3)."""
+        counts = self.plan.hkvd_counts_by_layer
+        return layer > 0 and bool(counts) and counts[layer] < counts[layer - 1]
+
+    def most_deviating(self, layer: int, begun: np.ndarray, offsets: np.ndarray, deviations: np.ndarray) -> np.ndarray:
+        """The rows that run through a layer and those behind it, of a piece.
+
+        Args:
+          begun: offsets that the piece began with; of its candidates the same share is kept as of all.
+          offsets: of its rows now.
+          deviations: [rows], of the KV that the layer would give them from the stored one.
+        """
+        counts = self.plan.hkvd_counts_by_layer
+        candidates = np.flatnonzero(self._is_candidate[offsets])
+        wanted = -(-counts[layer] * int(self._is_candidate[begun].sum()) // counts[0])
+        chosen = most_deviating(deviations[candidates].tolist(), min(wanted, len(candidates)))
+        stays = ~self._is_candidate[offsets]
+        stays[candidates[list(chosen)]] = True
+        if not any(self.filters(earlier) for earlier in range(layer)):
+            for index in self.result.repaired_tokens:
+                self.result.repaired_tokens[index] -= int((self.segment_of[offsets[~stays]] == index).sum())
+        return np.flatnonzero(stays)
 
     def take_in(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> np.ndarray | None:
         """Takes in what a layer gave; returns the rows that stay, where CacheCraft alg. 1 just dropped others."""

@@ -1,5 +1,5 @@
-"""Pieces of several prompts, run together through all layers, one layer at a time. Knows no queue and no policy but the
-focus of each request."""
+"""Pieces of several prompts, run together through all layers, one layer at a time. Knows no queue, and no policy but
+what drops rows of a request on the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.plan_rows import LayerRows, padded_to
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Contexts, Prefiller
-from models.llama3.paged_steps import paged_layer_step, write_rows_step
+from models.llama3.paged_steps import deviation_step, paged_layer_step, write_rows_step
 from models.llama3.steps import embed_step, logits_step, select_step
 
 _NO_POSITION = np.iinfo(np.int32).max
@@ -123,6 +123,7 @@ class Pack:
                 self._fill(job, contexts)
                 self._filled.add(job)
         self._filled.clear()
+        self._filter()
         wants_mass = any(piece.job.collect or (piece.is_last and piece.job.watches_focus) for piece in self._pieces)
         most_segments = max(len(piece.job.plan.segments) for piece in self._pieces)
         num_segments = segment_bucket(most_segments) if wants_mass else 0
@@ -188,6 +189,34 @@ class Pack:
                 where = slice(segment.start, segment.start + segment.num_tokens)
                 slots[where] = job.pages.slots[where]
         self._pool.update(self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, k, v))
+
+    def _filter(self) -> None:
+        """Drops rows whose stored KV is close to what they would give it; waits for the device where there are any."""
+        choosing = [piece for piece in self._pieces if piece.job.filters(self.layer)]
+        if not choosing:
+            return
+        deviations = np.asarray(
+            self._pool.read(
+                self.layer,
+                lambda k_pages, v_pages: deviation_step(
+                    self._model.params.layers[self.layer],
+                    self._x,
+                    k_pages,
+                    v_pages,
+                    self._q_slot,
+                    config=self._model.config,
+                ),
+            )
+        )
+        kept, first = {}, 0
+        for piece in self._pieces:
+            rows = slice(first, first + len(piece.offsets))
+            first = rows.stop
+            kept[piece] = np.arange(len(piece.offsets))
+            if piece in choosing:
+                begun = piece.job.offsets[piece.first : piece.last]
+                kept[piece] = piece.job.most_deviating(self.layer, begun, piece.offsets, deviations[rows])
+        self._keep(kept)
 
     def _set_rows(self) -> None:
         """What the steps are told about the rows; padding repeats the last one and is written nowhere."""

@@ -115,7 +115,7 @@ class Serving:
             cached_tokens=plan.num_tokens - computed,
             shared_pages=sum(count for index, count in enumerate(counts) if index in shared),
             tail_slots=-plan.segments[-1].num_tokens % PAGE_TOKENS,
-            is_divisible=plan.focus_window is None,
+            is_divisible=plan.is_divisible,
         )
         return self._work
 
@@ -171,8 +171,7 @@ class Serving:
         """True while its prefill is what the scheduler was told by `work`."""
         assert self.job is not None
         computed = len(self.job.offsets) - len(self._tokens)
-        is_divisible = self.job.plan.focus_window is None
-        return (computed, is_divisible) == (self._work.prefill_tokens, self._work.is_divisible)
+        return (computed, self.job.plan.is_divisible) == (self._work.prefill_tokens, self._work.is_divisible)
 
     def drop(self) -> None:
         """Gives all pages back; the tokens drawn so far stay."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from ccjax.policy.strategies import cachecraft, full, legolink, prefix, random_tokens, reuse
+from ccjax.policy.strategies import cacheblend, cachecraft, full, legolink, prefix, random_tokens, reuse
 from ccjax.policy.strategies.base import Strategy
 
 STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
@@ -13,6 +13,7 @@ STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
         "prefix": prefix.decide,
         "reuse": reuse.decide,
         "cachecraft": cachecraft.decide,
+        "cacheblend": cacheblend.decide,
         "legolink": legolink.decide,
         "random": random_tokens.decide,
     }

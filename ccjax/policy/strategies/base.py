@@ -20,10 +20,16 @@ Candidates = Mapping[ChunkId, Sequence[VariantMeta]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """Reuse `choice` and recompute these ascending in-chunk offsets of it; or compute the whole chunk if it is None."""
+    """Reuse `choice` and recompute these ascending in-chunk offsets of it; or compute the whole chunk if it is None.
+
+    Attributes:
+      kept_ratio: if given, the offsets are candidates, of which so many are kept once deviations are known
+        (`ccjax.policy.hkvd`); the same for all chunks of a prompt.
+    """
 
     choice: VariantChoice | None = None
     recompute_offsets: tuple[int, ...] = ()
+    kept_ratio: float | None = None
 
 
 Strategy = Callable[["Sequence[PromptChunk]", Candidates, ReuseMode, "PlannerSettings"], Sequence[Decision]]

@@ -1,0 +1,136 @@
+"""CacheBlend's choice by deviation, layer by layer, against the slow float64 oracle; and what is reported of it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ccjax.engine.batch.job import PrefillJob
+from ccjax.engine.batch.pack import Pack, Piece
+from ccjax.engine.batch.pages import RequestPages
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.engine.prefill import Prefiller
+from ccjax.engine.snapshot.cache import kv_spec_of
+from tests.engine.helpers import TOLERANCE, Memory, TinyModel, draw_segments, loader, permuted, selective_oracle
+from tests.engine.test_selective import MODEL, World, computed_offsets
+
+SPEC = kv_spec_of(MODEL.config, "float32")
+COUNTS = (141, 60, 60, 31, 9)
+"""Of the segments s is reused as it is, d, b, a and c are blended, n and the question are computed."""
+
+
+def blended(world):
+    plan = world.plan(1.0)
+    return dataclasses.replace(plan, hkvd_counts_by_layer=COUNTS)
+
+
+def run(world, plan, *, mutate=lambda kv: kv, cuts=()):
+    """Logits of the last token, and the job: of packs that end at `cuts` of the computed tokens."""
+    pool = DevicePool(SPEC, SPEC.num_bytes(40 * PAGE_TOKENS))
+    model = Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket = Memory(lambda variant, first, last: mutate(world.read_layers(variant, first, last)))
+    with loader(model, plan, ticket) as contexts:
+        job = PrefillJob(world.prompt, plan, RequestPages(pool, plan, {}), contexts=contexts)
+        ends = [*cuts, len(job.offsets)]
+        for first, last in zip([0, *ends], ends, strict=False):
+            pack = Pack(model, pool, [Piece(job, first, last)])
+            while not pack.is_done:
+                pack.run_layer()
+        return np.asarray(pack.logits()[1])[0], job
+
+
+def oracle(world, plan, counts=COUNTS):
+    """The same by definition; the rows of each layer too."""
+    is_candidate = np.zeros(plan.num_tokens, bool)
+    for segment in plan.segments:
+        is_candidate[segment.start + np.asarray(segment.recompute_offsets, int)] = True
+    seen = []
+
+    def choose(layer, rows, deviations):
+        if layer == 0:
+            assert deviations[is_candidate[rows]].max() < 1e-5, "keys and values of layer 0 depend on the token alone"
+        ranked = sorted(np.flatnonzero(is_candidate[rows]), key=lambda index: -deviations[index])
+        stays = ~is_candidate[rows]
+        stays[ranked[: counts[layer]]] = True
+        seen.append(rows[stays])
+        return rows[stays]
+
+    rows = computed_offsets(plan)
+    logits, _ = selective_oracle(
+        MODEL.weights, MODEL.raw, world.prompt, world.cached(), [rows] * len(counts), choose=choose
+    )
+    return logits, seen
+
+
+def test_what_deviates_most_is_computed_and_the_rest_reused():
+    world = World(seed=3)
+    plan = blended(world)
+    wanted, rows = oracle(world, plan)
+    got, job = run(world, plan)
+    np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
+    assert job.result.computed_token_layers == sum(map(len, rows)) == sum(COUNTS) + 5 * (25 + 8)
+    segment_of = job.segment_of[rows[1]]
+    assert job.result.repaired_tokens == {index: int((segment_of == index).sum()) for index in (1, 3, 4, 5)}
+    assert sum(job.result.repaired_tokens.values()) == COUNTS[1]
+    assert job.result.unrepaired == {1, 3, 4, 5}
+    # Mutants: one more token on one layer; keys that are off by a little, which changes who deviates.
+    assert np.abs(oracle(world, plan, (141, 60, 60, 32, 9))[0] - wanted).max() > 10 * TOLERANCE
+    assert np.abs(run(world, plan, mutate=lambda kv: kv * 1.01)[0] - wanted).max() > 10 * TOLERANCE
+
+
+def test_all_kept_is_a_full_prefill_of_what_is_not_exact():
+    world = World(seed=4)
+    plan = world.plan(1.0)
+    wanted, _ = run(world, plan)
+    got, job = run(world, dataclasses.replace(plan, hkvd_counts_by_layer=(141,) * 5))
+    np.testing.assert_array_equal(got, wanted)
+    assert job.result.repaired_tokens == {1: 33, 3: 20, 4: 37, 5: 51}
+
+
+def test_a_piece_keeps_its_share():
+    world = World(seed=5)
+    plan = blended(world)
+    _, job = run(world, plan, cuts=(100,))
+    candidates = 33 + 20 + 22  # of the first 100 computed tokens, 25 belong to the chunk that is computed
+    shares = [-(-count * candidates // 141) + -(-count * (141 - candidates) // 141) for count in COUNTS]
+    assert job.result.computed_token_layers == sum(shares) + 5 * (25 + 8)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
+def test_an_engine_reports_what_was_repaired(ratio):
+    model = TinyModel(seed=2, num_hidden_layers=9)
+    segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
+    shuffled = permuted(segments, [2, 1, 0])
+    with model.engine(strategy="cacheblend", recompute_ratio=ratio, max_model_len=512) as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=4)
+        answer = engine.generate_from_tokens(shuffled, max_new_tokens=4)
+        report = answer.reuse
+        full = engine.generate_from_tokens(shuffled, max_new_tokens=4, reuse="off")
+        again = engine.generate_from_tokens(shuffled, max_new_tokens=4)
+    num_system, num_question = len(segments[0]), len(segments[-1])
+    if ratio == 1.0:
+        assert answer.token_ids == full.token_ids and report.computed_tokens == 150 + num_question
+        return
+    assert report.recomputed_tokens == pytest.approx(150 * ratio * 1.2, abs=2) and not report.exact
+    assert report.reused_tokens == num_system + 150 - report.recomputed_tokens
+    layers = 9 * num_question + (150 * (1 + 8 * ratio) if ratio else 0)
+    assert report.computed_share == pytest.approx(layers / (9 * report.prompt_tokens), abs=0.02)
+    assert again.reuse.recomputed_tokens == report.recomputed_tokens, "a blended chunk is not kept"
+    assert sum(one.recomputed_tokens for one in report.per_document) == report.recomputed_tokens
+
+
+def test_as_much_is_repaired_as_loading_hides(monkeypatch):
+    model = TinyModel(seed=2, num_hidden_layers=9)
+    segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
+    shuffled = permuted(segments, [2, 1, 0])
+    for settings, reuse, share in [
+        ({}, "bounded", 0.5),
+        ({}, "fast", 0.05),
+        ({"recompute_ratio": 0.2}, "bounded", 0.2),
+    ]:
+        with model.engine(strategy="cacheblend", max_model_len=512, **settings) as engine:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+            monkeypatch.setattr(engine._prefill.loads, "load_s", lambda plan, disk_bytes: 1.0)
+            monkeypatch.setattr(engine.rates, "compute_s", lambda num_tokens: 2.0)
+            report = engine.generate_from_tokens(shuffled, max_new_tokens=1, reuse=reuse).reuse
+        assert report.recomputed_tokens == pytest.approx(150 * share * 1.2, abs=2)
