@@ -363,7 +363,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--dtype", str, "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere (default auto)"),
         ("--attention", str, "implementation of the attention kernel (default: the platform's own)"),
         ("--max-model-len", int, "longest prompt plus answer in tokens"),
-        ("--strategy", str, "how chunks are reused: cachecraft, reuse, prefix, full, legolink, random"),
+        ("--strategy", str, "how chunks are reused: cachecraft, cacheblend, reuse, prefix, full, legolink, random"),
         ("--alpha", float, "scales the share of tokens that is recomputed"),
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
         ("--focus-window", int, "layers after which unfocused passages are dropped"),
