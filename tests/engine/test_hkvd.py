@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from ccjax.engine import Request
 from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.batch.pack import Pack, Piece
 from ccjax.engine.batch.pages import RequestPages
@@ -134,3 +135,21 @@ def test_as_much_is_repaired_as_loading_hides(monkeypatch):
             monkeypatch.setattr(engine.rates, "compute_s", lambda num_tokens: 2.0)
             report = engine.generate_from_tokens(shuffled, max_new_tokens=1, reuse=reuse).reuse
         assert report.recomputed_tokens == pytest.approx(150 * share * 1.2, abs=2)
+
+
+def test_a_plan_whose_deviations_choose_has_no_focus_cut_and_fixed_pieces():
+    model = TinyModel(seed=2, num_hidden_layers=9)
+    segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
+    for strategy, is_divisible in (("cacheblend", False), ("cachecraft", True)):
+        with model.engine(strategy=strategy, max_model_len=512, recompute_ratio=0.2) as engine:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+            prompt = engine._assemble(Request(segments=permuted(segments, [2, 1, 0])))
+            plan = engine._prefill.plan(prompt, "bounded", engine._prefill.usable(prompt))
+            assert dataclasses.replace(plan, focus_window=None).is_divisible == is_divisible
+            assert (plan.focus_window is None) != is_divisible
+            fixed = sum(plan.recomputed_tokens(segment) for segment in plan.segments)
+            assert fixed == pytest.approx(150 * (1 + 8 * 0.2) / 9 if strategy == "cacheblend" else 150 * 0.2, abs=2)
+            seen = []
+            engine.rates.compute_s = seen.append
+            engine._prefill.loads._prefill_s(plan)
+            assert seen == [round(fixed + len(segments[-1]))]
