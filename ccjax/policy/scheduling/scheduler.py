@@ -13,7 +13,6 @@ from ccjax.policy.scheduling.waiting import Places, WaitingQueue
 from ccjax.policy.scheduling.work import (
     Costs,
     DecodeStep,
-    NeverFitsError,
     Pack,
     Piece,
     Preemption,
@@ -62,8 +61,12 @@ class Scheduler:
         """Requests that want a decode step."""
         return len(self._decoding())
 
-    def add(self, work: Work) -> None:
+    def add(self, work: Work, *, after: str | None = None) -> None:
         """Puts a request in line.
+
+        Args:
+          after: an admitted request of the same flow and priority that this one goes on from: it stands at the head of
+            its flow, as what was preempted does, and takes no place in line.
 
         Raises:
           NeverFitsError: the pool is too small for it, even empty.
@@ -72,12 +75,15 @@ class Scheduler:
         """
         if work.request_id in self._records:
             raise ValueError(f"request_id: wanted one that is not scheduled, got {work.request_id!r}")
-        self._check_fits(work)
-        self._places.check(work.flow)
+        self.settings.check_fits(work)
         record = Record(work, self._num_arrived, self.settings.page_tokens)
+        if after is None:
+            self._places.check(work.flow)
+            self._places.take(record)
+        else:
+            record.tag = self._admitted[after].tag
         self._num_arrived += 1
         self._records[work.request_id] = record
-        self._places.take(record)
         self._queue.push(record)
         self._set_deadline(record)
 
@@ -106,11 +112,7 @@ class Scheduler:
           NeverFitsError: as for `add`; nothing has changed then.
         """
         record = self._record(work.request_id)
-        for name in ("flow", "priority", "max_new_tokens"):
-            wanted, got = getattr(record.work, name), getattr(work, name)
-            if got != wanted:
-                raise ValueError(f"{name}: wanted {wanted!r} as before, got {got!r}")
-        self._check_fits(work)
+        self._check_change(record, work)
         if record.tag is None:
             self._places.free(record)
             record.start_over(work)
@@ -138,6 +140,18 @@ class Scheduler:
         self._withdraw(record)
         self._queue.leave(record)
         record.state = "held"
+
+    def share(self, work: Work) -> None:
+        """The request of that id decodes on as `work` says: of its pages, those of the prompt are shared from now on.
+
+        Raises:
+          ValueError: it does not decode; and as `replan`.
+        """
+        record = self._record(work.request_id)
+        if record.state != "decode":
+            raise ValueError(f"request_id: wanted one that decodes, got {work.request_id!r}, in {record.state}")
+        self._check_change(record, work)
+        record.work = work
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """Removes the requests whose deadline has come and returns their ids, earliest deadline first."""
@@ -308,17 +322,12 @@ class Scheduler:
             raise KeyError(f"request_id: wanted one that is scheduled, got {request_id!r}")
         return self._records[request_id]
 
-    def _check_fits(self, work: Work) -> None:
-        settings = self.settings
-        if work.tail_slots >= settings.page_tokens:
-            raise ValueError(f"tail_slots: wanted less than a page of {settings.page_tokens}, got {work.tail_slots}")
-        most = work.most_pages(settings.page_tokens) + work.shared_pages
-        if most > settings.num_pages:
-            raise NeverFitsError(
-                f"wanted a request of at most {settings.num_pages} pages of {settings.page_tokens} tokens, the whole "
-                f"pool; got {work.prompt_pages + work.shared_pages} for the prompt and {most} with an answer of "
-                f"{work.max_new_tokens} tokens"
-            )
+    def _check_change(self, record: Record, work: Work) -> None:
+        for name in ("flow", "priority", "max_new_tokens"):
+            wanted, got = getattr(record.work, name), getattr(work, name)
+            if got != wanted:
+                raise ValueError(f"{name}: wanted {wanted!r} as before, got {got!r}")
+        self.settings.check_fits(work)
 
     def _set_deadline(self, record: Record) -> None:
         if record.work.deadline_s is None:
