@@ -31,11 +31,11 @@ class Room:
         return self._num_evictable + sum(one.prompt.num_pages for one in self.shared if one.prompt and one.is_parked)
 
     def make(self, num_pages: int) -> list[tuple[Siblings, SharedPrompt]]:
-        """Frees so many pages, if that can be: cached chunks go first. Returns the prompts that had to be dropped, oldest
-        first; to compute one again takes longer than to load a chunk."""
+        """Frees so many pages, if that can be, and returns the prompts that had to be dropped for it, oldest first:
+        as few as can be, for to compute one again takes longer than to load a cached chunk."""
         dropped = []
         for siblings in [one for one in self.shared if one.is_parked]:
-            if num_pages <= self._pool.num_free or num_pages <= self._num_evictable:
+            if num_pages <= self._num_evictable:
                 break
             dropped.append((siblings, self.drop(siblings)))
         if self._caches_chunks and num_pages > self._pool.num_free:

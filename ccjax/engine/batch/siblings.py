@@ -1,5 +1,5 @@
-"""What the answers to one prompt have in common: who gets them, and the prompt's pages, which are computed once. Knows no
-model, no step and no line."""
+"""What the answers to one prompt have in common: who gets them, and the prompt's pages, which are computed once. Knows
+no model, no step and no line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ccjax.engine.answer import Answer
 from ccjax.engine.admission import Admission
+from ccjax.engine.answer import Answer
 from ccjax.engine.batch.pages import RequestPages
 from ccjax.engine.cached_prefill import Prefilled
 from ccjax.engine.pool import PAGE_TOKENS, PagedShard
@@ -26,8 +26,8 @@ Emit = Callable[[Delta | Exception], None]
 
 
 class SharedPrompt:
-    """The KV of a prompt, for several answers to read; none of them writes there. The answer that computed it goes on in
-    the prompt's last page, behind all that the others read of it.
+    """The KV of a prompt, for several answers to read; none of them writes there. The answer that computed it goes on
+    in the prompt's last page, behind all that the others read of it.
 
     Attributes:
       plan: of an answer that reads it. All is reused but the last token: it is computed again, in a page of that
@@ -73,8 +73,8 @@ class Siblings:
       num_answers: how many there will be.
       num_begun: how many are in line or were.
       open: those of them that have not ended.
-      prompt: the prompt's KV, from when the first answer had its first token, with several answers only; None again once
-        its pages were needed while no admitted answer read them.
+      prompt: the prompt's KV, from when the first of several answers had its first token; None again once its pages
+        were needed while no admitted answer read them.
       reuse: what the prefill reused; None before it is through.
       started_s: `time.perf_counter` when the request left the line, None before.
     """

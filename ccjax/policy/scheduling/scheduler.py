@@ -65,8 +65,7 @@ class Scheduler:
         """Puts a request in line.
 
         Args:
-          after: an admitted request of the same flow and priority that this one goes on from: it stands at the head of
-            its flow, as what was preempted does, and takes no place in line.
+          after: an admitted request of its flow and priority that it goes on from: it stands at the head of the flow.
 
         Raises:
           NeverFitsError: the pool is too small for it, even empty.
@@ -112,7 +111,8 @@ class Scheduler:
           NeverFitsError: as for `add`; nothing has changed then.
         """
         record = self._record(work.request_id)
-        self._check_change(record, work)
+        record.work.check_change(work)
+        self.settings.check_fits(work)
         if record.tag is None:
             self._places.free(record)
             record.start_over(work)
@@ -142,15 +142,13 @@ class Scheduler:
         record.state = "held"
 
     def share(self, work: Work) -> None:
-        """The request of that id decodes on as `work` says: of its pages, those of the prompt are shared from now on.
-
-        Raises:
-          ValueError: it does not decode; and as `replan`.
-        """
+        """The request of that id decodes on as `work` says: its prompt's pages are shared ones now. Raises ValueError
+        where it does not decode, and what `replan` raises."""
         record = self._record(work.request_id)
         if record.state != "decode":
             raise ValueError(f"request_id: wanted one that decodes, got {work.request_id!r}, in {record.state}")
-        self._check_change(record, work)
+        record.work.check_change(work)
+        self.settings.check_fits(work)
         record.work = work
 
     def expire(self, now_s: float) -> tuple[str, ...]:
@@ -313,7 +311,7 @@ class Scheduler:
             return 0.0
         wait_s = sum(record.tokens_left for record in self._admitted.values()) * costs.token_s
         if self._admitted and (self._is_blocked or len(self._admitted) >= self.settings.max_num_seqs):
-            wait_s += min(_steps_left(record, costs) for record in self._admitted.values()) * costs.decode_step_s
+            wait_s += min(record.steps_left(costs) for record in self._admitted.values()) * costs.decode_step_s
         mean_tokens = self._places.num_tokens / self._places.num_taken
         return wait_s + (num_starts - 1) * mean_tokens * costs.token_s
 
@@ -321,13 +319,6 @@ class Scheduler:
         if request_id not in self._records:
             raise KeyError(f"request_id: wanted one that is scheduled, got {request_id!r}")
         return self._records[request_id]
-
-    def _check_change(self, record: Record, work: Work) -> None:
-        for name in ("flow", "priority", "max_new_tokens"):
-            wanted, got = getattr(record.work, name), getattr(work, name)
-            if got != wanted:
-                raise ValueError(f"{name}: wanted {wanted!r} as before, got {got!r}")
-        self.settings.check_fits(work)
 
     def _set_deadline(self, record: Record) -> None:
         if record.work.deadline_s is None:
@@ -405,10 +396,3 @@ class Scheduler:
             record.start_over(record.work)
         self._queue.push(record)
         return Preemption(record.request_id, "swap" if swaps else "recompute")
-
-
-def _steps_left(record: Record, costs: Costs) -> float:
-    """Decode steps until its answer ends, of the usual length unless it is longer already."""
-    most = record.work.max_new_tokens
-    usual = most if costs.answer_tokens is None else min(most, costs.answer_tokens)
-    return max(1.0, usual - record.num_answered)

@@ -62,6 +62,13 @@ class Work:
         check_count("shared_pages", self.shared_pages, least=0)
         check_count("tail_slots", self.tail_slots, least=0)
 
+    def check_change(self, work: Work) -> None:
+        """Raises ValueError where `work` cannot be this request with another plan."""
+        for name in ("flow", "priority", "max_new_tokens"):
+            wanted, got = getattr(self, name), getattr(work, name)
+            if got != wanted:
+                raise ValueError(f"{name}: wanted {wanted!r} as before, got {got!r}")
+
     def pages_with(self, num_slots: int, page_tokens: int) -> int:
         """Pages of its own with the KV of `num_slots` answer tokens behind the prompt's."""
         return self.prompt_pages - (-max(0, num_slots - self.tail_slots) // page_tokens)
