@@ -84,6 +84,19 @@ class SchedulingTrace(RuleBasedStateMachine):
         else:
             assert most <= engine.settings.num_pages
 
+    @rule(which=st.integers(0, 100), count=st.integers(1, 3))
+    def fork(self, which, count):
+        """Several answers to one prompt, from when the first has its first token."""
+        engine = self.engine
+        records = engine.scheduler._records
+        fresh = [name for name in engine.unended() if records[name].state == "decode" and not engine.jobs[name].alone]
+        if fresh:
+            work = engine.jobs[fresh[which % len(fresh)]].work
+            least = work.shared_pages + work.prompt_pages + 1
+            tokens = engine.settings.page_tokens
+            if least - (-max(0, work.max_new_tokens - tokens) // tokens) <= engine.settings.num_pages:
+                engine.fork(work.request_id, count)
+
     @rule(num=st.integers(1, 30))
     def work(self, num):
         for _ in range(num):
