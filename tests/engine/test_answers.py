@@ -41,6 +41,19 @@ def alone(engine, request):
     return answers
 
 
+class Counting(Client):
+    """A client that keeps all errors; there should be one."""
+
+    def __init__(self, engine, request):
+        self.errors = []
+        super().__init__(engine, request)
+
+    def _emit(self, event):
+        if isinstance(event, Exception):
+            self.errors.append(event)
+        super()._emit(event)
+
+
 def check_all(client, wanted):
     """The response has the answers wanted, and so had the stream."""
     assert client.done.wait(120), "no answer"
@@ -127,7 +140,7 @@ def test_the_prompt_is_computed_once_also_when_the_answers_take_turns(question, 
 
 
 def test_a_prompt_that_waits_for_its_next_reader_is_kept_where_it_fits(computed):
-    """Two seats, pages for the prompt and two answers: between two turns nobody reads it, and nobody else needs it."""
+    """One seat, pages for the prompt and one answer: between two turns nobody reads it, and nobody else needs it."""
     segments = draw_segments(np.random.default_rng(9), [150, 60], question=20)
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=1) as engine:
         request = ask(segments, n=4, tokens=20, seed=3, temperature=1.0)
@@ -262,6 +275,8 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
         def noted(serving: Serving):
             siblings = serving.siblings
             preempt(serving)
+            if siblings.prompt is not None:  # else a decode step might find fewer pages than it was promised
+                assert engine._loop._scheduler._record(serving.request_id).own_pages == serving.num_own_pages
             others = sum(one.is_decoding for one in siblings.open)
             preempted.append((serving.request_id, others, siblings.prompt is not None))
 
@@ -324,7 +339,7 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
 def test_cancelling_ends_all_answers_once_and_frees_all_pages(num_deltas):
     segments = draw_segments(np.random.default_rng(6), [60, 30])
     with MODEL.engine(max_model_len=512, max_num_seqs=3) as engine:
-        client = Client(engine, ask(segments, n=6, tokens=200, seed=1, temperature=1.0))
+        client = Counting(engine, ask(segments, n=6, tokens=200, seed=1, temperature=1.0))
         while len(client.deltas) < num_deltas:
             time.sleep(0.001)
         client.cancel()
@@ -335,6 +350,7 @@ def test_cancelling_ends_all_answers_once_and_frees_all_pages(num_deltas):
         count = len(client.deltas)
         engine.run(ask(segments, n=2))
         assert len(client.deltas) == count and all(delta.response is None for delta in client.deltas)
+        assert len(client.errors) == 1
 
 
 def test_a_step_that_fails_ends_all_answers_with_one_error(monkeypatch, caplog):
@@ -347,10 +363,11 @@ def test_a_step_that_fails_ends_all_answers_with_one_error(monkeypatch, caplog):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ccjax.engine.batch.decode.paged_decode_step", out_of_memory)
-            client = Client(engine, ask(segments, n=3))
+            client = Counting(engine, ask(segments, n=3))
             with pytest.raises(MemoryError):
                 client.response()
         check_all(Client(engine, ask(segments, n=3)), wanted)
+        assert len(client.errors) == 1
         settled(engine)
         assert engine._pool.num_free == engine._pool.num_pages
 

@@ -29,6 +29,7 @@ class Job:
     num_preempted: int = 0
     token_times_s: list[float] = dataclasses.field(default_factory=list)
     end: str | None = None
+    num_answers: int = 1
     alone: Work | None = None
     """What it is without the prompt that it shares."""
 
@@ -88,15 +89,21 @@ class SimulatedEngine:
 
     # Requests.
 
-    def submit(self, work, answer_tokens=None, chunks=()):
+    def submit(self, work, answer_tokens=None, chunks=(), num_answers=1):
         answer_tokens = work.max_new_tokens if answer_tokens is None else answer_tokens
         work = dataclasses.replace(work, shared_pages=sum(self.chunk_pages[name] for name in chunks))
         self.scheduler.add(work)
-        self.jobs[work.request_id] = Job(work, len(self.jobs), answer_tokens, frozenset(chunks), self.now_s)
+        job = Job(work, len(self.jobs), answer_tokens, frozenset(chunks), self.now_s, num_answers=num_answers)
+        self.jobs[work.request_id] = job
 
-    def fork(self, request_id, count):
-        """More answers to the prompt of a request that decodes."""
+    def _fork(self, request_id):
+        """The other answers to the prompt of a request that just has its first token, where they fit at all."""
         first = self.jobs[request_id]
+        count, first.num_answers = first.num_answers - 1, 1
+        sibling = self._reading(first.work)
+        all_pages = sibling.most_pages(self.settings.page_tokens) + first.work.shared_pages + first.work.prompt_pages
+        if not count or all_pages > self.settings.num_pages:
+            return
         prompt = f"prompt of {request_id}"
         first.alone = first.work
         self.chunk_pages[prompt] = first.work.prompt_pages
@@ -110,7 +117,7 @@ class SimulatedEngine:
             work = dataclasses.replace(self._reading(first.work), request_id=name)
             self.scheduler.add(work, after=request_id)
             alone = dataclasses.replace(first.alone, request_id=name)
-            self.jobs[name] = Job(work, len(self.jobs), work.max_new_tokens, first.chunks, self.now_s, alone=alone)
+            self.jobs[name] = Job(work, len(self.jobs), first.answer_tokens, first.chunks, self.now_s, alone=alone)
 
     def _reading(self, work):
         """An answer that begins, or begins again, with the prompt of another one."""
@@ -289,6 +296,7 @@ class SimulatedEngine:
             job = self.jobs[name]
             job.is_decoding = True
             job.num_slots = len(job.token_times_s)
+            self._fork(name)
             self._token(job)
 
     def decode(self):

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, as the scheduler sees them: requests that share pages and stand at the head of the line."""
+"""Several answers to one prompt, as the scheduler sees them: requests with shared pages, at the head of their flow."""
 
 from __future__ import annotations
 
@@ -71,6 +71,22 @@ def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
     step = decode(scheduler, free_pages=0)  # "old" begins a page
     assert step.preempted == (Preemption("a/1", "recompute"),)
     assert (step.request_ids, step.draws) == (("old", "a/0"), ("old",))
+
+
+def test_the_pages_of_a_shared_prompt_are_not_those_of_who_computed_it() -> None:
+    """Two older ones begin a page: the sibling's is free at once, the prompt's are for the next step to find."""
+    scheduler = build(num_pages=20)
+    for name in ("old", "older"):
+        scheduler.add(Work(name, 8, 2, 12))
+    scheduler.add(FIRST)
+    start(scheduler)
+    scheduler.share(READING)
+    scheduler.add(sibling(1), after="a/0")
+    start(scheduler)
+    step = decode(scheduler, free_pages=0)
+    assert [one.request_id for one in step.preempted] == ["a/1", "a/0"]
+    assert step.draws == ("old",)
+    assert decode(scheduler, free_pages=3).draws == ("older",)
 
 
 def test_a_sibling_that_is_preempted_comes_again_with_one_token_and_its_answer() -> None:

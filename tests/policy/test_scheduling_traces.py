@@ -57,8 +57,11 @@ class SchedulingTrace(RuleBasedStateMachine):
         chunks=st.sets(st.sampled_from("abc"), max_size=2),
         tail=st.integers(0, 3),
         is_divisible=st.booleans(),
+        answers=st.sampled_from([1, 1, 2, 4]),
     )
-    def submit(self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail, is_divisible):
+    def submit(
+        self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail, is_divisible, answers
+    ):
         engine = self.engine
         work = Work(
             f"r{len(engine.jobs)}",
@@ -74,7 +77,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         )
         most = work.most_pages(engine.settings.page_tokens) + sum(CHUNKS[name] for name in chunks)
         try:
-            engine.submit(work, answer, chunks)
+            engine.submit(work, answer, chunks, answers)
         except NeverFitsError:
             assert most > engine.settings.num_pages
         except LineFullError:
@@ -83,19 +86,6 @@ class SchedulingTrace(RuleBasedStateMachine):
             assert engine.scheduler.retry_after_s(flow, engine.costs) >= 0.0
         else:
             assert most <= engine.settings.num_pages
-
-    @rule(which=st.integers(0, 100), count=st.integers(1, 3))
-    def fork(self, which, count):
-        """Several answers to one prompt, from when the first has its first token."""
-        engine = self.engine
-        records = engine.scheduler._records
-        fresh = [name for name in engine.unended() if records[name].state == "decode" and not engine.jobs[name].alone]
-        if fresh:
-            work = engine.jobs[fresh[which % len(fresh)]].work
-            least = work.shared_pages + work.prompt_pages + 1
-            tokens = engine.settings.page_tokens
-            if least - (-max(0, work.max_new_tokens - tokens) // tokens) <= engine.settings.num_pages:
-                engine.fork(work.request_id, count)
 
     @rule(num=st.integers(1, 30))
     def work(self, num):
