@@ -275,8 +275,9 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
         def noted(serving: Serving):
             siblings = serving.siblings
             preempt(serving)
-            if siblings.prompt is not None:  # else a decode step might find fewer pages than it was promised
-                assert engine._loop._scheduler._record(serving.request_id).own_pages == serving.num_own_pages
+            if siblings.prompt is not None:
+                record = engine._loop._scheduler._record(serving.request_id)
+                assert (record.work.prefill_tokens, record.own_pages) == (1, serving.num_own_pages)
             others = sum(one.is_decoding for one in siblings.open)
             preempted.append((serving.request_id, others, siblings.prompt is not None))
 
@@ -320,6 +321,8 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
                 held = engine._pool.allocate([PAGE_TOKENS] * engine._pool.num_free)
                 loop._make_room(1)
                 starved.append(engine._pool.num_free)
+                for name in loop._servings:  # in line with all of the prompt to compute
+                    assert loop._scheduler._record(name).work.prefill_tokens == sum(map(len, segments))
                 del held
             return decode()
 
@@ -389,6 +392,30 @@ def test_cached_chunks_that_answers_read_stay_until_the_last_of_them_ends():
             other.response()
         settled(engine)
         assert len(held) == 1
+
+
+def test_cached_chunks_stay_pinned_when_the_answer_that_asked_for_them_ends():
+    model = TinyModel(seed=31)
+    model.loaded = dataclasses.replace(model.loaded, eos_ids=frozenset(range(0, 97, 24)))
+    segments = draw_segments(np.random.default_rng(8), [60, 40], question=12)
+    with model.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE) as engine:
+        engine.run(ask(segments, reuse="exact"))
+        request = ask(segments, n=8, reuse="exact", tokens=60, seed=5, temperature=1.5)
+        wanted = alone(engine, request)
+        assert len(wanted[0].token_ids) + 3 < max(len(one.token_ids) for one in wanted)
+        client, ended, pinned = Client(engine, request), [], []
+
+        def look():
+            delta = client.deltas[-1]
+            if delta.finish_reason is not None:
+                ended.append(delta.index)
+            elif 0 in ended:  # so others go on
+                pinned.append(bool(engine._store._pins))
+
+        client.on_delta = look
+        check_all(client, wanted)
+        assert pinned and all(pinned)
+        settled(engine)
 
 
 @pytest.mark.parametrize("n", [0, -1, 17, True, None, 2.0])
