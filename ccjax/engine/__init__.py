@@ -4,10 +4,12 @@ from ccjax.engine.config import EngineConfig
 from ccjax.engine.document_cache import CachedDocument, Removal, WarmedDocument, Warming
 from ccjax.engine.documents import Pin
 from ccjax.engine.engine import Engine
-from ccjax.engine.requests import Delta, Request, Response, SamplingParams, TokenLogprob
+from ccjax.engine.requests import MOST_ANSWERS, Choice, Delta, Request, Response, SamplingParams, TokenLogprob
 
 __all__ = [
+    "MOST_ANSWERS",
     "CachedDocument",
+    "Choice",
     "Delta",
     "Engine",
     "EngineConfig",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from ccjax.engine.requests import Delta, FinishReason, Response, SamplingParams, TokenLogprob
+from ccjax.engine.requests import Choice, Delta, FinishReason, SamplingParams, TokenLogprob
 from ccjax.engine.sampling import Drawn
 from ccjax.text import IncrementalDecoder, StopStrings, Tokenizer
-from ccjax.types import ReuseReport
 
 
 class Answer:
@@ -19,7 +19,14 @@ class Answer:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         prompt_tail: Sequence[int],
+        *,
+        index: int = 0,
     ) -> None:
+        """
+        Args:
+          index: which of the answers to its prompt it is.
+        """
+        self._index = index
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
@@ -45,7 +52,7 @@ class Answer:
         token_id = drawn.token_id
         if token_id in self._eos_ids and not self._sampling.ignore_eos:
             self.finish_reason = "stop"
-            return Delta("")
+            return self._delta("")
         self._token_ids.append(token_id)
         logprobs = ()
         if self._sampling.logprobs is not None:
@@ -55,28 +62,25 @@ class Answer:
         if self._stops.matched is not None:
             self.finish_reason = "stop"
         self._text.append(text)
-        return Delta(text, (token_id,), logprobs)
+        return self._delta(text, (token_id,), logprobs)
 
-    def finish(
-        self, last: Delta, *, reuse: ReuseReport, num_prompt_tokens: int, ttft_s: float, total_s: float
-    ) -> Delta:
-        """The last delta: text still held back, and the whole response. `last` is the delta not yet shown, if any."""
+    def finish(self, last: Delta) -> tuple[Delta, Choice]:
+        """The last delta, with text still held back, and the whole answer. `last` is what the last `push` gave."""
         tail = ""
         if self._decoder is not None and self._stops.matched is None:
             tail = self._stops.push(self._decoder.flush()) + self._stops.flush()
             self._text.append(tail)
-        response = Response(
+        choice = Choice(
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
             finish_reason=self.finish_reason or "length",
-            reuse=reuse,
-            num_prompt_tokens=num_prompt_tokens,
-            ttft_s=ttft_s,
-            total_s=total_s,
             logprobs=tuple(self._logprobs) if self._sampling.logprobs is not None else None,
         )
-        unseen = last if self.finish_reason is not None else Delta("")
-        return Delta(unseen.text + tail, unseen.token_ids, unseen.logprobs, response)
+        unseen = last if self.finish_reason is not None else self._delta("")
+        return dataclasses.replace(unseen, text=unseen.text + tail, finish_reason=choice.finish_reason), choice
+
+    def _delta(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> Delta:
+        return Delta(text, token_ids, logprobs, index=self._index)
 
     def _logprob(self, drawn: Drawn) -> TokenLogprob:
         top = tuple((token_id, self._decode(token_id), logprob) for token_id, logprob in drawn.top)

@@ -22,7 +22,8 @@ from ccjax.engine.admission import Admission
 from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.loop import BatchLoop, CancelledError
-from ccjax.engine.batch.serving import Emit, Serving
+from ccjax.engine.batch.serving import Serving
+from ccjax.engine.batch.siblings import Emit, Siblings
 from ccjax.engine.budgets import check_budgets, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
@@ -289,18 +290,19 @@ class Engine(DocumentCalls, CacheCalls):
             return is_given_up.is_set() or is_cancelled()
 
         is_shared = self.config.share_computation
-        serving = Serving(
-            request.request_id or uuid.uuid4().hex,
+        siblings = Siblings(
             request,
-            Admission(self._prefill, prompt, mode, is_shared=is_shared, is_cancelled=gives_up),
-            Answer(sampling, self.tokenizer, self._eos_ids, prompt.question),
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            prompt,
             assemble_s=assemble_s,
             emit=emit,
             on_start=on_start,
             is_cancelled=gives_up,
+            new_admission=lambda: Admission(self._prefill, prompt, mode, is_shared=is_shared, is_cancelled=gives_up),
+            new_answer=lambda index: Answer(sampling, self.tokenizer, self._eos_ids, prompt.question, index=index),
             report=lambda prefilled: self._report(prefilled, mode, request.reuse),
         )
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        serving = Serving(uuid.uuid4().hex, siblings, seed=seed)
         self._loop.submit(serving)
 
         def cancel() -> None:

@@ -50,6 +50,7 @@ class PagedShard:
 
     Attributes:
       slots: [T] int32, page * 16 + offset of every token.
+      num_pages: that it holds.
       free: frees the pages now; for their only user.
     """
 
@@ -57,6 +58,7 @@ class PagedShard:
 
     def __init__(self, pool: DevicePool, pages: Sequence[int], num_tokens: int) -> None:
         self._pool = pool
+        self.num_pages = len(pages)
         offsets = np.arange(num_tokens, dtype=np.int32)
         self.slots = np.asarray(pages, np.int32)[offsets // PAGE_TOKENS] * PAGE_TOKENS + offsets % PAGE_TOKENS
 

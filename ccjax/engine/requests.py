@@ -11,6 +11,8 @@ from ccjax.errors import RequestError
 from ccjax.types import REUSE_MODES, Document, ReuseMode, ReuseReport, document_from_mapping
 
 FinishReason = Literal["stop", "length"]
+MOST_ANSWERS = 16
+"""To one prompt, in one request."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +20,7 @@ class SamplingParams:
     """How the answer is drawn, in OpenAI's terms; `temperature` 0 is greedy, `logprobs` the number of alternatives.
 
     `ignore_eos` (vLLM's name): an end-of-text token is one like any other, so that the answer gets as long as it may.
+    `n`: so many answers to the prompt, each drawn by itself; the first is the one that there is with `n` 1.
     """
 
     max_new_tokens: int | None = 64
@@ -27,11 +30,12 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "seed", "logprobs"):
+        for name in ("max_new_tokens", "seed", "logprobs", "n"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if (value is not None or name == "n") and (isinstance(value, bool) or not isinstance(value, int)):
                 raise RequestError(name, f"wanted an integer, got {value!r}")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("ignore_eos", f"wanted true or false, got {self.ignore_eos!r}")
@@ -52,6 +56,8 @@ class SamplingParams:
             raise RequestError("stop", f"wanted a list of at most 16 non-empty strings, got {self.stop!r}")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise RequestError("logprobs", f"wanted 0 to 20 alternatives, got {self.logprobs}")
+        if not 1 <= self.n <= MOST_ANSWERS:
+            raise RequestError("n", f"wanted 1 to {MOST_ANSWERS} answers, got {self.n}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +99,26 @@ class TokenLogprob:
 
 
 @dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of the answers to a prompt; the fields are those of `Response`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Response:
-    """The whole answer.
+    """The whole answer, or the first of several and the others behind it.
 
     Attributes:
       text: decoded answer without stop strings; "" where the model has no tokenizer.
       token_ids: drawn tokens, the end-of-turn token left out.
       reuse: what was reused and what it cost.
       ttft_s: seconds from the start of the request's work to its first token, waiting in the queue left out.
-      total_s: seconds to the last token.
+      total_s: seconds to the last token of all answers.
+      others: the answers besides the first.
     """
 
     text: str
@@ -112,16 +129,35 @@ class Response:
     ttft_s: float
     total_s: float
     logprobs: tuple[TokenLogprob, ...] | None = None
+    others: tuple[Choice, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All answers, as many as were asked for."""
+        return (Choice(self.text, self.token_ids, self.finish_reason, self.logprobs), *self.others)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(choice.token_ids) for choice in self.choices)
 
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """New text (and tokens) since the last delta of a stream; `response` is set on the last one, and only there."""
+    """New text (and tokens) of an answer since the last delta of it in a stream.
+
+    Attributes:
+      index: which of the answers it belongs to.
+      finish_reason: set on the last delta of each answer, and only there.
+      response: set on the last delta of all, and only there.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     response: Response | None = None
+    index: int = 0
+    finish_reason: FinishReason | None = None
 
 
 def stops_from(stop: Sequence[str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 
 import jax
@@ -29,6 +30,14 @@ class Drawn:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+def seed_of(seed: int, answer: int) -> int:
+    """The seed of one of the answers to a prompt: the request's own for the first; no neighbour's for the others, or
+    what one seed gives as its second answer another one would give as its first."""
+    if not answer:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{answer}".encode()).digest()[:8], "big")
 
 
 def draw(logits: jax.Array, draws: Sequence[Draw]) -> list[Drawn]:

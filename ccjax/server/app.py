@@ -162,12 +162,12 @@ async def _events(
     include_usage: bool,
     watcher: asyncio.Task[None],
 ) -> AsyncIterator[str]:
-    """The stream of one answer; `watcher` is only held so that it lives as long."""
+    """The stream of all answers; `watcher` is only held so that it lives as long."""
     try:
-        for chunk in formatter.chunks(first, is_first=True, include_usage=include_usage):
+        for chunk in formatter.chunks(first, include_usage=include_usage):
             yield event(chunk)
         async for delta in rest:
-            for chunk in formatter.chunks(delta, is_first=False, include_usage=include_usage):
+            for chunk in formatter.chunks(delta, include_usage=include_usage):
                 yield event(chunk)
     except JobCancelledError:
         return

@@ -125,10 +125,11 @@ class ServerMetrics:
 
     def _count_response(self, response: Response) -> None:
         report = response.reuse
-        self._success.labels(response.finish_reason).inc()
+        for choice in response.choices:
+            self._success.labels(choice.finish_reason).inc()
         self._reuse_mode.labels(report.mode, str(report.exact).lower()).inc()
         self._prompt_tokens.inc(report.prompt_tokens)
-        self._generation_tokens.inc(len(response.token_ids))
+        self._generation_tokens.inc(response.num_answer_tokens)
         self._prefill_time.observe(report.prefill_s)
         self._loaded_bytes.inc(report.loaded_bytes)
         self._preloaded_bytes.inc(report.preloaded_bytes)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from ccjax.engine import Delta, Response, TokenLogprob
+from ccjax.engine import Choice, Delta, Response, TokenLogprob
 from ccjax.types import Document
 
 Kind = Literal["chat", "completion"]
@@ -24,43 +24,51 @@ def event(value: dict[str, Any]) -> str:
 
 
 class Formatter:
-    """Shapes one answer; `kind` decides between chat and plain completion."""
+    """Shapes the answers to one request; `kind` decides between chat and plain completion."""
 
     def __init__(self, kind: Kind, *, id: str, model: str, created: int, documents: Sequence[Document]) -> None:
         self._kind: Kind = kind
         self._documents = documents
         self._base = {"id": id, "created": created, "model": model}
-        self._text_offset = 0
+        self._text_offsets: dict[int, int] = {}
 
     def answer(self, response: Response) -> dict[str, Any]:
-        """The body of an answer in one piece."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": response.finish_reason}
-        if self._kind == "chat":
-            choice["message"] = {"role": "assistant", "content": response.text, "refusal": None}
-        else:
-            choice["text"] = response.text
-        choice["logprobs"] = None if response.logprobs is None else self._logprobs(response.logprobs)
-        return self._object("chat.completion", [choice]) | {"usage": usage(response)} | self._extra(response)
+        """The body of all answers in one piece."""
+        choices = [self._choice(index, choice) for index, choice in enumerate(response.choices)]
+        return self._object("chat.completion", choices) | {"usage": usage(response)} | self._extra(response)
 
-    def chunks(self, delta: Delta, *, is_first: bool, include_usage: bool) -> Iterator[dict[str, Any]]:
+    def chunks(self, delta: Delta, *, include_usage: bool) -> Iterator[dict[str, Any]]:
         """The chunks that one delta becomes: text, then the reason to finish, then usage where it was asked for."""
+        index = delta.index
         null_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-        if is_first and self._kind == "chat":
-            yield self._chunk({"role": "assistant", "content": ""}, None, None) | null_usage
+        if index not in self._text_offsets:
+            self._text_offsets[index] = 0
+            if self._kind == "chat":
+                yield self._chunk(index, {"role": "assistant", "content": ""}, None, None) | null_usage
         if delta.text or delta.logprobs:
-            logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-            yield self._chunk({"content": delta.text}, logprobs, None) | null_usage
-        response = delta.response
-        if response is None:
+            logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
+            yield self._chunk(index, {"content": delta.text}, logprobs, None) | null_usage
+        if delta.finish_reason is None:
             return
-        last = self._chunk({}, None, response.finish_reason)
-        if include_usage:
+        last, response = self._chunk(index, {}, None, delta.finish_reason), delta.response
+        if response is not None and include_usage:
             yield last | null_usage
             last = self._object("chat.completion.chunk", []) | {"usage": usage(response)}
-        yield last | self._extra(response)
+        elif response is None:
+            last |= null_usage
+        yield last if response is None else last | self._extra(response)
 
-    def _chunk(self, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        shaped: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
+        if self._kind == "chat":
+            shaped["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            shaped["text"] = choice.text
+        shaped["logprobs"] = None if choice.logprobs is None else self._logprobs(index, choice.logprobs)
+        return shaped
+
+    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason}
         if self._kind == "chat":
             choice["delta"] = content
         else:
@@ -80,13 +88,14 @@ class Formatter:
         ]
         return {"reuse": response.reuse.to_json(), "ttft_s": response.ttft_s, "documents": passages}
 
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._kind == "chat":
             return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
-        offsets = []
+        offsets, offset = [], self._text_offsets.get(index, 0)
         for token in tokens:
-            offsets.append(self._text_offset)
-            self._text_offset += len(token.text)
+            offsets.append(offset)
+            offset += len(token.text)
+        self._text_offsets[index] = offset
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -99,8 +108,8 @@ class Formatter:
 
 
 def usage(response: Response) -> dict[str, Any]:
-    """OpenAI's usage; tokens whose stored KV was used unchanged are the cached ones."""
-    num_answer_tokens = len(response.token_ids)
+    """OpenAI's usage, of all answers together; tokens whose stored KV was used unchanged are the cached ones."""
+    num_answer_tokens = response.num_answer_tokens
     return {
         "prompt_tokens": response.num_prompt_tokens,
         "completion_tokens": num_answer_tokens,

@@ -11,13 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from ccjax.engine import Request, SamplingParams
+from ccjax.engine import MOST_ANSWERS, Request, SamplingParams
 from ccjax.errors import RequestError
 from ccjax.server.settings import LARGEST_TOP_K
 from ccjax.types import Document, ReuseMode, document_from_mapping
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -99,6 +98,7 @@ class Generation(Body):
     top_p: float | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)] = ()
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(None, description=f"answers to the prompt, at most {MOST_ANSWERS}; by default one")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     documents: list[DocumentIn] | None = Field(None, description="passages in prompt order; none are retrieved then")
@@ -162,6 +162,7 @@ class Generation(Body):
             seed=None if self.seed is None else self.seed % 2**64,
             logprobs=self.num_logprobs(),
             ignore_eos=bool(self.ignore_eos),
+            n=self.n if self.n is not None else 1,
         )
         return Request(
             **self.prompt_fields(),

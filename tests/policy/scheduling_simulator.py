@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from ccjax.policy.scheduling import Costs, Pack, Preemption, Scheduler, SchedulerSettings, Work
 
+CHUNK_NAMES = frozenset("abc")
+
 
 @dataclasses.dataclass
 class Job:
@@ -27,6 +29,9 @@ class Job:
     num_preempted: int = 0
     token_times_s: list[float] = dataclasses.field(default_factory=list)
     end: str | None = None
+    num_answers: int = 1
+    alone: Work | None = None
+    """What it is without the prompt that it shares."""
 
     @property
     def rank(self):
@@ -84,11 +89,54 @@ class SimulatedEngine:
 
     # Requests.
 
-    def submit(self, work, answer_tokens=None, chunks=()):
+    def submit(self, work, answer_tokens=None, chunks=(), num_answers=1):
         answer_tokens = work.max_new_tokens if answer_tokens is None else answer_tokens
         work = dataclasses.replace(work, shared_pages=sum(self.chunk_pages[name] for name in chunks))
         self.scheduler.add(work)
-        self.jobs[work.request_id] = Job(work, len(self.jobs), answer_tokens, frozenset(chunks), self.now_s)
+        job = Job(work, len(self.jobs), answer_tokens, frozenset(chunks), self.now_s, num_answers=num_answers)
+        self.jobs[work.request_id] = job
+
+    def _fork(self, request_id):
+        """The other answers to the prompt of a request that just has its first token, where they fit at all."""
+        first = self.jobs[request_id]
+        count, first.num_answers = first.num_answers - 1, 1
+        sibling = self._reading(first.work)
+        all_pages = sibling.most_pages(self.settings.page_tokens) + first.work.shared_pages + first.work.prompt_pages
+        if not count or all_pages > self.settings.num_pages:
+            return
+        prompt = f"prompt of {request_id}"
+        first.alone = first.work
+        self.chunk_pages[prompt] = first.work.prompt_pages
+        first.chunks |= {prompt}
+        first.num_pages -= first.work.prompt_pages
+        shared_pages = first.work.shared_pages + first.work.prompt_pages
+        first.work = dataclasses.replace(first.work, prompt_pages=0, shared_pages=shared_pages)
+        self.scheduler.share(first.work)
+        for number in range(count):
+            name = f"{request_id}/{number}"
+            work = dataclasses.replace(self._reading(first.work), request_id=name)
+            self.scheduler.add(work, after=request_id)
+            alone = dataclasses.replace(first.alone, request_id=name)
+            self.jobs[name] = Job(work, len(self.jobs), first.answer_tokens, first.chunks, self.now_s, alone=alone)
+
+    def _reading(self, work):
+        """An answer that begins, or begins again, with the prompt of another one."""
+        return dataclasses.replace(work, prefill_tokens=1, prompt_pages=1, tail_slots=self.settings.page_tokens - 1)
+
+    def _drop_prompts(self):
+        """Prompts that no admitted answer reads go, as far as their pages are needed."""
+        waiting = [job for job in self.jobs.values() if job.alone and job.end is None and not job.is_admitted]
+        parked = {name for job in waiting for name in job.chunks if name not in CHUNK_NAMES} - self.pinned()
+        for prompt in sorted(parked):
+            if sum(self.chunk_pages[name] for name in parked) <= self.free_pages:
+                return
+            parked.discard(prompt)
+            for job in waiting:
+                if prompt in job.chunks and not job.host_pages:
+                    job.chunks -= {prompt}
+                    work, job.alone = job.alone, None
+                    assert work is not None
+                    self.replan(work)
 
     def end(self, request_id, how):
         job = self.jobs[request_id]
@@ -169,6 +217,7 @@ class SimulatedEngine:
             job.is_admitted = True
             job.num_pages = job.work.pages_with(len(job.token_times_s), self.settings.page_tokens)
         assert self.free_pages >= 0, "next_pack drew pages that are not free"
+        self._drop_prompts()
         assert sum(piece.num_tokens for piece in pack.pieces) <= self.settings.max_num_batched_tokens
         assert len({piece.request_id for piece in pack.pieces}) == len(pack.pieces)
         for piece in pack.pieces:
@@ -247,6 +296,7 @@ class SimulatedEngine:
             job = self.jobs[name]
             job.is_decoding = True
             job.num_slots = len(job.token_times_s)
+            self._fork(name)
             self._token(job)
 
     def decode(self):
@@ -262,6 +312,7 @@ class SimulatedEngine:
             assert name in step.request_ids
             self.jobs[name].num_pages += 1
         assert self.free_pages >= 0, "next_decode drew pages that are not free"
+        self._drop_prompts()
         ranks = [self.jobs[name].rank for name in step.request_ids]
         assert ranks == sorted(set(ranks)) and len(ranks) <= self.settings.max_num_seqs
         self.now_s += self.decode_s
@@ -294,6 +345,8 @@ class SimulatedEngine:
             job.num_preempted += 1
             if one.by == "swap":
                 job.host_pages, job.num_slots = num_pages, slots
+            elif job.alone is not None:
+                self.replan(self._reading(job.work))
         assert sum(job.host_pages for job in self.jobs.values()) <= self.settings.max_swapped_pages
 
     def _check_counts(self):

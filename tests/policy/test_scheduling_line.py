@@ -313,7 +313,7 @@ class TestArguments:
         ("name", "value"),
         [
             ("prefill_tokens", 0),
-            ("prompt_pages", 0),
+            ("prompt_pages", -1),
             ("max_new_tokens", 0),
             ("priority", 0.5),
             ("priority", True),

@@ -57,8 +57,11 @@ class SchedulingTrace(RuleBasedStateMachine):
         chunks=st.sets(st.sampled_from("abc"), max_size=2),
         tail=st.integers(0, 3),
         is_divisible=st.booleans(),
+        answers=st.sampled_from([1, 1, 2, 4]),
     )
-    def submit(self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail, is_divisible):
+    def submit(
+        self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail, is_divisible, answers
+    ):
         engine = self.engine
         work = Work(
             f"r{len(engine.jobs)}",
@@ -74,7 +77,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         )
         most = work.most_pages(engine.settings.page_tokens) + sum(CHUNKS[name] for name in chunks)
         try:
-            engine.submit(work, answer, chunks)
+            engine.submit(work, answer, chunks, answers)
         except NeverFitsError:
             assert most > engine.settings.num_pages
         except LineFullError:

@@ -15,7 +15,9 @@ import jax
 from ccjax.engine.admission import Admission
 from ccjax.engine.batch.decode import DecodeBatch
 from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
+from ccjax.engine.batch.room import Room
 from ccjax.engine.batch.serving import Serving
+from ccjax.engine.batch.siblings import SharedPrompt, Siblings
 from ccjax.engine.cached_prefill import CachedPrefill
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import PrefillCancelledError, Prefiller
@@ -27,7 +29,6 @@ from ccjax.errors import ContextLengthError
 from ccjax.policy.scheduling import Costs, LineFullError, NeverFitsError, Scheduler, SchedulerSettings
 from store.errors import TierFullError
 from store.tiered import TieredStore
-from store.usage import DEVICE
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class BatchLoop:
         self._store = store
         self._pool = pool
         self._rates = rates
-        self._caches_chunks = DEVICE in store.memory_tiers
+        self._room = Room(pool, store, variants)
         self._decoder = DecodeBatch(model, pool, implementation=decode_implementation)
         self._scheduler = Scheduler(settings)
         self._servings: dict[str, Serving] = {}
@@ -158,8 +159,8 @@ class BatchLoop:
                 self._work()
             except Exception as error:
                 logger.exception("a step of the batch failed; everything that was under way fails with it")
-                for serving in tuple(self._servings.values()):
-                    self._fail(serving, error)
+                while self._servings:
+                    self._fail(next(iter(self._servings.values())), error)
                 self._scheduler = Scheduler(self._scheduler.settings)
                 self._pack = None
                 self._held = []
@@ -185,22 +186,28 @@ class BatchLoop:
             self._decode()
         elif self._servings and not self._num_guests:
             # All that are left wait for another process, or for pages that nobody who is scheduled holds: those of
-            # what is read just now for a snapshot, say.
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._new), _LOOK_S)
+            # what is read just now for a snapshot, say, or the cached chunks of a prompt whose answers all wait.
+            parked = [one for one in self._room.shared if one.is_parked]
+            for siblings in parked:
+                self._dropped(siblings, self._room.drop(siblings))
+            self._end()
+            if not parked:
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self._new), _LOOK_S)
 
     def _attend(self) -> None:
         """Takes in new requests, lets go of cancelled ones, and puts those back in line that have waited enough."""
         while self._new:
             serving = self._new.popleft()
             try:
+                self._scheduler.settings.check_fits(serving.most_work)
                 self._scheduler.add(serving.work(self._store.tier_of))
             except (NeverFitsError, LineFullError) as error:
-                serving.emit(_as_request_error(error))
+                serving.siblings.emit(_as_request_error(error))
             else:
                 self._servings[serving.request_id] = serving
         for serving in tuple(self._servings.values()):
-            if serving.is_cancelled():
+            if serving.request_id in self._servings and serving.siblings.is_cancelled():
                 self._fail(serving, CancelledError())
         for serving in tuple(self._held):
             if serving.admission.look():
@@ -208,19 +215,25 @@ class BatchLoop:
                 self._plan(serving)
 
     def _fail(self, serving: Serving, error: Exception) -> None:
-        """Ends a request with an error."""
-        self._let_go(serving)
-        serving.admission.close(ok=False)
-        serving.emit(CancelledError() if isinstance(error, PrefillCancelledError) else error)
+        """Ends all answers of a request with an error."""
+        siblings = serving.siblings
+        for one in tuple(siblings.open):
+            self._let_go(one)
+            one.admission.close(ok=False)
+        siblings.emit(CancelledError() if isinstance(error, PrefillCancelledError) else error)
 
     def _let_go(self, serving: Serving) -> None:
-        """Forgets a request; its pages are free."""
-        del self._servings[serving.request_id]
+        """Forgets an answer; its pages are free, with the last one those of the prompt."""
+        if self._servings.pop(serving.request_id, None) is not None:
+            self._scheduler.remove(serving.request_id)
         if serving in self._held:
             self._held.remove(serving)
-        self._scheduler.remove(serving.request_id)
         self._drop(serving)
         serving.admission.release()
+        siblings = serving.siblings
+        siblings.open.remove(serving)
+        if siblings.prompt is not None and not siblings.open:
+            self._closing.append(self._room.drop(siblings).admission)
 
     def _drop(self, serving: Serving) -> None:
         """Takes a request out of the pack, and its pages from it."""
@@ -233,12 +246,16 @@ class BatchLoop:
     def _next_pieces(self) -> list[tuple[Serving, Piece]]:
         self._plan_first()
         now_s = time.perf_counter()
-        free_pages = 0 if self._num_guests else self._free_pages()  # guests wait for the prefills that were begun
+        free_pages = 0 if self._num_guests else self._room.num_pages  # guests wait for the prefills that were begun
         pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), shared_pages=self._shared_pages)
         for preempted in pack.preempted:
             self._preempt(self._servings[preempted.request_id])
-        for request_id in pack.admitted:
-            self._admit(self._servings[request_id])
+        admitted = [self._servings[request_id] for request_id in pack.admitted]
+        for serving in admitted:
+            serving.take_prompt()
+        for serving in admitted:
+            if serving.request_id in self._servings:
+                self._admit(serving)
         pieces = []
         for piece in pack.pieces:
             serving = self._servings.get(piece.request_id)
@@ -250,7 +267,8 @@ class BatchLoop:
 
     def _plan_first(self) -> None:
         """Plans the first in line, anew where the cached chunks are others than when it was planned last."""
-        waiting = [one for one in self._servings.values() if one.job is None and one not in self._held]
+        servings = [one for one in self._servings.values() if one.siblings.prompt is None]
+        waiting = [one for one in servings if one.job is None and one not in self._held]
         num_seats = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
         for serving in waiting[: min(num_seats, _PLANNED_AHEAD)]:
             if serving.planned_at != self._variants.num_changes:
@@ -262,11 +280,11 @@ class BatchLoop:
             if serving.planned_at is None:
                 serving.plan(self._variants.num_changes)
             serving.start()
-            if not serving.admission.agree():
+            if not serving.agree():
                 self._scheduler.hold(serving.request_id)
                 self._held.append(serving)
                 return
-            serving.admission.open()
+            serving.open()
             self._make_room(serving.num_own_pages)
             serving.begin(self._pool)
             is_as_scheduled = serving.is_as_scheduled
@@ -285,6 +303,8 @@ class BatchLoop:
         self._drop(serving)
         serving.planned_at = None
         self._closing.append(serving.admission)
+        if serving.siblings.prompt is not None:  # to compute less than before
+            self._replan(serving)
 
     def _plan(self, serving: Serving) -> None:
         """Plans a request anew that has no pages."""
@@ -332,12 +352,27 @@ class BatchLoop:
         kept = []
         for job, one in zip(jobs, drawn, strict=True):
             kept.append((by_job[job].admission, by_job[job].note_prefill()))
+            self._share(by_job[job])
             self._take_in(by_job[job], one)
         for admission, prefilled in kept:  # once the first tokens are out
             if prefilled is not None:
                 self._prefill.keep(prefilled)
             admission.release()
         self._end()
+
+    def _share(self, serving: Serving) -> None:
+        """Lets the other answers to a prompt that is through begin, or those that wait go on, with its pages."""
+        siblings = serving.siblings
+        waiting, new = self._waiting(siblings), serving.fork()
+        if siblings.prompt is not None or not (waiting or new):
+            return
+        self._scheduler.share(serving.share())
+        self._room.shared.append(siblings)
+        for one in new:
+            self._scheduler.add(one.work(self._store.tier_of), after=serving.request_id)
+            self._servings[one.request_id] = one
+        for one in waiting:
+            self._replan(one)
 
     def _refuse(self, serving: Serving, cause: BaseException | None) -> None:
         """A request of the pack cannot have the KV that it reuses."""
@@ -354,7 +389,7 @@ class BatchLoop:
     def _decode(self) -> float:
         """A token for each request that decodes; the seconds that it took."""
         started_s = time.perf_counter()
-        step = self._scheduler.next_decode(self._free_pages(), self._costs())
+        step = self._scheduler.next_decode(self._room.num_pages, self._costs())
         for preempted in step.preempted:
             self._preempt(self._servings[preempted.request_id])
         self._make_room(len(step.draws))
@@ -391,14 +426,20 @@ class BatchLoop:
 
     # -- what things take --------------------------------------------------------------------------------------
 
-    def _free_pages(self) -> int:
-        """Pages that requests could have: those that are free, and of the cached chunks those that nobody uses."""
-        evictable = self._store.evictable_bytes(DEVICE) if self._caches_chunks else 0
-        return self._pool.num_free + evictable // self._pool.page_bytes
-
     def _make_room(self, num_pages: int) -> None:
-        if self._caches_chunks and num_pages > self._pool.num_free:
-            self._variants.make_room(DEVICE, num_pages * self._pool.page_bytes)
+        for siblings, prompt in self._room.make(num_pages):
+            self._dropped(siblings, prompt)
+
+    def _dropped(self, siblings: Siblings, prompt: SharedPrompt) -> None:
+        """The answers that wait have to compute their prompt again."""
+        self._closing.append(prompt.admission)
+        for serving in self._waiting(siblings):
+            serving.planned_at = None
+            self._replan(serving)
+
+    def _waiting(self, siblings: Siblings) -> list[Serving]:
+        """The answers of a request that are in line."""
+        return [one for one in siblings.open if one.job is None and one not in self._held]
 
     def _shared_pages(self, request_id: str) -> int:
         return self._servings[request_id].num_shared_pages(self._store.is_pinned)

@@ -47,7 +47,8 @@ class RequestPages:
         own = [index for index in range(len(plan.segments)) if index not in self.shared]
         shards = dict(zip(own, pool.allocate([plan.segments[index].num_tokens for index in own]), strict=True))
         self._own = list(shards.values())
-        self._chunks: list[PagedShard] = []
+        self._num_prompt_shards = len(shards)
+        self._segments: list[PagedShard] = []
         table: list[tuple[int, int, int]] = []
         for index, segment in enumerate(plan.segments):
             variant_id = segment.variant_id
@@ -55,7 +56,7 @@ class RequestPages:
                 shard = shards[index]
             else:
                 shard = chunks[variant_id]
-                self._chunks.append(shard)
+            self._segments.append(shard)
             for first in range(0, segment.num_tokens, PAGE_TOKENS):
                 page, length = int(shard.slots[first]) // PAGE_TOKENS, min(PAGE_TOKENS, segment.num_tokens - first)
                 table.append((page, segment.start + first, length))
@@ -87,11 +88,18 @@ class RequestPages:
         self.num_tokens += 1
         return slot
 
+    def hand_over(self) -> tuple[list[PagedShard], list[PagedShard]]:
+        """Where each segment of the prompt lies, and which of the shards were this request's own: they are free when
+        their new owner says so. Pages of the answer stay, and it goes on in the prompt's last page."""
+        own, self._own = self._own[: self._num_prompt_shards], self._own[self._num_prompt_shards :]
+        self._num_prompt_shards = 0
+        return list(self._segments), own
+
     def release(self) -> None:
         """Gives all pages back. Whoever holds this object still, an exception's traceback say, must not use it."""
         for shard in self._own:
             shard.free()
-        self._own, self._chunks = [], []
+        self._own, self._segments = [], []
 
     @property
     def slots(self) -> np.ndarray:

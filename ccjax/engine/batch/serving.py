@@ -1,81 +1,60 @@
-"""One request in the batch, from its arrival to its last token. Knows no other request and no step."""
+"""One answer in the batch, from its request's arrival, or from when its prompt was there, to its last token. Knows no
+other request and no step."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ccjax.engine.admission import Admission
-from ccjax.engine.answer import Answer
 from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.batch.pages import RequestPages, shared_segments
+from ccjax.engine.batch.siblings import SharedPrompt, Siblings, reading, sibling
 from ccjax.engine.cached_prefill import Prefilled
 from ccjax.engine.plan_rows import PrefillOutcome
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
-from ccjax.engine.requests import Delta, Request
-from ccjax.engine.sampling import Draw, Drawn
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
+from ccjax.engine.requests import Choice, Delta
+from ccjax.engine.sampling import Draw, Drawn, seed_of
 from ccjax.policy.scheduling import Work
-from ccjax.types import ReuseReport
+from ccjax.types import PrefillPlan, VariantId
 from store.usage import DEVICE
-
-Emit = Callable[[Delta | Exception], None]
-"""Takes the pieces of an answer, or what ended it; called on the loop's thread, must return at once."""
-
-Report = Callable[[Prefilled], ReuseReport]
 
 
 class Serving:
-    """A request's state. `emit` gets the deltas in order, the last of which has the response.
+    """The state of an answer.
 
     Attributes:
+      request_id: what the scheduler knows it by.
+      admission: its way to a prefill of the prompt; what shares its prompt is with `SharedPrompt`.
       job: its prefill, from admission on; None while it waits.
       is_decoding: True once its prompt is through.
-      started_s: `time.perf_counter` when it was first admitted, None before.
+      reads_prompt: True while it is admitted and `siblings.prompt` is its prompt.
       planned_at: what the caller of `plan` said last; None before.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        request: Request,
-        admission: Admission,
-        answer: Answer,
-        *,
-        seed: int,
-        assemble_s: float,
-        emit: Emit,
-        on_start: Callable[[], None],
-        is_cancelled: Callable[[], bool],
-        report: Report,
-    ) -> None:
+    def __init__(self, request_id: str, siblings: Siblings, *, seed: int, index: int = 0) -> None:
         """
         Args:
-          seed: of its draws.
-          assemble_s: seconds that were spent on it before.
-          report: of what its prefill reused.
+          request_id: unique among the requests of a loop.
+          seed: of the draws of all siblings.
+          index: which of the siblings it is; the others are begun by `fork` of the first.
         """
-        self.request_id = request_id
-        self.is_cancelled = is_cancelled
-        self.emit = emit
-        self._on_start = on_start
+        self.request_id = f"{request_id}/{index}"
+        self.siblings = siblings
+        self.admission = siblings.new_admission()
         self.job: PrefillJob | None = None
         self.is_decoding = False
-        self.started_s: float | None = None
+        self.reads_prompt = False
         self.planned_at: int | None = None
-        self.admission = admission
-        self._sampling = request.sampling
-        self._prompt = admission.prompt
-        self._answer = answer
-        self._seed = seed
-        self._assemble_s = assemble_s
-        self._report = report
-        self._reuse: ReuseReport | None = None
-        self._last: Delta | None = None
-        self._ttft_s = 0.0
+        self._name, self._request_seed, self._index = request_id, seed, index
+        self._seed = seed_of(seed, index)
+        self._prompt = siblings.tokens
+        self._answer = siblings.new_answer(index)
+        self._last: tuple[Delta, Choice] | None = None
         self._tokens: list[int] = []
         self._work = self._unplanned()
+        siblings.num_begun += 1
+        siblings.open.append(self)
 
     @property
     def last_token(self) -> int:
@@ -85,7 +64,7 @@ class Serving:
     @property
     def draw(self) -> Draw:
         """How its next token is drawn."""
-        return Draw(self._sampling, self._seed, len(self._tokens))
+        return Draw(self.siblings.sampling, self._seed, len(self._tokens))
 
     @property
     def pages(self) -> RequestPages:
@@ -93,14 +72,21 @@ class Serving:
         assert self.job is not None
         return self.job.pages
 
+    def fork(self) -> list[Serving]:
+        """The other answers to the prompt; only the first call begins any."""
+        indices = range(self.siblings.num_begun, self.siblings.num_answers)
+        return [Serving(self._name, self.siblings, seed=self._request_seed, index=index) for index in indices]
+
     # -- in line -----------------------------------------------------------------------------------------------
 
     def work(self, tier_of: Callable[[str], str | None]) -> Work:
         """The request for the scheduler: by its plan and where things are now, or as if nothing were reused."""
-        plan = self.admission.plan
+        plan = self._plan
         if plan is None:
+            self._work = self._unplanned()
             return self._work
-        on_device = {key for key in plan.pin if tier_of(key) == DEVICE}
+        prompt = self.siblings.prompt
+        on_device = {key for key in plan.pin if tier_of(key) == DEVICE} if prompt is None else prompt.shards
         shared = shared_segments(plan, on_device)
         counts = [num_pages(segment.num_tokens) for segment in plan.segments]
         computed = sum(
@@ -119,8 +105,16 @@ class Serving:
         )
         return self._work
 
+    @property
+    def most_work(self) -> Work:
+        """The most that one of the siblings takes."""
+        return self._unplanned() if self.siblings.num_answers == 1 else sibling(self._unplanned())
+
     def num_shared_pages(self, is_pinned: Callable[[str], bool]) -> int:
-        """Pages of cached chunks that only this request would keep from being evicted."""
+        """Pages of cached chunks, or of its prompt, that only this answer would keep from being taken."""
+        prompt = self.siblings.prompt
+        if prompt is not None:
+            return prompt.num_pages if self.siblings.is_parked else 0
         plan = self.admission.plan
         if plan is None or not self._work.shared_pages:
             return 0
@@ -128,24 +122,42 @@ class Serving:
         return sum(size for key, size in sizes.items() if not is_pinned(key))
 
     def plan(self, at: int) -> None:
-        """Plans, or plans anew."""
-        self.admission.settle()
+        """Plans, or plans anew, what it has to compute itself."""
+        if self.siblings.prompt is None:
+            self.admission.settle()
         self.planned_at = at
+
+    @property
+    def _plan(self) -> PrefillPlan | None:
+        prompt = self.siblings.prompt
+        return self.admission.plan if prompt is None else prompt.plan
 
     # -- admitted ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Notes that it left the line; what counts is the first time."""
-        if self.started_s is None:
-            self.started_s = time.perf_counter()
-            self._on_start()
+        self.siblings.start()
+
+    def take_prompt(self) -> None:
+        """It is to be admitted: if there is a prompt to read, that is not given up meanwhile."""
+        self.reads_prompt = self.siblings.prompt is not None
+
+    def agree(self) -> bool:
+        """False where it has to wait for what another process computes; `take_prompt` comes first."""
+        return self.reads_prompt or self.admission.agree()
+
+    def open(self) -> None:
+        """Pins what it reads."""
+        if not self.reads_prompt:
+            self.admission.open()
 
     @property
     def num_own_pages(self) -> int:
-        """Pages of its own that `begin` will draw; `admission.open` comes first."""
-        plan = self.admission.plan
+        """Pages of its own that `begin` will draw; `open` comes first."""
+        plan = self._plan
         assert plan is not None
-        shared = shared_segments(plan, self.admission.on_device)
+        chunks = self.admission.on_device if self.siblings.prompt is None else self.siblings.prompt.shards
+        shared = shared_segments(plan, chunks)
         counts = (num_pages(s.num_tokens) for index, s in enumerate(plan.segments) if index not in shared)
         tail_slots = -plan.segments[-1].num_tokens % PAGE_TOKENS
         return sum(counts) + num_pages(max(0, len(self._tokens) - tail_slots))
@@ -156,14 +168,16 @@ class Serving:
         Raises:
           TierFullError: too few pages are free.
         """
-        plan = self.admission.plan
+        plan, prompt = self._plan, self.siblings.prompt
         assert plan is not None
-        pages = RequestPages(pool, plan, {key: pool.get(key) for key in self.admission.on_device})
+        chunks: Mapping[VariantId, PagedShard]
+        chunks = {key: pool.get(key) for key in self.admission.on_device} if prompt is None else prompt.shards
+        pages = RequestPages(pool, plan, chunks)
         for _ in self._tokens:
             pages.append()
         token_ids = np.concatenate([self._prompt.token_ids, np.asarray(self._tokens, np.int32)])
-        contexts = self.admission.load(pages.shared)
-        collect = self.admission.collects and self._reuse is None
+        contexts = None if prompt is not None else self.admission.load(pages.shared)
+        collect = prompt is None and self.admission.collects and self.siblings.reuse is None
         self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect)
 
     @property
@@ -174,48 +188,48 @@ class Serving:
         return (computed, self.job.plan.is_divisible) == (self._work.prefill_tokens, self._work.is_divisible)
 
     def drop(self) -> None:
-        """Gives all pages back; the tokens drawn so far stay."""
+        """Gives its own pages back; the tokens drawn so far stay."""
         if self.job is not None:
             self.job.pages.release()
         self.job = None
-        self.is_decoding = False
+        self.is_decoding = self.reads_prompt = False
 
     def note_prefill(self) -> Prefilled | None:
         """To be called when the last piece of its prefill ran; the first time, what there is to keep of it."""
         assert self.job is not None
-        prefilled = self.admission.prefilled(self.job.result)
-        self.job.result = PrefillOutcome()  # so much memory need not wait for the answer
         self.is_decoding = True
-        if self._reuse is not None:
+        outcome, self.job.result = self.job.result, PrefillOutcome()  # so much memory need not wait for the answer
+        if self.reads_prompt:
             return None
-        self._reuse = self._report(prefilled)
-        return prefilled
+        prefilled = self.admission.prefilled(outcome)
+        return prefilled if self.siblings.note_prefill(prefilled) else None
+
+    def share(self) -> Work:
+        """Lets its siblings read its prompt; what it is for the scheduler from now on."""
+        assert self.job is not None
+        self.siblings.prompt = SharedPrompt(self.job.plan, self.job.pages, self.admission)
+        self.admission = self.siblings.new_admission()
+        self.reads_prompt = True
+        self._work = reading(self._work)
+        return self._work
 
     def take_in(self, drawn: Drawn) -> bool:
         """Takes in a token and emits what it completes; True if the answer ends with it: `finish` emits the rest."""
-        assert self.started_s is not None and self._reuse is not None
-        elapsed_s = time.perf_counter() - self.started_s + self._assemble_s
-        self._ttft_s = self._ttft_s or elapsed_s
+        self.siblings.note_token()
         self._tokens.append(drawn.token_id)
         delta = self._answer.push(drawn)
         if self._answer.finish_reason is None:
             if delta.token_ids:
-                self.emit(delta)
+                self.siblings.emit(delta)
             if self._answer.num_tokens < self._prompt.max_new_tokens:
                 return False
-        self._last = self._answer.finish(
-            delta,
-            reuse=self._reuse,
-            num_prompt_tokens=self._prompt.num_tokens,
-            ttft_s=self._ttft_s,
-            total_s=elapsed_s,
-        )
+        self._last = self._answer.finish(delta)
         return True
 
     def finish(self) -> None:
-        """Emits the delta with the response."""
+        """Emits the last delta, with the response if it is the last of all."""
         assert self._last is not None
-        self.emit(self._last)
+        self.siblings.finish(*self._last)
 
     def _unplanned(self) -> Work:
         prompt = self._prompt

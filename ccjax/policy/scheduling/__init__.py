@@ -22,7 +22,9 @@ of all running answers may run. One thread owns the scheduler and the pool, and 
 A preempted request comes again by itself, with the answer so far behind its prompt. If a plan fails (a chunk cannot be
 loaded), call `replan`. If what was admitted must wait for something outside, `hold` it, and `replan` later. If a step
 fails, `remove` whom it failed for, then `pack_done` or `decode_done` as ever. Of n answers to one prompt, n - 1 are
-added once the first has its first token, as requests that share its pages and compute one token.
+added (`after` the first one) once that has its first token, as requests that share its pages and compute one token;
+`share` tells that its prompt's pages are not its own any more. Pages of a prompt that no admitted request reads are
+free ones, with `shared_pages` to say so; if they are taken, `replan` those that wait.
 
 Always true, for `free_pages` that are: no more pages are drawn than are free; no more than `max_num_seqs` are admitted
 and `max_num_batched_tokens` computed in a pack; nobody is preempted for the sake of somebody less important (priority,

@@ -87,6 +87,12 @@ class Record:
         if self.tag is None:
             self.unserved_tokens = work.prefill_tokens
 
+    def steps_left(self, costs: Costs) -> float:
+        """Decode steps until its answer ends, of the usual length unless it is longer already."""
+        most = self.work.max_new_tokens
+        usual = most if costs.answer_tokens is None else min(most, costs.answer_tokens)
+        return max(1.0, usual - self.num_answered)
+
     def recompute_s(self, costs: Costs) -> float:
         """Seconds to compute again what it would lose with its pages."""
         return self.total_tokens * costs.token_s

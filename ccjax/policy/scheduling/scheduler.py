@@ -13,7 +13,6 @@ from ccjax.policy.scheduling.waiting import Places, WaitingQueue
 from ccjax.policy.scheduling.work import (
     Costs,
     DecodeStep,
-    NeverFitsError,
     Pack,
     Piece,
     Preemption,
@@ -62,8 +61,11 @@ class Scheduler:
         """Requests that want a decode step."""
         return len(self._decoding())
 
-    def add(self, work: Work) -> None:
+    def add(self, work: Work, *, after: str | None = None) -> None:
         """Puts a request in line.
+
+        Args:
+          after: an admitted request of its flow and priority that it goes on from: it stands at the head of the flow.
 
         Raises:
           NeverFitsError: the pool is too small for it, even empty.
@@ -72,12 +74,15 @@ class Scheduler:
         """
         if work.request_id in self._records:
             raise ValueError(f"request_id: wanted one that is not scheduled, got {work.request_id!r}")
-        self._check_fits(work)
-        self._places.check(work.flow)
+        self.settings.check_fits(work)
         record = Record(work, self._num_arrived, self.settings.page_tokens)
+        if after is None:
+            self._places.check(work.flow)
+            self._places.take(record)
+        else:
+            record.tag = self._admitted[after].tag
         self._num_arrived += 1
         self._records[work.request_id] = record
-        self._places.take(record)
         self._queue.push(record)
         self._set_deadline(record)
 
@@ -106,11 +111,8 @@ class Scheduler:
           NeverFitsError: as for `add`; nothing has changed then.
         """
         record = self._record(work.request_id)
-        for name in ("flow", "priority", "max_new_tokens"):
-            wanted, got = getattr(record.work, name), getattr(work, name)
-            if got != wanted:
-                raise ValueError(f"{name}: wanted {wanted!r} as before, got {got!r}")
-        self._check_fits(work)
+        record.work.check_change(work)
+        self.settings.check_fits(work)
         if record.tag is None:
             self._places.free(record)
             record.start_over(work)
@@ -138,6 +140,16 @@ class Scheduler:
         self._withdraw(record)
         self._queue.leave(record)
         record.state = "held"
+
+    def share(self, work: Work) -> None:
+        """The request of that id decodes on as `work` says: its prompt's pages are shared ones now. Raises ValueError
+        where it does not decode, and what `replan` raises."""
+        record = self._record(work.request_id)
+        if record.state != "decode":
+            raise ValueError(f"request_id: wanted one that decodes, got {work.request_id!r}, in {record.state}")
+        record.work.check_change(work)
+        self.settings.check_fits(work)
+        record.work = work
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """Removes the requests whose deadline has come and returns their ids, earliest deadline first."""
@@ -299,7 +311,7 @@ class Scheduler:
             return 0.0
         wait_s = sum(record.tokens_left for record in self._admitted.values()) * costs.token_s
         if self._admitted and (self._is_blocked or len(self._admitted) >= self.settings.max_num_seqs):
-            wait_s += min(_steps_left(record, costs) for record in self._admitted.values()) * costs.decode_step_s
+            wait_s += min(record.steps_left(costs) for record in self._admitted.values()) * costs.decode_step_s
         mean_tokens = self._places.num_tokens / self._places.num_taken
         return wait_s + (num_starts - 1) * mean_tokens * costs.token_s
 
@@ -307,18 +319,6 @@ class Scheduler:
         if request_id not in self._records:
             raise KeyError(f"request_id: wanted one that is scheduled, got {request_id!r}")
         return self._records[request_id]
-
-    def _check_fits(self, work: Work) -> None:
-        settings = self.settings
-        if work.tail_slots >= settings.page_tokens:
-            raise ValueError(f"tail_slots: wanted less than a page of {settings.page_tokens}, got {work.tail_slots}")
-        most = work.most_pages(settings.page_tokens) + work.shared_pages
-        if most > settings.num_pages:
-            raise NeverFitsError(
-                f"wanted a request of at most {settings.num_pages} pages of {settings.page_tokens} tokens, the whole "
-                f"pool; got {work.prompt_pages + work.shared_pages} for the prompt and {most} with an answer of "
-                f"{work.max_new_tokens} tokens"
-            )
 
     def _set_deadline(self, record: Record) -> None:
         if record.work.deadline_s is None:
@@ -396,10 +396,3 @@ class Scheduler:
             record.start_over(record.work)
         self._queue.push(record)
         return Preemption(record.request_id, "swap" if swaps else "recompute")
-
-
-def _steps_left(record: Record, costs: Costs) -> float:
-    """Decode steps until its answer ends, of the usual length unless it is longer already."""
-    most = record.work.max_new_tokens
-    usual = most if costs.answer_tokens is None else min(most, costs.answer_tokens)
-    return max(1.0, usual - record.num_answered)

@@ -23,13 +23,15 @@ class Work:
     Attributes:
       request_id: unique among the requests that are scheduled.
       prefill_tokens: tokens of the prompt that run through the model. With partial prefill those are only some of them.
-      prompt_pages: pages of its own that the prompt takes, all drawn when it is admitted.
+      prompt_pages: pages of its own that the prompt takes, all drawn when it is admitted; 0 once others read them, too
+        (`Scheduler.share`).
       max_new_tokens: most tokens of the answer.
       flow: client or tenant; flows of one priority share the device fairly.
       priority: the lower, the sooner, as in vLLM. Stands above fairness.
       deadline_s: when the answer is of no use any more, on the engine's clock; None for never.
       cached_tokens: tokens of the prompt that are reused and not computed (RAGCache sec. 5.2).
-      shared_pages: pages of cached chunks that it reads only, in the pool for as long as it runs.
+      shared_pages: pages that it reads only, of cached chunks or of a prompt that several answers share, in the pool
+        for as long as it runs.
       tail_slots: tokens of the answer that the prompt's last page still takes.
       is_divisible: whether its pieces may be of any size. If not, where they end depends on nobody else: each fills a
         pack of its own, and the rest shares one. For plans whose result depends on what is computed together, as those
@@ -50,7 +52,7 @@ class Work:
 
     def __post_init__(self) -> None:
         check_count("prefill_tokens", self.prefill_tokens)
-        check_count("prompt_pages", self.prompt_pages)
+        check_count("prompt_pages", self.prompt_pages, least=0)
         check_count("max_new_tokens", self.max_new_tokens)
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise ValueError(f"priority: wanted an integer, got {self.priority!r}")
@@ -59,6 +61,13 @@ class Work:
         check_count("cached_tokens", self.cached_tokens, least=0)
         check_count("shared_pages", self.shared_pages, least=0)
         check_count("tail_slots", self.tail_slots, least=0)
+
+    def check_change(self, work: Work) -> None:
+        """Raises ValueError where `work` cannot be this request with another plan."""
+        for name in ("flow", "priority", "max_new_tokens"):
+            wanted, got = getattr(self, name), getattr(work, name)
+            if got != wanted:
+                raise ValueError(f"{name}: wanted {wanted!r} as before, got {got!r}")
 
     def pages_with(self, num_slots: int, page_tokens: int) -> int:
         """Pages of its own with the KV of `num_slots` answer tokens behind the prompt's."""
@@ -115,6 +124,23 @@ class SchedulerSettings:
         check_mass("flow_share", self.flow_share)
         if self.flow_share == 0.0:
             raise ValueError("flow_share: wanted more than 0, got 0")
+
+    def check_fits(self, work: Work) -> None:
+        """Nothing, for a request that the pool could run.
+
+        Raises:
+          NeverFitsError: the pool is too small for it, even empty.
+          ValueError: `tail_slots` makes more than a page.
+        """
+        if work.tail_slots >= self.page_tokens:
+            raise ValueError(f"tail_slots: wanted less than a page of {self.page_tokens}, got {work.tail_slots}")
+        most = work.most_pages(self.page_tokens) + work.shared_pages
+        if most > self.num_pages:
+            raise NeverFitsError(
+                f"wanted a request of at most {self.num_pages} pages of {self.page_tokens} tokens, the whole pool; got "
+                f"{work.prompt_pages + work.shared_pages} for the prompt and {most} with an answer of "
+                f"{work.max_new_tokens} tokens"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

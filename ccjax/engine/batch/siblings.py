@@ -1,0 +1,172 @@
+"""What the answers to one prompt have in common: who gets them, and the prompt's pages, which are computed once. Knows
+no model, no step and no line."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ccjax.engine.admission import Admission
+from ccjax.engine.answer import Answer
+from ccjax.engine.batch.pages import RequestPages
+from ccjax.engine.cached_prefill import Prefilled
+from ccjax.engine.pool import PAGE_TOKENS, PagedShard
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.requests import Choice, Delta, Request, Response
+from ccjax.policy.scheduling import Work
+from ccjax.types import PrefillPlan, ReuseReport, VariantId
+
+if TYPE_CHECKING:
+    from ccjax.engine.batch.serving import Serving
+
+Emit = Callable[[Delta | Exception], None]
+"""Takes the pieces of an answer, or what ended it; called on the loop's thread, must return at once."""
+
+
+class SharedPrompt:
+    """The KV of a prompt, for several answers to read; none of them writes there. The answer that computed it goes on
+    in the prompt's last page, behind all that the others read of it.
+
+    Attributes:
+      plan: of an answer that reads it. All is reused but the last token: it is computed again, in a page of that
+        answer's own, for what it gives is what the answer's first token is drawn from.
+      shards: where the reused segments of the plan lie.
+      num_pages: pages that are free once this is dropped; those of cached chunks are not among them.
+      admission: holds the cached chunks that the prompt reads; to be closed then.
+    """
+
+    def __init__(self, plan: PrefillPlan, pages: RequestPages, admission: Admission) -> None:
+        """
+        Args:
+          plan: of the prefill that computed it.
+          pages: of the request that did, which keeps those of its answer.
+        """
+        shards, self._own = pages.hand_over()
+        question = plan.segments[-1]
+        segments = [
+            dataclasses.replace(segment, action="reuse", variant_id=VariantId(f"prompt/{index}"), recompute_offsets=())
+            for index, segment in enumerate(plan.segments)
+        ]
+        segments[-1] = dataclasses.replace(segments[-1], num_tokens=question.num_tokens - 1)
+        if not segments[-1].num_tokens:
+            segments.pop()
+        last = dataclasses.replace(question, start=plan.num_tokens - 1, num_tokens=1)
+        self.plan = PrefillPlan(plan.request_id, (*segments, last))
+        self.shards = {one.variant_id: shard for one, shard in zip(segments, shards, strict=False) if one.variant_id}
+        self.num_pages = sum(shard.num_pages for shard in self._own)
+        self.admission = admission
+
+    def drop(self) -> None:
+        """Gives the pages back; nobody reads them any more."""
+        for shard in self._own:
+            shard.free()
+        self._own: list[PagedShard] = []
+        self.shards = {}
+
+
+class Siblings:
+    """The answers to one prompt, one for most requests.
+
+    Attributes:
+      num_answers: how many there will be.
+      num_begun: how many are in line or were.
+      open: those of them that have not ended.
+      prompt: the prompt's KV, from when the first of several answers had its first token; None again once its pages
+        were needed while no admitted answer read them.
+      reuse: what the prefill reused; None before it is through.
+      started_s: `time.perf_counter` when the request left the line, None before.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: Prompt,
+        *,
+        assemble_s: float,
+        emit: Emit,
+        on_start: Callable[[], None],
+        is_cancelled: Callable[[], bool],
+        new_admission: Callable[[], Admission],
+        new_answer: Callable[[int], Answer],
+        report: Callable[[Prefilled], ReuseReport],
+    ) -> None:
+        """
+        Args:
+          assemble_s: seconds that were spent on the request before.
+          emit: gets the deltas of all answers, the last of which has the response.
+          new_answer: the answer of an index.
+          report: of what a prefill reused.
+        """
+        self.num_answers = request.sampling.n
+        self.num_begun = 0
+        self.open: list[Serving] = []
+        self.sampling = request.sampling
+        self.tokens = prompt
+        self.emit = emit
+        self.is_cancelled = is_cancelled
+        self.new_admission = new_admission
+        self.new_answer = new_answer
+        self.prompt: SharedPrompt | None = None
+        self.reuse: ReuseReport | None = None
+        self.started_s: float | None = None
+        self._assemble_s = assemble_s
+        self._on_start = on_start
+        self._report = report
+        self._ttft_s = self._total_s = 0.0
+        self._choices: dict[int, Choice] = {}
+
+    @property
+    def is_parked(self) -> bool:
+        """True while the prompt is in the pool and no admitted answer reads it."""
+        return self.prompt is not None and not any(one.reads_prompt for one in self.open)
+
+    def start(self) -> None:
+        """To be called when an answer leaves the line; the first time counts."""
+        if self.started_s is None:
+            self.started_s = time.perf_counter()
+            self._on_start()
+
+    def note_prefill(self, prefilled: Prefilled) -> bool:
+        """Takes in a prefill of the prompt; True the first time."""
+        if self.reuse is not None:
+            return False
+        self.reuse = self._report(prefilled)
+        return True
+
+    def note_token(self) -> None:
+        """To be called when an answer has a token."""
+        assert self.started_s is not None
+        self._total_s = time.perf_counter() - self.started_s + self._assemble_s
+        self._ttft_s = self._ttft_s or self._total_s
+
+    def finish(self, last: Delta, choice: Choice) -> None:
+        """Emits the last delta of an answer; that of the last answer has the response."""
+        self._choices[last.index] = choice
+        if len(self._choices) == self.num_answers:
+            assert self.reuse is not None
+            first, *others = (self._choices[index] for index in range(self.num_answers))
+            response = Response(
+                text=first.text,
+                token_ids=first.token_ids,
+                finish_reason=first.finish_reason,
+                reuse=self.reuse,
+                num_prompt_tokens=self.tokens.num_tokens,
+                ttft_s=self._ttft_s,
+                total_s=self._total_s,
+                logprobs=first.logprobs,
+                others=tuple(others),
+            )
+            last = dataclasses.replace(last, response=response)
+        self.emit(last)
+
+
+def reading(work: Work) -> Work:
+    """An answer that computed its prompt, once others read that, too."""
+    return dataclasses.replace(work, prompt_pages=0, shared_pages=work.shared_pages + work.prompt_pages)
+
+
+def sibling(work: Work) -> Work:
+    """The most that an answer takes which reads another one's prompt."""
+    return dataclasses.replace(reading(work), prefill_tokens=1, prompt_pages=1, tail_slots=PAGE_TOKENS - 1)

@@ -1,0 +1,134 @@
+"""Several answers to one prompt, as the scheduler sees them: requests with shared pages, at the head of their flow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ccjax.policy.scheduling import LineFullError, NeverFitsError, Preemption, Work
+from tests.policy.scheduling_builders import COSTS, build, decode, start
+
+FIRST = Work("a/0", prefill_tokens=10, prompt_pages=3, max_new_tokens=9, tail_slots=2, flow="x")
+READING = dataclasses.replace(FIRST, prompt_pages=0, shared_pages=3)
+
+
+def sibling(number: int, **changes) -> Work:
+    work = Work(f"a/{number}", 1, 1, 9, flow="x", shared_pages=3, tail_slots=3)
+    return dataclasses.replace(work, **changes)
+
+
+def none_shared(request_id: str) -> int:
+    return 0
+
+
+def test_siblings_go_before_all_that_wait_in_their_flow_and_take_no_place_in_line() -> None:
+    scheduler = build(max_num_seqs=3, max_queue=3)
+    scheduler.add(FIRST)
+    start(scheduler)
+    for name in "bcd":
+        scheduler.add(Work(name, 10, 3, 9, flow="x"))
+    with pytest.raises(LineFullError):
+        scheduler.add(Work("e", 10, 3, 9, flow="x"))
+    scheduler.share(READING)
+    for number in (1, 2, 3):
+        scheduler.add(sibling(number), after="a/0")
+    pack = scheduler.next_pack(0.0, 90, COSTS, shared_pages=none_shared)
+    assert pack.admitted == ("a/1", "a/2")
+    assert [(piece.num_tokens, piece.is_last) for piece in pack.pieces] == [(1, True)] * 2
+    scheduler.pack_done(0.0)
+    scheduler.remove("a/0")
+    pack = scheduler.next_pack(0.0, 90, COSTS, shared_pages=none_shared)
+    assert pack.admitted == ("a/3",)
+    scheduler.pack_done(0.0)
+    with pytest.raises(LineFullError):  # nobody of those three has left the line
+        scheduler.add(Work("e", 10, 3, 9, flow="x"))
+
+
+def test_siblings_do_not_go_before_another_flow_whose_turn_it_is() -> None:
+    scheduler = build(max_num_batched_tokens=10, max_num_seqs=8)
+    scheduler.add(FIRST)
+    scheduler.add(Work("other", 4, 1, 9, flow="y"))
+    assert start(scheduler).admitted == ("other", "a/0")
+    scheduler.add(Work("urgent", 4, 1, 9, flow="y", priority=-1))
+    start(scheduler)
+    scheduler.share(READING)
+    scheduler.add(sibling(1), after="a/0")
+    assert scheduler.next_pack(0.0, 50, COSTS, shared_pages=none_shared).admitted == ("a/1",)
+
+
+def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
+    """Pages of 4: a sibling has one page, the first none of its own. The older one finds no page."""
+    scheduler = build(num_pages=10)
+    scheduler.add(Work("old", 8, 2, 12))
+    start(scheduler)
+    scheduler.add(FIRST)
+    start(scheduler)
+    scheduler.share(READING)
+    scheduler.add(sibling(1), after="a/0")
+    scheduler.next_pack(0.0, 5, COSTS, shared_pages=none_shared)
+    scheduler.pack_done(0.0)
+    step = decode(scheduler, free_pages=0)  # "old" begins a page
+    assert step.preempted == (Preemption("a/1", "recompute"),)
+    assert (step.request_ids, step.draws) == (("old", "a/0"), ("old",))
+
+
+def test_the_pages_of_a_shared_prompt_are_not_those_of_who_computed_it() -> None:
+    """Two older ones begin a page: the sibling's is free at once, the prompt's are for the next step to find."""
+    scheduler = build(num_pages=20)
+    for name in ("old", "older"):
+        scheduler.add(Work(name, 8, 2, 12))
+    scheduler.add(FIRST)
+    start(scheduler)
+    scheduler.share(READING)
+    scheduler.add(sibling(1), after="a/0")
+    start(scheduler)
+    step = decode(scheduler, free_pages=0)
+    assert [one.request_id for one in step.preempted] == ["a/1", "a/0"]
+    assert step.draws == ("old",)
+    assert decode(scheduler, free_pages=3).draws == ("older",)
+
+
+def test_a_sibling_that_is_preempted_comes_again_with_one_token_and_its_answer() -> None:
+    scheduler = build(num_pages=20)
+    scheduler.add(FIRST)
+    start(scheduler)
+    scheduler.share(READING)
+    scheduler.add(sibling(1), after="a/0")
+    start(scheduler)
+    for _ in range(6):
+        decode(scheduler)
+    assert decode(scheduler, free_pages=0).preempted == (Preemption("a/1", "recompute"),)
+    (piece,) = start(scheduler).pieces
+    assert (piece.request_id, piece.start, piece.num_tokens) == ("a/1", 0, 1 + 7)
+
+
+def test_a_parked_prompt_counts_once_it_is_to_be_read_again() -> None:
+    scheduler = build(num_pages=10, max_num_seqs=1)
+    scheduler.add(FIRST)
+    start(scheduler)
+    scheduler.share(READING)
+    scheduler.add(sibling(1), after="a/0")
+    scheduler.remove("a/0")
+    assert scheduler.next_pack(0.0, 3, COSTS, shared_pages=lambda _: 3).admitted == ()
+    assert scheduler.next_pack(0.0, 4, COSTS, shared_pages=lambda _: 3).admitted == ("a/1",)
+
+
+def test_sharing_is_for_those_that_decode_and_changes_nothing_else() -> None:
+    scheduler = build(num_pages=10)
+    scheduler.add(FIRST)
+    with pytest.raises(ValueError, match="decodes, got 'a/0', in waiting"):
+        scheduler.share(READING)
+    start(scheduler)
+    with pytest.raises(ValueError, match="flow: wanted 'x' as before, got 'z'"):
+        scheduler.share(dataclasses.replace(READING, flow="z"))
+    with pytest.raises(NeverFitsError):
+        scheduler.share(dataclasses.replace(READING, shared_pages=10))
+    with pytest.raises(KeyError):
+        scheduler.share(dataclasses.replace(READING, request_id="b"))
+    with pytest.raises(KeyError):
+        scheduler.add(sibling(1), after="b")
+    assert "a/1" not in scheduler and scheduler.num_waiting == 0
+    scheduler.share(READING)
+    scheduler.add(sibling(1), after="a/0")
+    assert scheduler.num_waiting == 1
