@@ -21,7 +21,9 @@ import numpy as np
 from ccjax.engine.admission import Admission
 from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.answer import Answer
-from ccjax.engine.batch.loop import BatchLoop, CancelledError
+from ccjax.engine.batch.doors import BatchCounts
+from ccjax.engine.batch.failures import CancelledError
+from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.batch.serving import Emit, Serving
 from ccjax.engine.budgets import check_budgets, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
@@ -45,7 +47,6 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, decode_shapes, shapes, warm_up
 from ccjax.errors import ConfigError, RequestError
-from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
@@ -55,7 +56,6 @@ from store.throttle import Link
 from store.tiered import TieredStore
 
 _LONGEST_DEFAULT = 8192
-_LONGEST_LINE = 1 << 30
 
 
 class Engine(DocumentCalls, CacheCalls):
@@ -133,15 +133,7 @@ class Engine(DocumentCalls, CacheCalls):
             self._store,
             self._pool,
             self.rates,
-            SchedulerSettings(
-                num_pages=self._pool.num_pages,
-                page_tokens=PAGE_TOKENS,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                max_decode_gap_s=config.max_decode_gap_ms / 1e3,
-                max_queue=_LONGEST_LINE,
-                flow_share=_LONGEST_LINE,
-            ),
+            config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS),
         )
         self._closed = False
 
@@ -223,6 +215,15 @@ class Engine(DocumentCalls, CacheCalls):
         assert response is not None
         return response
 
+    @property
+    def batch_counts(self) -> BatchCounts:
+        """Requests that run and wait, preemptions, pages."""
+        return self._loop.counts
+
+    def check_place(self, flow: str) -> None:
+        """Raises OverloadError where `submit` would for a request of that flow."""
+        self._loop.check_place(flow)
+
     def validate(self, request: Request) -> int:
         """Number of prompt tokens of a request that could run; raises what `run` would raise before its first step."""
         return self._assemble(request).num_tokens
@@ -246,6 +247,7 @@ class Engine(DocumentCalls, CacheCalls):
 
         Raises:
           RequestError, ContextLengthError: at once.
+          OverloadError: at the first step.
           RuntimeError: this thread has another stream that it neither exhausted nor closed.
         """
         started = time.perf_counter()
@@ -269,7 +271,7 @@ class Engine(DocumentCalls, CacheCalls):
           is_cancelled: asked there between the layers of a prefill and the steps of answers.
 
         Raises:
-          RequestError, ContextLengthError: at once.
+          RequestError, ContextLengthError, OverloadError: at once.
           RuntimeError: the engine is closed.
         """
         started = time.perf_counter()
@@ -291,11 +293,10 @@ class Engine(DocumentCalls, CacheCalls):
         def gives_up() -> bool:
             return is_given_up.is_set() or is_cancelled()
 
-        is_shared = self.config.share_computation
         serving = Serving(
             request.request_id or uuid.uuid4().hex,
             request,
-            Admission(self._prefill, prompt, mode, is_shared=is_shared, is_cancelled=gives_up),
+            Admission(self._prefill, prompt, mode, is_shared=self.config.share_computation, is_cancelled=gives_up),
             Answer(sampling, self.tokenizer, self._eos_ids, prompt.question),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             assemble_s=assemble_s,

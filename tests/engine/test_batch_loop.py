@@ -8,7 +8,7 @@ import pytest
 
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.batch import loop as loop_module
-from ccjax.engine.batch.loop import CancelledError
+from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ContextLengthError
@@ -61,7 +61,7 @@ def settled(engine):
     while engine._loop._servings and time.monotonic() < deadline:
         time.sleep(0.01)
     with engine._exclusive():
-        assert engine._loop.num_running == engine._loop.num_waiting == 0
+        assert engine.batch_counts.running == engine.batch_counts.waiting == 0
         assert not engine._store._pins
 
 

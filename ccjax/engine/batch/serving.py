@@ -34,6 +34,7 @@ class Serving:
       is_decoding: True once its prompt is through.
       started_s: `time.perf_counter` when it was first admitted, None before.
       planned_at: what the caller of `plan` said last; None before.
+      deadline_s: `time.perf_counter` when its answer is of no use any more, None for never.
     """
 
     def __init__(
@@ -57,6 +58,10 @@ class Serving:
           report: of what its prefill reused.
         """
         self.request_id = request_id
+        self.priority = request.priority
+        self.flow = request.flow
+        arrived_s = time.perf_counter() - assemble_s
+        self.deadline_s = None if request.timeout_s is None else arrived_s + request.timeout_s
         self.is_cancelled = is_cancelled
         self.emit = emit
         self._on_start = on_start
@@ -81,6 +86,11 @@ class Serving:
     def last_token(self) -> int:
         """The token drawn last."""
         return self._tokens[-1]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of its answer so far."""
+        return len(self._tokens)
 
     @property
     def draw(self) -> Draw:
@@ -112,6 +122,9 @@ class Serving:
             prefill_tokens=computed,
             prompt_pages=sum(count for index, count in enumerate(counts) if index not in shared),
             max_new_tokens=self._prompt.max_new_tokens,
+            flow=self.flow,
+            priority=self.priority,
+            deadline_s=self.deadline_s,
             cached_tokens=plan.num_tokens - computed,
             shared_pages=sum(count for index, count in enumerate(counts) if index in shared),
             tail_slots=-plan.segments[-1].num_tokens % PAGE_TOKENS,
@@ -226,5 +239,8 @@ class Serving:
             prefill_tokens=prompt.num_tokens,
             prompt_pages=sum(map(num_pages, lengths)),
             max_new_tokens=prompt.max_new_tokens,
+            flow=self.flow,
+            priority=self.priority,
+            deadline_s=self.deadline_s,
             tail_slots=-lengths[-1] % PAGE_TOKENS,
         )

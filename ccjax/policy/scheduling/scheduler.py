@@ -62,6 +62,10 @@ class Scheduler:
         """Requests that want a decode step."""
         return len(self._decoding())
 
+    def check_place(self, flow: str) -> None:
+        """Raises LineFullError where `add` would for a request of that flow."""
+        self._places.check(flow)
+
     def add(self, work: Work) -> None:
         """Puts a request in line.
 
@@ -73,7 +77,7 @@ class Scheduler:
         if work.request_id in self._records:
             raise ValueError(f"request_id: wanted one that is not scheduled, got {work.request_id!r}")
         self._check_fits(work)
-        self._places.check(work.flow)
+        self.check_place(work.flow)
         record = Record(work, self._num_arrived, self.settings.page_tokens)
         self._num_arrived += 1
         self._records[work.request_id] = record
