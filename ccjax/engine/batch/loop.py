@@ -157,8 +157,9 @@ class BatchLoop(Doors):
         """Plans the first in line, anew where the cached chunks are others than when it was planned last."""
         waiting = [one for one in self._servings.values() if one.job is None and one not in self._held]
         num_seats = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
-        # One at least, for who has priority finds a seat where there is none.
-        for serving in likely_order(waiting)[: min(max(1, num_seats), _PLANNED_AHEAD)]:
+        # Those of several flows, also for one seat: who is first depends on what each computes. And one at least, for
+        # who has priority finds a seat where there is none.
+        for serving in likely_order(waiting)[: _PLANNED_AHEAD if num_seats else 1]:
             if serving.planned_at != self._variants.num_changes:
                 self._plan(serving)
 
