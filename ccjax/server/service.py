@@ -96,6 +96,13 @@ class Service:
         if backend is not None:
             backend.worker.shut()
 
+    def break_off(self) -> None:
+        """Ends all that was taken with 503."""
+        with self._lock:
+            backend = self._backend
+        if backend is not None:
+            backend.worker.break_off(_shutting_down())
+
     @property
     def is_drained(self) -> bool:
         """True once `drain` was called and every request and order that was taken before is carried out."""

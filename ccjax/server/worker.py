@@ -213,6 +213,13 @@ class EngineWorker:
             self._closed = True
             self._changed.notify_all()
 
+    def break_off(self, reason: Exception) -> None:
+        """Ends all jobs with `reason`, which their clients are told."""
+        with self._changed:
+            jobs = list(self._jobs)
+        for job in jobs:
+            self._cancel(job, reason)
+
     def close(self, *, drain: bool = True) -> None:
         """Ends the thread: after all jobs and calls, or without `drain` as soon as those that run have stopped."""
         self.shut()
@@ -237,13 +244,13 @@ class EngineWorker:
         job.started_s = time.perf_counter()
         self._on_start(job)
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, job: Job, reason: Exception | None = None) -> None:
         with self._changed:
             if job.response is not None or job.cancelled:
                 return
             job.cancelled = True
             is_in_line = job.started_s is None
-        job._emit(JobCancelledError())
+        job._emit(reason or JobCancelledError())
         job.stop()
         if is_in_line:  # it need not wait for the engine to look
             self._end_cancelled(job)

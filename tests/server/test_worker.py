@@ -145,6 +145,20 @@ def test_what_the_engine_refuses_is_refused_and_leaves_nothing() -> None:
     run(scenario, preload=preloads)
 
 
+def test_jobs_that_are_broken_off_are_told_why() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
+        await until(lambda: worker.num_running == 1)
+        worker.break_off(OSError("enough"))
+        outcomes = await asyncio.gather(*(text(job) for job in jobs), return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == ["enough"] * 2
+        steered.step.release(2)
+        await until(lambda: worker.is_idle)
+        assert set(ended) == set(jobs) and "start c" not in steered.log
+
+    run(scenario)
+
+
 def test_too_many_calls_are_refused() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         held = threading.Event()
