@@ -21,7 +21,6 @@ import numpy as np
 from ccjax.engine.admission import Admission
 from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.answer import Answer
-from ccjax.engine.batch.doors import BatchCounts
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.batch.serving import Emit, Serving
@@ -214,11 +213,6 @@ class Engine(DocumentCalls, CacheCalls):
             response = delta.response
         assert response is not None
         return response
-
-    @property
-    def batch_counts(self) -> BatchCounts:
-        """Requests that run and wait, preemptions, pages."""
-        return self._loop.counts
 
     def check_place(self, flow: str) -> None:
         """Raises OverloadError where `submit` would for a request of that flow."""
