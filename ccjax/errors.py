@@ -29,6 +29,22 @@ class ReadOnlyError(RequestError):
     """The engine was started to change nothing in its store."""
 
 
+class OverloadError(RuntimeError):
+    """As many requests wait as may, in all or from this one who asks; `retry_after_s` says about when one may come."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(RuntimeError):
+    """The answer was not complete within the time after which it is of no use."""
+
+
+class DeviceMemoryError(RuntimeError):
+    """The device had no memory left for a step that this request was part of; the next may find some."""
+
+
 class EraseIncompleteError(RuntimeError):
     """Something could not be deleted yet; it is not used any more, and its deletion is tried again.
 

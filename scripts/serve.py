@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    listener = _listen(args.host, args.port)  # before the slow imports: a port in use shows at once
+    listener = _listen(
+        args.host, args.port, args.stall_timeout_s
+    )  # before the slow imports: a port in use shows at once
     with _naming(args, ""):
         settings = _server_settings(args)
     if args.docs is not None and not args.docs.is_dir():
@@ -76,6 +78,7 @@ def _serve(args: argparse.Namespace) -> int:
     import uvicorn
 
     from ccjax.server import Service, create_app
+    from ccjax.server.draining import DrainingServer
 
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -84,10 +87,9 @@ def _serve(args: argparse.Namespace) -> int:
     config = uvicorn.Config(
         create_app(service), log_config=None, access_log=False, ws="none", server_header=False, timeout_keep_alive=30
     )
-    server = uvicorn.Server(config)
-    # uvicorn raises the signals it got once more when it is done; for us they mean a clean end, not a killed process.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    server = DrainingServer(config, service)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn puts these back when it is done
+        signal.signal(number, server.handle_exit)
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{listener.getsockname()[1]}"
     loader = _Loader(args, service, server, url)
     loader.start()
@@ -229,20 +231,17 @@ def _naming(args: argparse.Namespace, default: str) -> Iterator[None]:
         raise StartupError(message) from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
+    from ccjax.server.listening import listen
+
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+        return listen(host, port, stall_timeout_s=stall_timeout_s)
+    except ValueError as error:
+        raise StartupError(f"--stall-timeout-s: {error}") from error
+    except socket.gaierror as error:
         raise StartupError(f"--host: cannot use {host!r}: {error.strerror or error}") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(2048)  # at once: two sockets may bind the same port as long as none listens
     except OSError as error:
-        listener.close()
         raise StartupError(f"--port: cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return listener
 
 
 def _server_settings(args: argparse.Namespace) -> ServerSettings:
@@ -254,7 +253,7 @@ def _server_settings(args: argparse.Namespace) -> ServerSettings:
         admin_key=args.admin_key if args.admin_key is not None else os.environ.get("CCJAX_ADMIN_KEY"),
         reuse=args.reuse,
         top_k=args.top_k,
-        max_queue=args.max_queue,
+        request_timeout_s=args.request_timeout_s,
         max_body_bytes=args.max_body_bytes,
         refresh_interval_s=args.refresh_interval_s,
         store_refresh_interval_s=args.store_refresh_interval_s or None,
@@ -330,6 +329,10 @@ def _parser() -> argparse.ArgumentParser:
     admin_text = "open /v1/cache/... to whoever has this bearer token (default: $CCJAX_ADMIN_KEY, else closed)"
     add("--admin-key", metavar="KEY", help=admin_text)
     add("--max-queue", type=int, default=128, metavar="N", help="requests that may wait, more get 429 (default 128)")
+    text = "requests that name no timeout_s end with 504 after so long (default never)"
+    add("--request-timeout-s", type=float, metavar="S", help=text)
+    text = "connections end whose client takes nothing for so long (default 60)"
+    add("--stall-timeout-s", type=float, default=60.0, metavar="S", help=text)
     add("--max-body-bytes", type=num_bytes, default=10_000_000, metavar="SIZE", help="longest body (default 10MB)")
     add("--no-warmup", dest="warmup", action="store_false", help="compile when a request first needs it")
     add("--compile-cache-dir", type=Path, metavar="DIR", help="compiled steps (default ~/.cache/ccjax/compile)")
@@ -369,6 +372,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--focus-window", int, "layers after which unfocused passages are dropped"),
         ("--focus-rule", str, "entropy or largest_gap"),
         ("--store", str, store_text),
+        ("--flow-share", float, "of the places in line, a user may have so many times as many as are left"),
         ("--max-num-seqs", int, "requests that run at once"),
         ("--max-num-batched-tokens", int, "tokens that prefills compute together; longer ones are cut into pieces"),
         ("--max-decode-gap-ms", float, "longest time that a prefill may keep running answers from their next token"),

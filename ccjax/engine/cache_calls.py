@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from ccjax.engine.batch.doors import BatchCounts, Doors
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.loading import Progress
@@ -27,6 +28,7 @@ class CacheCalls:
     _documents: DocumentCache
     _maintenance: Maintenance
     _cache: ChunkCache
+    _loop: Doors
 
     def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
         raise NotImplementedError
@@ -34,6 +36,11 @@ class CacheCalls:
     def store_usage(self) -> dict[str, TierUsage]:
         """Bytes, variants and counters of every tier."""
         return self._store.usage()
+
+    @property
+    def batch_counts(self) -> BatchCounts:
+        """Pages of device memory, and the requests that want them: who runs, who waits, how many were preempted."""
+        return self._loop.counts
 
     @property
     def num_variants(self) -> int:

@@ -9,9 +9,11 @@ from typing import Literal
 from ccjax.errors import ConfigError
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.scheduling import SchedulerSettings
 from store.formats import COMPRESSIONS, KV_DTYPES
 
-_BATCH = ("max_num_batched_tokens", "max_num_seqs")
+_BATCH = ("max_num_batched_tokens", "max_num_seqs", "max_queue")
+_NO_LIMIT = 1 << 30
 DTYPES = ("float32", "bfloat16")
 
 Loading = Literal["layerwise", "alg2", "sync"]
@@ -40,6 +42,9 @@ class EngineConfig:
         as far as that has room.
       max_num_batched_tokens: tokens that prefills compute together; longer ones are cut into pieces.
       max_num_seqs: requests that run at once; others wait in line.
+      max_queue: requests that wait for that, those that came this moment included; more are refused. None for no limit.
+      flow_share: a flow (`Request.flow`) may have up to so many times as many requests in line as places are left, so
+        that some are left for others.
       max_decode_gap_ms: longest time between two tokens of an answer that another request's prefill may cause, as far
         as that is possible: no layer of a prefill is broken off.
       host_cache_bytes, disk_cache_bytes: budgets of the other tiers; None for disk means no limit.
@@ -72,6 +77,8 @@ class EngineConfig:
     device_cache_bytes: int = 0
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 32
+    max_queue: int | None = None
+    flow_share: float = 4.0
     max_decode_gap_ms: float = 200.0
     host_cache_bytes: int = 2 << 30
     disk_cache_bytes: int | None = None
@@ -107,6 +114,8 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name}: wanted an integer of at least 0, got {value!r}")
+        if isinstance(self.flow_share, bool) or not 0.0 < self.flow_share < math.inf:
+            raise ConfigError(f"flow_share: wanted a number above 0, got {self.flow_share!r}")
         if self.loading not in LOADINGS:
             raise ConfigError(f"loading: wanted one of {LOADINGS}, got {self.loading!r}")
         if isinstance(self.pin_share, bool) or not 0.0 <= self.pin_share <= 1.0:
@@ -127,4 +136,16 @@ class EngineConfig:
             focus_window=self.focus_window,
             focus_rule=self.focus_rule,
             num_layers=num_layers,
+        )
+
+    def scheduler_settings(self, num_pages: int, page_tokens: int) -> SchedulerSettings:
+        """The part of the settings that requests are scheduled by, over a pool of so many pages."""
+        return SchedulerSettings(
+            num_pages=num_pages,
+            page_tokens=page_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_decode_gap_s=self.max_decode_gap_ms / 1e3,
+            max_queue=_NO_LIMIT if self.max_queue is None else self.max_queue,
+            flow_share=self.flow_share,
         )

@@ -21,7 +21,8 @@ import numpy as np
 from ccjax.engine.admission import Admission
 from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.answer import Answer
-from ccjax.engine.batch.loop import BatchLoop, CancelledError
+from ccjax.engine.batch.failures import CancelledError
+from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.batch.serving import Serving
 from ccjax.engine.batch.siblings import Emit, Siblings
 from ccjax.engine.budgets import check_budgets, pool_bytes
@@ -46,7 +47,6 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, decode_shapes, shapes, warm_up
 from ccjax.errors import ConfigError, RequestError
-from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
@@ -56,7 +56,6 @@ from store.throttle import Link
 from store.tiered import TieredStore
 
 _LONGEST_DEFAULT = 8192
-_LONGEST_LINE = 1 << 30
 
 
 class Engine(DocumentCalls, CacheCalls):
@@ -134,15 +133,7 @@ class Engine(DocumentCalls, CacheCalls):
             self._store,
             self._pool,
             self.rates,
-            SchedulerSettings(
-                num_pages=self._pool.num_pages,
-                page_tokens=PAGE_TOKENS,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                max_decode_gap_s=config.max_decode_gap_ms / 1e3,
-                max_queue=_LONGEST_LINE,
-                flow_share=_LONGEST_LINE,
-            ),
+            config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS),
         )
         self._closed = False
 
@@ -224,6 +215,10 @@ class Engine(DocumentCalls, CacheCalls):
         assert response is not None
         return response
 
+    def check_place(self, flow: str) -> None:
+        """Raises OverloadError where `submit` would for a request of that flow."""
+        self._loop.check_place(flow)
+
     def validate(self, request: Request) -> int:
         """Number of prompt tokens of a request that could run; raises what `run` would raise before its first step."""
         return self._assemble(request).num_tokens
@@ -245,6 +240,7 @@ class Engine(DocumentCalls, CacheCalls):
 
         Raises:
           RequestError, ContextLengthError: at once.
+          OverloadError: at the first step.
         """
         started = time.perf_counter()
         prompt = self._assemble(request)
@@ -267,7 +263,7 @@ class Engine(DocumentCalls, CacheCalls):
           is_cancelled: asked there between the layers of a prefill and the steps of answers.
 
         Raises:
-          RequestError, ContextLengthError: at once.
+          RequestError, ContextLengthError, OverloadError: at once.
           RuntimeError: the engine is closed.
         """
         started = time.perf_counter()

@@ -114,10 +114,7 @@ class DevicePool(MemoryTier[PagedShard]):
         self._free = collections.deque(range(self.num_pages))
         super().__init__(DEVICE, PageBudget(self.num_pages, self.page_bytes, self._free))
         self.kv_spec = kv_spec
-        shape = (kv_spec.num_kv_heads, self.num_pages, PAGE_TOKENS, kv_spec.head_dim)
-        self._layers = [
-            (jnp.zeros(shape, kv_spec.np_dtype), jnp.zeros(shape, kv_spec.np_dtype)) for _ in range(kv_spec.num_layers)
-        ]
+        self._layers = self._empty_layers()
         self._pages_lock = threading.Lock()
 
     @property
@@ -151,6 +148,32 @@ class DevicePool(MemoryTier[PagedShard]):
             shard.free.atexit = False
             shards.append(shard)
         return shards
+
+    def is_lost(self) -> bool:
+        """True where a step that failed took pages along. Waits for the device; for use after failures."""
+        with self._pages_lock:
+            try:
+                jax.block_until_ready(self._layers)
+            except RuntimeError:  # deleted, or what a failed step gave
+                return True
+        return False
+
+    def renew(self) -> None:
+        """Empty pages in place of lost ones.
+
+        Raises:
+          RuntimeError: somebody holds pages.
+        """
+        if self.num_free < self.num_pages:
+            raise RuntimeError(f"device tier: wanted all {self.num_pages} pages free, got {self.num_free}")
+        with self._pages_lock:
+            self._layers = []  # the old ones' memory first
+            self._layers = self._empty_layers()
+
+    def _empty_layers(self) -> list[tuple[jax.Array, jax.Array]]:
+        spec = self.kv_spec
+        shape = (spec.num_kv_heads, self.num_pages, PAGE_TOKENS, spec.head_dim)
+        return [(jnp.zeros(shape, spec.np_dtype), jnp.zeros(shape, spec.np_dtype)) for _ in range(spec.num_layers)]
 
     def update(self, layer: int, step: Callable[[jax.Array, jax.Array], Updated]) -> Updated:
         """Lets `step` take the pages of a layer, `[K, P, 16, H]` each, and give them back."""

@@ -13,6 +13,9 @@ from ccjax.types import REUSE_MODES, Document, ReuseMode, ReuseReport, document_
 FinishReason = Literal["stop", "length"]
 MOST_ANSWERS = 16
 """To one prompt, in one request."""
+MOST_PRIORITY = 1000
+"""Priorities go from minus this to this; a bound, so that nobody needs a number yet more important."""
+LONGEST_FLOW = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Request:
       segments: token ids of callers that tokenize themselves: system, passages..., question.
       documents: passages in prompt order, each a cache unit.
       truncate: drop passages from the end until the prompt fits, instead of refusing it.
+      priority: the lower, the sooner, as in vLLM; those of a higher number wait, and give up their pages, for it.
+      flow: who asks; requests of one priority are served fairly between flows, by computed tokens.
+      timeout_s: seconds from `Engine.submit` after which the answer is of no use; the request then ends with
+        DeadlineError, wherever it is. None for never.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -80,12 +87,24 @@ class Request:
     reuse: ReuseMode = "bounded"
     truncate: bool = False
     request_id: str = ""
+    priority: int = 0
+    flow: str = ""
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.messages, self.prompt, self.segments)) != 1:
             raise RequestError("messages", "wanted exactly one of messages, prompt and segments")
         if self.reuse not in REUSE_MODES:
             raise RequestError("reuse", f"wanted one of {REUSE_MODES}, got {self.reuse!r}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > MOST_PRIORITY:
+            message = f"wanted an integer from -{MOST_PRIORITY} to {MOST_PRIORITY}, got {self.priority!r}"
+            raise RequestError("priority", message)
+        if not isinstance(self.flow, str) or len(self.flow) > LONGEST_FLOW:
+            raise RequestError("flow", f"wanted a string of at most {LONGEST_FLOW} characters, got {self.flow!r:.80}")
+        if self.timeout_s is not None:
+            is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+            if not is_number or not 0.0 < self.timeout_s < math.inf:
+                raise RequestError("timeout_s", f"wanted a positive number of seconds, got {self.timeout_s!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,10 @@ from starlette.responses import JSONResponse
 
 from ccjax.errors import (
     ContextLengthError,
+    DeadlineError,
+    DeviceMemoryError,
     EraseIncompleteError,
+    OverloadError,
     PinLimitError,
     ReadOnlyError,
     RequestError,
@@ -81,6 +85,14 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
         message = argument + str(error).removeprefix(error.argument)
         status, code = _REFUSALS.get(type(error), (400, None))
         return ApiError(status, message, param=argument, code=code)
+    if isinstance(error, OverloadError):
+        wait_s = max(1, math.ceil(error.retry_after_s))
+        message = f"{error}; try again in about {wait_s} s"
+        return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
+    if isinstance(error, DeadlineError):
+        return ApiError(504, str(error), param="timeout_s", code="deadline_exceeded")
+    if isinstance(error, DeviceMemoryError):
+        return ApiError(503, f"{error}; try again", code="out_of_memory", headers={"Retry-After": "1"})
     if isinstance(error, EraseIncompleteError):
         shown = [*error.remaining[:_MOST_REMAINING], *(["..."] if len(error.remaining) > _MOST_REMAINING else [])]
         message = f"{error}: {'; '.join(shown)}"

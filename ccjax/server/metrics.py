@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ccjax.engine import Engine, Response
 from ccjax.engine.compilations import compilations
 from ccjax.retrieval import Retriever
-from ccjax.server.worker import EngineWorker, Job
+from ccjax.server.worker import Job
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STORE_GAUGES = ("used_bytes", "budget_bytes", "num_variants")
@@ -64,20 +64,16 @@ class ServerMetrics:
         self._failed_loads = counter("failed_loads", "Stored variants that could not be loaded and were computed")
         self._load_wait_s = counter("load_wait_seconds", "Time that prefills waited for stored KV")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token, queue included")
-        self._queue_time = histogram("request_queue_time_seconds", "From arrival to the start of work")
+        self._queue_time = histogram("request_queue_time_seconds", "In line, of those that left it to run")
         self._prefill_time = histogram("request_prefill_time_seconds", "Prefill alone")
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token")
         self.retrieval_time = histogram("retrieval_seconds", "Search for passages")
         self._info = Gauge("ccjax_build_info", "Always 1", ["version", "model_name"], registry=registry)
 
-    def attach(
-        self, *, version: str, model: str, engine: Engine, worker: EngineWorker, retriever: Retriever | None
-    ) -> None:
+    def attach(self, *, version: str, model: str, engine: Engine, retriever: Retriever | None) -> None:
         """Adds what is read at scrape time; once per server."""
         self._info.labels(version, model).set(1)
         readers: dict[str, tuple[str, Callable[[], float]]] = {
-            "num_requests_running": ("Requests that run", lambda: worker.num_running),
-            "num_requests_waiting": ("Requests in line", lambda: worker.num_waiting),
             "num_variants": ("Chunk variants that can be reused", lambda: engine.num_variants),
             "cached_documents": ("Versions of documents in the cache", lambda: engine.document_counts.documents),
             "pins": ("Pins that have not run out", lambda: engine.document_counts.pins),
@@ -91,6 +87,7 @@ class ServerMetrics:
             readers["num_passages"] = ("Passages in the index", lambda: retriever.num_passages)
         for name, (text, read) in readers.items():
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
+        self._registry.register(_BatchCollector(engine))
         self._registry.register(_StoreCollector(engine))
         self._registry.register(_MaintenanceCollector(engine))
         self._registry.register(_RatesCollector(engine))
@@ -108,13 +105,17 @@ class ServerMetrics:
         """One more warmed document; `status` is a `WarmStatus`."""
         self._warmed.labels(status).inc()
 
+    def start(self, job: Job) -> None:
+        """Notes how long a job was in line that leaves it now."""
+        assert job.started_s is not None
+        self._queue_time.observe(job.started_s - job.submitted_s)
+
     def end(self, job: Job) -> None:
         """Counts a job that has its response or was cancelled."""
         if job.response is None:
             self.count_error("cancelled")
             return
-        assert job.started_s is not None and job.first_delta_s is not None
-        self._queue_time.observe(job.started_s - job.submitted_s)
+        assert job.first_delta_s is not None
         self._ttft.observe(job.first_delta_s - job.submitted_s)
         self._latency.observe(time.perf_counter() - job.submitted_s)
         self._count_response(job.response)
@@ -143,6 +144,30 @@ class ServerMetrics:
                 metric.labels(document.role).inc(getattr(document, field))
             listed = sum(getattr(document, field) for document in report.per_document)
             metric.labels("question").inc(getattr(report, field) - listed)
+
+
+class _BatchCollector:
+    """The batch and the pool of pages that it runs in, read at every scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._engine.batch_counts
+        yield GaugeMetricFamily("ccjax_num_requests_running", "Requests that run", value=counts.running)
+        yield GaugeMetricFamily("ccjax_num_requests_waiting", "Requests in line", value=counts.waiting)
+        text = "Requests that gave their pages back to more important ones and ran again"
+        yield CounterMetricFamily("ccjax_num_preemptions", text, value=counts.preemptions)
+        used = counts.num_pages - counts.free_pages
+        pages = GaugeMetricFamily(
+            "ccjax_kv_cache_pages", "Pages of device memory, cached chunks' as used", labels=["state"]
+        )
+        pages.add_metric(["free"], counts.free_pages)
+        pages.add_metric(["used"], used)
+        yield pages
+        yield GaugeMetricFamily(
+            "ccjax_kv_cache_usage_perc", "Share of them in use, 0 to 1", value=used / counts.num_pages
+        )
 
 
 class _StoreCollector:

@@ -109,6 +109,10 @@ class Generation(Body):
     reuse: str | None = Field(None, description="off, exact, bounded or fast")
     truncate: bool | None = Field(None, description="drop passages from the end instead of refusing a long prompt")
     cache_salt: str | None = None
+    priority: int | None = Field(None, description="the lower, the sooner; 0 is the default")
+    user: str | None = Field(None, description="who asks: those who ask at once are served fairly")
+    safety_identifier: str | None = Field(None, description="the same, where there is no user")
+    timeout_s: float | None = Field(None, description="seconds after which the answer is of no use, and ends with 504")
     ignore_eos: bool | None = Field(None, description="go on behind an end-of-text token, to the length asked for")
 
     def query(self) -> str | None:
@@ -129,7 +133,13 @@ class Generation(Body):
 
     def argument_names(self) -> dict[str, str]:
         """Engine argument -> field of this body, where they differ."""
-        return {"max_new_tokens": "max_tokens"} | ({"prompt": "documents"} if self.documents else {})
+        flow = "user" if self.user else "safety_identifier"
+        return {"max_new_tokens": "max_tokens", "flow": flow} | ({"prompt": "documents"} if self.documents else {})
+
+    @property
+    def flow(self) -> str:
+        """Who asks, as far as the body says; all that do not say count as one."""
+        return self.user or self.safety_identifier or ""
 
     @property
     def include_usage(self) -> bool:
@@ -146,8 +156,10 @@ class Generation(Body):
             return None
         return tuple(_document(number, value) for number, value in enumerate(self.documents))
 
-    def to_request(self, documents: Sequence[Document], *, reuse: ReuseMode, request_id: str) -> Request:
-        """The engine's request, with `documents` as passages and `reuse` where the body names no mode.
+    def to_request(
+        self, documents: Sequence[Document], *, reuse: ReuseMode, timeout_s: float | None, request_id: str
+    ) -> Request:
+        """The engine's request, with `documents` as passages; `reuse` and `timeout_s` where the body names none.
 
         Raises:
           RequestError: a value is out of range or not supported.
@@ -172,6 +184,9 @@ class Generation(Body):
             # Who sends no passages did not choose how long those that were found are.
             truncate=self.truncate if self.truncate is not None else self.documents is None,
             request_id=request_id,
+            priority=self.priority or 0,
+            flow=self.flow,
+            timeout_s=self.timeout_s if self.timeout_s is not None else timeout_s,
         )
 
     def _refuse_unsupported(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import ccjax
 from ccjax.engine import Engine, Request
-from ccjax.errors import EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
+from ccjax.errors import DeadlineError, EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
 from ccjax.retrieval import Passage, RefreshReport, Retriever
 from ccjax.server.errors import ApiError, as_api_error
 from ccjax.server.metrics import ServerMetrics
@@ -57,6 +57,7 @@ class Service:
         self._stage: tuple[str, int, int] = ("start", 0, 0)
         self._backend: Backend | None = None
         self._lock = threading.Lock()
+        self._draining = False
         self._closed = False
 
     def progress(self, stage: str, done: int, total: int) -> None:
@@ -70,13 +71,12 @@ class Service:
           RuntimeError: the service is open or closed already; engine and retriever stay the caller's then.
         """
         with self._lock:
-            if self._closed or self._backend is not None:
+            if self._closed or self._draining or self._backend is not None:
                 raise RuntimeError("service: opened or closed already")
             jobs = WarmJobs(engine, self.metrics.count_warmed)
             worker = EngineWorker(
                 engine.submit,
-                max_queue=self.settings.max_queue,
-                max_running=engine.config.max_num_seqs,
+                on_start=self.metrics.start,
                 on_end=self.metrics.end,
                 idle_work=_idle_work(engine, jobs, self.settings.repair_when_idle),
                 preload=engine.preload,
@@ -86,9 +86,32 @@ class Service:
             if retriever is not None and (retriever.report.changed or retriever.report.removed):
                 drop = functools.partial(_drop_old_versions, self._backend, retriever.report)
                 threading.Thread(target=drop, name="ccjax-drop", daemon=True).start()
-            self.metrics.attach(
-                version=ccjax.__version__, model=model, engine=engine, worker=worker, retriever=retriever
-            )
+            self.metrics.attach(version=ccjax.__version__, model=model, engine=engine, retriever=retriever)
+
+    def drain(self) -> None:
+        """Refuses all that is new with 503; what was taken goes on. May be repeated."""
+        with self._lock:
+            self._draining = True
+            backend = self._backend
+        if backend is not None:
+            backend.worker.shut()
+
+    def break_off(self) -> None:
+        """Ends all that was taken with 503."""
+        with self._lock:
+            backend = self._backend
+        if backend is not None:
+            backend.worker.break_off(_shutting_down())
+
+    @property
+    def is_drained(self) -> bool:
+        """True once `drain` was called and every request and order that was taken before is carried out."""
+        return self._draining and (self._backend is None or self._backend.worker.is_idle)
+
+    @property
+    def is_closing(self) -> bool:
+        """True once `close` was called."""
+        return self._closed
 
     def close(self, *, drain: bool = True) -> None:
         """Ends the worker, after the requests in line or at once, then closes engine and retriever. May be repeated."""
@@ -103,10 +126,10 @@ class Service:
     @property
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether requests are answered, and what to tell about it."""
+        if self._closed or self._draining:
+            return False, {"status": "closed" if self._closed else "shutting down"}
         if self._backend is not None:
             return True, {"status": "ready", "model": self._backend.model}
-        if self._closed:
-            return False, {"status": "closed"}
         stage, done, total = self._stage
         return False, {"status": "loading", "stage": stage, "done": done, "total": total}
 
@@ -130,18 +153,23 @@ class Service:
         Raises:
           ApiError: it is refused.
         """
+        arrived_s = time.perf_counter()
         backend = self.backend
-        if backend.worker.is_full:  # before the costly part; `submit` asks again
-            raise _queue_full(self.settings.max_queue)
+        if backend.worker.is_closed:
+            raise _shutting_down()
         self._check_access(body)
+        backend.engine.check_place(body.flow)  # before the costly part; `submit` asks again
         with renamed(body.argument_names()):
             documents = await self._documents(backend, body)
             request = body.to_request(
-                documents, reuse=self.settings.reuse, request_id=f"{id_prefix}-{uuid.uuid4().hex}"
+                documents,
+                reuse=self.settings.reuse,
+                timeout_s=self.settings.request_timeout_s,
+                request_id=f"{id_prefix}-{uuid.uuid4().hex}",
             )
             await asyncio.to_thread(backend.engine.validate, request)
-        with _taking(self.settings.max_queue):
-            return backend.worker.submit(request), documents
+            with _taking():
+                return backend.worker.submit(_what_is_left(request, arrived_s)), documents
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """vLLM's answer of /tokenize; `tokens` is null for messages, of which only the number is known here."""
@@ -168,7 +196,7 @@ class Service:
           ApiError: the server is not ready, shuts down, has too much in line, or the store did not answer.
         """
         backend = self.backend
-        with _taking(self.settings.max_queue):
+        with _taking():
             future = backend.worker.call(lambda: function(backend.engine))
         try:
             # Shielded: an order that was given is carried out, also when the client does not wait for it.
@@ -189,7 +217,7 @@ class Service:
             raise ApiError(400, "documents: wanted exactly one of documents and document_ids", param="documents")
         documents = body.own_documents() if body.document_ids is None else _own(backend, body.document_ids)
         warming = await asyncio.to_thread(backend.engine.begin_warming, documents, system_prompt=body.system_prompt)
-        with _taking(self.settings.max_queue):
+        with _taking():
             job = backend.warm_jobs.add(warming, backend.worker, at_once=body.at_once)
         if job is None:
             message = f"wanted at most {MOST_JOBS} warm jobs at a time, and so many run already; try again later"
@@ -326,18 +354,29 @@ def _as_document(passage: Passage) -> Document:
 
 
 @contextlib.contextmanager
-def _taking(max_queue: int) -> Iterator[None]:
+def _taking() -> Iterator[None]:
     """Turns the worker's refusals into `ApiError`s."""
     try:
         yield
     except QueueFullError:
-        raise _queue_full(max_queue) from None
+        message = "too many orders for the cache wait already; try again later"
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
     except WorkerClosedError:
         raise _shutting_down() from None
 
 
 def _shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="not_ready")
+    return ApiError(503, "the server is shutting down", code="not_ready", headers={"Retry-After": "1"})
+
+
+def _what_is_left(request: Request, arrived_s: float) -> Request:
+    """The request with the time that it has left."""
+    if request.timeout_s is None:
+        return request
+    left_s = request.timeout_s - (time.perf_counter() - arrived_s)
+    if left_s <= 0.0:
+        raise DeadlineError("timeout_s: no time was left when the prompt was ready")
+    return dataclasses.replace(request, timeout_s=left_s)
 
 
 @contextlib.contextmanager
@@ -347,11 +386,6 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         raise as_api_error(error, names) from error
-
-
-def _queue_full(max_queue: int) -> ApiError:
-    message = f"wanted at most {max_queue} requests in line (max_queue), and so many wait already; try again later"
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 def _encode(engine: Engine, prompt: str, add_special_tokens: bool) -> list[int]:

@@ -21,7 +21,7 @@ class ServerSettings:
       admin_key: bearer token for what changes the cache; None keeps those endpoints closed.
       reuse: mode of requests that name none.
       top_k: passages retrieved where a request does not say how many.
-      max_queue: requests that may wait behind the running ones; more are refused with 429.
+      request_timeout_s: `Request.timeout_s` of requests that name none; None for no limit.
       max_body_bytes: longest request body; more is refused with 413.
       refresh_interval_s: pause between looks for changed documents; None never looks.
       store_refresh_interval_s: pause between looks at what other processes did to the store; None never looks.
@@ -33,7 +33,7 @@ class ServerSettings:
     admin_key: str | None = None
     reuse: ReuseMode = "bounded"
     top_k: int = 5
-    max_queue: int = 128
+    request_timeout_s: float | None = None
     max_body_bytes: int = 10_000_000
     refresh_interval_s: float | None = None
     store_refresh_interval_s: float | None = 10.0
@@ -49,11 +49,9 @@ class ServerSettings:
             raise ConfigError(f"reuse: wanted one of {REUSE_MODES}, got {self.reuse!r}")
         if not 1 <= self.top_k <= LARGEST_TOP_K:
             raise ConfigError(f"top_k: wanted 1 to {LARGEST_TOP_K}, got {self.top_k}")
-        if self.max_queue < 0:
-            raise ConfigError(f"max_queue: wanted 0 or more requests, got {self.max_queue}")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes: wanted a positive number of bytes, got {self.max_body_bytes}")
-        for name in ("refresh_interval_s", "store_refresh_interval_s"):
+        for name in ("request_timeout_s", "refresh_interval_s", "store_refresh_interval_s"):
             interval = getattr(self, name)
             if interval is not None and not (math.isfinite(interval) and interval > 0):
                 raise ConfigError(f"{name}: wanted a positive number of seconds, got {interval}")

@@ -1,7 +1,7 @@
-"""The line in front of the engine, and a thread for work between requests. Knows no HTTP and no model.
+"""The jobs that the engine works on, and a thread for work between requests. Knows no HTTP, no model and no line.
 
 Verbs: `submit` hands a request to the engine, `Job.deltas` follows its answer, `Job.cancel` stops it wherever it is,
-`call` runs a function on the thread, whose idle time goes to other work, `close` ends both.
+`call` runs a function on the thread, whose idle time goes to other work, `shut` and `close` end both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 _IDLE_AFTER_S = 0.1
 """Without a request for this long, idle work begins: not in the moment between two requests of one client."""
+
+_MOST_CALLS = 128
+"""Calls that may wait for the thread."""
 
 Result = TypeVar("Result")
 
@@ -45,7 +48,7 @@ class Preload(Protocol):
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may."""
+    """As many calls wait as may."""
 
 
 class WorkerClosedError(Exception):
@@ -107,20 +110,20 @@ class Job:
 
 
 class EngineWorker:
-    """Takes requests while no more than `max_queue` wait, besides the `max_running` that the engine runs at once."""
+    """Hands requests to the engine, whose line they wait in."""
 
     def __init__(
         self,
         start: Start,
         *,
-        max_queue: int,
-        max_running: int = 1,
+        on_start: Callable[[Job], None] = lambda job: None,
         on_end: Callable[[Job], None] = lambda job: None,
         idle_work: IdleWork | None = None,
         preload: Callable[[Request], Preload] | None = None,
     ) -> None:
         """
         Args:
+          on_start: called when a job leaves the line.
           on_end: called when a job has its response or, cancelled, has left the engine.
           preload: told of a request behind others, must return at once; what comes back is closed with the request's
             first token, or with the request.
@@ -130,12 +133,12 @@ class EngineWorker:
         self._idle_work = idle_work
         self._is_idle_work_left = idle_work is not None
         self._preload = preload
-        self._limit = max_queue + max_running
-        self._max_queue = max_queue
+        self._on_start = on_start
         self._on_end = on_end
         self._changed = threading.Condition()
         self._jobs: dict[Job, None] = {}
         self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
+        self._is_calling = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ccjax-idle", daemon=True)
         self._thread.start()
@@ -153,35 +156,34 @@ class EngineWorker:
             return sum(job.started_s is not None for job in self._jobs)
 
     @property
-    def is_full(self) -> bool:
-        """True when `submit` would refuse a request now."""
-        return len(self._jobs) >= self._limit
+    def is_idle(self) -> bool:
+        """True when no request and no call is left."""
+        with self._changed:
+            return not (self._jobs or self._calls or self._is_calling)
 
     @property
     def is_closed(self) -> bool:
-        """True once `close` was called."""
+        """True once `shut` or `close` was called."""
         return self._closed
 
     def submit(self, request: Request) -> Job:
         """The job of a request that is now in line; call it on the event loop that reads the answer.
 
         Raises:
-          QueueFullError, WorkerClosedError: it was not taken.
-          Exception: what the engine refuses at once.
+          WorkerClosedError: it was not taken.
+          Exception: what the engine refuses at once, `ccjax.errors.OverloadError` where its line is full.
         """
         job = Job(request, self)
         with self._changed:
             if self._closed:
                 raise WorkerClosedError
-            if self.is_full:
-                raise QueueFullError
             if self._preload is not None and self._jobs:
                 job.preload = self._preload(request)
             self._jobs[job] = None
             self._is_idle_work_left = self._idle_work is not None
             self._changed.notify_all()
         try:
-            job.stop = self._start(request, lambda event: self._take_in(job, event), on_start=lambda: _start(job))
+            job.stop = self._start(request, lambda event: self._take_in(job, event), on_start=lambda: self._begin(job))
         except BaseException:
             self._leave(job)
             raise
@@ -198,17 +200,30 @@ class EngineWorker:
         with self._changed:
             if self._closed:
                 raise WorkerClosedError
-            if len(self._calls) > self._max_queue:
+            if len(self._calls) >= _MOST_CALLS:
                 raise QueueFullError
             self._calls.append((function, future))
             self._is_idle_work_left = self._idle_work is not None
             self._changed.notify_all()
         return future
 
-    def close(self, *, drain: bool = True) -> None:
-        """Ends the thread: after all jobs and calls, or without `drain` as soon as those that run have stopped."""
+    def shut(self) -> None:
+        """Takes nothing more; the jobs and calls that there are go on."""
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
+
+    def break_off(self, reason: Exception) -> None:
+        """Ends all jobs with `reason`, which their clients are told."""
+        with self._changed:
+            jobs = list(self._jobs)
+        for job in jobs:
+            self._cancel(job, reason)
+
+    def close(self, *, drain: bool = True) -> None:
+        """Ends the thread: after all jobs and calls, or without `drain` as soon as those that run have stopped."""
+        self.shut()
+        with self._changed:
             jobs = [] if drain else list(self._jobs)
             futures = [] if drain else [future for _, future in self._calls]
             if not drain:
@@ -224,13 +239,18 @@ class EngineWorker:
 
     # -- jobs --------------------------------------------------------------------------------------------------
 
-    def _cancel(self, job: Job) -> None:
+    def _begin(self, job: Job) -> None:
+        """The job leaves the line; on the engine's thread."""
+        job.started_s = time.perf_counter()
+        self._on_start(job)
+
+    def _cancel(self, job: Job, reason: Exception | None = None) -> None:
         with self._changed:
             if job.response is not None or job.cancelled:
                 return
             job.cancelled = True
             is_in_line = job.started_s is None
-        job._emit(JobCancelledError())
+        job._emit(reason or JobCancelledError())
         job.stop()
         if is_in_line:  # it need not wait for the engine to look
             self._end_cancelled(job)
@@ -274,19 +294,21 @@ class EngineWorker:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._closed or self._is_idle)
+                self._changed.wait_for(lambda: self._calls or self._closed or self._may_work_idly)
                 call = self._calls.popleft() if self._calls else None
+                self._is_calling = call is not None
                 if call is None and self._closed:
                     return
                 if call is None and self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S):
                     continue
             if call is not None:
                 _complete(call[1], call[0])
+                self._is_calling = False
             else:
                 self._work_idly()
 
     @property
-    def _is_idle(self) -> bool:
+    def _may_work_idly(self) -> bool:
         """True when nobody waits and idle work may be left."""
         return self._is_idle_work_left and not self._jobs
 
@@ -306,10 +328,6 @@ class EngineWorker:
         if is_left:
             with self._changed:
                 self._is_idle_work_left = True
-
-
-def _start(job: Job) -> None:
-    job.started_s = time.perf_counter()
 
 
 def _complete(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -1,5 +1,7 @@
 """Many requests at once through the engine: each gets what it gets alone, whatever happens to the others."""
 
+import collections
+import dataclasses
 import threading
 import time
 
@@ -8,7 +10,7 @@ import pytest
 
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.batch import loop as loop_module
-from ccjax.engine.batch.loop import CancelledError
+from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ContextLengthError
@@ -61,7 +63,7 @@ def settled(engine):
     while engine._loop._servings and time.monotonic() < deadline:
         time.sleep(0.01)
     with engine._exclusive():
-        assert engine._loop.num_running == engine._loop.num_waiting == 0
+        assert engine.batch_counts.running == engine.batch_counts.waiting == 0
         assert not engine._store._pins
 
 
@@ -158,26 +160,49 @@ def test_when_pages_run_out_requests_are_preempted_and_answer_all_the_same():
         assert engine._pool.num_free == least
 
 
-def test_hundreds_of_cancelled_requests_leave_nothing_behind():
+def test_a_thousand_cancelled_requests_leave_nothing_behind():
     random = np.random.default_rng(5)
-    asked = prompts(random, 12)
-    with MODEL.engine(max_model_len=512, device_cache_bytes=300 * PAGE) as engine:
+    asked = prompts(random, 6)
+    stages = collections.Counter()
+    settings = {"device_cache_bytes": 300 * PAGE, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    with MODEL.engine(max_model_len=512, **settings) as engine:
         filled(engine, asked)
         wanted = [engine.run(ask(one, "exact")) for one in asked]
-        free = engine._pool.num_free
-        for number in range(200):
-            client = Client(engine, ask(asked[number % 12], REUSES[number % 4], tokens=100))
-            if number % 3 == 0:
-                time.sleep(float(random.exponential(0.004)))
+        free = engine.batch_counts.free_pages
+        there, gone = [], []
+        wanted_stage = "line"
+        while len(gone) < 1000:
+            there = [one for one in there if not one[0].done.is_set()]  # some have their answer first
+            while len(there) < 24:
+                number, begun = len(there) + len(gone), threading.Event()
+                fields = {"priority": number % 3, "flow": str(number % 5), "timeout_s": 3600.0}
+                one = dataclasses.replace(ask(asked[number % 6], REUSES[number % 4], tokens=100), **fields)
+                there.append((Client(engine, one, on_start=begun.set), begun))
+            by_stage = {"line": [], "prefill": [], "decode": []}
+            for client, begun in there:
+                by_stage["decode" if client.deltas else "prefill" if begun.is_set() else "line"].append((client, begun))
+            if not by_stage[wanted_stage]:
+                time.sleep(0.001)
+                continue
+            for client, begun in by_stage[wanted_stage][: int(random.integers(1, 5))]:
+                client.cancel()
+                stages[wanted_stage] += 1
+                there.remove((client, begun))
+                gone.append(client)
+            wanted_stage = str(random.choice(["line", "prefill", "decode"], p=[0.8, 0.1, 0.1]))
+        for client, _ in there:
             client.cancel()
-            if number % 20 == 0:
-                with pytest.raises(CancelledError):
-                    client.response()
         clients = [Client(engine, ask(one, "exact")) for one in asked]
         for client, alone in zip(clients, wanted, strict=True):
             check(client.response(), alone)
         settled(engine)
-        assert engine._pool.num_free == free
+        assert engine.batch_counts.free_pages == free
+        scheduler = engine._loop._scheduler
+        assert not scheduler._places.num_taken and not scheduler._records and not scheduler._queue._lines
+        assert scheduler._deadlines.least() is None
+    assert all(client.done.is_set() for client in gone)
+    assert sum(isinstance(client.error, CancelledError) for client in gone) > 900
+    assert min(stages[stage] for stage in ("line", "prefill", "decode")) > 20, stages
 
 
 def test_a_variant_that_cannot_be_read_costs_only_time(tmp_path):

@@ -253,7 +253,11 @@ class TestPlacesInLine:
             scheduler.add(Work(name, 5, 1, 1))
         with pytest.raises(LineFullError, match="at most 3 requests in line"):
             scheduler.add(Work("d", 5, 1, 1, flow="x"))
+        with pytest.raises(LineFullError, match="at most 3 requests in line"):
+            scheduler.check_place("x")
         scheduler.remove("b")
+        scheduler.check_place("x")  # and takes none
+        scheduler.check_place("x")
         scheduler.add(Work("d", 5, 1, 1))
         start(scheduler)
         scheduler.add(Work("e", 5, 1, 1))

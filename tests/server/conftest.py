@@ -104,6 +104,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def running(service: Service) -> Iterator[str]:
     """uvicorn on a free port and a thread of its own; yields the URL."""
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # who does not read is felt soon
     config = uvicorn.Config(create_app(service), log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -94,6 +94,15 @@ BAD_FIELDS = [
     ({"retrieval": {"top_k": 2}, "documents": [{"text": "x"}]}, "retrieval", ["both"]),
     ({"cache_salt": "someone else's"}, "cache_salt", ["server"]),
     ({"stream": "yes"}, "stream", ["boolean"]),
+    ({"priority": "high"}, "priority", ["integer", "high"]),
+    ({"priority": 1.5}, "priority", ["integer", "1.5"]),
+    ({"priority": 1001}, "priority", ["-1000 to 1000", "1001"]),
+    ({"user": 5}, "user", ["string", "5"]),
+    ({"user": "x" * 257}, "user", ["256"]),
+    ({"safety_identifier": "x" * 257}, "safety_identifier", ["256"]),
+    ({"timeout_s": 0}, "timeout_s", ["positive", "0"]),
+    ({"timeout_s": -1.5}, "timeout_s", ["positive", "-1.5"]),
+    ({"timeout_s": "soon"}, "timeout_s", ["number", "soon"]),
     ({"stream": True, "stream_options": True}, "stream_options", []),
 ]
 

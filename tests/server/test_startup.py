@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -78,7 +79,16 @@ def test_help_is_quick_and_names_every_flag(environment: dict[str, str]) -> None
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 0 and errors == ""
     assert time.monotonic() - started < 5  # importing jax alone would take most of that on a busy machine
-    for flag in ("--model", "--store", "--strategy", "--docs", "--max-queue", "--no-warmup", "--api-key"):
+    for flag in (
+        "--model",
+        "--store",
+        "--strategy",
+        "--docs",
+        "--max-queue",
+        "--request-timeout-s",
+        "--no-warmup",
+        "--api-key",
+    ):
         assert flag in output
     code = (
         "import sys; import scripts.serve as s; s._parser(); sys.exit('jax' in sys.modules or 'fastapi' in sys.modules)"
@@ -121,6 +131,10 @@ def test_bad_sizes(text: str) -> None:
         (["--store-refresh-interval-s", "-1"], ["--store-refresh-interval-s", "positive", "-1"]),
         (["--host", "no.such.host.invalid"], ["--host", "no.such.host.invalid"]),
         (["--port", "70000"], ["--port", "65535", "70000"]),
+        (["--max-queue", "0"], ["--max-queue", "positive", "0"]),
+        (["--flow-share", "0"], ["--flow-share", "above 0", "0"]),
+        (["--request-timeout-s", "-1"], ["--request-timeout-s", "positive", "-1"]),
+        (["--stall-timeout-s", "0"], ["--stall-timeout-s", "above 0", "0"]),
         (["--host-cache-bytes", "2XB"], ["--host-cache-bytes", "2GiB", "2XB"]),
         (["--modell", "x"], ["--modell"]),
     ],
@@ -187,6 +201,80 @@ def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path
             assert stage in errors
     cache = Path(environment["XDG_CACHE_HOME"]) / "ccjax"
     assert any((cache / "compile").iterdir()) and any((cache / "index").iterdir())
+
+
+def chat(**fields: object) -> dict:
+    return {"messages": [{"role": "user", "content": "Who bakes bread?"}], "ignore_eos": True, **fields}
+
+
+ONE_SEAT = ["--no-warmup", "--max-model-len", "512", "--max-num-seqs", "1", "--no-repair"]
+
+
+def test_told_to_end_it_answers_all_it_took_and_refuses_the_rest(
+    tiny_model: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    arguments = ["--model", str(tiny_model), *ONE_SEAT, "--store", f"file://{tmp_path / 'store'}"]
+    with (
+        serving(arguments, environment) as (url, _, process),
+        concurrent.futures.ThreadPoolExecutor(3) as pool,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        running = pool.submit(client.post, "/v1/chat/completions", json=chat(max_tokens=440, reuse="off"))
+        wait_for(client, "ccjax_num_requests_running 1.0")
+        documents = [{"text": "Dino bakes bread in Naples, every morning."}]
+        in_line = [
+            pool.submit(client.post, "/v1/chat/completions", json=chat(max_tokens=4, documents=documents))
+            for _ in range(2)
+        ]
+        wait_for(client, "ccjax_num_requests_waiting 2.0")
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while client.get("/ready").status_code == 200:
+            assert time.monotonic() < deadline
+        assert client.get("/ready").json() == {"status": "shutting down"}
+        for refused in (
+            patience.post(f"{url}/v1/chat/completions", json=chat(max_tokens=1)),  # a connection of its own
+            client.post("/v1/completions", json={"prompt": "x"}),
+        ):
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "not_ready"
+            assert int(refused.headers["retry-after"]) >= 1
+        assert not running.done()
+        assert client.get("/health").status_code == 200
+        assert [answer.result().status_code for answer in (running, *in_line)] == [200] * 3
+        assert running.result().json()["usage"]["completion_tokens"] == 440
+        assert process.wait(30) == 0
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+    with Engine.from_pretrained(tiny_model, store=f"file://{tmp_path / 'store'}") as engine:
+        assert engine.num_variants  # what was computed in the meantime was written out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_twice_it_ends_at_once(tiny_model: Path, environment: dict[str, str], number: signal.Signals) -> None:
+    arguments = ["--model", str(tiny_model), *ONE_SEAT]
+    with serving(arguments, environment) as (url, _, process), concurrent.futures.ThreadPoolExecutor(9) as pool:
+        slow = [
+            pool.submit(httpx.post, f"{url}/v1/chat/completions", json=chat(max_tokens=440), timeout=600)
+            for _ in range(8)
+        ]
+        with httpx.Client(base_url=url, timeout=60) as client:
+            wait_for(client, "ccjax_num_requests_waiting 7.0")
+            process.send_signal(number)
+            deadline = time.monotonic() + 30
+            while client.get("/ready").status_code == 200:
+                assert time.monotonic() < deadline
+            assert process.poll() is None and not any(answer.done() for answer in slow)
+            process.send_signal(number)
+            assert process.wait(20) == 0
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+        assert [answer.result().status_code for answer in slow] == [503] * 8
+
+
+def wait_for(client: httpx.Client, line: str) -> None:
+    """Until the metrics have a line."""
+    deadline = time.monotonic() + 60
+    while line not in client.get("/metrics").text.splitlines():
+        assert time.monotonic() < deadline, f"never {line}"
+        time.sleep(0.01)
 
 
 def test_it_ends_while_it_still_loads(tiny_model: Path, environment: dict[str, str]) -> None:

@@ -105,19 +105,17 @@ def test_metrics_tell_memory_and_compilations(server: Server) -> None:
 def test_a_full_line_is_429_and_then_serves_again(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]],
 ) -> None:
-    limits = ServerSettings(max_queue=1)
-    with start_server(limits, max_num_seqs=1) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        worker = server.service.backend.worker
+    with start_server(max_queue=2, max_num_seqs=1) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         url = f"{server.url}/v1/chat/completions"
         with busy(server):
             taken = []
-            for number in range(2):  # a seat in the batch and a place in line
+            for number in range(2):
                 taken.append(pool.submit(httpx.post, url, json=body(NAMES[number]), timeout=60))
-                wait_until(lambda: worker.num_running + worker.num_waiting == len(taken))
+                wait_until(lambda: server.engine.batch_counts.waiting == len(taken))
             refused = patience.post(url, json=body("Who else?"))
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             error = refused.json()["error"]
-            assert error["code"] == "queue_full" and error["type"] == "rate_limit_error" and "1" in error["message"]
+            assert error["code"] == "queue_full" and error["type"] == "rate_limit_error" and "2" in error["message"]
             with server.client() as client, pytest.raises(openai.RateLimitError):
                 client.chat.completions.create(model="tiny", messages=body("And now?")["messages"])
         assert [answer.result().status_code for answer in taken] == [200, 200]

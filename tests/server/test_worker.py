@@ -1,4 +1,4 @@
-"""The line of requests: order, limit, cancelling and ending, with answers that the test steers step by step."""
+"""The jobs of the engine: order, refusals, cancelling and ending, with answers that the test steers step by step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ccjax.engine import Delta, Request, Response, SamplingParams
+from ccjax.errors import OverloadError
 from ccjax.server.worker import EngineWorker, IdleWork, Job, JobCancelledError, QueueFullError, WorkerClosedError
 from ccjax.types import ReuseReport
 
@@ -26,11 +27,14 @@ class Steered:
     def __init__(self) -> None:
         self.step = threading.Semaphore(0)
         self.log: list[str] = []
+        self.refusal: Exception | None = None
         self._line = concurrent.futures.ThreadPoolExecutor(1)
 
     def submit(
         self, request: Request, emit: Callable[[Delta | Exception], None], *, on_start: Callable[[], None]
     ) -> Callable[[], None]:
+        if self.refusal is not None:
+            raise self.refusal
         given_up = threading.Event()
 
         def answer() -> None:
@@ -79,13 +83,11 @@ async def text(job: Job) -> str:
     return " ".join([delta.text async for delta in job.deltas() if delta.text])
 
 
-def run(scenario, *, max_queue: int = 8, idle_work: IdleWork | None = None, preload=None) -> None:
+def run(scenario, *, idle_work: IdleWork | None = None, preload=None) -> None:
     """Runs `scenario(worker, steered, ended)` on an event loop; the worker's thread must end by itself."""
     steered = Steered()
     ended: list[Job] = []
-    worker = EngineWorker(
-        steered.submit, max_queue=max_queue, on_end=ended.append, idle_work=idle_work, preload=preload
-    )
+    worker = EngineWorker(steered.submit, on_end=ended.append, idle_work=idle_work, preload=preload)
     try:
         asyncio.run(scenario(worker, steered, ended))
     finally:
@@ -125,20 +127,70 @@ def test_a_failure_reaches_its_own_client_only() -> None:
     run(scenario)
 
 
-def test_the_limit_counts_those_that_wait() -> None:
-    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
-        jobs = [worker.submit(request(prompt)) for prompt in ("a", "b", "c")]  # one runs, two wait
-        assert worker.is_full
-        with pytest.raises(QueueFullError):
-            worker.submit(request("d"))
-        steered.step.release(3)
-        assert [await text(job) for job in jobs] == ["a", "b", "c"]
-        await until(lambda: worker.num_running == 0)
-        assert not worker.is_full
-        steered.step.release()
-        assert await text(worker.submit(request("d"))) == "d"
+def test_what_the_engine_refuses_is_refused_and_leaves_nothing() -> None:
+    preloads = Preloads()
 
-    run(scenario, max_queue=2)
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        first = worker.submit(request("a"))
+        steered.refusal = OverloadError("wanted fewer", 3.0)
+        with pytest.raises(OverloadError):
+            worker.submit(request("b"))
+        assert preloads.log == ["begin b", "close b"] and not worker.is_idle
+        steered.refusal = None
+        steered.step.release(2)
+        assert [await text(job) for job in (first, worker.submit(request("c")))] == ["a", "c"]
+        await until(lambda: worker.is_idle)
+        assert [job.request.prompt for job in ended] == ["a", "c"]
+
+    run(scenario, preload=preloads)
+
+
+def test_jobs_that_are_broken_off_are_told_why() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
+        await until(lambda: worker.num_running == 1)
+        worker.break_off(OSError("enough"))
+        outcomes = await asyncio.gather(*(text(job) for job in jobs), return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == ["enough"] * 2
+        steered.step.release(2)
+        await until(lambda: worker.is_idle)
+        assert set(ended) == set(jobs) and "start c" not in steered.log
+
+    run(scenario)
+
+
+def test_too_many_calls_are_refused() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        held = threading.Event()
+        futures = [worker.call(held.wait)]
+        with pytest.raises(QueueFullError):
+            for _ in range(1000):
+                futures.append(worker.call(lambda: len(futures)))
+        assert 100 < len(futures) < 200
+        held.set()
+        await asyncio.gather(*map(asyncio.wrap_future, futures))
+
+    run(scenario)
+
+
+def test_a_worker_that_is_shut_finishes_what_it_has() -> None:
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        held = threading.Event()
+        call = worker.call(held.wait)
+        jobs = [worker.submit(request(prompt)) for prompt in ("a", "b")]
+        worker.shut()
+        with pytest.raises(WorkerClosedError):
+            worker.submit(request("c"))
+        with pytest.raises(WorkerClosedError):
+            worker.call(lambda: None)
+        steered.step.release(2)
+        assert [await text(job) for job in jobs] == ["a", "b"]
+        assert not worker.is_idle  # the call runs
+        held.set()
+        assert await asyncio.wrap_future(call)
+        await until(lambda: worker.is_idle)
+
+    run(scenario)
 
 
 def test_a_running_job_is_cancelled_after_its_step() -> None:

@@ -4,29 +4,28 @@ Knows no HTTP and no text."""
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
-import threading
 import time
-from collections.abc import Iterator
 
 import jax
 
 from ccjax.engine.admission import Admission
 from ccjax.engine.batch.decode import DecodeBatch
+from ccjax.engine.batch.doors import Doors
+from ccjax.engine.batch.failures import CancelledError, as_request_error, too_late
+from ccjax.engine.batch.line import likely_order
 from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
 from ccjax.engine.batch.room import Room
 from ccjax.engine.batch.serving import Serving
 from ccjax.engine.batch.siblings import SharedPrompt, Siblings
 from ccjax.engine.cached_prefill import CachedPrefill
 from ccjax.engine.pool import DevicePool
-from ccjax.engine.prefill import PrefillCancelledError, Prefiller
+from ccjax.engine.prefill import Prefiller
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError
 from ccjax.engine.sampling import Drawn, draw
 from ccjax.engine.variants import VariantIndex
-from ccjax.errors import ContextLengthError
-from ccjax.policy.scheduling import Costs, LineFullError, NeverFitsError, Scheduler, SchedulerSettings
+from ccjax.policy.scheduling import Costs, NeverFitsError, SchedulerSettings
 from store.errors import TierFullError
 from store.tiered import TieredStore
 
@@ -38,12 +37,8 @@ _PLANNED_AHEAD = 8
 """Requests in line that are planned before each pack: what those before them stored is there for them then."""
 
 
-class CancelledError(Exception):
-    """The request was cancelled before its answer was complete."""
-
-
-class BatchLoop:
-    """Runs requests until `close`. `submit`, `wake` and `paused` may be called from any thread.
+class BatchLoop(Doors):
+    """Runs requests until `close`; what is public may be called from any thread.
 
     The thread that is let in by `paused` may use everything that the loop uses: between two steps of the loop, when no
     prefill is under way; answers may be.
@@ -61,120 +56,20 @@ class BatchLoop:
         *,
         decode_implementation: str | None = None,
     ) -> None:
+        super().__init__(pool, settings)
         self._model = model
         self._prefill = prefill
         self._variants = variants
         self._store = store
-        self._pool = pool
         self._rates = rates
         self._room = Room(pool, store, variants)
         self._decoder = DecodeBatch(model, pool, implementation=decode_implementation)
-        self._scheduler = Scheduler(settings)
-        self._servings: dict[str, Serving] = {}
         self._pack: Pack | None = None
         self._held: list[Serving] = []
         self._closing: list[Admission] = []
         self._ended: list[Serving] = []
         self._decode_step_s = 0.0
-        self._changed = threading.Condition()
-        self._new: collections.deque[Serving] = collections.deque()
-        self._num_guests = 0
-        self._has_guest = False
-        self._is_standing = True
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    # -- from any thread ---------------------------------------------------------------------------------------
-
-    @property
-    def num_running(self) -> int:
-        """Requests in prefill or decoding."""
-        return self._scheduler.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in line, preempted ones among them."""
-        return self._scheduler.num_waiting + len(self._new)
-
-    def submit(self, serving: Serving) -> None:
-        """Puts a request in line.
-
-        Raises:
-          RuntimeError: the loop is closed.
-        """
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("engine: closed already")
-            self._new.append(serving)
-            self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ccjax-batch", daemon=True)
-                self._thread.start()
-
-    def wake(self) -> None:
-        """Lets the loop look which requests were cancelled."""
-        with self._changed:
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def paused(self, *, wait: bool = True) -> Iterator[bool]:
-        """Lets this thread in; without `wait`, False where a request, or another thread, would have to be waited for.
-
-        Raises:
-          RuntimeError: the loop is closed.
-        """
-        with self._changed:
-            if not wait and (self._servings or self._new or self._num_guests):
-                is_let_in = False
-            else:
-                is_let_in = True
-                self._num_guests += 1
-                self._changed.wait_for(lambda: self._is_standing and not self._has_guest)
-                self._has_guest = True
-        try:
-            if is_let_in and self._closed:
-                raise RuntimeError("engine: closed already")
-            yield is_let_in
-        finally:
-            if is_let_in:
-                with self._changed:
-                    self._has_guest = False
-                    self._num_guests -= 1
-                    self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends the thread once all requests have their answer. May be called twice."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    # -- the thread --------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while self._stand():
-            try:
-                self._work()
-            except Exception as error:
-                logger.exception("a step of the batch failed; everything that was under way fails with it")
-                while self._servings:
-                    self._fail(next(iter(self._servings.values())), error)
-                self._scheduler = Scheduler(self._scheduler.settings)
-                self._pack = None
-                self._held = []
-
-    def _stand(self) -> bool:
-        """Lets guests in, and waits for work; False once there is none and never will be."""
-        is_prefilling = any(serving.job is not None and not serving.is_decoding for serving in self._servings.values())
-        with self._changed:
-            while not is_prefilling and (self._num_guests or not (self._new or self._servings or self._closed)):
-                self._is_standing = True
-                self._changed.notify_all()
-                self._changed.wait()
-            self._is_standing = not (self._new or self._servings)
-            return bool(self._new or self._servings)
+        self._answer_tokens: float | None = None
 
     def _work(self) -> None:
         """One pack with the decode steps between its layers, or one decode step."""
@@ -196,16 +91,13 @@ class BatchLoop:
                     self._changed.wait_for(lambda: bool(self._new), _LOOK_S)
 
     def _attend(self) -> None:
-        """Takes in new requests, lets go of cancelled ones, and puts those back in line that have waited enough."""
-        while self._new:
-            serving = self._new.popleft()
-            try:
-                self._scheduler.settings.check_fits(serving.most_work)
-                self._scheduler.add(serving.work(self._store.tier_of))
-            except (NeverFitsError, LineFullError) as error:
-                serving.siblings.emit(_as_request_error(error))
-            else:
-                self._servings[serving.request_id] = serving
+        """Takes in new requests, lets go of cancelled and late ones, and puts back in line who has waited enough."""
+        with self._changed:
+            self._welcome()
+            late = self._scheduler.expire(time.perf_counter())
+        for request_id in late:
+            if request_id in self._servings:  # else a sibling was late, too
+                self._fail(self._servings[request_id], too_late())
         for serving in tuple(self._servings.values()):
             if serving.request_id in self._servings and serving.siblings.is_cancelled():
                 self._fail(serving, CancelledError())
@@ -220,14 +112,25 @@ class BatchLoop:
         for one in tuple(siblings.open):
             self._let_go(one)
             one.admission.close(ok=False)
-        siblings.emit(CancelledError() if isinstance(error, PrefillCancelledError) else error)
+        siblings.emit(as_request_error(error))
+
+    def _start_over(self) -> None:
+        self._pack = None
+        self._end()
+        if self._pool.is_lost():
+            self._make_room(self._pool.num_pages)
+            try:
+                self._pool.renew()
+            except RuntimeError:  # whoever reads a chunk just now is through before long; the next request fails, too
+                logger.exception("the pages that a failed step took along cannot be replaced yet")
 
     def _let_go(self, serving: Serving) -> None:
         """Forgets an answer; its pages are free, with the last one those of the prompt."""
-        if self._servings.pop(serving.request_id, None) is not None:
-            self._scheduler.remove(serving.request_id)
+        self._servings.pop(serving.request_id, None)
         if serving in self._held:
             self._held.remove(serving)
+        if serving.request_id in self._scheduler:  # else it expired
+            self._scheduler.remove(serving.request_id)
         self._drop(serving)
         serving.admission.release()
         siblings = serving.siblings
@@ -247,7 +150,9 @@ class BatchLoop:
         self._plan_first()
         now_s = time.perf_counter()
         free_pages = 0 if self._num_guests else self._room.num_pages  # guests wait for the prefills that were begun
-        pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), shared_pages=self._shared_pages)
+        with self._changed:
+            self._welcome()
+            pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), shared_pages=self._shared_pages)
         for preempted in pack.preempted:
             self._preempt(self._servings[preempted.request_id])
         admitted = [self._servings[request_id] for request_id in pack.admitted]
@@ -270,7 +175,9 @@ class BatchLoop:
         servings = [one for one in self._servings.values() if one.siblings.prompt is None]
         waiting = [one for one in servings if one.job is None and one not in self._held]
         num_seats = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
-        for serving in waiting[: min(num_seats, _PLANNED_AHEAD)]:
+        # Those of several flows, also for one seat: who is first depends on what each computes. And one at least, for
+        # who has priority finds a seat where there is none.
+        for serving in likely_order(waiting)[: _PLANNED_AHEAD if num_seats else 1]:
             if serving.planned_at != self._variants.num_changes:
                 self._plan(serving)
 
@@ -300,6 +207,7 @@ class BatchLoop:
 
     def _preempt(self, serving: Serving) -> None:
         """Takes the pages of a request, which goes back in line."""
+        self._num_preemptions += 1
         self._drop(serving)
         serving.planned_at = None
         self._closing.append(serving.admission)
@@ -319,9 +227,27 @@ class BatchLoop:
         try:
             self._scheduler.replan(serving.work(self._store.tier_of))
         except NeverFitsError as error:
-            self._fail(serving, _as_request_error(error))
+            self._fail(serving, error)
 
     def _run_pack(self, pieces: list[tuple[Serving, Piece]]) -> None:
+        try:
+            self._run_layers(pieces)
+        except Exception as error:
+            logger.exception("a pack failed, and its requests with it")
+            self._pack = None
+            self._fail_all([serving for serving, _ in pieces], error)
+            self._scheduler.pack_done(time.perf_counter())
+
+    def _fail_all(self, servings: list[Serving], error: Exception) -> None:
+        """Fails those of a step that have pages still; raises `error` if the step took everybody's."""
+        for serving in servings:
+            if self._servings.get(serving.request_id) is serving and serving.job is not None:
+                self._fail(serving, error)
+        self._end()
+        if self._pool.is_lost():
+            raise error
+
+    def _run_layers(self, pieces: list[tuple[Serving, Piece]]) -> None:
         started_s, decoded_s = time.perf_counter(), 0.0
         pack = self._pack = Pack(self._model, self._pool, [piece for _, piece in pieces])
         by_job = {piece.job: serving for serving, piece in pieces}
@@ -395,9 +321,14 @@ class BatchLoop:
         self._make_room(len(step.draws))
         servings = [self._servings[request_id] for request_id in step.request_ids]
         drawn = []
-        if servings:
-            logits = self._decoder.step([one.pages for one in servings], [one.last_token for one in servings])
-            drawn = draw(logits, [one.draw for one in servings])
+        try:
+            if servings:
+                logits = self._decoder.step([one.pages for one in servings], [one.last_token for one in servings])
+                drawn = draw(logits, [one.draw for one in servings])
+        except Exception as error:
+            logger.exception("a decode step failed, and its requests with it")
+            self._fail_all(servings, error)
+            servings = []
         seconds = time.perf_counter() - started_s
         self._decode_step_s = seconds if not self._decode_step_s else 0.9 * self._decode_step_s + 0.1 * seconds
         self._scheduler.decode_done(time.perf_counter())
@@ -409,6 +340,8 @@ class BatchLoop:
     def _take_in(self, serving: Serving, drawn: Drawn) -> None:
         """Gives a request its next token, and lets go of it if that is the last."""
         if serving.take_in(drawn):
+            tokens, mean = float(serving.num_drawn), self._answer_tokens
+            self._answer_tokens = tokens if mean is None else 0.9 * mean + 0.1 * tokens
             self._let_go(serving)
             self._closing.append(serving.admission)
             self._ended.append(serving)
@@ -446,8 +379,9 @@ class BatchLoop:
 
     def _costs(self) -> Costs:
         token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
-        return Costs(token_s=token_s, page_copy_s=0.0, decode_step_s=self._decode_step_s)
-
-
-def _as_request_error(error: Exception) -> Exception:
-    return ContextLengthError("prompt", str(error)) if isinstance(error, NeverFitsError) else error
+        return Costs(
+            token_s=token_s,
+            page_copy_s=0.0,
+            decode_step_s=self._decode_step_s,
+            answer_tokens=self._answer_tokens,
+        )

@@ -62,6 +62,11 @@ class Serving:
         return self._tokens[-1]
 
     @property
+    def num_drawn(self) -> int:
+        """Tokens of its answer so far."""
+        return len(self._tokens)
+
+    @property
     def draw(self) -> Draw:
         """How its next token is drawn."""
         return Draw(self.siblings.sampling, self._seed, len(self._tokens))
@@ -85,7 +90,7 @@ class Serving:
         if plan is None:
             self._work = self._unplanned()
             return self._work
-        prompt = self.siblings.prompt
+        siblings, prompt = self.siblings, self.siblings.prompt
         on_device = {key for key in plan.pin if tier_of(key) == DEVICE} if prompt is None else prompt.shards
         shared = shared_segments(plan, on_device)
         counts = [num_pages(segment.num_tokens) for segment in plan.segments]
@@ -98,6 +103,9 @@ class Serving:
             prefill_tokens=computed,
             prompt_pages=sum(count for index, count in enumerate(counts) if index not in shared),
             max_new_tokens=self._prompt.max_new_tokens,
+            flow=siblings.flow,
+            priority=siblings.priority,
+            deadline_s=siblings.deadline_s,
             cached_tokens=plan.num_tokens - computed,
             shared_pages=sum(count for index, count in enumerate(counts) if index in shared),
             tail_slots=-plan.segments[-1].num_tokens % PAGE_TOKENS,
@@ -239,5 +247,8 @@ class Serving:
             prefill_tokens=prompt.num_tokens,
             prompt_pages=sum(map(num_pages, lengths)),
             max_new_tokens=prompt.max_new_tokens,
+            flow=self.siblings.flow,
+            priority=self.siblings.priority,
+            deadline_s=self.siblings.deadline_s,
             tail_slots=-lengths[-1] % PAGE_TOKENS,
         )

@@ -77,6 +77,7 @@ class Siblings:
         were needed while no admitted answer read them.
       reuse: what the prefill reused; None before it is through.
       started_s: `time.perf_counter` when the request left the line, None before.
+      deadline_s: `time.perf_counter` when the answers are of no use any more, None for never.
     """
 
     def __init__(
@@ -102,6 +103,10 @@ class Siblings:
         self.num_answers = request.sampling.n
         self.num_begun = 0
         self.open: list[Serving] = []
+        self.priority = request.priority
+        self.flow = request.flow
+        arrived_s = time.perf_counter() - assemble_s
+        self.deadline_s = None if request.timeout_s is None else arrived_s + request.timeout_s
         self.sampling = request.sampling
         self.tokens = prompt
         self.emit = emit

@@ -61,6 +61,10 @@ class Scheduler:
         """Requests that want a decode step."""
         return len(self._decoding())
 
+    def check_place(self, flow: str) -> None:
+        """Raises LineFullError where `add` would for a request of that flow."""
+        self._places.check(flow)
+
     def add(self, work: Work, *, after: str | None = None) -> None:
         """Puts a request in line.
 
@@ -77,7 +81,7 @@ class Scheduler:
         self.settings.check_fits(work)
         record = Record(work, self._num_arrived, self.settings.page_tokens)
         if after is None:
-            self._places.check(work.flow)
+            self.check_place(work.flow)
             self._places.take(record)
         else:
             record.tag = self._admitted[after].tag

@@ -1,0 +1,43 @@
+"""The socket that the server listens on. Knows no HTTP."""
+
+from __future__ import annotations
+
+import math
+import socket
+
+_KEEPALIVE_PROBES = 4
+_LONGEST_STALL_S = 86400.0
+
+
+def listen(host: str, port: int, *, stall_timeout_s: float) -> socket.socket:
+    """A socket that listens; at once, for two may bind the same port as long as none listens.
+
+    Its connections end once the other side takes nothing of what is sent to it, or does not even answer the system's
+    own probes, for `stall_timeout_s`: a client that never reads would keep its answer in memory, one that is gone
+    without a word its request in the batch. The system sees to it (`TCP_USER_TIMEOUT` and keepalive, which connections
+    inherit from the socket that listens; Linux only), since nobody else knows what the other side took.
+
+    Raises:
+      ValueError: `stall_timeout_s` is not above 0 and at most a day.
+      socket.gaierror: there is no such host.
+      OSError: the port is in use, or not allowed.
+    """
+    if not 0.0 < stall_timeout_s <= _LONGEST_STALL_S:
+        raise ValueError(f"wanted seconds above 0 and up to a day, got {stall_timeout_s}")
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            probe_s = max(1, math.ceil(stall_timeout_s / _KEEPALIVE_PROBES))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(stall_timeout_s * 1e3))
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener

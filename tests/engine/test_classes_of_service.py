@@ -1,0 +1,273 @@
+"""Who goes first, who is refused and who comes too late: priorities, flows and deadlines through the engine."""
+
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ccjax.engine import EngineConfig, Request
+from ccjax.engine.batch import loop as loop_module
+from ccjax.engine.batch.line import SharedScheduler, likely_order
+from ccjax.engine.pool import PAGE_TOKENS
+from ccjax.engine.requests import LONGEST_FLOW, MOST_PRIORITY
+from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.errors import ConfigError, ContextLengthError, DeadlineError, OverloadError, RequestError
+from ccjax.policy.scheduling import Scheduler, SchedulerSettings
+from tests.engine.helpers import TinyModel, draw_segments
+from tests.engine.test_batch_loop import Client, ask, check, settled
+
+MODEL = TinyModel(seed=22)
+PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
+NUM_PAGES = 120
+MAX_QUEUE = 12
+SEGMENTS = draw_segments(np.random.default_rng(1), [30])
+
+
+def request(tokens=2, **fields):
+    return dataclasses.replace(ask(SEGMENTS, "off", tokens=tokens), **fields)
+
+
+@pytest.fixture(scope="module")
+def shared_engine():
+    with MODEL.engine(
+        max_model_len=512, max_num_seqs=1, max_queue=MAX_QUEUE, flow_share=2.0, device_cache_bytes=NUM_PAGES * PAGE
+    ) as engine:
+        engine.run(request(tokens=400))  # compiled once and for all
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine):
+    """An engine with one seat; what a test leaves behind is found here."""
+    before = shared_engine.batch_counts
+    yield shared_engine
+    settled(shared_engine)
+    after = shared_engine.batch_counts
+    assert after.free_pages == before.free_pages
+    places = shared_engine._loop._scheduler._places
+    assert places.num_taken == places.num_tokens == 0 and not places._by_flow
+
+
+@contextlib.contextmanager
+def decoding(engine, **fields):
+    """While it lasts, a request holds the only seat."""
+    client = Client(engine, request(tokens=400, **fields))
+    while not client.deltas:
+        time.sleep(0.001)
+    try:
+        yield client
+    finally:
+        client.cancel()
+
+
+def started(engine, requests):
+    """The order in which requests start that are all in line before the first one does."""
+    order, clients = [], []
+    with engine._exclusive():
+        for number, one in enumerate(requests):
+            clients.append(Client(engine, one, on_start=lambda number=number: order.append(number)))
+    for client in clients:
+        client.response()
+    return order
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("priority", "1", "integer"),
+        ("priority", True, "integer"),
+        ("priority", 1.0, "integer"),
+        ("priority", MOST_PRIORITY + 1, "1000"),
+        ("priority", -MOST_PRIORITY - 1, "-1000"),
+        ("flow", 7, "string"),
+        ("flow", "x" * (LONGEST_FLOW + 1), "256"),
+        ("timeout_s", 0, "positive"),
+        ("timeout_s", -1.0, "positive"),
+        ("timeout_s", math.inf, "positive"),
+        ("timeout_s", math.nan, "positive"),
+        ("timeout_s", True, "positive"),
+        ("timeout_s", "1", "positive"),
+    ],
+)
+def test_a_request_says_what_is_wrong_with_it(field, value, words):
+    with pytest.raises(RequestError, match=words) as caught:
+        Request(prompt="x", **{field: value})
+    assert caught.value.argument == field and len(str(caught.value)) < 200
+
+
+def test_the_extremes_are_allowed():
+    Request(prompt="x", priority=-MOST_PRIORITY, flow="x" * LONGEST_FLOW, timeout_s=1e-9)
+    Request(prompt="x", priority=MOST_PRIORITY, flow="", timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_queue", 0), ("max_queue", 1.5), ("flow_share", 0.0), ("flow_share", math.inf)]
+)
+def test_a_bad_limit_is_named(field, value):
+    with pytest.raises(ConfigError, match=f"^{field}: wanted"):
+        EngineConfig(**{field: value})
+
+
+def test_every_verb_of_the_scheduler_holds_the_lock():
+    holds = []
+
+    class Lock:
+        def __enter__(self):
+            holds.append(True)
+
+        def __exit__(self, *_):
+            holds.pop()
+
+    verbs = [name for name, verb in vars(Scheduler).items() if callable(verb) and not name.startswith("_")]
+    assert {"add", "remove", "expire", "next_pack", "next_decode", "retry_after_s", "check_place"} <= set(verbs)
+    scheduler = SharedScheduler(SchedulerSettings(num_pages=8), Lock())
+    seen = {}
+
+    class Places:
+        def check(self, flow):
+            seen[flow] = bool(holds)
+
+    scheduler._places = Places()
+    scheduler.check_place("a")
+    assert seen == {"a": True} and not holds
+    for name in verbs:
+        assert vars(SharedScheduler)[name] is not vars(Scheduler)[name], name
+
+
+def test_the_more_important_start_first_and_equals_as_they_came(engine):
+    order = started(engine, [request(priority=priority) for priority in (0, 0, 5, -5, -5)])
+    assert order == [3, 4, 0, 1, 2]
+
+
+def test_who_asks_a_lot_does_not_keep_others_waiting(engine):
+    flood = [request(flow="flood") for _ in range(8)]
+    order = started(engine, [*flood, request(flow="a"), request(flow="b")])
+    assert max(order.index(8), order.index(9)) <= 3  # a round of three flows, the flood's first one ahead
+    assert [number for number in order if number < 8] == list(range(8))
+
+
+def test_those_likely_next_are_planned_first():
+    class One:
+        def __init__(self, flow, priority):
+            self.flow, self.priority = flow, priority
+
+    line = [One("a", 0), One("a", 0), One("a", 0), One("b", 0), One("c", -1), One("a", -1)]
+    assert likely_order(line) == [line[number] for number in (4, 5, 0, 3, 1, 2)]
+
+
+def test_an_urgent_request_takes_the_seat_and_both_get_their_answers(engine):
+    wanted = engine.run(request(tokens=60)), engine.run(request(tokens=3))
+    before = engine.batch_counts.preemptions
+    slow = Client(engine, request(tokens=60))
+    while not slow.deltas:
+        time.sleep(0.001)
+    urgent = Client(engine, request(tokens=3, priority=-1))
+    ends = []
+    for name, client in (("urgent", urgent), ("slow", slow)):
+        threading.Thread(target=lambda name=name, client=client: (client.done.wait(60), ends.append(name))).start()
+    check(urgent.response(), wanted[1])
+    assert not slow.done.is_set()
+    check(slow.response(), wanted[0])
+    assert engine.batch_counts.preemptions == before + 1
+
+
+def test_a_deadline_in_line_comes_while_others_run_and_while_the_loop_stands(engine):
+    begun = []
+    with decoding(engine):
+        late = Client(engine, request(timeout_s=0.05), on_start=lambda: begun.append("late"))
+        with pytest.raises(DeadlineError, match="timeout_s"):
+            late.response()
+        assert engine.batch_counts.waiting == 0 and engine.batch_counts.running == 1
+    with engine._exclusive():
+        late = Client(engine, request(timeout_s=0.05), on_start=lambda: begun.append("late"))
+        patient = Client(engine, request())
+        given_up = Client(engine, request(), on_start=lambda: begun.append("given up"))
+        given_up.cancel()
+        with pytest.raises(DeadlineError):
+            late.response()
+        assert given_up.done.wait(10)
+        assert engine.batch_counts.waiting == 1
+    assert len(patient.response().token_ids) == 2
+    assert not begun
+
+
+def test_a_deadline_ends_an_answer_and_frees_its_pages_at_once(engine):
+    free = engine.batch_counts.free_pages
+    late = Client(engine, request(tokens=400, timeout_s=0.3))
+    with pytest.raises(DeadlineError):
+        late.response()
+    assert late.deltas and all(delta.response is None for delta in late.deltas)
+    assert engine.batch_counts.free_pages == free and engine.batch_counts.running == 0
+
+
+def test_a_deadline_ends_a_prefill_between_two_layers(engine, monkeypatch):
+    layers = []
+    run_layer = loop_module.Pack.run_layer
+
+    def slow(pack):
+        layers.append(pack.layer)
+        time.sleep(0.2)
+        run_layer(pack)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module.Pack, "run_layer", slow)
+        late = Client(engine, request(timeout_s=0.1))
+        with pytest.raises(DeadlineError):
+            late.response()
+    assert not late.deltas and layers == [0] and MODEL.config.num_layers > 1
+
+
+def test_time_enough_changes_nothing(engine):
+    check(engine.run(request(tokens=20, timeout_s=60, priority=3, flow="x")), engine.run(request(tokens=20)))
+
+
+def test_a_full_line_refuses_at_once_also_while_the_loop_stands(engine):
+    with engine._exclusive():
+        taken = []
+        with pytest.raises(OverloadError, match=r"flow 'flood'.*flow_share"):
+            for _ in range(MAX_QUEUE):
+                taken.append(Client(engine, request(flow="flood")))
+        assert len(taken) == 2 * MAX_QUEUE // 3  # as flow_share 2 leaves half as many places as one flow has
+        engine.check_place("other")
+        with pytest.raises(OverloadError):
+            engine.check_place("flood")
+        taken += [Client(engine, request(flow=f"other {number}")) for number in range(MAX_QUEUE - len(taken))]
+        with pytest.raises(OverloadError, match="max_queue"):
+            engine.check_place("one more")
+        with pytest.raises(OverloadError, match="max_queue"):
+            engine.run(request(flow="one more"))
+        assert engine.batch_counts.waiting == MAX_QUEUE
+    for client in taken:
+        client.response()
+    engine.check_place("flood")
+
+
+def test_what_the_pool_can_never_hold_is_refused_at_once(engine):
+    with engine._exclusive(), pytest.raises(ContextLengthError, match="pages"):
+        engine.submit(Request(segments=[[1] * 2] * (NUM_PAGES + 1), sampling=request().sampling), lambda _: None)
+
+
+def test_how_long_to_wait_is_estimated_from_what_was_measured(engine):
+    engine.run(request(tokens=100))
+    loop = engine._loop
+    with decoding(engine) as first:
+        waiting = [Client(engine, request(flow=str(number))) for number in range(MAX_QUEUE)]
+        with pytest.raises(OverloadError) as caught:
+            engine.check_place("x")
+        # A place is free once the answer that runs ends, of the usual length or of its own where that is longer.
+        assert 0.0 < caught.value.retry_after_s <= 400 * loop._decode_step_s * 2
+        costs = loop._costs()
+        assert costs.answer_tokens is not None and 1 < costs.answer_tokens < 400
+        assert costs.decode_step_s == loop._decode_step_s > 0
+        for client in waiting:
+            client.cancel()
+        first.cancel()
+
+
+def test_a_request_id_in_use_is_refused(engine):
+    with decoding(engine, request_id="one"), pytest.raises(ValueError, match="request_id.*'one'"):
+        Client(engine, request(request_id="one"))

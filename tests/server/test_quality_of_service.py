@@ -1,0 +1,343 @@
+"""Who is served first, who is refused, who comes too late and who does not read, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import math
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ccjax.engine import Engine
+from ccjax.errors import DeadlineError, DeviceMemoryError, OverloadError
+from ccjax.server import ServerSettings
+from ccjax.server.errors import as_api_error
+from ccjax.server.listening import listen
+from ccjax.server.schemas import ChatBody
+from tests.server import patience
+from tests.server.conftest import Server, wait_until
+from tests.server.test_traffic import body, busy, metrics
+
+CHAT = "/v1/chat/completions"
+LATE = ("ccjax_request_errors_total", "deadline_exceeded")
+
+
+@pytest.fixture(scope="module")
+def narrow(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
+    """A server whose engine runs one request at a time."""
+    with start_server(ServerSettings(refresh_interval_s=None), max_num_seqs=1, max_queue=128) as server:
+        ask(server, max_tokens=440)  # compiled once and for all
+        yield server
+
+
+def ask(server: Server, **fields: Any) -> httpx.Response:
+    return patience.post(f"{server.url}{CHAT}", json=body("Who?", **fields))
+
+
+class Starts:
+    """Who left the line, by user, in order."""
+
+    def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.users: list[str] = []
+        worker = server.service.backend.worker
+        begin = worker._begin
+
+        def noted(job: Any) -> None:
+            self.users.append(job.request.flow)
+            begin(job)
+
+        monkeypatch.setattr(worker, "_begin", noted)
+
+
+def all_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """The answers to requests that stand in line, in this order, before the first one starts."""
+
+    async def send() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+            answers = []
+            with busy(server):
+                for number, one in enumerate(bodies):
+                    answers.append(asyncio.create_task(client.post(f"{server.url}{CHAT}", json=one)))
+                    async with asyncio.timeout(60):
+                        while server.engine.batch_counts.waiting <= number:
+                            await asyncio.sleep(0.001)
+            return list(await asyncio.gather(*answers))
+
+    return asyncio.run(send())
+
+
+def test_a_flood_keeps_nobody_out_and_who_is_urgent_goes_first(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts(narrow, monkeypatch)
+    flood = [body("Who?", user="flood", max_tokens=1) for _ in range(100)]
+    polite = [body("Who?", user="polite", max_tokens=1) for _ in range(2)]
+    other = body("Who?", safety_identifier="other", max_tokens=1)
+    urgent = body("Who?", user="flood too", max_tokens=1, priority=-10)
+    idle = body("Who?", user="idle", max_tokens=1, priority=10)
+    answers = all_at_once(narrow, [*flood, idle, *polite, other, urgent])
+    assert [answer.status_code for answer in answers] == [200] * 105
+    order = starts.users
+    assert order[0] == "flood too" and order[-1] == "idle"
+    # Three flows take turns: nobody waits for more than a round and one prompt of each, where 100 came first.
+    assert order.index("other") <= 3 and order.index("polite") <= 3
+    assert [number for number, user in enumerate(order) if user == "polite"][1] <= 5
+
+
+def test_who_floods_the_line_is_refused_before_others_are(narrow: Server) -> None:
+    share = narrow.engine.config.flow_share
+    limit = narrow.engine.config.max_queue
+    assert limit is not None
+    most = math.ceil(share * limit / (1 + share))  # what it has is `share` times what is left then
+
+    async def flood() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+            one = body("Who?", user="flood", max_tokens=1)
+            with busy(narrow):
+                answers = [asyncio.create_task(client.post(f"{narrow.url}{CHAT}", json=one)) for _ in range(limit)]
+                async with asyncio.timeout(60):
+                    while sum(answer.done() for answer in answers) < limit - most:
+                        await asyncio.sleep(0.01)
+                assert narrow.engine.batch_counts.waiting == most
+                polite = asyncio.create_task(client.post(f"{narrow.url}{CHAT}", json=body("Who?", user="polite")))
+                async with asyncio.timeout(60):
+                    while narrow.engine.batch_counts.waiting == most:
+                        await asyncio.sleep(0.001)
+            return [*await asyncio.gather(*answers), await polite]
+
+    *answers, polite = asyncio.run(flood())
+    assert polite.status_code == 200
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(refused) == limit - most
+    for answer in refused:
+        assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
+        assert "flow 'flood'" in answer.json()["error"]["message"] and int(answer.headers["retry-after"]) >= 1
+
+
+def test_a_deadline_in_line_is_504(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts(narrow, monkeypatch)
+    before = metrics(narrow).get(LATE, 0)
+    with busy(narrow):
+        for stream in (False, True):
+            answer = ask(narrow, timeout_s=0.2, stream=stream, user="late")
+            assert answer.status_code == 504
+            error = answer.json()["error"]
+            assert error["code"] == "deadline_exceeded" and error["type"] == "server_error"
+            assert error["param"] == "timeout_s" and "timeout_s" in error["message"]
+        with narrow.client() as client, pytest.raises(openai.InternalServerError, match="timeout_s"):
+            client.chat.completions.create(
+                model="tiny", messages=body("Who?")["messages"], extra_body={"timeout_s": 0.1, "documents": []}
+            )
+    assert metrics(narrow)[LATE] == before + 3
+    assert ask(narrow).status_code == 200
+    assert starts.users == [""]
+
+
+def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server) -> None:
+    free = narrow.engine.batch_counts.free_pages
+    fields = body("Who?", max_tokens=440, stream=True, timeout_s=0.3, ignore_eos=True)
+    with slow_steps(narrow.engine), httpx.stream("POST", f"{narrow.url}{CHAT}", json=fields, timeout=60) as response:
+        assert response.status_code == 200
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["code"] == "deadline_exceeded"
+    assert 1 < len(events) < 400 and "choices" in json.loads(events[-3])
+    wait_until(lambda: narrow.engine.batch_counts.free_pages == free)
+    assert ask(narrow).status_code == 200
+
+
+def test_a_deadline_in_mid_answer_is_504_where_nothing_was_sent(narrow: Server) -> None:
+    with slow_steps(narrow.engine):
+        assert ask(narrow, max_tokens=440, timeout_s=0.3, ignore_eos=True).status_code == 504
+    assert ask(narrow).status_code == 200
+
+
+@contextlib.contextmanager
+def slow_steps(engine: Engine) -> Iterator[None]:
+    """While it lasts, a decode step takes 10 ms and more."""
+    step = engine._loop._decoder.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._loop._decoder, "step", lambda *args: (time.sleep(0.01), step(*args))[1])
+        yield
+
+
+def test_time_spent_before_the_line_counts(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    validate = narrow.engine.validate
+    left = []
+    submit = narrow.service.backend.worker._start
+
+    def slow(request: Any) -> int:
+        time.sleep(0.2)
+        return validate(request)
+
+    def noted(request: Any, *args: Any, **options: Any) -> Any:
+        left.append(request.timeout_s)
+        return submit(request, *args, **options)
+
+    monkeypatch.setattr(narrow.engine, "validate", slow)
+    monkeypatch.setattr(narrow.service.backend.worker, "_start", noted)
+    assert ask(narrow, timeout_s=0.1).status_code == 504 and not left
+    assert ask(narrow, timeout_s=50).status_code == 200 and 40 < left[0] <= 49.8
+
+
+def test_a_body_says_who_asks_how_urgently_and_for_how_long() -> None:
+    def request(limit_s: float | None = None, **fields: Any) -> Any:
+        chat = ChatBody(messages=[{"role": "user", "content": "x"}], **fields)
+        return chat.to_request((), reuse="off", timeout_s=limit_s, request_id="x")
+
+    plain = request()
+    assert (plain.priority, plain.flow, plain.timeout_s) == (0, "", None)
+    assert request(60.0).timeout_s == 60.0  # the server's own
+    assert request(60.0, timeout_s=90.0).timeout_s == 90.0
+    assert request(user="a", safety_identifier="b").flow == "a"
+    assert request(safety_identifier="b").flow == request(user="", safety_identifier="b").flow == "b"
+    assert request(priority=-3).priority == -3
+
+
+def test_the_server_has_a_limit_of_its_own(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow.service, "settings", dataclasses.replace(narrow.service.settings, request_timeout_s=0.2))
+    with busy(narrow):
+        assert ask(narrow).status_code == 504
+
+
+@pytest.mark.parametrize(("wait_s", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (70.5, "71")])
+def test_a_full_line_says_when_to_come_again(wait_s: float, header: str) -> None:
+    refusal = as_api_error(OverloadError("wanted fewer", wait_s))
+    assert refusal.status == 429 and refusal.response().headers["retry-after"] == header
+
+
+def test_what_the_device_could_not_do_may_be_asked_again() -> None:
+    refusal = as_api_error(DeviceMemoryError("too little memory"))
+    assert refusal.status == 503 and refusal.code == "out_of_memory" and refusal.headers == {"Retry-After": "1"}
+    assert as_api_error(DeadlineError("late")).status == 504
+
+
+def test_metrics_tell_of_line_batch_and_pages(narrow: Server) -> None:
+    queued = "ccjax_request_queue_time_seconds_count"
+    before = metrics(narrow)
+    counts = narrow.engine.batch_counts
+    assert before[("ccjax_kv_cache_pages", "free")] == counts.free_pages == counts.num_pages
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, slow_steps(narrow.engine):
+        slow = pool.submit(ask, narrow, max_tokens=100, ignore_eos=True, reuse="off")
+        wait_until(lambda: narrow.engine.batch_counts.running == 1)
+        while_running = metrics(narrow)
+        assert while_running[("ccjax_num_requests_running",)] == 1
+        used = while_running[("ccjax_kv_cache_pages", "used")]
+        assert 0 < used == counts.num_pages - while_running[("ccjax_kv_cache_pages", "free")]
+        assert while_running[("ccjax_kv_cache_usage_perc",)] == pytest.approx(used / counts.num_pages)
+        assert while_running[(queued,)] == before[(queued,)] + 1  # told once it is known
+        urgent = pool.submit(ask, narrow, max_tokens=1, priority=-1)
+        assert urgent.result().status_code == slow.result().status_code == 200
+    after = metrics(narrow)
+    preempted = ("ccjax_num_preemptions_total",)
+    assert after[preempted] == before[preempted] + 1
+    assert after[(queued,)] == before[(queued,)] + 2
+
+
+class Unread:
+    """A client that asks for a long stream and does not read it, with little room for what comes."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.socket.connect((host, int(port)))
+        data = json.dumps(body("Who?", stream=True, ignore_eos=True, **fields)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        self.socket.sendall(head.encode() + data)
+
+    def read(self) -> str:
+        """All that was sent, after all."""
+        self.socket.settimeout(30)
+        parts = []
+        while not b"".join(parts[-2:]).endswith(b"0\r\n\r\n"):
+            parts.append(self.socket.recv(1 << 16))
+            assert parts[-1], "ended too early"
+        return b"".join(parts).decode()
+
+    def __enter__(self) -> Unread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends as a process does that is killed with data unread."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
+    """The jobs to come; `_events` of each holds what its client was not sent yet."""
+    jobs: list[Any] = []
+    submit = server.service.backend.worker.submit
+    monkeypatch.setattr(
+        server.service.backend.worker, "submit", lambda request: jobs.append(submit(request)) or jobs[-1]
+    )
+    return jobs
+
+
+LONG = {"max_tokens": 440, "logprobs": True, "top_logprobs": 20}
+"""A stream of about 700 KB: more than the socket buffers here take."""
+
+
+def test_who_does_not_read_holds_up_nobody_and_keeps_no_more_than_the_answer(
+    narrow: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = held_back(monkeypatch, narrow)
+    with Unread(narrow.url, **LONG) as first, Unread(narrow.url, **LONG) as second:
+        wait_until(
+            lambda: [job.response is not None for job in jobs] == [True] * 2, timeout_s=60
+        )  # waits for no reader
+        assert narrow.engine.batch_counts.running == 0
+        assert ask(narrow).status_code == 200
+        wanted = ask(narrow, stream=True, ignore_eos=True, **LONG).text
+        for job, client in zip(jobs, (first, second), strict=False):
+            assert 0 < job._events.qsize() <= 440
+            told = client.read()
+            assert told.count("data: ") == wanted.count("data: ") and "data: [DONE]" in told
+            assert job._events.empty()
+
+
+def test_a_client_that_died_unread_is_noticed(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = held_back(monkeypatch, narrow)
+    with slow_steps(narrow.engine):
+        with Unread(narrow.url, **LONG):
+            wait_until(lambda: bool(jobs) and jobs[0].first_delta_s is not None)
+        wait_until(lambda: jobs[0].cancelled)
+    wait_until(lambda: narrow.engine.batch_counts.running == 0)
+
+
+def test_a_connection_ends_whose_client_takes_nothing() -> None:
+    with listen("127.0.0.1", 0, stall_timeout_s=1.0) as listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        connection, _ = listener.accept()
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        failed = threading.Event()
+
+        def send() -> None:
+            with connection, contextlib.suppress(ConnectionError, TimeoutError):
+                while True:
+                    connection.sendall(b"x" * (1 << 20))
+            failed.set()
+
+        started = time.monotonic()
+        threading.Thread(target=send, daemon=True).start()
+        assert failed.wait(30) and time.monotonic() - started > 0.9
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_bad_time_to_stall_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        listen("127.0.0.1", 0, stall_timeout_s=seconds)
