@@ -1,4 +1,4 @@
-"""A long closed loop on one server: every answer whole, memory flat, no more compiling. Knows no rates."""
+"""A long closed loop on one server: every answer whole, no page lost, flat memory, no more compiling. Knows no rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import collections
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from scripts.benchmarks.serve_workload import Question
 NUM_QUESTIONS = 100
 """Different requests of a soak, over and over: soon nothing is new to the store, and what grows then is a leak."""
 _SCRAPE_S = 5.0
+_LONGEST_END_S = 30.0
 
 
 def soak(
@@ -45,14 +47,36 @@ def soak(
                 options.timeout_s,
                 stop_after_s=options.soak,
             )
-        after = scrape(url)
+        after = settled(url)
     row = {"strategy": strategy, "load": "soak", "concurrency": options.concurrency, "rate": None}
     row |= figures(records, options.slo_s or math.inf, before, after)
     row |= trend(watch.samples) | {"changed_answers": changed_answers(records, len(bodies))}
+    row["page_usage"] = [scraped["ccjax_kv_cache_usage_perc"] for scraped in (before, after)]
     _show(row)
     broken = [record for record in records if record.status != "ok"]
     failures = [f"{len(broken)} of {len(records)} answers were not whole: {broken[0].error}"] if broken else []
+    failures += lost_pages(before, after)
     return {"cases": [row], "samples": watch.samples, "failures": failures}
+
+
+def settled(url: str) -> dict[str, float]:
+    """The metrics once the server has let go of its last request, which is after the client has its answer; as they
+    are then if it does not."""
+    deadline = time.monotonic() + _LONGEST_END_S
+    while True:
+        scraped = scrape(url)
+        is_idle = not scraped["ccjax_num_requests_running"] and not scraped["ccjax_num_requests_waiting"]
+        if is_idle or time.monotonic() > deadline:
+            return scraped
+        time.sleep(0.05)
+
+
+def lost_pages(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
+    """What is wrong with the pages of the pool, which cached chunks take no part of: as many are free as before."""
+    name = "ccjax_kv_cache_usage_perc"
+    if after[name] == before[name]:
+        return []
+    return [f"{name}: wanted {before[name]:g} as before the first request, got {after[name]:g}"]
 
 
 def trend(samples: Sequence[tuple[float, float, float]]) -> dict[str, Any]:

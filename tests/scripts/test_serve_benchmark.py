@@ -18,7 +18,7 @@ from scripts.benchmarks import serve_workload as workload
 from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.serve_client import Record
 from scripts.benchmarks.serve_figures import Saturation, bracket, figures, is_bounded, saturation, spread
-from scripts.benchmarks.serve_soak import changed_answers, trend
+from scripts.benchmarks.serve_soak import changed_answers, lost_pages, trend
 from tests.conftest import ROOT
 from tests.data import data_path
 from tests.server.tiny_model import write_tiny_model
@@ -246,6 +246,12 @@ def test_the_line_beside_the_paper():
 # -- a soak ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_page_that_is_not_given_back_is_a_failure():
+    name = "ccjax_kv_cache_usage_perc"
+    assert lost_pages({name: 0.0}, {name: 0.0}) == []
+    assert lost_pages({name: 0.0}, {name: 0.25}) == [f"{name}: wanted 0 as before the first request, got 0.25"]
+
+
 def test_memory_is_judged_once_the_store_is_full():
     filling = [(float(n), 1e9 + min(n, 8) * 1e8, 40.0 + min(n, 6)) for n in range(16)]
     assert trend(filling) == {"rss_growth_bytes": 0.0, "rss_max_bytes": 1.8e9, "late_compilations": 0.0}
@@ -313,6 +319,7 @@ def test_a_soak_ends_with_every_answer_whole(tiny_bench):
     (case,) = figures["cases"]
     assert (case["strategy"], case["load"], case["completed"]) == ("cachecraft", "soak", 30)
     assert figures["failures"] == [] and figures["samples"] and case["compilations"] > 0
+    assert case["page_usage"] == [0.0, 0.0]
     done = bench(*tiny_bench, "--soak", "inf", "--requests", "2", "--timeout-s", "0.001")
     assert done.returncode == 1 and "2 of 2 answers were not whole: TimeoutError" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["failures"]
