@@ -65,7 +65,7 @@ def test_decisions(strategy, mode, expected):
     assert decided(strategy, mode) == expected
 
 
-@pytest.mark.parametrize("strategy", ["cachecraft", "legolink", "random"])
+@pytest.mark.parametrize("strategy", ["cachecraft", "cacheblend", "legolink", "random"])
 @pytest.mark.parametrize(
     ("mode", "settings", "num_recomputed"),
     [
@@ -146,8 +146,8 @@ def test_prefix_stops_at_the_first_gap_even_where_an_exact_variant_follows():
 
 
 def test_registry_is_by_exact_name_and_lists_what_it_knows():
-    names = ["full", "prefix", "reuse", "cachecraft", "legolink", "random"]
+    names = ["full", "prefix", "reuse", "cachecraft", "cacheblend", "legolink", "random"]
     assert list(STRATEGIES) == names
-    for name in ("Full", "cacheblend", "cache", ""):
+    for name in ("Full", "blend", "cache", ""):
         with pytest.raises(ValueError, match=f"strategy: wanted one of {', '.join(names)}, got '{name}'"):
             get_strategy(name)
