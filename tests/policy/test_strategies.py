@@ -65,7 +65,7 @@ def test_decisions(strategy, mode, expected):
     assert decided(strategy, mode) == expected
 
 
-@pytest.mark.parametrize("strategy", ["cachecraft", "cacheblend", "legolink", "random"])
+@pytest.mark.parametrize("strategy", ["cachecraft", "legolink", "random"])
 @pytest.mark.parametrize(
     ("mode", "settings", "num_recomputed"),
     [
