@@ -104,7 +104,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
-        if isinstance(self.max_decode_gap_ms, bool) or not 0.0 <= self.max_decode_gap_ms < math.inf:
+        if not _is_number(self.max_decode_gap_ms) or not 0.0 <= self.max_decode_gap_ms < math.inf:
             raise ConfigError(f"max_decode_gap_ms: wanted a number of at least 0, got {self.max_decode_gap_ms!r}")
         if not isinstance(self.share_computation, bool):
             raise ConfigError(f"share_computation: wanted True or False, got {self.share_computation!r}")
@@ -114,11 +114,11 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name}: wanted an integer of at least 0, got {value!r}")
-        if isinstance(self.flow_share, bool) or not 0.0 < self.flow_share < math.inf:
+        if not _is_number(self.flow_share) or not 0.0 < self.flow_share < math.inf:
             raise ConfigError(f"flow_share: wanted a number above 0, got {self.flow_share!r}")
         if self.loading not in LOADINGS:
             raise ConfigError(f"loading: wanted one of {LOADINGS}, got {self.loading!r}")
-        if isinstance(self.pin_share, bool) or not 0.0 <= self.pin_share <= 1.0:
+        if not _is_number(self.pin_share) or not 0.0 <= self.pin_share <= 1.0:
             raise ConfigError(f"pin_share: wanted a share from 0 to 1, got {self.pin_share!r}")
         if self.store is not None and not isinstance(self.store, str):
             raise ConfigError(f"store: wanted a URL such as 'file:///path', got {self.store!r}")
@@ -149,3 +149,7 @@ class EngineConfig:
             max_queue=_NO_LIMIT if self.max_queue is None else self.max_queue,
             flow_share=self.flow_share,
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

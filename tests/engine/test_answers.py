@@ -20,6 +20,7 @@ from ccjax.errors import ContextLengthError, RequestError
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.test_batch import prompts
 from tests.engine.test_batch_loop import Client, check, filled, settled
+from tests.polling import wait_until
 
 MODEL = TinyModel(seed=31)
 PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
@@ -343,8 +344,7 @@ def test_cancelling_ends_all_answers_once_and_frees_all_pages(num_deltas):
     segments = draw_segments(np.random.default_rng(6), [60, 30])
     with MODEL.engine(max_model_len=512, max_num_seqs=3) as engine:
         client = Counting(engine, ask(segments, n=6, tokens=200, seed=1, temperature=1.0))
-        while len(client.deltas) < num_deltas:
-            time.sleep(0.001)
+        wait_until(lambda: len(client.deltas) >= num_deltas, timeout_s=60)
         client.cancel()
         with pytest.raises(CancelledError):
             client.response()

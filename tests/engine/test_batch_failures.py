@@ -1,7 +1,6 @@
 """A device that runs out of memory, or loses what it held: who fails then, what is left behind, and who comes next."""
 
 import threading
-import time
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import DeviceMemoryError
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.test_batch_loop import Client, ask, check, settled
+from tests.polling import wait_until
 
 MODEL = TinyModel(seed=23)
 SPEC = kv_spec_of(MODEL.config, "float32")
@@ -47,8 +47,7 @@ class FailsOnce:
 
 def decoding(engine, tokens=60):
     client = Client(engine, ask(SEGMENTS, "off", tokens=tokens))
-    while not client.deltas:
-        time.sleep(0.001)
+    wait_until(lambda: client.deltas, timeout_s=60)
     return client
 
 

@@ -16,6 +16,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ContextLengthError
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_batch import prompts
+from tests.polling import wait_until
 
 MODEL = TinyModel(seed=21)
 PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
@@ -59,9 +60,7 @@ def settled(engine):
     """Waits until nothing runs; what is left then was leaked."""
     with engine._exclusive():
         pass
-    deadline = time.monotonic() + 30
-    while engine._loop._servings and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not engine._loop._servings, timeout_s=30)
     with engine._exclusive():
         assert engine.batch_counts.running == engine.batch_counts.waiting == 0
         assert not engine._store._pins
@@ -123,8 +122,7 @@ def test_answers_go_on_between_the_layers_of_a_long_prefill():
     events = []
     with MODEL.engine(max_decode_gap_ms=0.0) as engine:
         first = Client(engine, ask(draw_segments(random, [20]), "off", tokens=200))
-        while len(first.deltas) < 3:
-            time.sleep(0.001)
+        wait_until(lambda: len(first.deltas) >= 3, timeout_s=60)
         first.on_delta = lambda: events.append("token")
         run_layer = loop_module.Pack.run_layer
 

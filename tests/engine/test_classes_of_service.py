@@ -20,6 +20,7 @@ from ccjax.errors import ConfigError, ContextLengthError, DeadlineError, Overloa
 from ccjax.policy.scheduling import Scheduler, SchedulerSettings
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.test_batch_loop import Client, ask, check, settled
+from tests.polling import wait_until
 
 MODEL = TinyModel(seed=22)
 PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
@@ -57,8 +58,7 @@ def engine(shared_engine):
 def decoding(engine, **fields):
     """While it lasts, a request holds the only seat."""
     client = Client(engine, request(tokens=400, **fields))
-    while not client.deltas:
-        time.sleep(0.001)
+    wait_until(lambda: client.deltas, timeout_s=60)
     try:
         yield client
     finally:
@@ -106,7 +106,20 @@ def test_the_extremes_are_allowed():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("max_queue", 0), ("max_queue", 1.5), ("flow_share", 0.0), ("flow_share", math.inf)]
+    ("field", "value"),
+    [
+        ("max_queue", 0),
+        ("max_queue", 1.5),
+        ("flow_share", 0.0),
+        ("flow_share", math.inf),
+        ("flow_share", "4"),
+        ("max_decode_gap_ms", -1.0),
+        ("max_decode_gap_ms", math.nan),
+        ("max_decode_gap_ms", "200"),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 1.5),
+        ("pin_share", "half"),
+    ],
 )
 def test_a_bad_limit_is_named(field, value):
     with pytest.raises(ConfigError, match=f"^{field}: wanted"):
@@ -164,8 +177,7 @@ def test_an_urgent_request_takes_the_seat_and_both_get_their_answers(engine):
     wanted = engine.run(request(tokens=60)), engine.run(request(tokens=3))
     before = engine.batch_counts.preemptions
     slow = Client(engine, request(tokens=60))
-    while not slow.deltas:
-        time.sleep(0.001)
+    wait_until(lambda: slow.deltas, timeout_s=60)
     urgent = Client(engine, request(tokens=3, priority=-1))
     ends = []
     for name, client in (("urgent", urgent), ("slow", slow)):

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,11 +113,3 @@ def running(service: Service) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
-    """Returns when `condition` holds; fails the test if it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)

@@ -18,7 +18,8 @@ from ccjax.engine import Engine
 from ccjax.errors import ConfigError, EraseIncompleteError
 from ccjax.retrieval import LexicalEmbedder, Retriever
 from ccjax.server import ServerSettings
-from tests.server.conftest import DOCUMENTS, Server, wait_until
+from tests.polling import wait_until
+from tests.server.conftest import DOCUMENTS, Server
 from tests.server.test_traffic import busy, metrics
 
 ADMIN, CLIENT = "admin-sesame", "client-sesame"

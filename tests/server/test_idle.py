@@ -19,8 +19,9 @@ from ccjax.server import ServerSettings
 from ccjax.types import Document
 from models.llama3.paged_steps import paged_layer_step
 from models.llama3.steps import layer_step
+from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import MAX_MODEL_LEN, Server, wait_until
+from tests.server.conftest import MAX_MODEL_LEN, Server
 from tests.server.test_traffic import body, metrics
 
 StartServer = Callable[..., contextlib.AbstractContextManager[Server]]

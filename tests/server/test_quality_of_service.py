@@ -25,8 +25,9 @@ from ccjax.server import ServerSettings
 from ccjax.server.errors import as_api_error
 from ccjax.server.listening import listen
 from ccjax.server.schemas import ChatBody
+from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import Server, wait_until
+from tests.server.conftest import Server
 from tests.server.test_traffic import body, busy, metrics
 
 CHAT = "/v1/chat/completions"

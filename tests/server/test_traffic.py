@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ccjax.engine import Delta, Request, SamplingParams
 from ccjax.server import ServerSettings
 from ccjax.types import Document
+from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import Server, wait_until
+from tests.server.conftest import Server
 
 NAMES = ("Anna", "Bob", "Carla", "Dino")
 
