@@ -15,12 +15,10 @@ def token_bucket(num_tokens: int) -> int:
 
 
 def slot_bucket(num_tokens: int) -> int:
-    """Context slots for `num_tokens` tokens: powers of two from 128 to 512, then multiples of 512 (beyond 8,192, of a
-    sixteenth of the next power of two)."""
-    if num_tokens <= 512:
-        return max(128, 1 << (num_tokens - 1).bit_length())
-    step = max(512, (1 << (num_tokens - 1).bit_length()) // 16)
-    return -(-num_tokens // step) * step
+    """Context slots for `num_tokens` tokens: powers of two from 256, beyond 4,096 those half way between two as well.
+    An unused slot costs its read, a padding row would run through the model: so sizes are coarser than of rows."""
+    size = max(256, 1 << (num_tokens - 1).bit_length())
+    return 3 * size // 4 if size > 4096 and num_tokens <= 3 * size // 4 else size
 
 
 def segment_bucket(num_segments: int) -> int:
@@ -32,10 +30,10 @@ def segment_bucket(num_segments: int) -> int:
 
 
 def batch_bucket(num_requests: int) -> int:
-    """Rows of a decode step: powers of two."""
+    """Rows of a decode step, and of the logits behind a prefill: powers of two."""
     return 1 << (num_requests - 1).bit_length()
 
 
 def entry_bucket(num_entries: int) -> int:
-    """Entries of the page tables of a decode step: powers of two from 8."""
-    return max(8, 1 << (num_entries - 1).bit_length())
+    """Entries of the page tables of a decode step: powers of two from 32."""
+    return max(32, 1 << (num_entries - 1).bit_length())

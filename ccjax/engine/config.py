@@ -75,7 +75,7 @@ class EngineConfig:
     focus_rule: str = "entropy"
     max_model_len: int | None = None
     device_cache_bytes: int = 0
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 1024
     max_num_seqs: int = 32
     max_queue: int | None = None
     flow_share: float = 4.0
@@ -138,12 +138,14 @@ class EngineConfig:
             num_layers=num_layers,
         )
 
-    def scheduler_settings(self, num_pages: int, page_tokens: int) -> SchedulerSettings:
-        """The part of the settings that requests are scheduled by, over a pool of so many pages."""
+    def scheduler_settings(self, num_pages: int, page_tokens: int, context_tokens: int) -> SchedulerSettings:
+        """The part of the settings that requests are scheduled by, over a pool of so many pages and packs of so long
+        contexts."""
         return SchedulerSettings(
             num_pages=num_pages,
             page_tokens=page_tokens,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_context_tokens=context_tokens,
             max_num_seqs=self.max_num_seqs,
             max_decode_gap_s=self.max_decode_gap_ms / 1e3,
             max_queue=_NO_LIMIT if self.max_queue is None else self.max_queue,

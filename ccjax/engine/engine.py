@@ -45,7 +45,7 @@ from ccjax.engine.requests import Delta, Request, Response, SamplingParams, docu
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import BackgroundCompiler, decode_shapes, shapes, warm_up
+from ccjax.engine.warmup import BackgroundCompiler, BatchSizes, warm_up
 from ccjax.errors import ConfigError, RequestError
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
@@ -126,6 +126,12 @@ class Engine(DocumentCalls, CacheCalls):
         self._variants.spare(self._pins)
         if not config.read_only:
             self._documents.tend_erasures()
+        self._sizes = BatchSizes(
+            limit,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            with_mass=self._settings.strategy != "full",
+        )
         self._loop = BatchLoop(
             self._prefiller,
             self._prefill,
@@ -133,7 +139,8 @@ class Engine(DocumentCalls, CacheCalls):
             self._store,
             self._pool,
             self.rates,
-            config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS),
+            config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS, self._sizes.context_tokens),
+            with_mass=self._sizes.with_mass,
         )
         self._closed = False
 
@@ -348,8 +355,8 @@ class Engine(DocumentCalls, CacheCalls):
     def warmup(self, progress: Progress | None = None) -> None:
         """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it."""
         with self._exclusive():
-            sizes = shapes(self.max_model_len), decode_shapes(self.max_model_len, self.config.max_num_seqs)
-            warm_up(self._prefiller, self._pool, *sizes, progress)
+            deviates = self._settings.strategy == "cacheblend"
+            warm_up(self._prefiller, self._pool, self._sizes, progress, with_deviation=deviates)
 
     def close(self) -> None:
         """Waits for the requests that are there, writes out what is pending and lets go of the store. May be called

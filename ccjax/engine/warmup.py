@@ -4,9 +4,10 @@ no store."""
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,61 +18,99 @@ from ccjax.engine.loading import Progress
 from ccjax.engine.pool import DevicePool, num_pages
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
 from ccjax.engine.sampling import draw
-from models.llama3.paged_steps import paged_decode_step, paged_layer_step, write_rows_step
+from models.llama3.paged_steps import deviation_step, paged_decode_step, paged_layer_step, write_rows_step
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
 
-_ALL_SIZES_UP_TO = 1024
-_BATCHES_UP_TO = 8
+_ALL_ROWS_UP_TO = 4096
 _PARTS = 16
 """Parts of a prompt, each with a last page that is not full."""
 
 _POLL_S = 0.05
 
 
-def shapes(max_model_len: int) -> list[tuple[int, int]]:
-    """(computed tokens, context slots) of every size of a prefill up to `max_model_len`, small ones first.
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """What an engine's steps are compiled for.
 
-    Beyond 1,024 slots only short questions and full prefills: all of them would take minutes, and what is left out
-    compiles once, when a request first needs it. So do packs of several prompts that are longer together.
+    Attributes:
+      max_model_len, max_num_batched_tokens, max_num_seqs: as in `EngineConfig`.
+      with_mass: of `Pack`.
     """
-    slots = sorted({slot_bucket(length) for length in range(1, max_model_len + 1)})
-    rows = sorted({token_bucket(length) for length in range(1, max_model_len + 1)})
-    return [
-        (count, size)
-        for size in slots
-        for count in rows
-        if count <= size and (size <= _ALL_SIZES_UP_TO or count in (1, 16, 32, 64, size))
-    ]
 
+    max_model_len: int
+    max_num_batched_tokens: int = 1024
+    max_num_seqs: int = 32
+    with_mass: bool = True
 
-def decode_shapes(max_model_len: int, max_num_seqs: int) -> list[tuple[int, int]]:
-    """(requests, entries of the page tables) of every decode step up to `max_model_len`, small ones first; of batches,
-    up to 8 requests: larger ones compile when they first come."""
-    most = num_pages(max_model_len) + _PARTS
-    entries = sorted({entry_bucket(count) for count in range(1, most + 1)})
-    batches = sorted({batch_bucket(count) for count in range(1, min(max_num_seqs, _BATCHES_UP_TO) + 1)})
-    return [(batch, count) for count in entries for batch in batches]
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of the contexts of a pack: any one prompt, or usual ones as long as a full pack needs."""
+        return slot_bucket(max(self.max_model_len, 2 * self.max_num_batched_tokens))
+
+    @property
+    def num_segments(self) -> int:
+        """Columns of the mass output, for prompts of up to 15 chunks."""
+        return segment_bucket(1) if self.with_mass else 0
+
+    def packs(self) -> list[tuple[int, int]]:
+        """(computed tokens, context slots) of every pack, small ones first.
+
+        Beyond 4,096 slots only short questions and full packs: all of them would take minutes, and what is left out
+        compiles once, when a request first needs it.
+        """
+        slots = sorted({slot_bucket(length) for length in range(1, self.context_tokens + 1)})
+        rows = self._rows()
+        full = rows[-1]
+        return [
+            (count, size)
+            for size in slots
+            for count in rows
+            if count <= size and (size <= _ALL_ROWS_UP_TO or count in (1, 16, 32, 64, full))
+        ]
+
+    def selections(self) -> list[tuple[int, int]]:
+        """(computed tokens, requests that those hold the last token of) of every pack, up to 8 requests."""
+        return [(rows, count) for rows in self._rows() for count in self._batches() if count <= min(rows, 8)]
+
+    def decodes(self) -> list[tuple[int, int]]:
+        """(requests, entries of the page tables) of every decode step up to `max_model_len`, small ones first."""
+        most = num_pages(self.max_model_len) + _PARTS
+        entries = sorted({entry_bucket(count) for count in range(1, most + 1)})
+        return [(batch, count) for count in entries for batch in self._batches()]
+
+    def _rows(self) -> list[int]:
+        most = min(self.max_num_batched_tokens, self.context_tokens)
+        return sorted({token_bucket(length) for length in range(1, most + 1)})
+
+    def _batches(self) -> list[int]:
+        return sorted({batch_bucket(count) for count in range(1, self.max_num_seqs + 1)})
 
 
 def warm_up(
     prefiller: Prefiller,
     pool: DevicePool,
-    sizes: Sequence[tuple[int, int]],
-    decode_sizes: Sequence[tuple[int, int]],
+    sizes: BatchSizes,
     progress: Progress | None = None,
+    *,
+    with_deviation: bool = False,
 ) -> None:
-    """Runs each step once at every size: of prefills (computed tokens, context slots), with what brings cached chunks
-    in, and of decode (requests, entries). All layers share one compiled step.
+    """Runs each step once at every size: of packs, with what brings cached chunks in, and of decode. All layers share
+    one compiled step. XLA compiles on all cores.
 
-    XLA compiles on all cores.
+    Args:
+      with_deviation: the step that chooses tokens by deviation, too.
     """
+    packs = sizes.packs()
+    rows, slots = sorted({count for count, _ in packs}), sorted({size for _, size in packs})
     jobs: list[Callable[[], None]] = [
-        functools.partial(_run_pack, prefiller, pool, (count, slots, segment_bucket(1))) for count, slots in sizes
+        functools.partial(compile_pack, prefiller, pool, (*size, sizes.num_segments)) for size in packs
     ]
-    jobs += [functools.partial(_run_decode, prefiller, pool, size) for size in decode_sizes]
-    counts = {count for count, _ in sizes if count <= _ALL_SIZES_UP_TO}
-    jobs += [functools.partial(pool.compile_write, count) for count in sorted(counts)]
-    jobs += [functools.partial(pool.compile_gather, slots) for slots in sorted({slots for _, slots in sizes})]
+    jobs += [functools.partial(_run_decode, prefiller, pool, size) for size in sizes.decodes()]
+    jobs += [functools.partial(_run_selection, prefiller, size) for size in sizes.selections()]
+    jobs += [functools.partial(pool.compile_write, count) for count in rows]
+    jobs += [functools.partial(pool.compile_gather, count) for count in slots]
+    if with_deviation:
+        jobs += [functools.partial(_run_deviation, prefiller, pool, count) for count in rows]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         runs = [threads.submit(job) for job in jobs]
         try:
@@ -83,8 +122,8 @@ def warm_up(
             threads.shutdown(cancel_futures=True)
 
 
-def _run_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
-    """A layer of a pack that writes nowhere and sees nothing."""
+def compile_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
+    """Runs a layer of a pack that writes nowhere and sees nothing."""
     num_rows, num_slots, num_segments = size
     x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
     rows, nowhere = jnp.zeros(num_rows, jnp.int32), jnp.full(num_rows, pool.num_slots, jnp.int32)
@@ -102,7 +141,7 @@ def _run_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
             slots,
             context,
             context,
-            context,
+            context if num_segments else None,
             config=prefiller.config,
             num_segments=num_segments,
             implementation=prefiller.implementation,
@@ -111,8 +150,21 @@ def _run_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
     shape = (num_slots, prefiller.config.num_kv_heads, prefiller.config.head_dim)
     none = jnp.asarray(np.zeros(shape, prefiller.dtype))  # as `LayerLoader` does it
     pool.update(0, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, none, none))
-    last = select_step(out.x, np.zeros(1, np.int32))
-    jax.block_until_ready(logits_step(prefiller.top, last, config=prefiller.config))
+    jax.block_until_ready(out.x)
+
+
+def _run_selection(prefiller: Prefiller, size: tuple[int, int]) -> None:
+    num_rows, num_requests = size
+    x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
+    jax.block_until_ready(select_step(x, np.zeros(num_requests, np.int32)))
+
+
+def _run_deviation(prefiller: Prefiller, pool: DevicePool, num_rows: int) -> None:
+    x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
+    nowhere = jnp.full(num_rows, pool.num_slots, jnp.int32)
+    layer, config = prefiller.params.layers[0], prefiller.config
+    out = pool.read(0, lambda k_pages, v_pages: deviation_step(layer, x, k_pages, v_pages, nowhere, config=config))
+    jax.block_until_ready(out)
 
 
 def _run_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -> None:

@@ -23,7 +23,7 @@ from rich.table import Table
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.buckets import slot_bucket
 from ccjax.engine.loading import LoadedModel
-from ccjax.engine.warmup import shapes, warm_up
+from ccjax.engine.warmup import BatchSizes, compile_pack
 from ccjax.types import ReuseMode
 from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks.common import environment, median
@@ -136,9 +136,10 @@ def _cases(params: Params, config: LlamaConfig, length: int, original: list[list
         cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio))
         cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio, focus_window=None))
         cases[-2].description["focus"], cases[-1].description["focus"] = True, False
-    sizes = [(count, slots) for count, slots in shapes(length) if slots == slot_bucket(length)]
-    engine = cases[0].engine  # where the focus cut falls decides which sizes a prompt needs
-    warm_up(engine._prefiller, engine._pool, sizes, [])
+    engine, sizes = cases[0].engine, BatchSizes(length)  # where the focus cut falls decides which a prompt needs
+    for count, slots in sizes.packs():
+        if slots == slot_bucket(length):
+            compile_pack(engine._prefiller, engine._pool, (count, slots, sizes.num_segments))
     return cases
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.compilations import compilations
-from ccjax.engine.warmup import decode_shapes, shapes
+from ccjax.engine.warmup import BatchSizes
 from models.llama3 import paged_steps, steps
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
@@ -14,24 +14,25 @@ def test_two_hundred_random_requests_compile_only_listed_sizes():
     model = TinyModel(seed=9, num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=16)
     random = np.random.default_rng(0)
     pool = [draw_segments(random, [int(random.integers(1, 40))])[1] for _ in range(25)]
-    listed = len(shapes(256))
-    sizes = {
+    sizes = BatchSizes(256, max_num_seqs=1)
+    compiled = {
         "layer": paged_steps.paged_layer_step,
         "decode": paged_steps.paged_decode_step,
         "select": steps.select_step,
     }
-    before = {name: step._cache_size() for name, step in sizes.items()}
+    before = {name: step._cache_size() for name, step in compiled.items()}
     with model.engine(max_model_len=256, max_variants=40) as engine:
         for number in range(200):
             chosen = random.choice(len(pool), random.integers(1, 6), replace=False)
             segments = [[1, 2, 3], *(pool[index] for index in chosen), draw_segments(random, [])[1]]
             reuse = ("bounded", "exact", "fast", "off")[number % 4]
             engine.generate_from_tokens(segments, max_new_tokens=2, reuse=reuse)
-    grown = {name: step._cache_size() - before[name] for name, step in sizes.items()}
-    # With mass and without it (reuse off, and decode); never more, however many requests come.
-    assert 0 < grown["layer"] <= 2 * listed
-    assert 0 < grown["decode"] <= len(decode_shapes(256, 1))
-    assert grown["select"] <= listed
+    grown = {name: step._cache_size() - before[name] for name, step in compiled.items()}
+    # Never more, however many requests come: one prompt at a time sees at most 256 slots.
+    assert 0 < grown["layer"] <= sum(slots <= 256 for _, slots in sizes.packs())
+    assert 0 < grown["decode"] <= len(sizes.decodes())
+    rows = {count for count, slots in sizes.packs() if slots <= 256}
+    assert grown["select"] <= len(rows) * (len(rows) + 1) / 2  # where the focus cut falls, and the last token
 
 
 def test_warm_up_leaves_nothing_to_compile():
@@ -40,7 +41,7 @@ def test_warm_up_leaves_nothing_to_compile():
     seen = []
     with model.engine(max_model_len=128) as engine:
         engine.warmup(lambda stage, done, total: seen.append((stage, done, total)))
-        assert len(seen) > len(shapes(128)) + len(decode_shapes(128, 32))
+        assert len(seen) > len(engine._sizes.packs()) + len(engine._sizes.decodes())
         assert seen == [("compile", done, len(seen)) for done in range(1, len(seen) + 1)]
         before = compilations().count
         segments = draw_segments(random, [30, 24, 36])

@@ -41,6 +41,10 @@ class Job:
     def total_tokens(self):
         return self.work.prefill_tokens + len(self.token_times_s)
 
+    @property
+    def context_tokens(self):
+        return self.total_tokens + self.work.cached_tokens
+
 
 class SimulatedEngine:
     """One step a `tick`. A layer takes `layer_s + token_s num_tokens` seconds, a decode step `decode_s`."""
@@ -219,6 +223,8 @@ class SimulatedEngine:
         assert self.free_pages >= 0, "next_pack drew pages that are not free"
         self._drop_prompts()
         assert sum(piece.num_tokens for piece in pack.pieces) <= self.settings.max_num_batched_tokens
+        contexts = [self.jobs[piece.request_id].context_tokens for piece in pack.pieces]
+        assert sum(contexts) <= self._most_context or len(contexts) == 1
         assert len({piece.request_id for piece in pack.pieces}) == len(pack.pieces)
         for piece in pack.pieces:
             job = self.jobs[piece.request_id]
@@ -239,7 +245,13 @@ class SimulatedEngine:
         completed = {piece.request_id for piece in pack.pieces if piece.is_last}
         begun = [job for job in self.active() if not job.is_decoding and job.work.request_id not in completed]
         most = self.settings.max_num_batched_tokens
-        stuck = [job for job in begun if not job.work.is_divisible and job.total_tokens - job.num_computed > spare]
+        room = self._most_context - sum(self.jobs[piece.request_id].context_tokens for piece in pack.pieces)
+        stuck = [
+            job
+            for job in begun
+            if (not job.work.is_divisible and job.total_tokens - job.num_computed > spare)
+            or (pack.pieces and job.context_tokens > room)
+        ]
         begun = [job for job in begun if job not in stuck]
         assert not (spare and begun), "tokens of an admitted prompt were left out"
         for piece in pack.pieces:
@@ -254,7 +266,8 @@ class SimulatedEngine:
         job = self.jobs[head.request_id]
         entered = [self.jobs[name].work.priority for name in pack.admitted + pack.resumed]
         assert max(entered, default=job.work.priority) <= job.work.priority, "priority inversion at admission"
-        fits_pack = job.work.is_divisible or min(job.total_tokens, most) <= spare or job.host_pages
+        fits_pack = job.work.is_divisible or min(job.total_tokens, most) <= spare
+        fits_pack = bool(job.host_pages) or (fits_pack and (not pack.pieces or job.context_tokens <= room))
         if spare and fits_pack and not stuck and head.request_id not in {one.request_id for one in pack.preempted}:
             others = [one for one in self.active() if one.work.priority <= job.work.priority]
             lesser = [one for one in self.active() if one.work.priority > job.work.priority]
@@ -266,6 +279,11 @@ class SimulatedEngine:
             room += self._pages_of(self.pinned() - pinned) - self._pages_of(pinned - self.pinned())
             room -= sum(self._pages_of(self.jobs[name].chunks - pinned) for name in pack.admitted + pack.resumed)
             assert wanted > room or len(others) == self.settings.max_num_seqs, "the first in line was kept out"
+
+    @property
+    def _most_context(self):
+        most = self.settings.max_num_context_tokens
+        return float("inf") if most is None else most
 
     def _reserve(self, job, num_pages):
         return min(self.settings.reserve_pages, job.work.most_pages(self.settings.page_tokens) - num_pages)

@@ -54,6 +54,15 @@ class TestPieces:
             [],
         ]
 
+    def test_contexts_of_a_pack_have_a_limit_that_one_prompt_alone_may_pass(self):
+        scheduler = build(max_num_context_tokens=20)
+        scheduler.add(Work("a", 4, 1, 5, cached_tokens=8))
+        scheduler.add(Work("b", 4, 1, 5, cached_tokens=4, flow="y"))
+        scheduler.add(Work("long", 5, 1, 5, cached_tokens=60, flow="z"))
+        scheduler.add(Work("c", 6, 1, 5, flow="w"))
+        packs = [start(scheduler) for _ in range(4)]
+        assert [[piece.request_id for piece in pack.pieces] for pack in packs] == [["a", "b"], ["long"], ["c"], []]
+
     def test_nobody_new_takes_what_an_indivisible_prompt_waits_for(self):
         scheduler = build(max_num_batched_tokens=10)
         scheduler.add(Work("first", 4, 1, 5))

@@ -337,6 +337,7 @@ class TestArguments:
             ("num_pages", 0),
             ("page_tokens", 0),
             ("max_num_batched_tokens", 0),
+            ("max_num_context_tokens", 0),
             ("max_num_seqs", 0),
             ("max_decode_gap_s", -1.0),
             ("reserve_pages", -1),

@@ -20,6 +20,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         num_pages=st.integers(6, 24),
         page_tokens=st.sampled_from([1, 2, 4]),
         budget=st.integers(1, 12),
+        context=st.sampled_from([None, 1, 20, 60]),
         num_seqs=st.integers(1, 5),
         reserve=st.integers(0, 3),
         host_pages=st.sampled_from([0, 4, 40]),
@@ -27,12 +28,15 @@ class SchedulingTrace(RuleBasedStateMachine):
         gap_s=st.sampled_from([0.0, 0.004, 1.0]),
         page_copy_s=st.sampled_from([0.0, 0.002]),
     )
-    def begin(self, num_pages, page_tokens, budget, num_seqs, reserve, host_pages, window, gap_s, page_copy_s):
+    def begin(
+        self, num_pages, page_tokens, budget, context, num_seqs, reserve, host_pages, window, gap_s, page_copy_s
+    ):
         self.engine = SimulatedEngine(
             SchedulerSettings(
                 num_pages=num_pages,
                 page_tokens=page_tokens,
                 max_num_batched_tokens=budget,
+                max_num_context_tokens=context,
                 max_num_seqs=num_seqs,
                 reserve_pages=reserve,
                 max_swapped_pages=host_pages,

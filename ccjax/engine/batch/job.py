@@ -77,11 +77,6 @@ class PrefillJob:
         """True while CacheCraft alg. 1 wants the question's masses."""
         return self.plan.focus_window is not None and self._focus.decided is None
 
-    @property
-    def wants_mass(self) -> bool:
-        """True while masses are of use."""
-        return self.collect or self.watches_focus
-
     def filters(self, layer: int) -> bool:
         """True where some candidates are dropped before a layer runs (CacheBlend sec. 4.3)."""
         counts = self.plan.hkvd_counts_by_layer

@@ -54,14 +54,20 @@ class BatchLoop(Doors):
         rates: Rates,
         settings: SchedulerSettings,
         *,
+        with_mass: bool = True,
         decode_implementation: str | None = None,
     ) -> None:
+        """
+        Args:
+          with_mass: of `Pack`.
+        """
         super().__init__(pool, settings)
         self._model = model
         self._prefill = prefill
         self._variants = variants
         self._store = store
         self._rates = rates
+        self._with_mass = with_mass
         self._room = Room(pool, store, variants)
         self._decoder = DecodeBatch(model, pool, implementation=decode_implementation)
         self._pack: Pack | None = None
@@ -249,7 +255,8 @@ class BatchLoop(Doors):
 
     def _run_layers(self, pieces: list[tuple[Serving, Piece]]) -> None:
         started_s, decoded_s = time.perf_counter(), 0.0
-        pack = self._pack = Pack(self._model, self._pool, [piece for _, piece in pieces])
+        parts = [piece for _, piece in pieces]
+        pack = self._pack = Pack(self._model, self._pool, parts, with_mass=self._with_mass)
         by_job = {piece.job: serving for serving, piece in pieces}
         under_way: collections.deque[jax.Array] = collections.deque()
         while not pack.is_done:

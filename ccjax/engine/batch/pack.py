@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ccjax.engine.batch.job import PrefillJob
-from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.buckets import batch_bucket, segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.plan_rows import LayerRows, padded_to
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Contexts, Prefiller
@@ -61,10 +61,16 @@ class Pack:
       has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
     """
 
-    def __init__(self, model: Prefiller, pool: DevicePool, pieces: Sequence[Piece]) -> None:
+    def __init__(self, model: Prefiller, pool: DevicePool, pieces: Sequence[Piece], *, with_mass: bool = True) -> None:
+        """
+        Args:
+          with_mass: take the masses that capture and CacheCraft alg. 1 need, also while no job needs them: whether one
+            does would double the sizes that are compiled.
+        """
         self._model = model
         self._pool = pool
         self._pieces = list(pieces)
+        self._with_mass = with_mass
         for number, piece in enumerate(pieces):
             piece.number = number
         self.layer = 0
@@ -124,9 +130,8 @@ class Pack:
                 self._filled.add(job)
         self._filled.clear()
         self._filter()
-        wants_mass = any(piece.job.collect or (piece.is_last and piece.job.watches_focus) for piece in self._pieces)
         most_segments = max(len(piece.job.plan.segments) for piece in self._pieces)
-        num_segments = segment_bucket(most_segments) if wants_mass else 0
+        num_segments = segment_bucket(most_segments) if self._with_mass else 0
         out = self._pool.update(
             self.layer,
             lambda k_pages, v_pages: paged_layer_step(
@@ -140,7 +145,7 @@ class Pack:
                 self._slots,
                 self._k_pos,
                 self._k_request,
-                self._k_segment if wants_mass else None,
+                self._k_segment if self._with_mass else None,
                 config=self._model.config,
                 num_segments=num_segments,
                 implementation=self._model.implementation,
@@ -166,7 +171,7 @@ class Pack:
         done = [(piece.job, int(end)) for piece, end in zip(self._pieces, ends, strict=True) if piece.is_last]
         if not done:
             return [], None
-        rows = padded_to(np.asarray([end for _, end in done], np.int32), token_bucket(len(done)), done[-1][1])
+        rows = padded_to(np.asarray([end for _, end in done], np.int32), batch_bucket(len(done)), done[-1][1])
         logits = logits_step(self._model.top, select_step(self._x, rows), config=self._model.config)
         return [job for job, _ in done], logits
 

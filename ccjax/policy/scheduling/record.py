@@ -64,6 +64,11 @@ class Record:
         return self.work.prefill_tokens + self.num_answered
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens of the prompt, reused or not, and of the answer so far."""
+        return self.total_tokens + self.work.cached_tokens
+
+    @property
     def own_pages(self) -> int:
         """Pages that it holds or, while it waits, would draw; the last token drawn by a decode has no KV yet."""
         has_pending = self.state in ("decode", "swapped")

@@ -177,7 +177,7 @@ class Scheduler:
         a short one shares it with a piece of a long one. The first in line is admitted if there is a seat, and pages
         for its prompt and the reserve; for its sake, less important priorities are preempted, if that makes room. If it
         does not, nobody else is admitted before it, or small requests could keep out a large one for ever. Nor is
-        anybody when a prompt that is not divisible finds too little of the pack left.
+        anybody when a prompt that is not divisible finds too little of the pack left, or its context no room.
 
         Args:
           free_pages: of the pool, those of chunks that nobody reads included.
@@ -366,6 +366,11 @@ class Scheduler:
         return True
 
     def _piece_tokens(self, record: Record, budget: int) -> int:
+        most = self.settings.max_num_context_tokens
+        if most is not None and self._pack:
+            context = sum(self._records[name].context_tokens for name in self._pack)
+            if context + record.context_tokens > most:
+                return 0
         wanted = min(record.tokens_left, self.settings.max_num_batched_tokens)
         return min(budget, wanted) if record.work.is_divisible or wanted <= budget else 0
 

@@ -86,6 +86,8 @@ class SchedulerSettings:
       num_pages: of the pool, all of them.
       page_tokens: tokens of a page.
       max_num_batched_tokens: most computed tokens of a pack.
+      max_num_context_tokens: most tokens that those of a pack see, prompts added up; a longer prompt has a pack of its
+        own. None for no limit.
       max_num_seqs: most requests that are admitted, in prefill or decoding.
       max_decode_gap_s: longest time between two tokens of an answer that a prefill may cause.
       reserve_pages: pages to be left free at admission for the answer of each admitted request, as far as it may yet
@@ -99,7 +101,8 @@ class SchedulerSettings:
 
     num_pages: int
     page_tokens: int = 16
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 1024
+    max_num_context_tokens: int | None = None
     max_num_seqs: int = 32
     max_decode_gap_s: float = 0.1
     reserve_pages: int = 1
@@ -120,6 +123,8 @@ class SchedulerSettings:
             check_count(name, getattr(self, name))
         for name in ("reserve_pages", "max_swapped_pages"):
             check_count(name, getattr(self, name), least=0)
+        if self.max_num_context_tokens is not None:
+            check_count("max_num_context_tokens", self.max_num_context_tokens)
         check_mass("max_decode_gap_s", self.max_decode_gap_s)
         check_mass("flow_share", self.flow_share)
         if self.flow_share == 0.0:
