@@ -28,6 +28,20 @@ def chip_of(device_kind: str) -> str:
     return next((chip for start, chip in _DEVICE_KINDS.items() if device_kind.startswith(start)), device_kind)
 
 
+def name_of(name: str | None) -> str:
+    """The name itself, or that of the platform's own implementation.
+
+    Raises:
+      NotImplementedError: there is none for this platform.
+    """
+    if name is not None:
+        return name
+    platform = jax.default_backend()
+    if platform not in BEST:
+        raise NotImplementedError(f"platform {platform!r}: wanted one of {sorted(BEST)}, or a named implementation")
+    return BEST[platform]
+
+
 def implementation(
     name: str | None,
     plain: Mapping[str, Callable[..., Any]],
@@ -44,11 +58,7 @@ def implementation(
     Raises:
       NotImplementedError: no such name, platform or chip.
     """
-    if name is None:
-        platform = jax.default_backend()
-        if platform not in BEST:
-            raise NotImplementedError(f"platform {platform!r}: wanted one of {sorted(BEST)}, or a named implementation")
-        name = BEST[platform]
+    name = name_of(name)
     if name in plain:
         return plain[name]
     is_interpreted = name.endswith("_interpret")

@@ -46,7 +46,7 @@ class EngineConfig:
       flow_share: a flow (`Request.flow`) may have up to so many times as many requests in line as places are left, so
         that some are left for others.
       max_decode_gap_ms: longest time between two tokens of an answer that another request's prefill may cause, as far
-        as that is possible: no layer of a prefill is broken off.
+        as that is possible: no layer of a prefill is broken off. None: 200, or three decode steps where that is longer.
       host_cache_bytes, disk_cache_bytes: budgets of the other tiers; None for disk means no limit.
       disk_kv_dtype: how `store` keeps KV: "auto" (as it is), or in 8 bits, "int8" or "fp8", which is read back as
         approximate and never serves mode `exact`.
@@ -79,7 +79,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_queue: int | None = None
     flow_share: float = 4.0
-    max_decode_gap_ms: float = 200.0
+    max_decode_gap_ms: float | None = None
     host_cache_bytes: int = 2 << 30
     disk_cache_bytes: int | None = None
     disk_kv_dtype: str = "auto"
@@ -104,7 +104,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
-        if not _is_number(self.max_decode_gap_ms) or not 0.0 <= self.max_decode_gap_ms < math.inf:
+        gap_ms = self.max_decode_gap_ms
+        if gap_ms is not None and (not _is_number(gap_ms) or not 0.0 <= gap_ms < math.inf):
             raise ConfigError(f"max_decode_gap_ms: wanted a number of at least 0, got {self.max_decode_gap_ms!r}")
         if not isinstance(self.share_computation, bool):
             raise ConfigError(f"share_computation: wanted True or False, got {self.share_computation!r}")
@@ -147,7 +148,7 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_context_tokens=context_tokens,
             max_num_seqs=self.max_num_seqs,
-            max_decode_gap_s=self.max_decode_gap_ms / 1e3,
+            max_decode_gap_s=None if self.max_decode_gap_ms is None else self.max_decode_gap_ms / 1e3,
             max_queue=_NO_LIMIT if self.max_queue is None else self.max_queue,
             flow_share=self.flow_share,
         )

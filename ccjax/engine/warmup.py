@@ -15,10 +15,16 @@ import numpy as np
 
 from ccjax.engine.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.loading import Progress
-from ccjax.engine.pool import DevicePool, num_pages
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
 from ccjax.engine.sampling import draw
-from models.llama3.paged_steps import deviation_step, paged_decode_step, paged_layer_step, write_rows_step
+from models.llama3.paged_steps import (
+    decode_rotations,
+    deviation_step,
+    paged_decode_step,
+    paged_layer_step,
+    write_rows_step,
+)
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
 
 _ALL_ROWS_UP_TO = 4096
@@ -185,6 +191,7 @@ def _run_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -
             table,
             table,
             table,
+            decode_rotations(prefiller.config, num_entries * PAGE_TOKENS, None),
             config=prefiller.config,
             implementation=None,
         ),

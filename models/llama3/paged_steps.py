@@ -21,7 +21,8 @@ from models.llama3.pages import read_slots, write_slots
 from models.llama3.params import LayerParams
 from pallas_kernels.attention import attention
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.rope import apply_rope
+from pallas_kernels.dispatch import name_of
+from pallas_kernels.rope import apply_rope, rotation_table
 
 
 class PagedLayerOutput(NamedTuple):
@@ -164,6 +165,18 @@ def paged_layer_step(
     )
 
 
+_rotation_table = jax.jit(rotation_table)
+
+
+def decode_rotations(
+    config: LlamaConfig, num_positions: int, implementation: str | None
+) -> tuple[Float[Array, "S half"], Float[Array, "S half"]] | None:
+    """What `paged_decode_step` takes for `rotations` where no position is beyond the first `num_positions`."""
+    if name_of(implementation) != "xla":
+        return None
+    return _rotation_table(jnp.arange(num_positions), rope_frequencies(config))
+
+
 @functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("k_pages", "v_pages"))
 def paged_decode_step(
     layer: LayerParams,
@@ -175,6 +188,7 @@ def paged_decode_step(
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
     page_start: Int[Array, "B M"] | None,
+    rotations: tuple[Float[Array, "S half"], Float[Array, "S half"]] | None,
     *,
     config: LlamaConfig,
     implementation: str | None,
@@ -189,6 +203,7 @@ def paged_decode_step(
         only zeros for lengths, and its output means nothing.
       page_start: position of each entry's first token, for keys that rest before RoPE. None for a pool of rotated keys,
         whose pages only requests with the same text in front can share; the new key is rotated as it is written.
+      rotations: `decode_rotations`; None with rotated keys.
       implementation: of `pallas_kernels.decode.decode_attention`.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
@@ -206,6 +221,7 @@ def paged_decode_step(
         scale=config.head_dim**-0.5,
         page_start=page_start,
         k_frequencies=None if page_start is None else frequencies,
+        k_rotations=rotations,
         implementation=implementation,
     ).out
     return PagedDecodeOutput(finish_layer(x, attended, layer, config.rms_norm_eps), k_pages, v_pages)

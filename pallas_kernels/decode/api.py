@@ -14,6 +14,7 @@ from pallas_kernels.decode.reference import reference_decode
 from pallas_kernels.decode.triton import triton_decode
 from pallas_kernels.decode.xla import blocked_decode
 from pallas_kernels.dispatch import implementation as implementation_of
+from pallas_kernels.dispatch import name_of
 
 PLAIN = {"reference": reference_decode, "xla": blocked_decode}
 KERNELS = {"triton": (triton_decode, TRITON), "mosaic_tpu": (mosaic_tpu_decode, MOSAIC_TPU)}
@@ -29,6 +30,7 @@ def decode_attention(
     scale: float,
     page_start: Int[Array, "B M"] | None = None,
     k_frequencies: Float[Array, "half"] | np.ndarray | None = None,
+    k_rotations: tuple[Float[Array, "S half"], Float[Array, "S half"]] | None = None,
     implementation: str | None = None,
 ) -> DecodeOutput:
     """Attention of one new token per request over the pages of its context, its own key and value among them.
@@ -48,6 +50,8 @@ def decode_attention(
       page_start: position of each entry's first slot; given if and only if `k_frequencies` is.
       k_frequencies: inverse RoPE frequencies [H / 2]: keys are rotated as they are read, in float32, rounded to their
         dtype as `apply_rope` does.
+      k_rotations: `rotation_table` of `k_frequencies` for all positions up to the last; for "xla" alone, where to read
+        angles costs less than to compute them.
       implementation: as of `pallas_kernels.attention.attention`.
 
     Returns:
@@ -63,6 +67,11 @@ def decode_attention(
         raise ValueError("page_start and k_frequencies: wanted both or neither")
     if k_frequencies is not None and k_frequencies.shape != (q.shape[2] // 2,):
         raise ValueError(f"k_frequencies: wanted shape ({q.shape[2] // 2},), got {k_frequencies.shape}")
+    tables = {}
+    if k_rotations is not None:
+        if k_frequencies is None or name_of(implementation) != "xla":
+            raise ValueError("k_rotations: wanted None but for implementation 'xla' with k_frequencies")
+        tables["k_rotations"] = k_rotations
     return implementation_of(implementation, PLAIN, KERNELS)(
         q,
         k_pages,
@@ -72,4 +81,5 @@ def decode_attention(
         scale=scale,
         page_start=page_start,
         k_frequencies=None if k_frequencies is None else jnp.asarray(k_frequencies, jnp.float32),
+        **tables,
     )

@@ -2,6 +2,8 @@
 
 Each request walks over its own pages, a block of them at a time, with a running softmax; pages behind its last one are
 never read.
+Measured on two Intel Xeon cores, 8 requests of 900 tokens, 16 / 4 heads of 64, float32, a layer: 13.5 ms with keys
+rotated as a whole by angles computed on the way, 5.0 ms by halves with angles from a table, 3.4 ms for rotated keys.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.bounds import LOG2_E, MASKED
 from pallas_kernels.decode.output import DecodeOutput
 from pallas_kernels.decode.pages import num_entries, slot_positions, used_slots, valid_pages
-from pallas_kernels.rope import rotate_by, rotation_table
+from pallas_kernels.rope import rotation_table
 
-SLOTS = 512
+SLOTS = 256
 """Slots per step."""
 
 
@@ -31,22 +33,33 @@ def blocked_decode(
     scale: float,
     page_start: Int[Array, "B M"] | None = None,
     k_frequencies: Float[Array, "half"] | None = None,
+    k_rotations: tuple[Float[Array, "S half"], Float[Array, "S half"]] | None = None,
 ) -> DecodeOutput:
     """See `pallas_kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
-    entries = max(1, min(SLOTS // page_size, page_table.shape[1]))
+    # Two steps at least: XLA takes the only read of a loop out of it, and then copies the whole donated pool first.
+    entries = max(1, min(SLOTS // page_size, page_table.shape[1] // 2))
     widths = ((0, 0), (0, -page_table.shape[1] % entries))
     page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
     table, used = valid_pages(page_table, page_length), used_slots(page_length, page_size)
     page_start = None if page_start is None else jnp.pad(page_start, widths)
     counts = num_entries(page_length)
-    group = num_heads // num_kv_heads
+    group, half = num_heads // num_kv_heads, head_dim // 2
     q = q.reshape(num_requests, num_kv_heads, group, head_dim)
 
     # Without the request a GPU would round float32 products to TF32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    score = functools.partial(einsum, "kgh,ksh->kgs")
+
+    def rotations(positions: Array, frequencies: Array) -> tuple[Array, Array]:
+        if k_rotations is not None:
+            return k_rotations[0][positions][None], k_rotations[1][positions][None]
+        # A loop of its own: otherwise XLA computes every cosine anew for each head and half (2 times slower).
+        positions = positions.reshape(entries, page_size)
+        cos, sin = lax.map(functools.partial(rotation_table, frequencies=frequencies), positions)
+        return cos.reshape(1, -1, half), sin.reshape(1, -1, half)
 
     def attend(request: Array) -> tuple[Array, Array]:
         queries = q[request]
@@ -61,14 +74,16 @@ def blocked_decode(
                 return pages[:, here(table, entries)].reshape(num_kv_heads, entries * page_size, head_dim)
 
             visible, k = here(used, entries * page_size), gathered(k_pages)
-            if page_start is not None and k_frequencies is not None:
-                # A loop of its own: otherwise XLA computes every cosine anew for each head and half (2.2 times slower).
-                positions = slot_positions(here(page_start, entries), page_size).reshape(entries, page_size)
-                cos, sin = lax.map(functools.partial(rotation_table, frequencies=k_frequencies), positions)
-                shape = (1, entries * page_size, head_dim // 2)
-                k = rotate_by(k, cos.reshape(shape), sin.reshape(shape))
+            if page_start is None or k_frequencies is None:
+                scores = score(queries, k)
+            else:
+                positions = slot_positions(here(page_start, entries), page_size)
+                cos, sin = rotations(positions, k_frequencies)
+                first, second = k[..., :half].astype(jnp.float32), k[..., half:].astype(jnp.float32)
+                # The halves are not joined: XLA would go through the joined keys element by element (2 times slower).
+                scores = score(queries[..., :half], (first * cos - second * sin).astype(k.dtype))
+                scores += score(queries[..., half:], (first * sin + second * cos).astype(k.dtype))
             v = jnp.where(visible[None, :, None], gathered(v_pages), jnp.zeros((), v_pages.dtype))
-            scores = einsum("kgh,ksh->kgs", queries, k)
             # In base 2, whose exponential is the cheaper one.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))

@@ -22,7 +22,7 @@ from rich.table import Table
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.prefill import Prefiller
 from models.llama3 import LlamaConfig, init_params
-from models.llama3.paged_steps import paged_decode_step
+from models.llama3.paged_steps import decode_rotations, paged_decode_step
 from models.llama3.steps import embed_step, logits_step, sample_step
 from scripts.benchmarks.common import environment, median
 
@@ -110,6 +110,7 @@ class _Batch:
         token_ids = jnp.ones(batch, jnp.int32)
         table = jnp.asarray(self._table)
         page_start = jnp.asarray(np.broadcast_to(starts, (batch, entries))) if self._rotates else None
+        turns = decode_rotations(self._model.config, entries * PAGE_TOKENS, None) if self._rotates else None
         for position in range(self._length, self._length + self._steps):
             used = np.clip(position + 1 - starts, 0, PAGE_TOKENS).astype(np.int32)
             lengths = jnp.asarray(np.broadcast_to(used, (batch, entries)))
@@ -126,6 +127,7 @@ class _Batch:
                     table,
                     lengths,
                     page_start,
+                    turns,
                     config=self._model.config,
                     implementation=None,
                 )

@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
 from pallas_kernels.decode.blocks import MosaicDecodeBlocks
 from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
+from pallas_kernels.rope import rotation_table
 from tests.pallas_kernels.cases import OPTIONS, worst
 from tests.pallas_kernels.decode_cases import MUTANTS, TOLERANCE, Case, jitted
 
@@ -41,6 +42,18 @@ def test_agrees_with_the_oracle(implementation, shape):
 def test_broken_variants_exceed_the_tolerance(implementation, mutant, dtype):
     case = Case(head_dim=64, theta=10000.0, dtype=dtype)
     assert worst(case.run(implementation, **mutant(case)), case.expected()) > TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_angles_from_a_table_are_those_that_are_computed(head_dim, dtype):
+    case = Case(head_dim=head_dim, theta=10000.0, dtype=dtype)
+    table = rotation_table(jnp.arange(case.start.max() + case.page_size), case.k_frequencies)
+    assert worst(case.run("xla", k_rotations=table), case.expected()) < TOLERANCE[dtype]
+    late = tuple(jnp.roll(part, 1, 0) for part in table)
+    assert worst(case.run("xla", k_rotations=late), case.expected()) > TOLERANCE[dtype]
+    swapped = table[::-1]
+    assert worst(case.run("xla", k_rotations=swapped), case.expected()) > TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -84,6 +97,12 @@ def test_bad_arguments_are_named():
         case.run("xla", page_start=case.start)
     with pytest.raises(ValueError, match="k_frequencies: wanted shape"):
         case.run("xla", page_start=case.start, k_frequencies=np.ones(7, np.float32))
+    turning = Case(theta=10000.0)
+    table = rotation_table(jnp.arange(256), turning.k_frequencies)
+    with pytest.raises(ValueError, match="k_rotations: wanted None but for"):
+        case.run("xla", k_rotations=table)
+    with pytest.raises(ValueError, match="k_rotations: wanted None but for"):
+        turning.run("triton_interpret", k_rotations=table)
     with pytest.raises(NotImplementedError, match="head dimension .* got 24"):
         Case(head_dim=24).run("triton_interpret")
     with pytest.raises(NotImplementedError, match="pages .* got 12"):

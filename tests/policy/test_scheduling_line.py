@@ -163,6 +163,22 @@ class TestDecodeGap:
         assert not scheduler.after_layer(1.5)
         assert scheduler.after_layer(2.0)  # a layer of 0.5 s: 2 + 0.5 + 0.25 is later than 1.25 + 1
 
+    @pytest.mark.parametrize(("decode_step_s", "gap_s"), [(0.0, 0.2), (0.05, 0.2), (0.0625, 0.2), (0.5, 1.5)])
+    def test_without_one_slow_steps_leave_two_thirds_to_prompts(self, decode_step_s, gap_s):
+        costs = dataclasses.replace(COSTS, decode_step_s=decode_step_s)
+
+        def is_due(after_s):
+            scheduler = build()
+            scheduler.add(Work("a", 5, 1, 50))
+            start(scheduler, now_s=0.0, costs=costs)
+            scheduler.add(Work("long", 100, 1, 5))
+            scheduler.next_pack(0.0, 100, costs)
+            return scheduler.after_layer(after_s)
+
+        last_s = (gap_s - decode_step_s) / 2  # another layer and the step end just within the gap
+        assert not is_due(last_s - 0.001)
+        assert is_due(last_s + 0.001)
+
     def test_the_answer_that_waits_longest_counts(self):
         scheduler = build(max_decode_gap_s=1.0)
         scheduler.add(Work("a", 5, 1, 50))

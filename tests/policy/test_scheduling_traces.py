@@ -28,9 +28,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         gap_s=st.sampled_from([0.0, 0.004, 1.0]),
         page_copy_s=st.sampled_from([0.0, 0.002]),
     )
-    def begin(
-        self, num_pages, page_tokens, budget, context, num_seqs, reserve, host_pages, window, gap_s, page_copy_s
-    ):
+    def begin(self, num_pages, page_tokens, budget, context, num_seqs, reserve, host_pages, window, gap_s, page_copy_s):
         self.engine = SimulatedEngine(
             SchedulerSettings(
                 num_pages=num_pages,

@@ -247,8 +247,8 @@ class Scheduler:
     def after_layer(self, now_s: float) -> bool:
         """To be called once after each layer of a pack: True if a decode step should run before the next one.
 
-        It should if some answer would otherwise wait for its next token for longer than `max_decode_gap_s`, provided
-        that the next layer takes as long as this one, and a decode step `Costs.decode_step_s`. One call, one answer:
+        It should if some answer would otherwise wait for its next token for longer than the settings say, provided that
+        the next layer takes as long as this one, and a decode step `Costs.decode_step_s`. One call, one answer:
         between two steps there is always a layer, however long they take. Where layers queue up on the device, `now_s`
         is when the last of them ends.
         """
@@ -256,14 +256,15 @@ class Scheduler:
         oldest_s = min((record.last_token_s for record in self._decoding()), default=None)
         if oldest_s is None:
             return False
-        return now_s + layer_s + self._step_s > oldest_s + self.settings.max_decode_gap_s
+        return now_s + layer_s + self._step_s > oldest_s + self.settings.decode_gap_s(self._step_s)
 
     def next_decode(self, free_pages: int, costs: Costs) -> DecodeStep:
         """Who decodes next, until `decode_done`: all that have their first token and not their last.
 
         Pages are drawn by the most important first. Where none is free, the least important of all that are admitted
         is preempted, be it in the pack that runs (its rows are dropped), but only in favour of a more important one:
-        who finds nobody less important sits out and keeps its pages, for to give them up would help nobody.
+        who finds nobody less important sits out and keeps its pages, for to give them up would help nobody. An answer
+        that lies in a shared prompt's last page has none of its own to give, but the prompt may then be dropped.
 
         Raises:
           RuntimeError: the decode step before is not done.
@@ -394,7 +395,8 @@ class Scheduler:
     def _preempt(self, record: Record, costs: Costs) -> Preemption:
         num_pages = record.own_pages
         fits_host = self._num_swapped_pages + num_pages <= self.settings.max_swapped_pages
-        swaps = record.state == "decode" and fits_host and record.swap_s(costs) < record.recompute_s(costs)
+        may_swap = record.state == "decode" and bool(num_pages) and fits_host
+        swaps = may_swap and record.swap_s(costs) < record.recompute_s(costs)
         self._withdraw(record)
         if record.state == "prefill":
             self._queue.leave(record)

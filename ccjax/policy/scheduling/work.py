@@ -7,6 +7,11 @@ from typing import Literal
 
 from ccjax.policy._checks import check_count, check_mass
 
+USUAL_DECODE_GAP_S = 0.2
+"""A steady pace for who reads along."""
+DECODE_SHARE = 1 / 3
+"""Of the device's time, where a usual gap would leave the prompts in line less than the rest."""
+
 
 class NeverFitsError(ValueError):
     """The request needs more pages than the whole pool has: it could never end, however long it waits."""
@@ -89,7 +94,8 @@ class SchedulerSettings:
       max_num_context_tokens: most tokens that those of a pack see, prompts added up; a longer prompt has a pack of its
         own. None for no limit.
       max_num_seqs: most requests that are admitted, in prefill or decoding.
-      max_decode_gap_s: longest time between two tokens of an answer that a prefill may cause.
+      max_decode_gap_s: longest time between two tokens of an answer that a prefill may cause. None: 0.2 s, or three
+        decode steps where that is longer, so that prompts in line keep two thirds of the device.
       reserve_pages: pages to be left free at admission for the answer of each admitted request, as far as it may yet
         grow; the more, the fewer preemptions and the fewer requests at once.
       max_swapped_pages: pages that the host takes in from preempted requests; 0 for no swapping.
@@ -104,7 +110,7 @@ class SchedulerSettings:
     max_num_batched_tokens: int = 1024
     max_num_context_tokens: int | None = None
     max_num_seqs: int = 32
-    max_decode_gap_s: float = 0.1
+    max_decode_gap_s: float | None = None
     reserve_pages: int = 1
     max_swapped_pages: int = 0
     max_queue: int = 128
@@ -125,10 +131,17 @@ class SchedulerSettings:
             check_count(name, getattr(self, name), least=0)
         if self.max_num_context_tokens is not None:
             check_count("max_num_context_tokens", self.max_num_context_tokens)
-        check_mass("max_decode_gap_s", self.max_decode_gap_s)
+        if self.max_decode_gap_s is not None:
+            check_mass("max_decode_gap_s", self.max_decode_gap_s)
         check_mass("flow_share", self.flow_share)
         if self.flow_share == 0.0:
             raise ValueError("flow_share: wanted more than 0, got 0")
+
+    def decode_gap_s(self, decode_step_s: float) -> float:
+        """`max_decode_gap_s`, for decode steps of so many seconds where it is None."""
+        if self.max_decode_gap_s is not None:
+            return self.max_decode_gap_s
+        return max(USUAL_DECODE_GAP_S, decode_step_s / DECODE_SHARE)
 
     def check_fits(self, work: Work) -> None:
         """Nothing, for a request that the pool could run.
