@@ -309,6 +309,13 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def layer_list(text: str) -> tuple[int, ...]:
+    """The numbers in "0,1"."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"wanted layers such as 0,1, got {text!r}")
+    return tuple(map(int, text.split(",")))
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"wanted 0 (any free port) to 65535, got {text!r}")
@@ -360,15 +367,20 @@ def _parser() -> argparse.ArgumentParser:
         "than AWS s3://BUCKET/PREFIX?endpoint=http://HOST:PORT&region=NAME; credentials as the clouds' own tools "
         "find them, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (default: memory only)"
     )
-    metavars = {str: "TEXT", int: "N", float: "X", num_bytes: "SIZE"}
+    metavars = {str: "TEXT", int: "N", float: "X", num_bytes: "SIZE", layer_list: "L,L"}
     # Left out of the namespace where not given, so that EngineConfig alone holds the defaults.
     for flag, kind, text in (
         ("--dtype", str, "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere (default auto)"),
         ("--attention", str, "implementation of the attention kernel (default: the platform's own)"),
         ("--max-model-len", int, "longest prompt plus answer in tokens"),
-        ("--strategy", str, "how chunks are reused: cachecraft, cacheblend, reuse, prefix, full, legolink, random"),
+        (
+            "--strategy",
+            str,
+            "how chunks are reused: cachecraft, cacheblend, reuse, set, prefix, full, legolink, random",
+        ),
         ("--alpha", float, "scales the share of tokens that is recomputed"),
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
+        ("--ranking-layers", layer_list, "layers that rank a passage's tokens, such as 0,1 (default: all)"),
         ("--focus-window", int, "layers after which unfocused passages are dropped"),
         ("--focus-rule", str, "entropy or largest_gap"),
         ("--store", str, store_text),

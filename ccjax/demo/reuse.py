@@ -16,11 +16,12 @@ from ccjax.demo.evaluate import TEST_SEED, TEST_WEIGHTS, VALIDATION_SEED, Score,
 from ccjax.demo.world import KINDS, Context, Difficulty, Kind, Passage, sample_context
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.loading import LoadedModel
-from ccjax.types import ReuseMode
+from ccjax.types import ReuseMode, ReuseReport
 
 Cached = Literal["alone", "behind others"]
 """How the passages were computed that are reused: each behind the system prompt alone, or behind two passages of
 another town."""
+_Stored = tuple[Cached, tuple[int, ...] | None]
 NUM_OTHERS = 2
 MAX_ANSWER_TOKENS = 6
 
@@ -31,6 +32,7 @@ class Way:
 
     Attributes:
       recompute_ratio: share of each reused passage that is recomputed; None leaves it to Cache-Craft's CFO.
+      ranking_layers: of `EngineConfig`, when the passages were computed.
       focus_window: None recomputes the tokens of every passage on every layer.
     """
 
@@ -39,6 +41,7 @@ class Way:
     recompute_ratio: float | None = None
     alpha: float = 1.0
     focus_window: int | None = None
+    ranking_layers: tuple[int, ...] | None = None
 
     @property
     def reuse(self) -> ReuseMode:
@@ -52,7 +55,8 @@ class Outcome:
 
     Attributes:
       scores: exact match per kind, with the best guess beside it.
-      computed_ratio: share of the passages' tokens that ran through the model, mean over questions; 1 for full prefill.
+      computed_ratio: share of the passages' tokens that ran through the model, counted over all layers, mean over
+        questions; 1 for full prefill.
       mean_cfo: CacheCraft eq. 12, mean over passages; 1 for one that was computed whole.
     """
 
@@ -63,15 +67,23 @@ class Outcome:
 
 
 FULL = Way("full")
-SHARES = (0.10, 0.15, 0.30, 0.50)
+SHARES = (0.05, 0.10, 0.15, 0.30, 0.50)
+FIRST_LAYERS = (0, 1)
 NAIVE = (Way("reuse", "alone"), Way("reuse", "behind others"))
 SELECTIVE = tuple(
     Way(strategy, "behind others", recompute_ratio=share)
-    for strategy in ("cachecraft", "legolink", "random")
+    for strategy in ("cachecraft", "cacheblend", "legolink", "random")
     for share in SHARES
 )
+SELECTIVE += tuple(
+    Way("cachecraft", "behind others", recompute_ratio=share, ranking_layers=FIRST_LAYERS) for share in SHARES
+)
 WAYS = (FULL, *NAIVE, *SELECTIVE)
-_QUICK = [way for way in SELECTIVE if way.strategy != "legolink" and way.recompute_ratio in (0.15, 0.30)]
+_QUICK = [
+    way
+    for way in SELECTIVE
+    if way.strategy in ("cachecraft", "random") and not way.ranking_layers and way.recompute_ratio in (0.15, 0.30)
+]
 QUICK_WAYS = (FULL, *NAIVE, *_QUICK)
 ALPHAS = tuple(Way("cachecraft", "behind others", alpha=alpha) for alpha in (0.1, 0.2, 0.35, 0.5, 0.75, 1.0))
 
@@ -99,7 +111,11 @@ def measure_ways(
         kind: held_out_contexts(kind, num_questions, num_passages, seed=seed) for kind in kinds
     }
     passages = list(dict.fromkeys(p for of_kind in contexts.values() for c in of_kind for p in c.passages))
-    stores = {way.cached: (directory / way.cached.replace(" ", "-")).as_uri() for way in ways if way.cached}
+    stores: dict[_Stored, str] = {}
+    for way in ways:
+        if way.cached:
+            name = f"{way.cached.replace(' ', '-')}-{len(stores)}"
+            stores.setdefault((way.cached, way.ranking_layers), (directory / name).as_uri())
     total = len(stores) * len(passages) + len(ways) * len(kinds) * num_questions
     done = 0
 
@@ -108,9 +124,11 @@ def measure_ways(
         done += 1
         progress(done, total)
 
-    for cached, url in stores.items():
-        _store_passages(model, url, passages, others=_other_passages() if cached == "behind others" else (), tick=tick)
-    return [_measure(model, way, stores[way.cached] if way.cached else None, contexts, tick) for way in ways]
+    for (cached, ranking_layers), url in stores.items():
+        others = _other_passages() if cached == "behind others" else ()
+        _store_passages(model, _config(url, ranking_layers=ranking_layers), passages, others=others, tick=tick)
+    urls = [stores[way.cached, way.ranking_layers] if way.cached else None for way in ways]
+    return [_measure(model, way, url, contexts, tick) for way, url in zip(ways, urls, strict=True)]
 
 
 def _other_passages() -> tuple[Passage, ...]:
@@ -127,9 +145,14 @@ def _documents(passages: Iterable[Passage]) -> list[dict[str, str]]:
 
 
 def _store_passages(
-    model: LoadedModel, url: str, passages: Sequence[Passage], *, others: Sequence[Passage], tick: Callable[[], None]
+    model: LoadedModel,
+    config: EngineConfig,
+    passages: Sequence[Passage],
+    *,
+    others: Sequence[Passage],
+    tick: Callable[[], None],
 ) -> None:
-    with Engine(model, _config(url)) as engine:
+    with Engine(model, config) as engine:
         for passage in passages:
             engine.generate("Who?", _documents([*others, passage]), max_new_tokens=1, reuse="exact")
             tick()
@@ -165,9 +188,17 @@ def _measure(
                 )
                 results.append(response.text.strip() == question.answer)
                 documents = [report for report in response.reuse.per_document if report.role == "document"]
-                ran = sum(report.num_tokens - report.reused_tokens for report in documents)
-                computed.append(ran / sum(report.num_tokens for report in documents))
+                computed.append(_computed_ratio(response.reuse))
                 cfos += [1.0 if report.cfo is None else report.cfo for report in documents]
                 tick()
             scores[kind] = score(of_kind, results)
     return Outcome(way, scores, sum(computed) / len(computed), sum(cfos) / len(cfos))
+
+
+def _computed_ratio(reuse: ReuseReport) -> float:
+    """Share of the documents' tokens times layers that was computed; the question and the system prompt left out."""
+    parts = reuse.per_document
+    question = reuse.prompt_tokens - sum(part.num_tokens for part in parts)
+    system = sum(part.num_tokens - part.reused_tokens for part in parts if part.role != "document")
+    documents = sum(part.num_tokens for part in parts if part.role == "document")
+    return (reuse.computed_share * reuse.prompt_tokens - question - system) / documents

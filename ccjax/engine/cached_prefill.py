@@ -76,6 +76,7 @@ class CachedPrefill:
         self._variants = variants
         self._settings = config.planner_settings(prefiller.config.num_layers)
         self.read_only = config.read_only
+        self._ranking_layers = config.ranking_layers
         self.adapts_ratio = config.recompute_ratio is None
         self.rates = rates
         self._loading = config.loading
@@ -192,7 +193,10 @@ class CachedPrefill:
         kept = set() if kept is None else kept
         kept.update(plan.pin)  # nor do the new variants of one prompt push each other out
         count = 0
-        for meta, kv in capture_variants(plan, prefilled.result, known, prefilled.read_layers):
+        found = capture_variants(
+            plan, prefilled.result, known, prefilled.read_layers, ranking_layers=self._ranking_layers
+        )
+        for meta, kv in found:
             is_replacing = self._variants.replaces_approximate(meta) or self._store.is_lossy(meta.variant_id)
             if only_replacing and not is_replacing:
                 continue

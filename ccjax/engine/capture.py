@@ -22,14 +22,20 @@ def capture_variants(
     result: PrefillOutcome,
     known: Mapping[ChunkId, Collection[VariantMeta]],
     read_layers: ReadLayers | None,
+    *,
+    ranking_layers: Collection[int] | None = None,
 ) -> Iterator[tuple[VariantMeta, np.ndarray]]:
     """Each variant worth keeping with its KV [L, 2, T, K, H], keys before RoPE, one at a time.
 
     Computed chunks are kept as computed, approximately reused ones as repaired (CacheCraft sec. 3.3 adds a variant for
     each new prefix); `ccjax.policy.capture.should_capture` says which. A repair that the focus cut stopped is not kept:
     it would pass for a finished one when the next question looks at that passage.
+
+    Args:
+      ranking_layers: layers whose masses rank a chunk's tokens (CacheCraft eq. 14); None for all, as the paper has it.
     """
     masses = _mean_masses(plan, result)
+    ranking = masses[0] if ranking_layers is None else _mean_masses(plan, result, ranking_layers)[0]
     before: list[Segment] = []
     for index, segment in enumerate(plan.segments):
         if segment.chunk_id is None:
@@ -38,22 +44,26 @@ def capture_variants(
         is_whole = segment.action == "compute" or index not in result.unrepaired
         if is_whole and should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids):
             kv = _kv(result, segment, read_layers)
-            yield _measured_meta(index, segment, before, prefix_ids, masses, kv.nbytes), kv
+            yield _measured_meta(index, segment, before, prefix_ids, masses, ranking, kv.nbytes), kv
         before.append(segment)
 
 
-def _mean_masses(plan: PrefillPlan, result: PrefillOutcome) -> tuple[np.ndarray, np.ndarray]:
-    """Mass [n, C] on every segment and self mass [n] of every prompt token, mean over layers, float64.
+def _mean_masses(
+    plan: PrefillPlan, result: PrefillOutcome, layers: Collection[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mass [n, C] on every segment and self mass [n] of every prompt token, mean over layers, all or some, float64.
 
     Tokens that no layer computed have none; `variant_meta` wants exactly that of a repaired chunk.
     """
     mass = np.zeros((plan.num_tokens, len(plan.segments)))
     own = np.zeros(plan.num_tokens)
     for rows in result.layers:
+        if layers is not None and rows.layer not in layers:
+            continue
         inside = slice(rows.first, rows.first + len(rows.offsets))
         mass[rows.offsets] += np.asarray(rows.mass)[inside, : len(plan.segments)]
         own[rows.offsets] += np.asarray(rows.self_mass)[inside]
-    num_layers = result.layers[-1].layer + 1
+    num_layers = result.layers[-1].layer + 1 if layers is None else len(layers)
     return mass / num_layers, own / num_layers
 
 
@@ -63,6 +73,7 @@ def _measured_meta(
     before: Sequence[Segment],
     prefix_ids: tuple[ChunkId, ...],
     masses: tuple[np.ndarray, np.ndarray],
+    ranking: np.ndarray,
     num_bytes: int,
 ) -> VariantMeta:
     assert segment.chunk_id is not None
@@ -78,7 +89,7 @@ def _measured_meta(
         intra=max(0.0, float((mass[:, index] - own).sum())),
         # The system prompt never changes within a store and draws sink mass from every token alike: it would only blur
         # which tokens took something from the passages before them.
-        token_scores=tuple(float(value) for value in mass[:, documents].sum(1)),
+        token_scores=tuple(float(value) for value in ranking[rows][:, documents].sum(1)),
         num_bytes=num_bytes,
         fidelity=segment.fidelity,
     )

@@ -30,10 +30,13 @@ class EngineConfig:
       store: URL of the lasting chunk store, such as "file:///var/cache/ccjax" or "s3://bucket/prefix"; None keeps
         chunk-caches in memory only.
       strategy: how chunks are reused: "cachecraft", "cacheblend" (the tokens whose KV deviates most, 15 % or
-        `recompute_ratio`), "reuse" (naive), "prefix" (exact prefixes only), "full" (never); or with as much recomputed
-        as "cachecraft" would, "legolink" (the head of each chunk), "random" (drawn tokens).
+        `recompute_ratio`), "reuse" (naive), "set" (the longest prefix in any order), "prefix" (exact prefixes only),
+        "full" (never); or with as much recomputed as "cachecraft" would, "legolink" (the head of each chunk), "random"
+        (drawn tokens).
       alpha: CacheCraft eq. 12, scales the share of tokens that is recomputed.
       recompute_ratio: forces that share, 0 to 1, in place of CacheCraft eq. 12.
+      ranking_layers: layers, from 0, whose attention ranks the tokens of a new variant (CacheCraft eq. 14); None: the
+        mean over all, as in the paper. Which of them find the tokens that reuse changes differs between models.
       focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks.
       focus_rule: gap rule of alg. 1, "entropy" (as printed) or "largest_gap".
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
@@ -71,6 +74,7 @@ class EngineConfig:
     strategy: str = "cachecraft"
     alpha: float = 1.0
     recompute_ratio: float | None = None
+    ranking_layers: tuple[int, ...] | None = None
     focus_window: int | None = 3
     focus_rule: str = "entropy"
     max_model_len: int | None = None
@@ -104,6 +108,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
+        layers = self.ranking_layers
+        if layers is not None:
+            are_layers = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in layers)
+            if not layers or not are_layers or len(set(layers)) < len(layers):
+                raise ConfigError(f"ranking_layers: wanted one or more different layers from 0, got {layers!r}")
         gap_ms = self.max_decode_gap_ms
         if gap_ms is not None and (not _is_number(gap_ms) or not 0.0 <= gap_ms < math.inf):
             raise ConfigError(f"max_decode_gap_ms: wanted a number of at least 0, got {self.max_decode_gap_ms!r}")

@@ -87,6 +87,9 @@ class Engine(DocumentCalls, CacheCalls):
             check_implementation(config.attention)
         except NotImplementedError as error:
             raise ConfigError(f"attention: {error}") from error
+        if max(config.ranking_layers or (0,)) >= model.config.num_layers:
+            wanted = f"layers below {model.config.num_layers}, the model's number"
+            raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")
         self._prefiller = Prefiller(model.params, model.config, implementation=config.attention)
         self._settings = config.planner_settings()
         check_budgets(config)

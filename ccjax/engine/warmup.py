@@ -50,8 +50,9 @@ class BatchSizes:
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of the contexts of a pack: any one prompt, or usual ones as long as a full pack needs."""
-        return slot_bucket(max(self.max_model_len, 2 * self.max_num_batched_tokens))
+        """Most tokens of the contexts of a pack: any one prompt, or as many as a full pack with half of all reused."""
+        usual = min(2 * self.max_num_batched_tokens, 4 * self.max_model_len)
+        return slot_bucket(max(self.max_model_len, usual))
 
     @property
     def num_segments(self) -> int:

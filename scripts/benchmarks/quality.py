@@ -27,10 +27,11 @@ TARGET_OF_FULL = 0.95
 NAMES = {
     "reuse": "naive reuse",
     "cachecraft": "Cache-Craft",
+    "cacheblend": "CacheBlend",
     "legolink": "first tokens (LegoLink)",
     "random": "random tokens",
 }
-COLOURS = {"cachecraft": "tab:blue", "legolink": "tab:green", "random": "tab:orange"}
+COLOURS = ("tab:blue", "tab:purple", "tab:green", "tab:orange", "tab:cyan", "tab:brown")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,11 +96,17 @@ def measured(
         )
 
 
+def series(way: Way) -> str:
+    """The way in words, without its share."""
+    layers = "" if way.ranking_layers is None else f" ranked by layers {', '.join(map(str, way.ranking_layers))}"
+    return NAMES[way.strategy] + layers
+
+
 def label(way: Way) -> str:
     """The way in words."""
     if way.cached is None:
         return "full prefill"
-    name = NAMES[way.strategy]
+    name = series(way)
     if way.strategy == "reuse":
         return f"{name}, passages computed {way.cached}"
     return f"{name}, {way.recompute_ratio:.0%}" if way.recompute_ratio is not None else f"{name}, alpha {way.alpha}"
@@ -133,6 +140,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
         "strategy": way.strategy,
         "cached": way.cached,
         "ratio": way.recompute_ratio,
+        "ranking_layers": way.ranking_layers,
         "alpha": way.alpha,
         "computed_share": outcome.computed_ratio,
         "mean_cfo": outcome.mean_cfo,
@@ -157,11 +165,12 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
         panel.axhline(guess, color="grey", linewidth=1, linestyle=":", label="best guess")
         alone = naive["alone"].scores[kind].accuracy_ratio * 100
         panel.plot(0, alone, "x", color="tab:red", label="naive reuse, computed alone", clip_on=False)
-        for strategy, colour in COLOURS.items():
-            points = [naive["behind others"], *(o for o in outcomes if o.way.strategy == strategy)]
+        selective = [outcome for outcome in outcomes if outcome.way.recompute_ratio is not None]
+        for name, colour in zip(dict.fromkeys(series(one.way) for one in selective), COLOURS, strict=False):
+            points = [naive["behind others"], *(one for one in selective if series(one.way) == name)]
             shares = [outcome.computed_ratio * 100 for outcome in points]
             ratios = [outcome.scores[kind].accuracy_ratio * 100 for outcome in points]
-            panel.plot(shares, ratios, "o-", color=colour, label=NAMES[strategy])
+            panel.plot(shares, ratios, "o-", color=colour, label=name)
         panel.set(title=kind.replace("_", " "), xlabel="computed passage tokens, %", ylim=(0, 102), xlim=(-2, 54))
     panels[0].set_ylabel("right answers, %")
     panels[-1].legend(fontsize="small", loc="lower right")

@@ -145,7 +145,8 @@ def test_a_lossy_copy_stays_lossy_on_the_device(tmp_path):
 def test_after_warm_up_the_first_hit_on_the_device_compiles_nothing():
     model = TinyModel(seed=12, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, intermediate_size=16)
     page = kv_spec_of(model.config, "float32").num_bytes(PAGE_TOKENS)
-    with model.engine(max_model_len=128, device_cache_bytes=80 * page) as engine:
+    few = {"max_num_batched_tokens": 128, "max_num_seqs": 2}
+    with model.engine(max_model_len=128, device_cache_bytes=80 * page, **few) as engine:
         engine.warmup()
         run = (steps.layer_step, steps.rotate_step, steps.write_pages_step, steps.read_pages_step)
         before = [step._cache_size() for step in run]

@@ -126,7 +126,8 @@ def test_focus_cut_is_the_oracle(window, rule):
     np.testing.assert_allclose(prefiller.last_logits(result), wanted, atol=TOLERANCE)
 
 
-def test_captured_kv_and_metadata_are_the_oracles():
+@pytest.mark.parametrize("ranking_layers", [None, (0,), (1, 2)])
+def test_captured_kv_and_metadata_are_the_oracles(ranking_layers):
     world = World(seed=20)
     names = "sabcdq"
     prompt = np.concatenate([world.tokens[name] for name in names]).astype(np.int32)
@@ -140,7 +141,9 @@ def test_captured_kv_and_metadata_are_the_oracles():
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
     captured = dict(
         (meta.chunk_id, (meta, kv))
-        for meta, kv in capture_variants(plan, prefiller.run(prompt, plan, collect=True), {}, None)
+        for meta, kv in capture_variants(
+            plan, prefiller.run(prompt, plan, collect=True), {}, None, ranking_layers=ranking_layers
+        )
     )
     assert list(captured) == list("sabcd")
 
@@ -164,7 +167,8 @@ def test_captured_kv_and_metadata_are_the_oracles():
         np.testing.assert_allclose((meta.a_mean, meta.b_mean), (a, b), rtol=1e-4, atol=1e-9)
         np.testing.assert_allclose(meta.cci, 1 / (1 + np.exp(-a / b)), rtol=1e-4)
         # eq. 14, ranked by mass on prior passages; the system prompt does not count
-        scores = sum((attention[:, rows, span[other]].mean(0).sum(-1) for other in prefix[1:]), np.zeros(size))
+        chosen = attention if ranking_layers is None else attention[list(ranking_layers)]
+        scores = sum((chosen[:, rows, span[other]].mean(0).sum(-1) for other in prefix[1:]), np.zeros(size))
         ranked = scores[list(meta.token_ranking)]
         assert np.all(np.diff(ranked) < 1e-5) and sorted(meta.token_ranking) == list(range(size))
     with_diagonal = np.tril(attention[:, span["b"], span["b"]]).sum((1, 2)).mean() / LENGTHS["b"] ** 2

@@ -28,7 +28,7 @@ def test_two_hundred_random_requests_compile_only_listed_sizes():
             reuse = ("bounded", "exact", "fast", "off")[number % 4]
             engine.generate_from_tokens(segments, max_new_tokens=2, reuse=reuse)
     grown = {name: step._cache_size() - before[name] for name, step in compiled.items()}
-    # Never more, however many requests come: one prompt at a time sees at most 256 slots.
+    # Never more, however many requests come; one prompt sees at most 256 slots.
     assert 0 < grown["layer"] <= sum(slots <= 256 for _, slots in sizes.packs())
     assert 0 < grown["decode"] <= len(sizes.decodes())
     rows = {count for count, slots in sizes.packs() if slots <= 256}

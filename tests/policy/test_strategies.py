@@ -47,6 +47,9 @@ S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
         ("prefix", "bounded", [S, A, COMPUTE, COMPUTE, COMPUTE]),
         ("prefix", "exact", [S, A, COMPUTE, COMPUTE, COMPUTE]),
         ("prefix", "fast", [S, A, COMPUTE, COMPUTE, COMPUTE]),
+        ("set", "bounded", [S, A, COMPUTE, COMPUTE, COMPUTE]),  # C's path wants an exact B behind S A
+        ("set", "exact", [S, A, COMPUTE, COMPUTE, COMPUTE]),
+        ("set", "off", [COMPUTE] * 5),
         ("reuse", "bounded", [S, A, ("B|SX|exact", ()), C, COMPUTE]),
         ("reuse", "exact", [S, A, COMPUTE, C, COMPUTE]),
         ("cachecraft", "bounded", [S, A, ("B|SX|exact", (7, 8, 9)), C, COMPUTE]),
@@ -82,6 +85,58 @@ def test_decisions(strategy, mode, expected):
 def test_how_many_tokens_are_recomputed_and_which(strategy, mode, settings, num_recomputed):
     order = {"cachecraft": range(9, -1, -1), "legolink": range(10), "random": DRAWN}[strategy]
     assert decided(strategy, mode, **settings)[2] == ("B|SX|exact", tuple(sorted(order[:num_recomputed])))
+
+
+class TestSet:
+    def decided(self, names: str, *variants: VariantMeta, system: bool = True) -> list[tuple[str | None, str]]:
+        candidates = {name: [meta for meta in variants if meta.chunk_id == name] for name in ids(names)}
+        chunks = prompt(names, system=system)
+        settings = PlannerSettings(strategy="set")
+        plan = plan_prefill("r", chunks, 3, candidates, mode="bounded", settings=settings)
+        assert not any(segment.recompute_offsets for segment in plan.segments)
+        return [
+            (segment.variant_id and segment.variant_id.split("|")[1], segment.fidelity) for segment in plan.segments
+        ]
+
+    def test_a_path_in_another_order_is_reused_where_the_chunks_stand(self):
+        path = variant("S"), variant("C", "S"), variant("A", "SC")
+        assert self.decided("SABCD", *path) == [
+            ("", "exact"),
+            ("SC", "approx"),
+            (None, "approx"),
+            ("S", "approx"),
+            (None, "approx"),
+            (None, "approx"),
+        ]
+
+    def test_the_longest_path_is_taken_not_the_first(self):
+        longer = variant("B", "S"), variant("A", "SB"), variant("C", "SBA")
+        found = self.decided("SABC", variant("S"), variant("A", "S"), *longer)
+        assert [prefix for prefix, _ in found] == ["", "SB", "S", "SBA", None]
+
+    def test_of_equal_paths_the_prompts_own_order(self):
+        found = self.decided(
+            "SAB", variant("S"), variant("A", "S"), variant("B", "SA"), variant("B", "S"), variant("A", "SB")
+        )
+        assert found == [("", "exact"), ("S", "exact"), ("SA", "exact"), (None, "exact")]
+
+    def test_a_path_begins_with_the_system_prompt_where_there_is_one(self):
+        alone = variant("A"), variant("B", "A")
+        assert self.decided("SAB", variant("S"), *alone)[1:] == [(None, "exact")] * 3
+        assert [prefix for prefix, _ in self.decided("BA", *alone, system=False)] == ["A", "", None]
+
+    def test_a_chunk_that_stands_twice_is_on_the_path_once(self):
+        found = self.decided("SAA", variant("S"), variant("A", "S"))
+        assert [prefix for prefix, _ in found] == ["", "S", None, None]
+        assert [prefix for prefix, _ in self.decided("SAA", variant("S"), variant("A", "S"), variant("A", "SA"))] == [
+            "",
+            "S",
+            "SA",
+            None,
+        ]
+
+    def test_what_is_approximate_is_on_no_path(self):
+        assert self.decided("SA", variant("S"), variant("A", "S", fidelity="approx"))[1] == (None, "exact")
 
 
 class TestRandom:
@@ -146,7 +201,7 @@ def test_prefix_stops_at_the_first_gap_even_where_an_exact_variant_follows():
 
 
 def test_registry_is_by_exact_name_and_lists_what_it_knows():
-    names = ["full", "prefix", "reuse", "cachecraft", "cacheblend", "legolink", "random"]
+    names = ["full", "prefix", "set", "reuse", "cachecraft", "cacheblend", "legolink", "random"]
     assert list(STRATEGIES) == names
     for name in ("Full", "blend", "cache", ""):
         with pytest.raises(ValueError, match=f"strategy: wanted one of {', '.join(names)}, got '{name}'"):

@@ -116,6 +116,8 @@ def test_bad_sizes(text: str) -> None:
         (["--model", "no-such-model"], ["--model", "demo", "no-such-model"]),
         (["--strategy", "magic"], ["--strategy", "cachecraft", "magic"]),
         (["--alpha", "-1"], ["--alpha", "-1"]),
+        (["--ranking-layers", "0-1"], ["--ranking-layers", "0,1", "0-1"]),
+        (["--ranking-layers", "0,99"], ["--ranking-layers", "layers below", "99"]),
         (["--max-model-len", "999999"], ["--max-model-len", "1024", "999999"]),
         (["--host-cache-bytes", "4000TiB"], ["--host-cache-bytes", "memory"]),
         (["--attention", "abacus"], ["--attention", "abacus"]),
@@ -179,7 +181,7 @@ def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, e
 def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path, environment: dict[str, str]) -> None:
     arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--embedder", "lexical", "--chunk-tokens", "40"]
     arguments += ["--max-model-len", "128", "--top-k", "1", "--host-cache-bytes", "1MiB", "--system-prompt", "Answer."]
-    arguments += ["--served-model-name", "house"]
+    arguments += ["--served-model-name", "house", "--max-num-seqs", "2"]
     with serving(arguments, environment) as (url, line, process):
         assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
         assert patience.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}

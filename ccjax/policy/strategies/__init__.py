@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from ccjax.policy.strategies import cacheblend, cachecraft, full, legolink, prefix, random_tokens, reuse
+from ccjax.policy.strategies import cacheblend, cachecraft, full, legolink, prefix, random_tokens, reuse, set_cache
 from ccjax.policy.strategies.base import Strategy
 
 STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
     {
         "full": full.decide,
         "prefix": prefix.decide,
+        "set": set_cache.decide,
         "reuse": reuse.decide,
         "cachecraft": cachecraft.decide,
         "cacheblend": cacheblend.decide,
