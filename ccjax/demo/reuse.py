@@ -114,8 +114,8 @@ def measure_ways(
     stores: dict[_Stored, str] = {}
     for way in ways:
         if way.cached:
-            name = f"{way.cached.replace(' ', '-')}-{len(stores)}"
-            stores.setdefault((way.cached, way.ranking_layers), (directory / name).as_uri())
+            name = "-".join([*way.cached.split(), *map(str, way.ranking_layers or ())])
+            stores[way.cached, way.ranking_layers] = (directory / name).as_uri()
     total = len(stores) * len(passages) + len(ways) * len(kinds) * num_questions
     done = 0
 
