@@ -110,8 +110,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
         layers = self.ranking_layers
         if layers is not None:
-            are_layers = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in layers)
-            if not layers or not are_layers or len(set(layers)) < len(layers):
+            is_sequence = isinstance(layers, tuple | list) and len(layers) > 0
+            if not is_sequence or not all(map(_is_layer, layers)) or len(set(layers)) < len(layers):
                 raise ConfigError(f"ranking_layers: wanted one or more different layers from 0, got {layers!r}")
         gap_ms = self.max_decode_gap_ms
         if gap_ms is not None and (not _is_number(gap_ms) or not 0.0 <= gap_ms < math.inf):
@@ -161,6 +161,10 @@ class EngineConfig:
             max_queue=_NO_LIMIT if self.max_queue is None else self.max_queue,
             flow_share=self.flow_share,
         )
+
+
+def _is_layer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_number(value: object) -> bool:

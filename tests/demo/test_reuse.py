@@ -40,6 +40,14 @@ def test_each_way_recomputes_the_share_it_says(model, tmp_path):
     assert done[-1][0] == done[-1][1] == len(done)
 
 
+def test_the_share_counts_layers_that_ran_for_all_tokens(model, tmp_path):
+    way = Way("cacheblend", "behind others", recompute_ratio=0.15)
+    (outcome,) = measure_ways(model, [way], tmp_path, num_questions=1)
+    num_layers = model.config.num_layers
+    whole_first = (1 + 0.15 * (num_layers - 1)) / num_layers
+    assert whole_first - 0.01 < outcome.computed_ratio < whole_first + 0.05  # rounded up on every layer
+
+
 def test_passages_are_cached_behind_what_the_way_says(model, tmp_path):
     measure_ways(model, NAIVE, tmp_path, num_questions=1)
     num_passages = len({p for kind in KINDS for context in held_out_contexts(kind, 1) for p in context.passages})

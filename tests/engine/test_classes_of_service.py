@@ -120,6 +120,7 @@ def test_the_extremes_are_allowed():
         ("max_num_batched_tokens", 1.5),
         ("pin_share", "half"),
         ("ranking_layers", ()),
+        ("ranking_layers", 1),
         ("ranking_layers", "01"),
         ("ranking_layers", (1, 1)),
         ("ranking_layers", (0, -1)),

@@ -49,6 +49,18 @@ def test_forced_ratio_recomputes_that_share_of_each_approximate_chunk():
         assert [document.recomputed_tokens for document in report.per_document[1:]] == counts
 
 
+def test_tokens_are_ranked_by_the_chosen_layers():
+    segments = segments_of([40, 60])
+
+    def rankings(layers):
+        with MODEL.engine(ranking_layers=layers) as engine:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+            return {meta.variant_id: meta.token_ranking for meta in engine._variants}
+
+    every_layer = tuple(range(MODEL.config.num_layers))
+    assert rankings(None) == rankings(every_layer) != rankings((0,))
+
+
 def test_fast_recomputes_at_most_five_percent():
     segments = segments_of([40, 60, 100])
     with MODEL.engine() as engine:
