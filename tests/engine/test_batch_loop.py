@@ -117,6 +117,42 @@ def test_what_one_request_computes_the_next_one_reuses_even_if_both_were_in_line
         assert shares == [0] + [7 + 40 + 30 + 50] * 3
 
 
+def test_contexts_of_a_pack_stay_within_what_is_compiled_ahead():
+    """Prompts that compute little each: without a limit one pack would take them all."""
+    random = np.random.default_rng(5)
+    shared = draw_segments(random, [40, 50])[:-1]
+    with MODEL.engine(max_model_len=128, max_num_batched_tokens=256) as engine:
+        engine.generate_from_tokens([*shared, draw_segments(random, [])[-1]], max_new_tokens=1)
+        with engine._loop.paused():
+            questions = [draw_segments(random, [])[-1] for _ in range(12)]
+            clients = [Client(engine, ask([*shared, question], "exact", tokens=1)) for question in questions]
+        reused = [client.response().reuse.reused_tokens for client in clients]
+        most = max(slots for _, slots, _ in engine._prefiller._packed_sizes)
+        assert all(count > 90 for count in reused)
+        assert most == engine._sizes.context_tokens == 512
+
+
+def test_a_decode_step_is_not_charged_for_the_layers_in_front_of_it():
+    random = np.random.default_rng(6)
+    with MODEL.engine(max_decode_gap_ms=0.0) as engine:
+        first = Client(engine, ask(draw_segments(random, [20]), "off", tokens=200))
+        wait_until(lambda: len(first.deltas) >= 3, timeout_s=60)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop_module.Pack, "wait", lambda pack: time.sleep(2.0))
+            steps_s = []
+            note = engine._loop._scheduler.decode_done
+            patch.setattr(
+                engine._loop._scheduler,
+                "decode_done",
+                lambda now_s: (steps_s.append(engine._loop._decode_step_s), note(now_s)),
+            )
+            Client(engine, ask(draw_segments(random, [30]), "off", tokens=1)).response()
+        first.cancel()
+    # Each step moves the mean by a tenth of the difference: by 0.2 s if it were charged for two more seconds.
+    moved = [after - before for before, after in zip(steps_s, steps_s[1:], strict=False)]
+    assert moved and max(moved) < 0.1
+
+
 def test_answers_go_on_between_the_layers_of_a_long_prefill():
     random = np.random.default_rng(3)
     events = []
