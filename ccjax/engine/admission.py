@@ -11,6 +11,7 @@ from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.reads import LoadFailedError, Patience
+from ccjax.policy.planner import PlannerSettings
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 from store.errors import ShardNotFoundError
 from store.tickets import LoadTicket
@@ -30,11 +31,13 @@ class Admission:
         prompt: Prompt,
         mode: ReuseMode,
         *,
+        settings: PlannerSettings | None = None,
         is_shared: bool = False,
         is_cancelled: IsCancelled | None = None,
     ) -> None:
         """
         Args:
+          settings: to plan by; None for the engine's own.
           is_shared: agree with other processes on the store who computes what (`ccjax.engine.sharing`).
           is_cancelled: ends waits for loads, with PrefillCancelledError, when it returns True.
         """
@@ -43,6 +46,7 @@ class Admission:
         self.mode: ReuseMode = mode
         self.plan: PrefillPlan | None = None
         self._prefill = prefill
+        self._settings = settings or prefill.settings
         self._shared = prefill.shared() if is_shared and mode != "off" else None
         self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
@@ -71,8 +75,8 @@ class Admission:
             self.plan = self._prefill.plan(self.prompt, self.mode, {})
         else:
             self.plan, self._given_up = self._prefill.loads.settle(
-                lambda without: self._prefill.plan(self.prompt, self.mode, self._usable(without)),
-                adapts_ratio=self.mode == "bounded" and self._prefill.adapts_ratio,
+                lambda without: self._prefill.plan(self.prompt, self.mode, self._usable(without), self._settings),
+                adapts_ratio=self.mode == "bounded" and self._settings.recompute_ratio is None,
             )
         self._planned_at = time.perf_counter()
         self._plan_s += self._planned_at - started

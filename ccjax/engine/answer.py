@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from ccjax.engine.requests import Choice, Delta, FinishReason, SamplingParams, TokenLogprob
 from ccjax.engine.sampling import Drawn
 from ccjax.text import IncrementalDecoder, StopStrings, Tokenizer
@@ -35,6 +37,7 @@ class Answer:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
+        self._first_logits: np.ndarray | None = None
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -50,6 +53,8 @@ class Answer:
     def push(self, drawn: Drawn) -> Delta:
         """Takes in a token; the delta holds the text it completes, without any of a stop string."""
         token_id = drawn.token_id
+        if drawn.logits is not None:
+            self._first_logits = drawn.logits
         if token_id in self._eos_ids and not self._sampling.ignore_eos:
             self.finish_reason = "stop"
             return self._delta("")
@@ -75,6 +80,7 @@ class Answer:
             token_ids=tuple(self._token_ids),
             finish_reason=self.finish_reason or "length",
             logprobs=tuple(self._logprobs) if self._sampling.logprobs is not None else None,
+            first_logits=self._first_logits,
         )
         unseen = last if self.finish_reason is not None else self._delta("")
         return dataclasses.replace(unseen, text=unseen.text + tail, finish_reason=choice.finish_reason), choice

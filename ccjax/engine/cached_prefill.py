@@ -8,7 +8,9 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ccjax.engine.capture import ReadLayers, capture_variants
+import numpy as np
+
+from ccjax.engine.capture import ReadLayers, capture_variants, context_deviations
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.contexts import LayerLoader, Pool
 from ccjax.engine.load_plan import LoadPlanner
@@ -19,12 +21,13 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.engine.sharing import SharedPrefill
 from ccjax.engine.variants import VariantIndex
-from ccjax.policy.planner import plan_prefill
+from ccjax.policy.planner import PlannerSettings, plan_prefill
+from ccjax.policy.variants import choose_other_context
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 from store.errors import ShardCorruptError, ShardNotFoundError
 from store.tickets import LoadTicket
 from store.tiered import TieredStore
-from store.usage import DISK, HOST
+from store.usage import DEVICE, DISK, HOST
 
 logger = logging.getLogger(__name__)
 KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
@@ -57,7 +60,7 @@ class CachedPrefill:
 
     Attributes:
       read_only: nothing is kept of what is computed.
-      adapts_ratio: no share to recompute is forced.
+      settings: how prompts are planned whose request asks for nothing else.
       loads: what loading takes.
     """
 
@@ -74,10 +77,9 @@ class CachedPrefill:
         self._pool = pool
         self._store = store
         self._variants = variants
-        self._settings = config.planner_settings(prefiller.config.num_layers)
+        self.settings = config.planner_settings(prefiller.config.num_layers)
         self.read_only = config.read_only
         self._ranking_layers = config.ranking_layers
-        self.adapts_ratio = config.recompute_ratio is None
         self.rates = rates
         self._loading = config.loading
         self.loads = LoadPlanner(store, rates, prefiller.config.num_layers)
@@ -89,18 +91,23 @@ class CachedPrefill:
         loaders = [reference() for reference in self._loaders]
         return any(loader is not None and loader.is_reading for loader in loaders)
 
-    def wanted(self, prompt: Prompt, mode: ReuseMode) -> dict[VariantId, int]:
+    def wanted(self, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings | None = None) -> dict[VariantId, int]:
         """The variants that a plan made now would load, with their bytes; may be asked beside a running prefill."""
         candidates = self.usable(prompt, known=self._variants.peek)
-        pinned = self.plan(prompt, mode, candidates).pin
+        pinned = self.plan(prompt, mode, candidates, settings).pin
         sizes = {meta.variant_id: meta.num_bytes for metas in candidates.values() for meta in metas}
         return {variant_id: sizes[variant_id] for variant_id in pinned}
 
-    def plan(self, prompt: Prompt, mode: ReuseMode, candidates: Mapping[ChunkId, Sequence[VariantMeta]]) -> PrefillPlan:
+    def plan(
+        self,
+        prompt: Prompt,
+        mode: ReuseMode,
+        candidates: Mapping[ChunkId, Sequence[VariantMeta]],
+        settings: PlannerSettings | None = None,
+    ) -> PrefillPlan:
         """Policy's decisions for a prompt."""
-        return plan_prefill(
-            "", prompt.planned_chunks, len(prompt.question), candidates, mode=mode, settings=self._settings
-        )
+        chunks, num_question = prompt.planned_chunks, len(prompt.question)
+        return plan_prefill("", chunks, num_question, candidates, mode=mode, settings=settings or self.settings)
 
     def shared(self) -> SharedPrefill | None:
         """A prefill's part in who computes what; None where there is nobody to agree with."""
@@ -200,10 +207,31 @@ class CachedPrefill:
             is_replacing = self._variants.replaces_approximate(meta) or self._store.is_lossy(meta.variant_id)
             if only_replacing and not is_replacing:
                 continue
-            if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)]):
+            meta, compared = self._compared(meta, kv, known.get(meta.chunk_id, ()))
+            if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)] | compared):
                 kept.add(meta.variant_id)
                 count += 1
         return count
+
+    def _compared(
+        self, meta: VariantMeta, kv: np.ndarray, variants: Sequence[VariantMeta]
+    ) -> tuple[VariantMeta, frozenset[ChunkId]]:
+        """An exact variant with its tokens' deviations, where another one in memory is there to compare with; and the
+        chunks that had a part in that one."""
+        other = choose_other_context(filter(self._is_at_hand, variants), meta) if meta.fidelity == "exact" else None
+        if other is None:
+            return meta, frozenset()
+        ticket = self._store.prepare_load((other.variant_id,), counted=False)
+        try:
+            theirs = ticket.read_layers(other.variant_id, 0, len(kv))
+            meta = dataclasses.replace(meta, token_deviations=context_deviations(kv, theirs))
+        finally:
+            self._store.complete_load(ticket, ok=False)
+        return meta, self._variants.origin_of(other.variant_id).seen
+
+    def _is_at_hand(self, meta: VariantMeta) -> bool:
+        is_in_memory = self._store.tier_of(meta.variant_id) in (DEVICE, HOST)
+        return is_in_memory and not self._store.is_lossy(meta.variant_id)
 
     def _seen(self, plan: PrefillPlan) -> list[frozenset[ChunkId]]:
         """For each chunk of a plan, all chunks that have a part in its KV: those up to it, and what the reused variants

@@ -48,6 +48,22 @@ def capture_variants(
         before.append(segment)
 
 
+def context_deviations(kv: np.ndarray, other: np.ndarray) -> tuple[float, ...]:
+    """How far each token's KV is from that of the same chunk behind another prefix, to three digits: the Euclidean
+    distance over all heads, relative to the root mean square length of such rows; mean over keys, values and layers.
+
+    Args:
+      kv, other: [L, 2, T, K, H], keys before RoPE and values.
+    """
+    deviations = np.zeros(kv.shape[2])
+    for own, theirs in zip(kv, other, strict=True):  # layer by layer: no second copy of all that in float32
+        own, theirs = own.astype(np.float32), theirs.astype(np.float32)
+        squares = np.square(own - theirs).sum((2, 3))
+        scale = np.square(own).sum((2, 3)).mean(1, keepdims=True)
+        deviations += np.sqrt(squares / np.maximum(scale, np.finfo(np.float32).tiny)).mean(0)
+    return tuple(float(f"{value:.3g}") for value in deviations / len(kv))
+
+
 def _mean_masses(
     plan: PrefillPlan, result: PrefillOutcome, layers: Collection[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -29,12 +29,15 @@ class EngineConfig:
       attention: implementation of `pallas_kernels.attention.attention`; None takes the platform's own.
       store: URL of the lasting chunk store, such as "file:///var/cache/ccjax" or "s3://bucket/prefix"; None keeps
         chunk-caches in memory only.
-      strategy: how chunks are reused: "cachecraft", "cacheblend" (the tokens whose KV deviates most, 15 % or
+      strategy: how chunks are reused: "cachecraft", "auto" (as much is recomputed, but where KV was seen to change
+        with the context), "cacheblend" (the tokens whose KV deviates most, 15 % or
         `recompute_ratio`), "reuse" (naive), "set" (the longest prefix in any order), "prefix" (exact prefixes only),
         "full" (never); or with as much recomputed as "cachecraft" would, "legolink" (the head of each chunk), "random"
         (drawn tokens).
       alpha: CacheCraft eq. 12, scales the share of tokens that is recomputed.
       recompute_ratio: forces that share, 0 to 1, in place of CacheCraft eq. 12.
+      calibration: file that scripts/calibrate.py wrote; None takes `calibration.json` beside the model, if it is there.
+        What it showed is the least that reuse recomputes in mode "bounded".
       ranking_layers: layers, from 0, whose attention ranks the tokens of a new variant (CacheCraft eq. 14); None: the
         mean over all, as in the paper. Which of them find the tokens that reuse changes differs between models.
       focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks.
@@ -74,6 +77,7 @@ class EngineConfig:
     strategy: str = "cachecraft"
     alpha: float = 1.0
     recompute_ratio: float | None = None
+    calibration: str | None = None
     ranking_layers: tuple[int, ...] | None = None
     focus_window: int | None = 3
     focus_rule: str = "entropy"

@@ -28,6 +28,7 @@ from ccjax.engine.batch.siblings import Emit, Siblings
 from ccjax.engine.budgets import check_budgets, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
+from ccjax.engine.calibration import calibration_of
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.document_cache import DocumentCache
@@ -47,6 +48,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, BatchSizes, warm_up
 from ccjax.errors import ConfigError, RequestError
+from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
@@ -91,7 +93,8 @@ class Engine(DocumentCalls, CacheCalls):
             wanted = f"layers below {model.config.num_layers}, the model's number"
             raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")
         self._prefiller = Prefiller(model.params, model.config, implementation=config.attention)
-        self._settings = config.planner_settings()
+        self._settings = config.planner_settings(model.config.num_layers)
+        self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
         check_budgets(config)
         identity = StoreIdentity(model.fingerprint, config.tenant_salt)
         kv_spec = kv_spec_of(model.config, config.dtype)
@@ -178,6 +181,7 @@ class Engine(DocumentCalls, CacheCalls):
         stop: Sequence[str] = (),
         seed: int | None = None,
         reuse: ReuseMode = "bounded",
+        quality_target: float | None = None,
         truncate: bool = False,
     ) -> Response:
         """The answer to `question` behind `documents` (`Document`s or mappings with "text", "id", "title", "version").
@@ -193,6 +197,7 @@ class Engine(DocumentCalls, CacheCalls):
             documents=documents_from(documents),
             sampling=SamplingParams(max_new_tokens, temperature, top_p, stops_from(stop), seed),
             reuse=reuse,
+            quality_target=quality_target,
             truncate=truncate,
         )
         return self.run(request)
@@ -236,10 +241,14 @@ class Engine(DocumentCalls, CacheCalls):
     def preload(self, request: Request) -> Preload:
         """Begins to read what the request will probably reuse from disk, while others run; returns at once. To be
         closed once its first token is there, or when it is given up."""
-        return self._preloader.add(lambda: self._prefill.wanted(self._assemble(request), self._mode(request)))
+        contract = self._contract(request)
+        return self._preloader.add(
+            lambda: self._prefill.wanted(self._assemble(request), contract.mode, contract.settings)
+        )
 
-    def _mode(self, request: Request) -> ReuseMode:
-        return "off" if self._settings.strategy == "full" else request.reuse
+    def _contract(self, request: Request) -> ReuseContract:
+        mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
+        return reuse_contract(mode, request.quality_target, self._settings, self.calibration)
 
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
         """The answer piece by piece; the last delta carries the `Response`. Closing the iterator cancels the request.
@@ -289,7 +298,7 @@ class Engine(DocumentCalls, CacheCalls):
         on_start: Callable[[], None],
         is_cancelled: IsCancelled,
     ) -> Callable[[], None]:
-        mode, sampling = self._mode(request), request.sampling
+        contract, sampling = self._contract(request), request.sampling
         is_given_up = threading.Event()
 
         def gives_up() -> bool:
@@ -303,9 +312,16 @@ class Engine(DocumentCalls, CacheCalls):
             emit=emit,
             on_start=on_start,
             is_cancelled=gives_up,
-            new_admission=lambda: Admission(self._prefill, prompt, mode, is_shared=is_shared, is_cancelled=gives_up),
+            new_admission=lambda: Admission(
+                self._prefill,
+                prompt,
+                contract.mode,
+                settings=contract.settings,
+                is_shared=is_shared,
+                is_cancelled=gives_up,
+            ),
             new_answer=lambda index: Answer(sampling, self.tokenizer, self._eos_ids, prompt.question, index=index),
-            report=lambda prefilled: self._report(prefilled, mode, request.reuse),
+            report=lambda prefilled: self._report(prefilled, contract, request.reuse),
         )
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         serving = Serving(uuid.uuid4().hex, siblings, seed=seed)
@@ -388,13 +404,14 @@ class Engine(DocumentCalls, CacheCalls):
             answer=answer,
         )
 
-    def _report(self, prefilled: Prefilled, mode: ReuseMode, wanted: ReuseMode) -> ReuseReport:
+    def _report(self, prefilled: Prefilled, contract: ReuseContract, wanted: ReuseMode) -> ReuseReport:
         return build_report(
             prefilled.plan,
             prefilled.prompt,
             prefilled.result,
             mode=wanted,
-            strategy="full" if mode == "off" else self._settings.strategy,
+            contract=contract,
+            strategy="full" if contract.mode == "off" else self._settings.strategy,
             num_layers=self.model_config.num_layers,
             tiers=prefilled.ticket.tiers if prefilled.ticket is not None else {},
             plan_s=prefilled.plan_s,

@@ -26,7 +26,8 @@ DEMO_CORPUS = ASSETS / "demo_corpus"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run; `tokenizer` and `template` are None for a directory without tokenizer files."""
+    """A model ready to run; `tokenizer` and `template` are None for a directory without tokenizer files, `directory`
+    is for one that comes from none."""
 
     name: str
     config: LlamaConfig
@@ -35,6 +36,7 @@ class LoadedModel:
     template: ChatTemplate | None
     eos_ids: frozenset[int]
     fingerprint: str
+    directory: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ def load_model(path: str | Path, *, dtype: str, progress: Progress | None = None
         template=_template(files.directory) if tokenizer is not None else None,
         eos_ids=tokenizer.eos_ids if tokenizer is not None else _eos_ids(files.directory),
         fingerprint=files.fingerprint(dtype),
+        directory=files.directory,
     )
 
 

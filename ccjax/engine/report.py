@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.prompts import Prompt
+from ccjax.policy.contract import ReuseContract
 from ccjax.types import DocumentReuse, PrefillPlan, ReuseMode, ReuseReport, Segment
 
 
@@ -15,6 +16,7 @@ def build_report(
     result: PrefillOutcome,
     *,
     mode: ReuseMode,
+    contract: ReuseContract,
     strategy: str,
     num_layers: int,
     tiers: Mapping[str, str],
@@ -52,6 +54,7 @@ def build_report(
                 title=chunk.title,
             )
         )
+    is_exact = all(segment.fidelity == "exact" for segment in plan.segments)
     return ReuseReport(
         mode=mode,
         strategy=strategy,
@@ -60,7 +63,7 @@ def build_report(
         recomputed_tokens=sum(split[1] for split in splits),
         reused_tokens=sum(split[0] for split in splits),
         computed_share=result.computed_token_layers / (plan.num_tokens * num_layers),
-        exact=all(segment.fidelity == "exact" for segment in plan.segments),
+        exact=is_exact,
         per_document=tuple(documents),
         focus_cut_layer=result.focus_cut_layer,
         loaded_bytes=result.loaded_bytes,
@@ -71,6 +74,9 @@ def build_report(
         preloaded_bytes=preloaded_bytes,
         load_s=load_s,
         given_up_loads=given_up_loads,
+        calibrated=contract.is_calibrated and not is_exact,
+        quality_target=contract.quality_target,
+        quality_bound=1.0 if is_exact else contract.quality_bound,
     )
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from ccjax.errors import RequestError
 from ccjax.types import REUSE_MODES, Document, ReuseMode, ReuseReport, document_from_mapping
 
@@ -24,6 +26,7 @@ class SamplingParams:
 
     `ignore_eos` (vLLM's name): an end-of-text token is one like any other, so that the answer gets as long as it may.
     `n`: so many answers to the prompt, each drawn by itself; the first is the one that there is with `n` 1.
+    `first_logits`: the response is to have the logits behind the prompt.
     """
 
     max_new_tokens: int | None = 64
@@ -34,14 +37,16 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     n: int = 1
+    first_logits: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "seed", "logprobs", "n"):
             value = getattr(self, name)
             if (value is not None or name == "n") and (isinstance(value, bool) or not isinstance(value, int)):
                 raise RequestError(name, f"wanted an integer, got {value!r}")
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError("ignore_eos", f"wanted true or false, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "first_logits"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, f"wanted true or false, got {getattr(self, name)!r}")
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -75,6 +80,8 @@ class Request:
       truncate: drop passages from the end until the prompt fits, instead of refusing it.
       priority: the lower, the sooner, as in vLLM; those of a higher number wait, and give up their pages, for it.
       flow: who asks; requests of one priority are served fairly between flows, by computed tokens.
+      quality_target: share of full prefill's answers to keep, 0 to 1, as far as reuse was calibrated
+        (`ccjax.policy.contract`); None for the calibration's own.
       timeout_s: seconds from `Engine.submit` after which the answer is of no use; the request then ends with
         DeadlineError, wherever it is. None for never.
     """
@@ -89,6 +96,7 @@ class Request:
     request_id: str = ""
     priority: int = 0
     flow: str = ""
+    quality_target: float | None = None
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -101,10 +109,11 @@ class Request:
             raise RequestError("priority", message)
         if not isinstance(self.flow, str) or len(self.flow) > LONGEST_FLOW:
             raise RequestError("flow", f"wanted a string of at most {LONGEST_FLOW} characters, got {self.flow!r:.80}")
-        if self.timeout_s is not None:
-            is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-            if not is_number or not 0.0 < self.timeout_s < math.inf:
-                raise RequestError("timeout_s", f"wanted a positive number of seconds, got {self.timeout_s!r}")
+        if self.timeout_s is not None and not (_is_number(self.timeout_s) and 0.0 < self.timeout_s < math.inf):
+            raise RequestError("timeout_s", f"wanted a positive number of seconds, got {self.timeout_s!r}")
+        target = self.quality_target
+        if target is not None and not (_is_number(target) and 0.0 <= target <= 1.0):
+            raise RequestError("quality_target", f"wanted a number from 0 to 1, got {target!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +134,7 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = None
+    first_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +148,7 @@ class Response:
       ttft_s: seconds from the start of the request's work to its first token, waiting in the queue left out.
       total_s: seconds to the last token of all answers.
       others: the answers besides the first.
+      first_logits: [V] float32, those that the first token was drawn from, if they were asked for.
     """
 
     text: str
@@ -149,6 +160,7 @@ class Response:
     total_s: float
     logprobs: tuple[TokenLogprob, ...] | None = None
     others: tuple[Choice, ...] = ()
+    first_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -177,6 +189,10 @@ class Delta:
     response: Response | None = None
     index: int = 0
     finish_reason: FinishReason | None = None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def stops_from(stop: Sequence[str]) -> tuple[str, ...]:

@@ -25,11 +25,15 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drawn:
-    """A drawn token: its id, its log-probability under the model, and the likeliest ones as (id, log-probability)."""
+    """A drawn token: its id, its log-probability under the model, and the likeliest ones as (id, log-probability).
+
+    `logits` [V], float32: those it was drawn from, of a first token where they were asked for.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def seed_of(seed: int, answer: int) -> int:
@@ -50,7 +54,12 @@ def draw(logits: jax.Array, draws: Sequence[Draw]) -> list[Drawn]:
         temperature[row], top_p[row] = one.sampling.temperature, one.sampling.top_p
         seeds[row], index[row] = seed_words(one.seed), one.index
     out = sample_step(logits, temperature, top_p, seeds, index, num_top=_top_bucket(num_top))
-    return _drawn(jax.device_get(out), draws)
+    wanted = [row for row, one in enumerate(draws) if one.sampling.first_logits and one.index == 0]
+    kept = np.asarray(logits, np.float32) if wanted else None
+    return [
+        dataclasses.replace(drawn, logits=kept[row].copy()) if kept is not None and row in wanted else drawn
+        for row, drawn in enumerate(_drawn(jax.device_get(out), draws))
+    ]
 
 
 def _drawn(out: SampleOutput, draws: Sequence[Draw]) -> list[Drawn]:

@@ -15,6 +15,7 @@ from ccjax.types import ChunkId, VariantId, VariantMeta
 from store.spec import ShardRecord, ShardSummary
 
 _STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
+_STORED_FIELDS += ("token_deviations",)
 """Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
 
 
@@ -56,6 +57,10 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
         inter = tuple(float(value) for value in meta["inter_by_prefix"])
         ranking = tuple(int(offset) for offset in meta["token_ranking"])
         fidelity = meta["fidelity"]
+        # Not in records of older stores.
+        deviations = tuple(float(value) for value in meta.get("token_deviations", ()))
+        if len(deviations) not in (0, record.num_tokens) or not all(map(is_frequency, deviations)):
+            return None
         if len(inter) != len(prefix_ids) or sorted(ranking) != list(range(record.num_tokens)):
             return None
         if fidelity not in ("exact", "approx"):
@@ -73,6 +78,7 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
             num_bytes=record.num_bytes,
             frequency_reuse=frequency_reuse,
             fidelity=fidelity,
+            token_deviations=deviations,
         )
     except (KeyError, TypeError, ValueError):
         return None

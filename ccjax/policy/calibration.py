@@ -1,59 +1,177 @@
-"""Which alpha to deploy, from what each one cost and kept on a validation set (CacheCraft eq. 13). Measures nothing."""
+"""How much to recompute so that answers are kept: chosen from trials on a validation set. Measures nothing.
+
+CacheCraft eq. 13 takes the alpha of least expected cost whose quality on a validation set reaches the target. A score
+that reaches it on a hundred questions may miss it on the next hundred, so here its lower confidence bound has to, and
+what is chosen may be a share to recompute as well as an alpha.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from ccjax.policy._checks import check_mass, check_ratio
+from ccjax.policy._checks import check_count, check_mass, check_ratio
+
+VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AlphaTrial:
-    """One alpha run over the whole validation set; checked on construction (ValueError naming the field).
+class Trial:
+    """One setting, run over all questions of a validation set; checked on construction (ValueError naming the field).
 
     Attributes:
-      alpha: of CacheCraft eq. 12, at least 0.
-      mean_cfo: E[CFO_alpha], in [0, 1]: the mean of eq. 12 over the chunks that had a usable variant. An exact reuse
-        counts as 0, a chunk computed whole for its CFO as 1: with those left out, the mean could fall as alpha grows.
-      quality: F1_alpha or any score for which more is better, at least 0, on the scale of the target.
+      alpha: CacheCraft eq. 12, where `recompute_ratio` is None.
+      recompute_ratio: the share recomputed of what is reused, instead of eq. 12.
+      computed_share: of the passages' token-layers, what was computed on average; in [0, 1].
+      num_answers: questions that full prefill answered.
+      num_kept: of these, the ones that this setting answered as well.
     """
 
-    alpha: float
-    mean_cfo: float
-    quality: float
+    computed_share: float
+    num_answers: int
+    num_kept: int
+    alpha: float = 1.0
+    recompute_ratio: float | None = None
 
     def __post_init__(self) -> None:
         check_mass("alpha", self.alpha)
-        check_ratio("mean_cfo", self.mean_cfo)
-        check_mass("quality", self.quality)
+        if self.recompute_ratio is not None:
+            check_ratio("recompute_ratio", self.recompute_ratio)
+        check_ratio("computed_share", self.computed_share)
+        check_count("num_answers", self.num_answers)
+        check_count("num_kept", self.num_kept, least=0)
+        if self.num_kept > self.num_answers:
+            raise ValueError(f"num_kept: wanted at most {self.num_answers}, all answers, got {self.num_kept}")
+
+    def kept_at_least(self, confidence: float) -> float:
+        """The share of answers that this setting keeps, with that confidence (`kept_lower_bound`)."""
+        return kept_lower_bound(self.num_kept, self.num_answers, confidence)
 
 
-def choose_alpha(trials: Sequence[AlphaTrial], *, target_quality: float) -> AlphaTrial | None:
-    """The trial of alpha*, or None where no trial reaches the target.
-
-    CacheCraft eq. 13: `alpha* = argmin_alpha E[CFO_alpha] subject to F1_alpha >= F1_desired`. A quality within one part
-    in 1e9 of the target reaches it: 0.9 of 0.8 is 0.7200000000000001 in binary, and 18 right answers of 25 are 0.72.
-
-    The paper is silent on ties. Reading: the least alpha. Over the same stored variants no chunk's CFO falls as alpha
-    grows, so alphas of equal mean CFO give every chunk the same CFO and recompute the same tokens. It is silent on a
-    target that no alpha reaches (reading: none is chosen) and on F1_desired, which is the deployment's to set; its own
-    runs keep 0.9 of full prefill's score.
-
-    Args:
-      trials: in any order, each alpha once.
-      target_quality: F1_desired, at least 0, on the scale of `AlphaTrial.quality`.
+def kept_lower_bound(num_kept: int, num_answers: int, confidence: float) -> float:
+    """The least share of answers kept under which `num_kept` of `num_answers` or more would still come about with a
+    probability of `1 - confidence`: Clopper and Pearson's one-sided bound, which holds for any number of answers.
 
     Raises:
-      ValueError: no trials, an alpha twice, or a target that is negative or not finite.
+      ValueError: a confidence below 0.5 or not below 1, or counts that do not fit.
     """
-    check_mass("target_quality", target_quality)
-    alphas = sorted(trial.alpha for trial in trials)
-    if not alphas:
+    _check_confidence(confidence)
+    check_count("num_answers", num_answers)
+    check_count("num_kept", num_kept, least=0)
+    if num_kept > num_answers:
+        raise ValueError(f"num_kept: wanted at most {num_answers}, all answers, got {num_kept}")
+    if num_kept == 0:
+        return 0.0
+    low, high = 0.0, 1.0
+    while high - low > 1e-12:  # the probability grows with the share
+        middle = (low + high) / 2.0
+        if _probability_of_at_least(num_kept, num_answers, middle) < 1.0 - confidence:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _check_confidence(confidence: float) -> None:
+    is_number = isinstance(confidence, int | float) and not isinstance(confidence, bool)
+    if not is_number or not 0.5 <= confidence < 1.0:
+        raise ValueError(f"confidence: wanted a number from 0.5 to below 1, got {confidence!r}")
+
+
+def _probability_of_at_least(least: int, count: int, share: float) -> float:
+    """P(X >= least) of a binomial X over `count` draws, 0 < share < 1."""
+    log_share, log_rest = math.log(share), math.log1p(-share)
+    logs = (
+        math.lgamma(count + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(count - k + 1)
+        + k * log_share
+        + (count - k) * log_rest
+        for k in range(least, count + 1)
+    )
+    return math.fsum(map(math.exp, logs))
+
+
+def cheapest_safe(trials: Iterable[Trial], *, target: float, confidence: float) -> Trial | None:
+    """The trial of least computed share that keeps the target share of answers with that confidence; None if none does.
+
+    The trials are gone through from the greatest computed share down, and the first that misses ends it. So the chance
+    that the one chosen keeps less than the target is at most `1 - confidence`, however many were tried (a test of
+    hypotheses in fixed sequence); taking the cheapest of all that pass would have no such bound.
+
+    Raises:
+      ValueError: no trials, a target outside 0 to 1, a confidence below 0.5 or not below 1.
+    """
+    check_ratio("target", target)
+    _check_confidence(confidence)
+    ordered = sorted(trials, key=lambda trial: (trial.computed_share, trial.recompute_ratio or 0.0, trial.alpha))
+    if not ordered:
         raise ValueError("trials: wanted at least one, got none")
-    twice = [alpha for alpha, following in zip(alphas, alphas[1:], strict=False) if alpha == following]
-    if twice:
-        raise ValueError(f"trials: wanted each alpha once, got {twice[0]!r} twice")
-    good = (t for t in trials if t.quality >= target_quality or math.isclose(t.quality, target_quality))
-    return min(good, key=lambda trial: (trial.mean_cfo, trial.alpha), default=None)
+    chosen = None
+    for trial in reversed(ordered):
+        if trial.kept_at_least(confidence) < target:
+            break
+        chosen = trial
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What was found for one model, on the questions of one corpus; a field out of range is a ValueError that names it.
+
+    Attributes:
+      model: fingerprint of weights, tokenizer and dtype.
+      questions: sha256 (hex) of the questions with their passages and right answers.
+      score: by which an answer counts as kept.
+      target: share of full prefill's answers to keep, where a request asks for no other.
+      confidence: with which it has to be.
+      trials: by strategy.
+      settings: of the engine, as far as the outcome depends on them: two calibrations are comparable where they agree.
+    """
+
+    model: str
+    questions: str
+    score: str
+    target: float
+    confidence: float
+    trials: Mapping[str, Sequence[Trial]]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_ratio("target", self.target)
+        _check_confidence(self.confidence)
+
+    def choose(self, strategy: str, target: float | None = None) -> Trial | None:
+        """The cheapest setting of a strategy that keeps a target; None if none does, or the strategy was not tried."""
+        trials = self.trials.get(strategy, ())
+        wanted = self.target if target is None else target
+        return cheapest_safe(trials, target=wanted, confidence=self.confidence) if trials else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {"version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Calibration:
+        """What `to_json` gave.
+
+        Raises:
+          ValueError: it is something else; the message says what.
+        """
+        if not isinstance(value, Mapping) or value.get("version") != VERSION:
+            raise ValueError(f"calibration: wanted an object of version {VERSION}, got {value!r:.80}")
+        try:
+            texts = {name: value[name] for name in ("model", "questions", "score")}
+            trials = {
+                str(strategy): tuple(Trial(**trial) for trial in found) for strategy, found in value["trials"].items()
+            }
+            settings = dict(value["settings"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"calibration: a field is missing or not what it should be: {error}") from error
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise ValueError(f"calibration: wanted a string under {name!r}, got {text!r:.80}")
+        target, confidence = value.get("target", math.nan), value.get("confidence", math.nan)
+        return cls(**texts, target=target, confidence=confidence, trials=trials, settings=settings)

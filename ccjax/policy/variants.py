@@ -78,6 +78,22 @@ def _overlap(meta: VariantMeta, prefix: tuple[ChunkId, ...], system_id: ChunkId 
     return adjusted_overlap(meta.prefix_ids, meta.inter_by_prefix, prefix)
 
 
+def choose_other_context(variants: Iterable[VariantMeta], meta: VariantMeta) -> VariantMeta | None:
+    """The variant whose KV tells most of what `meta`'s owes to its prefix: exact, of the same chunk, behind the prefix
+    that has least in common with its own, of several the shortest. None where none is behind another prefix."""
+    own = frozenset(meta.prefix_ids)
+    others = (
+        other
+        for other in variants
+        if other.chunk_id == meta.chunk_id and other.fidelity == "exact" and other.prefix_ids != meta.prefix_ids
+    )
+    return min(
+        others,
+        key=lambda other: (len(own.intersection(other.prefix_ids)), len(other.prefix_ids), other.variant_id),
+        default=None,
+    )
+
+
 def reuse_credit(cfo: float, num_tokens: int) -> float:
     """What one use adds to `f_r`, CacheCraft sec. 3.3: 1/CFO, in [1, num_tokens].
 

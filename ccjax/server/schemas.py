@@ -107,6 +107,7 @@ class Generation(Body):
         BeforeValidator(_retrieval, json_schema_input_type=RetrievalIn | bool | None),
     ] = Field(None, description="search the server's documents; on by default where it has some")
     reuse: str | None = Field(None, description="off, exact, bounded or fast")
+    quality_target: float | None = Field(None, description="share of full prefill's answers that reuse is to keep")
     truncate: bool | None = Field(None, description="drop passages from the end instead of refusing a long prompt")
     cache_salt: str | None = None
     priority: int | None = Field(None, description="the lower, the sooner; 0 is the default")
@@ -186,6 +187,7 @@ class Generation(Body):
             request_id=request_id,
             priority=self.priority or 0,
             flow=self.flow,
+            quality_target=self.quality_target,
             timeout_s=self.timeout_s if self.timeout_s is not None else timeout_s,
         )
 

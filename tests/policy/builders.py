@@ -25,6 +25,7 @@ def variant(
     num_bytes: int = 100,
     f_r: float = 0.0,
     fidelity: Fidelity = "exact",
+    deviations: Sequence[float] = (),
 ) -> VariantMeta:
     """A variant of chunk `name` behind the chunks of `prefix`; its last token is its most contextualised by default."""
     return VariantMeta(
@@ -40,6 +41,7 @@ def variant(
         num_bytes=num_bytes,
         frequency_reuse=f_r,
         fidelity=fidelity,
+        token_deviations=tuple(deviations),
     )
 
 

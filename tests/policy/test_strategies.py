@@ -87,6 +87,57 @@ def test_how_many_tokens_are_recomputed_and_which(strategy, mode, settings, num_
     assert decided(strategy, mode, **settings)[2] == ("B|SX|exact", tuple(sorted(order[:num_recomputed])))
 
 
+class TestAuto:
+    """S exact; B and D stored behind another prefix, CFO 0.25 of 10 tokens: 3 each."""
+
+    def decided(self, b: list[VariantMeta], d: list[VariantMeta], mode: Any = "bounded", **settings) -> list[tuple]:
+        candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: b, ids("D")[0]: d}
+        chunks = prompt("SBD", system=True)
+        planned = PlannerSettings(strategy="auto", **settings)
+        plan = plan_prefill("r", chunks, 3, candidates, mode=mode, settings=planned)
+        return [segment.recompute_offsets for segment in plan.segments[1:-1]]
+
+    LOW, HIGH = (0.3, 0.1, 0, 0, 0, 0, 0, 0, 0, 0.2), (0, 0, 0.9, 0.8, 0.25, 0, 0, 0, 0, 0.7)
+
+    def test_the_budget_goes_where_kv_was_seen_to_change_most(self):
+        found = self.decided([variant("B", "SX", deviations=self.LOW)], [variant("D", "SX", deviations=self.HIGH)])
+        assert found == [(0, 9), (2, 3, 4, 9)]  # 6 tokens: .9 .8 .7 .3 .25 .2
+
+    def test_a_chunk_whose_prefix_is_much_the_same_gets_less(self):
+        # Behind S alone half of what D looked at is there: CFO 0.25. Of what B looked at there is nothing: 0.5.
+        weak = (0.24, *(0.0,) * 9)
+        far = variant("B", "SX", (0.0, 1.0), deviations=weak)
+        near = variant("D", "SX", (1.0, 1.0), deviations=self.HIGH)
+        assert self.decided([far], [near], recompute_ratio=0.2) == [(0,), (2, 3, 9)]  # 0.12 before 0.25 * 0.25
+        as_near = variant("B", "SX", (1.0, 1.0), deviations=weak)
+        assert self.decided([as_near], [near], recompute_ratio=0.2) == [(), (2, 3, 4, 9)]
+
+    def test_a_chunk_that_was_never_compared_gets_its_own_number_by_attention(self):
+        found = self.decided([variant("B", "SX")], [variant("D", "SX", deviations=self.HIGH)])
+        assert found == [(7, 8, 9), (2, 3, 9)]
+
+    def test_deviations_of_other_variants_count_and_their_mean(self):
+        other = variant("B", "SYZ", (0.0, 1.0, 1.0), deviations=(0, 0, 0, 0, 1, 0.5, 0.1, 0, 0, 0))
+        more = variant("B", "SY", (0.0, 1.0), deviations=(0, 0, 0, 0, 0, 0.9, 0.2, 0, 0, 0), variant_id="zz")
+        chosen = variant("B", "SX")
+        assert self.decided([chosen, other, more], [])[0] == (4, 5, 6)
+        assert self.decided([chosen, other, more], [], recompute_ratio=0.1)[0] == (5,)  # mean .7 before .5
+
+    @pytest.mark.parametrize(
+        ("mode", "settings", "count"),
+        [("bounded", {"alpha": 0.4}, 2), ("bounded", {"recompute_ratio": 0.45}, 10), ("fast", {"fast_ratio": 0.1}, 2)],
+    )
+    def test_in_all_as_many_as_cachecraft(self, mode, settings, count):
+        b, d = [variant("B", "SX", deviations=self.LOW)], [variant("D", "SX", deviations=self.HIGH)]
+        assert sum(map(len, self.decided(b, d, mode, **settings))) == count
+        assert self.decided(b, d, "exact") == [(), ()]
+
+    def test_equal_deviations_are_taken_in_order(self):
+        flat = (0.5,) * 10
+        found = self.decided([variant("B", "SX", deviations=flat)], [variant("D", "SX", deviations=flat)])
+        assert found == [(0, 1, 2, 3, 4, 5), ()]
+
+
 class TestSet:
     def decided(self, names: str, *variants: VariantMeta, system: bool = True) -> list[tuple[str | None, str]]:
         candidates = {name: [meta for meta in variants if meta.chunk_id == name] for name in ids(names)}
@@ -201,7 +252,7 @@ def test_prefix_stops_at_the_first_gap_even_where_an_exact_variant_follows():
 
 
 def test_registry_is_by_exact_name_and_lists_what_it_knows():
-    names = ["full", "prefix", "set", "reuse", "cachecraft", "cacheblend", "legolink", "random"]
+    names = ["full", "prefix", "set", "reuse", "auto", "cachecraft", "cacheblend", "legolink", "random"]
     assert list(STRATEGIES) == names
     for name in ("Full", "blend", "cache", ""):
         with pytest.raises(ValueError, match=f"strategy: wanted one of {', '.join(names)}, got '{name}'"):

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
-from ccjax.policy.variants import choose_repair, choose_variant, choose_victims, hottest_first, reuse_credit
+from ccjax.policy.variants import (
+    choose_other_context,
+    choose_repair,
+    choose_variant,
+    choose_victims,
+    hottest_first,
+    reuse_credit,
+)
 from tests.policy.builders import ids, variant
 
 
@@ -217,3 +224,19 @@ def test_hottest_first_is_the_reverse_of_eviction_and_prefers_exact_ones():
     ]
     assert [meta.variant_id for meta in hottest_first(held)] == ["b", "d", "e", "c", "a"]
     assert hottest_first(held)[-1].variant_id == (choose_victims(held, 1) or ())[0]
+
+
+class TestOtherContext:
+    OWN = variant("X", "SAB")
+
+    def test_the_one_with_least_in_common_then_the_shortest(self):
+        alone, near, far = variant("X", "S"), variant("X", "SA"), variant("X", "CDE")
+        assert choose_other_context([self.OWN, near, alone], self.OWN) == alone
+        assert choose_other_context([near, alone, far], self.OWN) == far
+        assert choose_other_context([near, variant("X", "SBA")], self.OWN) == near
+        assert choose_other_context([variant("X", "C"), far], self.OWN).prefix_ids == ids("C")
+
+    def test_only_exact_ones_of_the_same_chunk_behind_another_prefix(self):
+        useless = [self.OWN, variant("X", "S", fidelity="approx"), variant("Y", "S")]
+        assert choose_other_context(useless, self.OWN) is None
+        assert choose_other_context([], self.OWN) is None

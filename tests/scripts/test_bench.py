@@ -60,27 +60,6 @@ def test_an_unknown_benchmark_is_named():
     assert done.returncode == 2 and "'speed'" in done.stderr
 
 
-def test_quality_prints_every_way_and_writes_the_plot(tmp_path):
-    plot = tmp_path / "quality.svg"
-    options = ["--quick", "--json", "--questions", "1", "--plot", str(plot)]
-    command = [sys.executable, "scripts/bench.py", "quality", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    ways = [(case["strategy"], case["cached"], case["ratio"]) for case in figures["cases"]]
-    assert ways[:3] == [("full", None, None), ("reuse", "alone", None), ("reuse", "behind others", None)]
-    assert ("cachecraft", "behind others", 0.15) in ways and ("random", "behind others", 0.3) in ways
-    for case in figures["cases"]:
-        assert set(case["accuracy"]) == set(figures["guess_ratio"]) == {"single", "pronoun", "alias", "two_hop"}
-        assert set(case["accuracy"].values()) <= {0.0, 1.0}, "one question of each kind"
-    shares = [case["computed_share"] for case in figures["cases"] if case["strategy"] in ("cachecraft", "random")]
-    assert all(0.15 <= share < 0.35 for share in shares)
-    trials = figures["alpha"]["trials"]
-    assert [trial["alpha"] for trial in trials[1:]] == sorted(trial["alpha"] for trial in trials[1:])
-    assert [t["mean_cfo"] for t in trials[1:]] == sorted(t["mean_cfo"] for t in trials[1:]), "CFO grows with alpha"
-    assert plot.read_text().count("</svg>") == 1
-
-
 def test_loading_prints_every_mode_with_what_it_hid():
     command = [sys.executable, "scripts/bench.py", "loading", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -162,6 +162,7 @@ class Siblings:
                 total_s=self._total_s,
                 logprobs=first.logprobs,
                 others=tuple(others),
+                first_logits=first.first_logits,
             )
             last = dataclasses.replace(last, response=response)
         self.emit(last)

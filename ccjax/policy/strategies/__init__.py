@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from ccjax.policy.strategies import cacheblend, cachecraft, full, legolink, prefix, random_tokens, reuse, set_cache
+from ccjax.policy.strategies import (
+    auto,
+    cacheblend,
+    cachecraft,
+    full,
+    legolink,
+    prefix,
+    random_tokens,
+    reuse,
+    set_cache,
+)
 from ccjax.policy.strategies.base import Strategy
 
 STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
@@ -13,6 +23,7 @@ STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
         "prefix": prefix.decide,
         "set": set_cache.decide,
         "reuse": reuse.decide,
+        "auto": auto.decide,
         "cachecraft": cachecraft.decide,
         "cacheblend": cacheblend.decide,
         "legolink": legolink.decide,

@@ -32,12 +32,12 @@ def fix_choices(
     def decision(choice: VariantChoice | None) -> Decision:
         if choice is None or choice.exact:
             return Decision(choice)
-        return Decision(choice, choose_offsets(choice.meta, _recompute_count(choice, mode, settings)))
+        return Decision(choice, choose_offsets(choice.meta, recompute_count(choice, mode, settings)))
 
     return [decision(choice) for choice in best_choices(chunks, candidates, mode, settings)]
 
 
-def _recompute_count(choice: VariantChoice, mode: ReuseMode, settings: PlannerSettings) -> int:
+def recompute_count(choice: VariantChoice, mode: ReuseMode, settings: PlannerSettings) -> int:
     """`ceil(CFO |C|)`; in mode `bounded` with `settings.recompute_ratio` that share instead of CFO; in mode `fast`
     CFO's number or `settings.fast_ratio` of the chunk, whichever is less."""
     num_tokens = choice.meta.num_tokens

@@ -1,0 +1,162 @@
+"""Answers the same questions in many ways through the public engine, as a user would: passages are stored on disk by
+one engine and read by others that add nothing. Knows no score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ccjax.engine import Engine, EngineConfig, Request
+from ccjax.engine.loading import LoadedModel
+from ccjax.engine.requests import Response, SamplingParams
+from ccjax.evaluation.questions import QAQuestion
+from ccjax.evaluation.scores import first_token_kl
+from ccjax.evaluation.ways import FULL, Way
+from ccjax.types import Document, ReuseReport
+
+Cached = Literal["alone", "behind others", "both"]
+"""How the passages were computed that are reused: each behind the system prompt alone, like documents that were warmed;
+behind other passages, as by earlier requests; or first so and then so."""
+CACHED: tuple[Cached, ...] = ("alone", "behind others", "both")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """One question, answered one way.
+
+    Attributes:
+      computed_ratio: share of the passages' tokens that ran through the model, counted over all layers.
+      cfo: CacheCraft eq. 12, mean over passages; 1 for one that was computed whole.
+      first_kl: KL divergence in nats of the first token's distribution from that of full prefill.
+      is_same: the tokens are those of full prefill.
+    """
+
+    question: QAQuestion
+    text: str
+    token_ids: tuple[int, ...]
+    computed_ratio: float
+    cfo: float
+    ttft_s: float
+    first_kl: float
+    is_same: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """All questions, answered one way, in their order."""
+
+    way: Way
+    answers: tuple[Answered, ...]
+
+
+def measure(
+    model: LoadedModel,
+    questions: Sequence[QAQuestion],
+    ways: Sequence[Way],
+    others: Sequence[Document],
+    directory: Path,
+    *,
+    cached: Cached = "both",
+    max_new_tokens: int = 32,
+    settings: dict[str, Any] | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> list[Outcome]:
+    """Full prefill first, whether it is among `ways` or not, then each of these.
+
+    Args:
+      others: passages that stand before each one when it is computed "behind others"; should answer no question.
+      directory: where the stores of reused passages go; empty or absent.
+      settings: further fields of `EngineConfig`.
+      progress: called with a stage, and requests done and in all.
+    """
+    settings = settings or {}
+    passages = list(dict.fromkeys(document for question in questions for document in question.documents))
+    reusing = [way for way in ways if way != FULL]
+    populations = dict.fromkeys(way.ranking_layers for way in reusing)
+    total = len(populations) * len(passages) * (2 if cached == "both" else 1) + (1 + len(reusing)) * len(questions)
+    done = 0
+
+    def tick(stage: str) -> None:
+        nonlocal done
+        done += 1
+        progress(stage, done, total)
+
+    stores: dict[tuple[int, ...] | None, str] = {}
+    for layers in populations:
+        name = "-".join(["kv", *map(str, layers or ())])
+        stores[layers] = (directory / name).as_uri()
+        with Engine(model, EngineConfig(store=stores[layers], ranking_layers=layers, **settings)) as engine:
+            for before in ((), others) if cached == "both" else ((),) if cached == "alone" else (others,):
+                for passage in passages:
+                    _store(engine, [one for one in before if one != passage], passage)
+                    tick("passages")
+    reference: list[Response] = []
+    outcomes = []
+    for way in (FULL, *reusing):
+        config = EngineConfig(
+            store=None if way == FULL else stores[way.ranking_layers],
+            read_only=True,
+            strategy=way.strategy,
+            alpha=way.alpha,
+            recompute_ratio=way.recompute_ratio,
+            **{"focus_window": None, **settings},
+        )
+        answers = []
+        with Engine(model, config) as engine:
+            for index, question in enumerate(questions):
+                response = _ask(engine, question, way, max_new_tokens)
+                if way == FULL:
+                    reference.append(response)
+                answers.append(_answered(question, response, reference[index]))
+                tick(str(way))
+        outcomes.append(Outcome(way, tuple(answers)))
+    return outcomes
+
+
+def _store(engine: Engine, before: Sequence[Document], passage: Document) -> None:
+    """Has the passage computed behind others and kept."""
+    engine.generate("?", [*before, passage], max_new_tokens=1, reuse="exact", truncate=False)
+
+
+def _ask(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int) -> Response:
+    return engine.run(
+        Request(
+            messages=[{"role": "user", "content": question.text}],
+            documents=question.documents,
+            sampling=SamplingParams(max_new_tokens, first_logits=True),
+            reuse=way.reuse,
+        )
+    )
+
+
+def _answered(question: QAQuestion, response: Response, full: Response) -> Answered:
+    documents = [report for report in response.reuse.per_document if report.role == "document"]
+    return Answered(
+        question=question,
+        text=response.text.strip(),
+        token_ids=response.token_ids,
+        computed_ratio=computed_ratio(response.reuse),
+        cfo=float(np.mean([1.0 if report.cfo is None else report.cfo for report in documents])),
+        ttft_s=response.ttft_s,
+        first_kl=first_token_kl(_logits(full), _logits(response)),
+        is_same=response.token_ids == full.token_ids,
+    )
+
+
+def _logits(response: Response) -> np.ndarray:
+    assert response.first_logits is not None
+    return response.first_logits
+
+
+def computed_ratio(reuse: ReuseReport) -> float:
+    """Share of the documents' tokens times layers that was computed; the question and the system prompt left out."""
+    parts = reuse.per_document
+    question = reuse.prompt_tokens - sum(part.num_tokens for part in parts)
+    system = sum(part.num_tokens - part.reused_tokens for part in parts if part.role != "document")
+    documents = sum(part.num_tokens for part in parts if part.role == "document")
+    return max(0.0, (reuse.computed_share * reuse.prompt_tokens - question - system) / documents)  # rounding

@@ -1,0 +1,98 @@
+"""Questions with their passages and right answers, from a JSONL file or from towns of the demo. Knows no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ccjax.demo.evaluate import TEST_SEED, held_out_contexts
+from ccjax.demo.world import KINDS, Kind
+from ccjax.types import Document, document_from_mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class QAQuestion:
+    """One question.
+
+    Attributes:
+      answers: all that are right; none where nobody knows, then only agreement with full prefill can be measured.
+      documents: the passages, in prompt order.
+      kind: of the question, where there are several; "" where not.
+      guess_ratio: how often the best guess is right; None where that is not known.
+    """
+
+    question_id: str
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[Document, ...]
+    kind: str = ""
+    guess_ratio: float | None = None
+
+
+def read_questions(path: Path, *, limit: int | None = None, num_documents: int | None = None) -> tuple[QAQuestion, ...]:
+    """The first `limit` questions of a JSONL file: `{"question", "docs": [{"title"?, "text"}], "answers"?, "id"?,
+    "kind"?}` a line, each with its first `num_documents` passages.
+
+    Raises:
+      ValueError: the file cannot be read or holds no question, or a line is not such an object; names path and line.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"questions: wanted a JSONL file, got {path}: {error}") from error
+    found: list[QAQuestion] = []
+    for number, line in enumerate(lines, 1):
+        if limit is not None and len(found) == limit:
+            break
+        if line.strip():
+            try:
+                found.append(_question(json.loads(line), str(number), num_documents))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"questions: {path}, line {number}: {error}") from error
+    if not found:
+        raise ValueError(f"questions: wanted at least one, got none in {path}")
+    return tuple(found)
+
+
+def _question(value: Any, number: str, num_documents: int | None) -> QAQuestion:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"wanted an object, got {type(value).__name__}")
+    text, documents, answers = value.get("question"), value.get("docs"), value.get("answers", ())
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"wanted a non-empty string under 'question', got {text!r}")
+    if not isinstance(documents, Sequence) or isinstance(documents, str) or not documents:
+        raise ValueError(f"wanted a list of passages under 'docs', got {documents!r:.80}")
+    if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(f"wanted a list of strings under 'answers', got {answers!r:.80}")
+    passages = [
+        document_from_mapping({name: one[name] for name in ("text", "title") if name in one}, argument=f"docs[{index}]")
+        for index, one in enumerate(documents[:num_documents])
+    ]
+    return QAQuestion(
+        question_id=str(value.get("id", number)),
+        text=text,
+        answers=tuple(answers),
+        documents=tuple(passages),
+        kind=str(value.get("kind", "")),
+    )
+
+
+def demo_questions(
+    num_per_kind: int, num_passages: int = 4, *, kinds: Sequence[Kind] = KINDS, seed: str = TEST_SEED
+) -> tuple[QAQuestion, ...]:
+    """Questions over towns that the demo model was not trained on, kind after kind."""
+    return tuple(
+        QAQuestion(
+            question_id=f"{seed}/{kind}/{number}",
+            text=context.questions[0].text,
+            answers=(context.questions[0].answer,),
+            documents=tuple(Document(passage.text, title=passage.title) for passage in context.passages),
+            kind=kind,
+            guess_ratio=context.questions[0].guess_ratio,
+        )
+        for kind in kinds
+        for number, context in enumerate(held_out_contexts(kind, num_per_kind, num_passages, seed=seed))
+    )

@@ -1,0 +1,138 @@
+"""Scores of one answer and their means over many. Knows no model and no engine."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def words(text: str) -> list[str]:
+    """Words in lower case without punctuation and articles, as SQuAD compares answers (Rajpurkar et al. 2016)."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def exact_match(answer: str, reference: str) -> float:
+    """1 if both have the same words in the same order, else 0."""
+    return float(words(answer) == words(reference))
+
+
+def token_f1(answer: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over words, each counted as often as it occurs; of two empty ones 1."""
+    own, wanted = collections.Counter(words(answer)), collections.Counter(words(reference))
+    common = (own & wanted).total()
+    if not own or not wanted:
+        return float(own == wanted)
+    return 2.0 * common / (own.total() + wanted.total())
+
+
+def jaccard(answer: str, reference: str) -> float:
+    """Words in common over words in either, each counted once (CacheCraft sec. 5.1.2); of two empty ones 1."""
+    own, wanted = set(words(answer)), set(words(reference))
+    return len(own & wanted) / len(own | wanted) if own or wanted else 1.0
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """F1 of the longest common subsequence of words, stemmed (Lin 2004), by the `rouge-score` package."""
+    return _rouge_scorer()(reference, answer)
+
+
+@functools.cache
+def _rouge_scorer() -> Callable[[str, str], float]:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ImportError("ROUGE-L needs the package rouge-score: pip install 'ccjax[evaluate]'") from error
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    return lambda reference, answer: scorer.score(reference, answer)["rougeL"].fmeasure
+
+
+TEXT_SCORES: Mapping[str, Callable[[str, str], float]] = MappingProxyType(
+    {"exact_match": exact_match, "f1": token_f1, "jaccard": jaccard, "rouge_l": rouge_l}
+)
+
+
+def best(score: Callable[[str, str], float], answer: str, references: Sequence[str]) -> float:
+    """The score against the reference that fits best."""
+    return max(score(answer, reference) for reference in references)
+
+
+def first_token_kl(full: np.ndarray, other: np.ndarray) -> float:
+    """KL(full || other) in nats between the softmax distributions of two rows of logits [V]; 0 for equal ones.
+
+    Raises:
+      ValueError: the rows differ in length.
+    """
+    if full.shape != other.shape or full.ndim != 1:
+        raise ValueError(f"full, other: wanted two rows of logits of one length, got {full.shape} and {other.shape}")
+    own, theirs = _log_softmax(full), _log_softmax(other)
+    return max(0.0, float((np.exp(own) * (own - theirs)).sum()))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0) -> Interval:
+    """Mean over questions; the interval is the percentile bootstrap's.
+
+    Raises:
+      ValueError: fewer than two values.
+    """
+    return _bootstrap((values,), np.mean, num_resamples, seed)
+
+
+def ratio_interval(
+    values: Sequence[float], full: Sequence[float], *, num_resamples: int = 2000, seed: int = 0
+) -> Interval | None:
+    """Mean of a way over mean of full prefill on the same questions, which are drawn in pairs; None if full's is 0."""
+    if not np.mean(full) > 0.0:
+        return None
+    all_questions = float(np.mean(values) / np.mean(full))
+
+    def ratio(own: np.ndarray, whole: np.ndarray, axis: int = -1) -> np.ndarray:
+        # A draw without a single question that full prefill gets right says nothing: it stays with what all say.
+        own, whole = np.mean(own, axis=axis), np.mean(whole, axis=axis)
+        return np.divide(own, whole, out=np.full_like(own, all_questions), where=whole > 0.0)
+
+    return _bootstrap((values, full), ratio, num_resamples, seed)
+
+
+def _bootstrap(
+    data: tuple[Sequence[float], ...], statistic: Callable[..., np.ndarray], num_resamples: int, seed: int
+) -> Interval:
+    from scipy import stats
+
+    samples = tuple(np.asarray(values, np.float64) for values in data)
+    if len(samples[0]) < 2:
+        raise ValueError(f"values: wanted at least two questions for an interval, got {len(samples[0])}")
+    interval = stats.bootstrap(
+        samples,
+        statistic,
+        paired=True,
+        vectorized=True,
+        n_resamples=num_resamples,
+        batch=100,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return Interval(float(statistic(*samples, axis=-1)), float(interval.low), float(interval.high))

@@ -1,0 +1,56 @@
+"""`auto`: recomputes the tokens whose KV was seen to change most with the context, wherever in the prompt they stand.
+
+Takes CacheBlend's signal, the deviation of KV (sec. 4.2), but as it was measured when a chunk was computed behind a
+second prefix: so it costs nothing while a request waits, and it is known for all layers. Measures nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ccjax.policy.reuse import most_contextualised
+from ccjax.policy.strategies.base import Candidates, Decision, best_choices
+from ccjax.policy.strategies.fixing import recompute_count
+from ccjax.types import ReuseMode, VariantMeta
+
+if TYPE_CHECKING:
+    from ccjax.policy.planner import PlannerSettings, PromptChunk
+
+
+def decide(
+    chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
+) -> list[Decision]:
+    """Exact reuse unchanged. Of the approximately reused chunks as many tokens in all as `cachecraft` recomputes.
+
+    Chunks of which no deviation is known get their own number of them, by attention (CacheCraft eq. 14). All others
+    share theirs: the highest deviations of any chunk, each times the CFO of the variant that is reused, so that chunks
+    whose prefix stayed much the same get fewer; of equal ones the first.
+    """
+    choices = best_choices(chunks, candidates, mode, settings)
+    offsets: dict[int, tuple[int, ...]] = {}
+    scores: list[tuple[float, int, int]] = []
+    budget = 0
+    for index, (chunk, choice) in enumerate(zip(chunks, choices, strict=True)):
+        if choice is None or choice.exact:
+            continue
+        count = recompute_count(choice, mode, settings)
+        deviations = _mean_deviations(candidates[chunk.chunk_id])
+        if deviations is None:
+            offsets[index] = most_contextualised(choice.meta.token_ranking, choice.meta.num_tokens, count)
+            continue
+        budget += count
+        scores += [(-value * choice.cfo, index, offset) for offset, value in enumerate(deviations)]
+    chosen: dict[int, list[int]] = {}
+    for _, index, offset in sorted(scores)[:budget]:
+        chosen.setdefault(index, []).append(offset)
+    offsets.update((index, tuple(sorted(own))) for index, own in chosen.items())
+    return [Decision(choice, offsets.get(index, ())) for index, choice in enumerate(choices)]
+
+
+def _mean_deviations(variants: Sequence[VariantMeta]) -> list[float] | None:
+    """Of each token, over the variants of a chunk that were compared with another one; None where none was."""
+    measured = [meta.token_deviations for meta in variants if meta.token_deviations]
+    if not measured:
+        return None
+    return [sum(values) / len(values) for values in zip(*measured, strict=True)]

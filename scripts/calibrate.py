@@ -1,0 +1,191 @@
+"""Finds how much reuse must recompute: python scripts/calibrate.py --model DIR --questions FILE
+
+Answers the questions with full prefill and with each strategy at several shares and alphas, and writes what was kept to
+calibration.json beside the model. Servers then recompute no less than that in mode bounded, and serve a strategy that
+cannot keep the target with exact reuse only.
+
+Exit codes: 0 done; 1 done, but some strategy cannot keep the target; 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ccjax.evaluation.measure import Outcome
+    from ccjax.evaluation.questions import QAQuestion
+    from ccjax.policy.calibration import Calibration, Trial
+
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
+ALPHAS = (0.1, 0.2, 0.35, 0.5, 1.0)
+BY_ALPHA = ("auto", "cachecraft", "legolink", "random")
+"""Strategies that recompute what CacheCraft eq. 12 says unless a share is forced."""
+ANSWERED = 0.5
+"""A question that full prefill scores less on is one that it did not answer."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"calibrate.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ccjax.engine.calibration import CALIBRATION_FILE, write_calibration
+    from ccjax.engine.loading import load_model
+    from ccjax.evaluation.measure import measure
+    from ccjax.policy.calibration import Calibration
+    from scripts.evaluation.sources import questions_and_others
+
+    questions, others = questions_and_others(args)
+    model = load_model(args.model, dtype=args.dtype)
+    calibration = Calibration(
+        model=model.fingerprint,
+        questions=fingerprint(questions),
+        score=args.score,
+        target=args.target,
+        confidence=args.confidence,
+        trials={},
+        settings={"cached": args.cached, "max_tokens": args.max_tokens, "num_questions": len(questions)},
+    )
+    output = args.output or (model.directory or Path()) / CALIBRATION_FILE
+    with tempfile.TemporaryDirectory() as directory, Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+        outcomes = measure(
+            model,
+            questions,
+            ways_of(args.strategies),
+            others,
+            Path(directory),
+            cached=args.cached,
+            max_new_tokens=args.max_tokens,
+            settings={"max_model_len": args.max_model_len},
+            progress=lambda stage, done, total: progress.update(task, description=stage, completed=done, total=total),
+        )
+    calibration = dataclasses.replace(
+        calibration, trials={name: trials(name, outcomes, args.score) for name in args.strategies}
+    )
+    _print(calibration, args.json)
+    write_calibration(output, calibration)
+    print(f"written to {output}", file=sys.stderr)
+    return 0 if all(calibration.choose(name) is not None for name in args.strategies) else 1
+
+
+def ways_of(strategies: Sequence[str]) -> list:
+    """What is tried of each strategy."""
+    from ccjax.evaluation.ways import FIXED, Way, parse_way
+
+    ways = []
+    for name in strategies:
+        way = parse_way(name)
+        if way.recompute_ratio is not None or way.ranking_layers is not None or name in ("full", "prefix"):
+            raise ValueError(f"--strategies: wanted names of strategies that reuse approximately, got {name!r}")
+        ways += [way] if name in FIXED else [Way(name, ratio) for ratio in RATIOS]
+        ways += [Way(name, alpha=alpha) for alpha in ALPHAS if name in BY_ALPHA]
+    return ways
+
+
+def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Trial, ...]:
+    """What each setting of a strategy kept of full prefill's answers, which are the first outcome.
+
+    An answer counts as kept if its score against the right answers is no lower than full prefill's; with the score
+    `agreement`, if its tokens are the same.
+
+    Raises:
+      ValueError: full prefill answers none of the questions.
+    """
+    from ccjax.evaluation.scores import TEXT_SCORES, best
+    from ccjax.policy.calibration import Trial
+
+    def scored(outcome: Outcome) -> list[float]:
+        if score == "agreement":
+            return [float(one.is_same) for one in outcome.answers]
+        rated = (one for one in outcome.answers if one.question.answers)
+        return [best(TEXT_SCORES[score], one.text, one.question.answers) for one in rated]
+
+    full = scored(outcomes[0])
+    answered = [index for index, value in enumerate(full) if value >= ANSWERED]
+    if not answered:
+        raise ValueError(f"--questions: wanted some that full prefill answers, by {score}, got {len(full)} it does not")
+    found = []
+    for outcome in outcomes[1:]:
+        if outcome.way.strategy == strategy:
+            own = scored(outcome)
+            found.append(
+                Trial(
+                    computed_share=sum(one.computed_ratio for one in outcome.answers) / len(outcome.answers),
+                    num_answers=len(answered),
+                    num_kept=sum(own[index] >= full[index] for index in answered),
+                    alpha=outcome.way.alpha,
+                    recompute_ratio=0.0 if strategy in ("reuse", "set") else outcome.way.recompute_ratio,
+                )
+            )
+    return tuple(found)
+
+
+def fingerprint(questions: Sequence[QAQuestion]) -> str:
+    """sha256 (hex) of the questions with their passages and right answers."""
+    return hashlib.sha256(json.dumps([dataclasses.asdict(one) for one in questions]).encode()).hexdigest()
+
+
+def _print(calibration: Calibration, as_json: bool) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for name, found in calibration.trials.items():
+        chosen = calibration.choose(name)
+        table = Table("recomputed", "computed", "kept", "kept at least", "", title=name)
+        for trial in sorted(found, key=lambda one: one.computed_share):
+            setting = f"alpha {trial.alpha:g}" if trial.recompute_ratio is None else f"{trial.recompute_ratio:.0%}"
+            bound = trial.kept_at_least(calibration.confidence)
+            cells = f"{trial.computed_share:.1%}", f"{trial.num_kept} of {trial.num_answers}", f"{bound:.1%}"
+            table.add_row(setting, *cells, "chosen" if trial == chosen else "")
+        console.print(table)
+        if chosen is None:
+            console.print(f"{name}: no setting keeps {calibration.target:.1%}; it will be served with exact reuse only")
+    if as_json:
+        print(json.dumps(calibration.to_json()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    from scripts.evaluation.sources import add_arguments
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="Hugging Face directory, or demo (default)")
+    add_arguments(parser, seed="validation")
+    parser.add_argument("--strategies", nargs="+", default=["auto", "cachecraft"], help="default: auto cachecraft")
+    parser.add_argument("--target", type=float, default=0.95, help="share of full prefill's answers to keep (0.95)")
+    parser.add_argument("--confidence", type=float, default=0.95, help="with which that has to be (0.95)")
+    parser.add_argument(
+        "--score",
+        choices=("exact_match", "f1", "jaccard", "rouge_l", "agreement"),
+        default="exact_match",
+        help="by which an answer is kept; agreement needs no right answers (default exact_match)",
+    )
+    parser.add_argument("--cached", choices=("alone", "behind others", "both"), default="both")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="that will be served")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: calibration.json beside the model")
+    parser.add_argument("--json", action="store_true", help="print the calibration as one JSON object on the last line")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

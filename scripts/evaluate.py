@@ -1,0 +1,144 @@
+"""Measures what reuse costs in answers: python scripts/evaluate.py [--model DIR] [--questions FILE] [--ways ...]
+
+Asks every question with full prefill and then in each way, through the public engine, over passages that were computed
+before in other prompts. Scores are against the right answers and against full prefill's, with 95 % bootstrap intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.progress import Progress
+
+DEFAULT_STRATEGIES = ("reuse", "auto", "cachecraft", "cachecraft@0,1", "cacheblend", "legolink", "random")
+DEFAULT_RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"evaluate.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ccjax.engine.loading import load_model
+    from ccjax.evaluation.measure import measure
+    from ccjax.evaluation.ways import expand
+    from scripts.benchmarks.common import environment
+    from scripts.evaluation.sources import questions_and_others
+    from scripts.evaluation.summary import figures
+    from scripts.evaluation.tables import markdown, plot, rich_tables
+
+    ways = expand(args.ways, args.ratios)
+    questions, others = questions_and_others(args)
+    if len(questions) < 2:
+        raise ValueError(f"--limit: wanted at least two questions, for intervals, got {len(questions)}")
+    model = load_model(_model(args), dtype=args.dtype)
+    with tempfile.TemporaryDirectory() as directory, Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+        outcomes = measure(
+            model,
+            questions,
+            ways,
+            others,
+            Path(directory),
+            cached=args.cached,
+            max_new_tokens=args.max_tokens,
+            settings={"max_model_len": args.max_model_len},
+            progress=lambda stage, done, total: progress.update(task, description=stage, completed=done, total=total),
+        )
+    result: dict[str, Any] = {
+        "evaluation": {
+            "model": args.model,
+            "questions": args.questions,
+            "num_questions": len(questions),
+            "cached": args.cached,
+            "max_tokens": args.max_tokens,
+            "dtype": args.dtype,
+        },
+        **environment(),
+        "ways": figures(outcomes),
+    }
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for table in rich_tables(result):
+        console.print(table)
+    if args.plot:
+        plot(result, args.plot)
+    if args.markdown:
+        page = markdown(result, args.title, args.plot)
+        with args.markdown.open("a" if args.append else "w", encoding="utf-8") as file:
+            file.write(page)
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _model(args: argparse.Namespace) -> str | Path:
+    """The model's directory; for `random:LAYERSxWIDTH` one with such weights and the real Llama-3 tokenizer."""
+    name, _, shape = args.model.partition(":")
+    if name != "random" or not shape:
+        return args.model
+    from scripts.benchmarks.serve_model import cache_folder, random_model
+
+    layers, _, width = shape.partition("x")
+    if not (layers.isdecimal() and width.isdecimal() and int(layers) > 0 and int(width) > 0 and int(width) % 32 == 0):
+        raise ValueError(f"--model: wanted random:LAYERSxWIDTH, the width a multiple of 32, got {args.model!r}")
+    if args.data is None:
+        raise ValueError("--data: wanted the folder that has tokenizer_llama3/ (or CCJAX_TEST_DATA) for a random model")
+    return random_model(args.data / "tokenizer_llama3", int(layers), int(width), cache_folder())
+
+
+def _parser() -> argparse.ArgumentParser:
+    from scripts.evaluation.sources import add_arguments
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="demo", help="Hugging Face directory, demo (default), or random:LAYERSxWIDTH for a shape"
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=DEFAULT_STRATEGIES,
+        metavar="WAY",
+        help=f"strategy[@layer,layer][:ratio]; @ names the layers whose attention ranks tokens "
+        f"(default: {' '.join(DEFAULT_STRATEGIES)})",
+    )
+    parser.add_argument(
+        "--ratios", nargs="+", type=float, default=DEFAULT_RATIOS, help="shares to recompute, for ways without one"
+    )
+    parser.add_argument(
+        "--cached",
+        choices=("alone", "behind others", "both"),
+        default="both",
+        help="how passages were computed: alone, behind two other passages, or first alone and then so (default both)",
+    )
+    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
+    parser.add_argument(
+        "--max-model-len", type=int, help="longest prompt plus answer (default: the model's, at most 8192)"
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--json", action="store_true", help="print all figures as one JSON object on the last line")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
+    parser.add_argument("--append", action="store_true", help="add to that page instead")
+    parser.add_argument("--title", default="Answer quality", help="of that page or part")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality over computed tokens (.svg or .png)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `scripts/evaluate.py` asks and how it shows what came of it."""

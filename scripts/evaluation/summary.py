@@ -1,0 +1,87 @@
+"""Figures of an evaluation: means with intervals for every way, as plain JSON types. Knows no table and no plot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ccjax.evaluation.measure import Answered, Outcome
+from ccjax.evaluation.scores import TEXT_SCORES, best, mean_interval, ratio_interval
+
+
+def figures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For each way its scores; the first outcome is full prefill's.
+
+    `against_full`: the same scores with full prefill's text in place of the right answers. `of_full`: exact match (F1
+    where no full answer matches) over that of full prefill, the questions drawn in pairs. `kinds`: exact match by kind.
+    Means of the scores against right answers are over the questions that have any.
+    """
+    full = outcomes[0]
+    return [_way(outcome, full) for outcome in outcomes]
+
+
+def _way(outcome: Outcome, full: Outcome) -> dict[str, Any]:
+    way = outcome.way
+    answers = outcome.answers
+    known = [index for index, one in enumerate(answers) if one.question.answers]
+    gold = {name: [_gold(answers[index], name) for index in known] for name in TEXT_SCORES}
+    full_gold = {name: [_gold(full.answers[index], name) for index in known] for name in TEXT_SCORES}
+    against = {
+        name: [score(one.text, whole.text) for one, whole in zip(answers, full.answers, strict=True)]
+        for name, score in TEXT_SCORES.items()
+    }
+    kinds = dict.fromkeys(one.question.kind for one in answers if one.question.kind)
+    return {
+        "way": str(way),
+        "series": way.series,
+        "strategy": way.strategy,
+        "ratio": way.recompute_ratio,
+        "ranking_layers": way.ranking_layers,
+        "alpha": way.alpha,
+        "computed_share": _mean(one.computed_ratio for one in answers),
+        "mean_cfo": _mean(one.cfo for one in answers),
+        "ttft_s": float(np.median([one.ttft_s for one in answers])),
+        "gold": {name: _interval(values) for name, values in gold.items()} if len(known) > 1 else {},
+        "of_full": _of_full(gold, full_gold) if len(known) > 1 else None,
+        "against_full": {name: _interval(values) for name, values in against.items()},
+        "first_kl": _interval([one.first_kl for one in answers]),
+        "same_share": _interval([float(one.is_same) for one in answers]),
+        "kinds": {kind: _of_kind(outcome, full, kind) for kind in kinds},
+    }
+
+
+def _of_kind(outcome: Outcome, full: Outcome, kind: str) -> dict[str, Any]:
+    picked = [index for index, one in enumerate(outcome.answers) if one.question.kind == kind]
+    own, whole = ([_gold(one.answers[index], "exact_match") for index in picked] for one in (outcome, full))
+    guesses = [outcome.answers[index].question.guess_ratio for index in picked]
+    known = [guess for guess in guesses if guess is not None]
+    ratio = ratio_interval(own, whole) if len(picked) > 1 else None
+    return {
+        "exact_match": _interval(own) if len(picked) > 1 else None,
+        "of_full": None if ratio is None else dataclasses.asdict(ratio),
+        "guess": _mean(known) if known else None,
+        "num_questions": len(picked),
+    }
+
+
+def _of_full(gold: dict[str, list[float]], full_gold: dict[str, list[float]]) -> dict[str, Any] | None:
+    for name in ("exact_match", "f1"):
+        interval = ratio_interval(gold[name], full_gold[name])
+        if interval is not None:
+            return {"score": name, **dataclasses.asdict(interval)}
+    return None
+
+
+def _gold(answered: Answered, name: str) -> float:
+    return best(TEXT_SCORES[name], answered.text, answered.question.answers)
+
+
+def _interval(values: Sequence[float]) -> dict[str, float]:
+    return dataclasses.asdict(mean_interval(values))
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(list(values)))

@@ -1,0 +1,157 @@
+"""Shows the figures of an evaluation: tables for the terminal and for a page, and the plot. Computes none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:cyan", "tab:olive")
+_HEAD = (
+    "way",
+    "computed",
+    "exact match",
+    "F1",
+    "Jaccard",
+    "ROUGE-L",
+    "of full",
+    "same answer",
+    "first-token KL",
+    "TTFT",
+)
+
+Rows = tuple[str, Sequence[str], list[list[str]]]
+"""Title, head, cells."""
+
+
+def rich_tables(result: Mapping[str, Any]) -> list[Table]:
+    """The tables of an evaluation."""
+    tables = []
+    for title, head, rows in _tables(result):
+        table = Table(*head, title=title)
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return tables
+
+
+def markdown(result: Mapping[str, Any], title: str, picture: Path | None) -> str:
+    """The same as a page, with the picture in it."""
+    about, versions = result["evaluation"], result["versions"]
+    lines = [f"# {title}", ""]
+    lines += [
+        f"Model `{about['model']}`, questions `{Path(about['questions']).name}` ({about['num_questions']}), passages "
+        f"computed {_CACHED[about['cached']]}, greedy answers of up to {about['max_tokens']} tokens, {about['dtype']}. "
+        f"{result['machine']} ({result['device']}), jax {versions['jax']}, {result['date']}.",
+        "",
+    ]
+    for name, head, rows in _tables(result):
+        lines += [f"## {name}", "", _line(head), "|" + "---|" * len(head)]
+        lines += [*map(_line, rows), ""]
+    if picture is not None:
+        lines += [f"![quality over the share of passage tokens that were computed]({picture.name})", ""]
+    return "\n".join(lines) + "\n"
+
+
+_CACHED = {
+    "alone": "alone",
+    "behind others": "behind two other passages",
+    "both": "alone and then behind two other passages",
+}
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _tables(result: Mapping[str, Any]) -> list[Rows]:
+    ways = result["ways"]
+    found: list[Rows] = [("All questions", _HEAD, [_row(way) for way in ways])]
+    kinds = ways[0]["kinds"]
+    if len(kinds) > 1:
+        rows = [[way["way"], _share(way["computed_share"]), *map(_kind, way["kinds"].values())] for way in ways]
+        if all(one["guess"] is not None for one in kinds.values()):
+            rows.append(["best guess", "", *[_share(one["guess"]) for one in kinds.values()]])
+        found.append(("Exact match by kind of question", ("way", "computed", *kinds), rows))
+    return found
+
+
+def _row(way: Mapping[str, Any]) -> list[str]:
+    gold, of_full = way["gold"], way["of_full"]
+    scores = [_percent(gold[name]) if gold else "" for name in ("exact_match", "f1", "jaccard", "rouge_l")]
+    kl = way["first_kl"]
+    return [
+        way["way"],
+        _share(way["computed_share"]),
+        *scores,
+        "" if of_full is None else _percent(of_full),
+        _percent(way["same_share"]),
+        f"{kl['mean']:.3g} ({kl['low']:.3g} to {kl['high']:.3g})",
+        f"{way['ttft_s'] * 1e3:.0f} ms",
+    ]
+
+
+def _kind(one: Mapping[str, Any]) -> str:
+    return "" if one["exact_match"] is None else _percent(one["exact_match"])
+
+
+def _percent(interval: Mapping[str, float]) -> str:
+    mean, low, high = (100.0 * interval[name] for name in ("mean", "low", "high"))
+    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Quality over computed tokens with intervals, a curve for each strategy and a panel for each kind of question; the
+    format follows the file's ending."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "ccjax"  # the same bytes for the same figures
+    from matplotlib import pyplot
+
+    ways = result["ways"]
+    kinds = list(ways[0]["kinds"]) or [""]
+    figure, panels = pyplot.subplots(
+        1, len(kinds), figsize=(2.4 + 3.4 * len(kinds), 3.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    full, *rest = ways
+    series = dict.fromkeys(way["series"] for way in rest)
+    for panel, kind in zip(panels[0], kinds, strict=True):
+        panel.axhline(100.0 * _score(full, kind)["mean"], color="black", linewidth=1, label="full prefill")
+        guess = full["kinds"][kind]["guess"] if kind else None
+        if guess is not None:
+            panel.axhline(100.0 * guess, color="grey", linewidth=1, linestyle=":", label="best guess")
+        for number, name in enumerate(series):
+            own = [way for way in rest if way["series"] == name]
+            scores = [_score(way, kind) for way in own]
+            means = [100.0 * score["mean"] for score in scores]
+            below = [100.0 * (score["mean"] - score["low"]) for score in scores]
+            above = [100.0 * (score["high"] - score["mean"]) for score in scores]
+            panel.errorbar(
+                [100.0 * way["computed_share"] for way in own],
+                means,
+                yerr=(below, above),
+                fmt="o-" if len(own) > 1 else "x",
+                color=COLOURS[number % len(COLOURS)],
+                markersize=3,
+                linewidth=1,
+                elinewidth=0.5,
+                label=name,
+            )
+        panel.set(title=kind.replace("_", " "), xlabel="computed passage tokens, %", ylim=(0, 102))
+    panels[0][0].set_ylabel("right answers, %" if ways[0]["gold"] else "answers of full prefill, %")
+    panels[0][-1].legend(fontsize="x-small", loc="lower right")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _score(way: Mapping[str, Any], kind: str) -> Mapping[str, float]:
+    if kind and way["kinds"][kind]["exact_match"] is not None:
+        return way["kinds"][kind]["exact_match"]
+    return way["gold"]["exact_match"] if way["gold"] else way["same_share"]

@@ -1,0 +1,126 @@
+"""Calibrations beside a model: what a request then recomputes and what the report says; damaged and foreign files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Engine, EngineConfig, Request
+from ccjax.engine.calibration import CALIBRATION_FILE, read_calibration, write_calibration
+from ccjax.errors import ConfigError, RequestError
+from ccjax.policy.calibration import Calibration, Trial
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+
+MODEL = TinyModel(seed=5)
+SEGMENTS = draw_segments(np.random.default_rng(0), [40, 60])
+SHUFFLED = permuted(SEGMENTS, [1, 0])
+CALIBRATION = Calibration(
+    model=MODEL.loaded.fingerprint,
+    questions="q",
+    score="exact_match",
+    target=0.9,
+    confidence=0.95,
+    trials={
+        "cachecraft": (Trial(0.1, 100, 90, recompute_ratio=0.1), Trial(0.4, 100, 99, recompute_ratio=0.4)),
+        "random": (Trial(0.5, 100, 60, recompute_ratio=0.5),),
+    },
+)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    write_calibration(tmp_path / CALIBRATION_FILE, CALIBRATION)
+    return tmp_path
+
+
+def report(directory, *, reuse="bounded", target=None, **settings):
+    loaded = dataclasses.replace(MODEL.loaded, directory=directory)
+    with Engine(loaded, EngineConfig(max_model_len=512, **settings)) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        request = Request(segments=SHUFFLED, reuse=reuse, quality_target=target)
+        return engine.run(request).reuse
+
+
+def promised(report):
+    return report.recomputed_tokens, report.calibrated, report.quality_target, report.quality_bound
+
+
+def test_bounded_recomputes_what_the_calibration_showed(directory):
+    found = report(directory)
+    assert promised(found) == (16 + 24, True, 0.9, pytest.approx(0.9534, abs=1e-4)) and found.mode == "bounded"
+
+
+def test_a_request_may_ask_for_less_or_more(directory):
+    assert promised(report(directory, target=0.8)) == (4 + 6, True, 0.8, pytest.approx(0.8363, abs=1e-4))
+    found = report(directory, target=0.99)
+    assert promised(found) == (0, False, 0.99, 1.0) and found.exact and found.computed_tokens > 100
+
+
+def test_a_strategy_that_failed_is_served_exactly(directory):
+    for reuse in ("bounded", "fast"):
+        found = report(directory, reuse=reuse, strategy="random")
+        assert promised(found) == (0, False, 0.9, 1.0) and found.exact and found.mode == reuse
+
+
+def test_without_a_calibration_the_report_says_so(tmp_path):
+    found = report(tmp_path)
+    assert found.recomputed_tokens > 0 and (found.calibrated, found.quality_target, found.quality_bound) == (
+        False,
+        None,
+        None,
+    )
+    assert promised(report(tmp_path, target=0.5)) == (0, False, 0.5, 1.0)
+    assert promised(report(directory=None)) == promised(found)
+
+
+def test_what_is_reused_exactly_keeps_everything(directory):
+    loaded = dataclasses.replace(MODEL.loaded, directory=directory)
+    with Engine(loaded, EngineConfig(max_model_len=512)) as engine:
+        for _ in range(2):
+            found = engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse
+            assert promised(found) == (0, False, 0.9, 1.0)
+
+
+def test_a_calibration_of_other_weights_does_not_count(directory, caplog):
+    path = directory / CALIBRATION_FILE
+    write_calibration(path, dataclasses.replace(CALIBRATION, model="other"))
+    with caplog.at_level(logging.WARNING):
+        assert report(directory).quality_bound is None
+    assert "served as uncalibrated" in caplog.text
+    with pytest.raises(ConfigError, match="calibration: wanted one of this model and dtype"):
+        report(None, calibration=str(path))
+
+
+def test_a_file_may_be_named(directory, tmp_path):
+    assert report(None, calibration=str(directory / CALIBRATION_FILE)).calibrated
+    with pytest.raises(ConfigError, match="calibration: .*absent"):
+        report(None, calibration=str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", json.dumps({**CALIBRATION.to_json(), "version": 9})])
+def test_a_damaged_file_refuses_to_start(directory, text):
+    (directory / CALIBRATION_FILE).write_text(text)
+    with pytest.raises(ConfigError, match="calibration: wanted a file that scripts/calibrate.py wrote"):
+        report(directory)
+
+
+def test_a_write_that_fails_leaves_the_old_file(directory, monkeypatch):
+    def broken(self, *args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("pathlib.Path.replace", broken)
+    with pytest.raises(OSError, match="disk full"):
+        write_calibration(directory / CALIBRATION_FILE, dataclasses.replace(CALIBRATION, target=0.5))
+    monkeypatch.undo()
+    assert read_calibration(directory / CALIBRATION_FILE) == CALIBRATION
+    assert [path.name for path in directory.iterdir()] == [CALIBRATION_FILE]
+
+
+@pytest.mark.parametrize("target", [-0.1, 1.1, "high", True, float("nan")])
+def test_a_bad_target_is_refused(target):
+    with pytest.raises(RequestError, match="quality_target: wanted a number from 0 to 1"):
+        Request(segments=SEGMENTS, quality_target=target)

@@ -1,0 +1,47 @@
+"""Ways as text and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from ccjax.evaluation.ways import FULL, Way, expand, parse_way
+
+
+@pytest.mark.parametrize(
+    ("text", "way"),
+    [
+        ("full", FULL),
+        ("reuse", Way("reuse")),
+        ("auto", Way("auto")),
+        ("cachecraft:0.15", Way("cachecraft", 0.15)),
+        ("cachecraft@0,1:0.3", Way("cachecraft", 0.3, (0, 1))),
+        ("cachecraft@12", Way("cachecraft", None, (12,))),
+    ],
+)
+def test_text_and_way(text, way):
+    assert parse_way(text) == way and str(way) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "strategy"),
+        ("cachecraft:", "strategy"),
+        ("cachecraft@:0.1", "strategy"),
+        ("best:0.1", "wanted one of full"),
+        ("cachecraft:1.5", "share from 0 to 1"),
+        ("cachecraft:0.1.2", "share from 0 to 1"),
+        ("reuse:0.1", "recomputes nothing"),
+        ("prefix@1", "recomputes nothing"),
+    ],
+)
+def test_bad_text_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_way(text)
+
+
+def test_shares_are_for_strategies_that_recompute_and_have_none_of_their_own():
+    found = expand(["reuse", "auto", "random:0.5", "auto"], [0.1, 0.2])
+    assert list(map(str, found)) == ["reuse", "auto:0.1", "auto:0.2", "random:0.5"]
+    assert Way("auto", alpha=0.5).reuse == "bounded" and FULL.reuse == "off"
+    assert str(Way("auto", alpha=0.5)) == "auto (alpha 0.5)"

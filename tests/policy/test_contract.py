@@ -1,0 +1,93 @@
+"""What a request gets for the mode and the target it names, with and without a calibration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ccjax.policy.contract import ReuseContract, reuse_contract
+from ccjax.policy.planner import PlannerSettings
+from tests.policy.test_calibration import CALIBRATION, trial
+
+SETTINGS = PlannerSettings(strategy="auto")
+BY_SHARE = dataclasses.replace(
+    CALIBRATION,
+    trials={
+        "auto": (
+            trial(0.11, 93, recompute_ratio=0.1),
+            trial(0.31, 99, recompute_ratio=0.3),
+            trial(0.4, 100, alpha=2.0),
+        ),
+        "random": (trial(0.5, 60, recompute_ratio=0.5),),
+    },
+)
+# Bounds at 95 %: 87.3, 95.3 and 97.0 %
+
+
+def contract(mode="bounded", target=None, settings=SETTINGS, calibration=BY_SHARE) -> ReuseContract:
+    return reuse_contract(mode, target, settings, calibration)
+
+
+@pytest.mark.parametrize("target", [None, 0.5])
+@pytest.mark.parametrize("calibration", [None, BY_SHARE])
+@pytest.mark.parametrize("mode", ["off", "exact"])
+def test_exact_modes_keep_everything(mode, target, calibration):
+    found = contract(mode, target, calibration=calibration)
+    assert found == ReuseContract(mode, SETTINGS, False, target, 1.0)
+
+
+@pytest.mark.parametrize("strategy", ["full", "prefix"])
+def test_strategies_that_never_approximate_need_no_calibration(strategy):
+    settings = PlannerSettings(strategy=strategy)
+    assert contract("bounded", 0.9, settings, None) == ReuseContract("bounded", settings, False, 0.9, 1.0)
+
+
+def test_without_a_calibration_nothing_is_promised_and_a_target_gets_exact_reuse():
+    for calibration in (None, dataclasses.replace(BY_SHARE, trials={"random": BY_SHARE.trials["random"]})):
+        assert contract("bounded", calibration=calibration) == ReuseContract("bounded", SETTINGS)
+        assert contract("fast", calibration=calibration) == ReuseContract("fast", SETTINGS)
+        assert contract("bounded", 0.1, calibration=calibration) == ReuseContract("exact", SETTINGS, False, 0.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "alpha", "ratio", "bound"),
+    [(0.5, 1.0, 0.1, 0.8725), (None, 1.0, 0.3, 0.9534), (0.95, 1.0, 0.3, 0.9534), (0.96, 2.0, None, 0.9705)],
+)
+def test_the_cheapest_setting_that_keeps_the_target_is_planned_by(target, alpha, ratio, bound):
+    for mode in ("bounded",) if target is None else ("bounded", "fast"):
+        found = contract(mode, target)
+        assert (found.mode, found.settings.alpha, found.settings.recompute_ratio) == ("bounded", alpha, ratio)
+        assert found.settings == dataclasses.replace(SETTINGS, alpha=alpha, recompute_ratio=ratio)
+        assert found.is_calibrated and found.quality_target == (0.9 if target is None else target)
+        assert found.quality_bound == pytest.approx(bound, abs=1e-4)
+
+
+def test_what_no_setting_keeps_is_served_exactly():
+    assert contract("bounded", 0.99) == ReuseContract("exact", SETTINGS, True, 0.99, 1.0)
+    failed = PlannerSettings(strategy="random")
+    for mode in ("bounded", "fast"):
+        assert contract(mode, settings=failed) == ReuseContract("exact", failed, True, 0.9, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("forced", "target", "ratio"),
+    [(0.05, None, 0.3), (0.3, None, 0.3), (0.6, None, 0.6), (0.2, 0.5, 0.2), (0.6, 0.96, 0.6)],
+)
+def test_a_share_that_is_forced_counts_where_it_is_more(forced, target, ratio):
+    found = contract("bounded", target, dataclasses.replace(SETTINGS, recompute_ratio=forced))
+    assert found.settings.recompute_ratio == ratio
+
+
+def test_a_forced_share_below_what_an_alpha_computed_gives_way_to_it():
+    found = contract("bounded", 0.96, dataclasses.replace(SETTINGS, recompute_ratio=0.35))
+    assert (found.settings.alpha, found.settings.recompute_ratio) == (2.0, None)
+
+
+def test_fast_promises_nothing():
+    assert contract("fast") == ReuseContract("fast", SETTINGS, True)
+
+
+def test_a_bad_target_is_named():
+    with pytest.raises(ValueError, match="quality_target"):
+        contract("exact", 1.5)

@@ -1,0 +1,162 @@
+"""The command lines of evaluate.py and calibrate.py, from questions to page, plot and a calibration that is obeyed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ccjax.evaluation.measure import Answered, Outcome
+from ccjax.evaluation.questions import QAQuestion
+from ccjax.evaluation.ways import FULL, Way
+from ccjax.types import Document
+from scripts import calibrate, evaluate
+from scripts.evaluation.summary import figures
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script, *options):
+    command = [sys.executable, f"scripts/{script}.py", *map(str, options)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def answered(text, answers=("red boat",), *, kind="", share=0.5, ttft=1.0, kl=0.1, same=False):
+    question = QAQuestion("q", "Who?", answers, (Document("d"),), kind)
+    return Answered(question, text, (), share, 0.5, ttft, kl, same)
+
+
+class TestFigures:
+    FULL = Outcome(
+        FULL, tuple(answered(text, same=True, kl=0.0, share=1.0) for text in ("red boat", "red boat", "blue"))
+    )
+    OWN = Outcome(
+        Way("auto", 0.15), (answered("red boat", same=True, ttft=3.0), answered("boat", ttft=2.0), answered("blue"))
+    )
+
+    def test_by_hand(self):
+        full, own = figures([self.FULL, self.OWN])
+        assert (full["way"], own["way"], own["series"], own["ratio"]) == ("full", "auto:0.15", "auto", 0.15)
+        assert own["gold"]["exact_match"]["mean"] == pytest.approx(1 / 3)
+        assert own["gold"]["f1"]["mean"] == pytest.approx((1 + 2 / 3 + 0) / 3)
+        assert own["gold"]["jaccard"]["mean"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+        assert own["against_full"]["exact_match"]["mean"] == pytest.approx(2 / 3), "wrong like full prefill"
+        assert own["of_full"]["mean"] == pytest.approx(0.5) and own["of_full"]["score"] == "exact_match"
+        assert full["of_full"] == {"score": "exact_match", "mean": 1.0, "low": 1.0, "high": 1.0}
+        assert own["same_share"]["mean"] == pytest.approx(1 / 3) and own["first_kl"]["mean"] == pytest.approx(0.1)
+        assert (own["ttft_s"], own["computed_share"], full["computed_share"]) == (2.0, 0.5, 1.0)
+        for interval in own["gold"].values():
+            assert interval["low"] <= interval["mean"] <= interval["high"]
+
+    def test_where_nothing_matches_f1_is_compared_and_without_answers_nothing(self):
+        words = Outcome(FULL, (answered("red"), answered("red")))
+        assert figures([words])[0]["of_full"]["score"] == "f1"
+        unknown = Outcome(FULL, (answered("x", ()), answered("y", ())))
+        (found,) = figures([unknown])
+        assert found["gold"] == {} and found["of_full"] is None and found["against_full"]["f1"]["mean"] == 1.0
+
+    def test_kinds_apart(self):
+        full = Outcome(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
+        texts = zip(("red boat", "x", "x", "x"), "aabb", strict=True)
+        own = Outcome(Way("reuse"), tuple(answered(text, kind=kind) for text, kind in texts))
+        kinds = figures([full, own])[1]["kinds"]
+        assert {kind: one["exact_match"]["mean"] for kind, one in kinds.items()} == {"a": 0.5, "b": 0.0}
+
+
+def test_a_page_and_a_plot_from_one_run(tmp_path):
+    page, plot = tmp_path / "quality.md", tmp_path / "quality.svg"
+    options = ["--limit", 2, "--kinds", "single", "pronoun", "--ways", "reuse", "auto", "--ratios", 0.15, 0.3]
+    done = run("evaluate", *options, "--json", "--markdown", page, "--plot", plot, "--title", "Harbour")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [way["way"] for way in result["ways"]] == ["full", "reuse", "auto:0.15", "auto:0.3"]
+    assert result["evaluation"]["num_questions"] == 4
+    text = page.read_text()
+    assert text.startswith("# Harbour\n") and "(quality.svg)" in text and text.count("| auto:0.15 |") == 2
+    assert plot.read_text().count("</svg>") == 1
+    for way in result["ways"]:
+        assert f"| {way['way']} |" in text and f"{way['computed_share']:.1%}" in text
+    again = run("evaluate", "--limit", 2, "--kinds", "single", "--ways", "reuse", "--markdown", page, "--append")
+    assert again.returncode == 0, again.stderr
+    assert page.read_text().startswith(text) and "# Answer quality" in page.read_text()
+
+
+def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
+    lines = [
+        {"question": f"Who is {name}?", "docs": [{"text": f"{name} is a tree."}, {"text": "Trees are old."}]}
+        for name in ("Ash", "Oak", "Elm")
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    done = run("evaluate", "--questions", path, "--limit", 2, "--ways", "reuse", "random:1.0", "--json")
+    assert done.returncode == 0, done.stderr
+    full, naive, whole = json.loads(done.stdout.splitlines()[-1])["ways"]
+    assert full["gold"] == {} and naive["computed_share"] == 0.0 and whole["same_share"]["mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        ("evaluate", ["--ways", "best"], "way: wanted one of full"),
+        ("evaluate", ["--limit", "0"], "--limit: wanted a positive integer"),
+        ("evaluate", ["--limit", "1", "--kinds", "single"], "at least two questions"),
+        ("evaluate", ["--kinds", "hard"], "--kinds: wanted some of single"),
+        ("evaluate", ["--questions", "/absent.jsonl"], "questions: wanted a JSONL file"),
+        ("evaluate", ["--model", "/absent"], "model: wanted"),
+        ("evaluate", ["--model", "random:4x100"], "--model: wanted random:LAYERSxWIDTH"),
+        ("calibrate", ["--strategies", "full"], "--strategies: wanted"),
+        ("calibrate", ["--strategies", "auto:0.1"], "--strategies: wanted"),
+        ("calibrate", ["--target", "1.5", "--limit", "2"], "target"),
+        ("calibrate", ["--confidence", "1", "--limit", "2"], "confidence"),
+    ],
+)
+def test_bad_arguments_are_named(script, options, message, capsys):
+    main = {"evaluate": evaluate.main, "calibrate": calibrate.main}[script]
+    assert main(options) == 2
+    assert message in capsys.readouterr().err
+
+
+class TestTrials:
+    def outcome(self, way, *texts, share=0.5):
+        return Outcome(way, tuple(answered(text, share=share, same=text == "red boat") for text in texts))
+
+    def test_kept_are_those_of_full_prefills_answers_that_are_no_worse(self):
+        full = self.outcome(FULL, "red boat", "red boat", "blue", "boat")  # exact match: the first two answered
+        own = self.outcome(Way("auto", 0.3), "red boat", "boat", "red boat", "red boat", share=0.25)
+        (trial,) = calibrate.trials("auto", [full, own, self.outcome(Way("reuse"), *"abcd")], "exact_match")
+        assert (trial.num_answers, trial.num_kept) == (2, 1)
+        assert (trial.computed_share, trial.recompute_ratio, trial.alpha) == (0.25, 0.3, 1.0)
+        (by_f1,) = calibrate.trials("auto", [full, own], "f1")  # "boat" is worth 2/3
+        assert (by_f1.num_answers, by_f1.num_kept) == (3, 2)
+        (agreed,) = calibrate.trials("auto", [full, own], "agreement")
+        assert (agreed.num_answers, agreed.num_kept) == (2, 1)
+
+    def test_naive_reuse_recomputes_nothing(self):
+        full = self.outcome(FULL, "red boat", "red boat")
+        (trial,) = calibrate.trials("reuse", [full, self.outcome(Way("reuse"), "x", "red boat")], "exact_match")
+        assert (trial.num_kept, trial.recompute_ratio) == (1, 0.0)
+
+    def test_nothing_answered(self):
+        with pytest.raises(ValueError, match="some that full prefill answers"):
+            calibrate.trials("auto", [self.outcome(FULL, "x", "y")], "exact_match")
+
+
+def test_a_calibration_is_written_and_obeyed(tmp_path):
+    path = tmp_path / "calibration.json"
+    options = ["--limit", 6, "--kinds", "single", "--strategies", "reuse", "cachecraft", "--target", 0.5]
+    done = run("calibrate", *options, "--json", "--output", path)
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout.splitlines()[-1])
+    assert value == json.loads(path.read_text())
+    assert [len(trials) for trials in value["trials"].values()] == [1, 12]
+    assert value["settings"]["num_questions"] == 6 and "chosen" in done.stdout
+    from ccjax import Engine
+
+    with Engine.from_pretrained("demo", calibration=str(path), strategy="reuse") as engine:
+        assert engine.calibration is not None and engine.calibration.choose("reuse") is not None
+    # 6 answers cannot show that 95 % are kept: nothing is promised, and the exit code says so
+    done = run("calibrate", "--limit", 6, "--kinds", "single", "--strategies", "reuse", "--output", path)
+    assert done.returncode == 1 and "exact reuse only" in done.stdout
