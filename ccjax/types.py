@@ -63,6 +63,9 @@ class VariantMeta:
       token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.
       token_deviations: how far each token's KV was from that of the chunk behind another prefix, relative to the length
         of such rows; empty where there was nothing to compare with.
+      token_received: softmax mass that each token drew from all tokens of the prompt, mean over layers and heads; empty
+        unless the engine was asked to measure it (strategy "h2o").
+      start: position of the first token in the prompt that the variant was computed in; None in older stores.
       frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum of 1/CFO over uses.
       fidelity: `exact` when every KV row is what a full prefill would give, else `approx`.
     """
@@ -80,6 +83,8 @@ class VariantMeta:
     frequency_reuse: float = 0.0
     fidelity: Fidelity = "exact"
     token_deviations: tuple[float, ...] = ()
+    token_received: tuple[float, ...] = ()
+    start: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +97,8 @@ class Segment:
       variant_id: the variant to merge, only where `action == "reuse"`.
       recompute_offsets: ascending in-chunk offsets to compute again, only where `action == "reuse"`.
       cfo: CacheCraft eq. 12, the share of tokens that policy wanted recomputed; None where nothing is reused.
+      key_shift: positions by which stored keys are turned beyond their place in this prompt: 0, but where positions
+        are left as they were to see what that costs.
       fidelity: what the segment's KV will be after this prefill.
     """
 
@@ -103,6 +110,7 @@ class Segment:
     variant_id: VariantId | None = None
     recompute_offsets: tuple[int, ...] = ()
     cfo: float | None = None
+    key_shift: int = 0
     fidelity: Fidelity = "exact"
 
 

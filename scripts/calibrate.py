@@ -15,7 +15,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,14 +25,20 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from scripts.evaluation.sources import add_arguments, questions_and_others
+
 if TYPE_CHECKING:
+    from ccjax.engine.loading import LoadedModel
     from ccjax.evaluation.measure import Outcome
     from ccjax.evaluation.questions import QAQuestion
+    from ccjax.evaluation.ways import Way
     from ccjax.policy.calibration import Calibration, Trial
+    from ccjax.types import Document
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
 ALPHAS = (0.1, 0.2, 0.35, 0.5, 1.0)
-BY_ALPHA = ("auto", "cachecraft", "legolink", "random")
+DEVIATIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+BY_ALPHA = ("auto", "deviation", "cachecraft", "legolink", "h2o", "random")
 """Strategies that recompute what CacheCraft eq. 12 says unless a share is forced."""
 ANSWERED = 0.5
 """A question that full prefill scores less on is one that it did not answer."""
@@ -51,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from ccjax.engine.calibration import CALIBRATION_FILE, write_calibration
     from ccjax.engine.loading import load_model
-    from ccjax.evaluation.measure import measure
     from ccjax.policy.calibration import Calibration
-    from scripts.evaluation.sources import questions_and_others
 
+    if args.worlds and args.questions != "demo":
+        raise ValueError(f"--worlds: wanted the demo's questions, which there are any number of, got {args.questions}")
     questions, others = questions_and_others(args)
     model = load_model(args.model, dtype=args.dtype)
     calibration = Calibration(
@@ -67,39 +73,86 @@ def _run(args: argparse.Namespace) -> int:
         settings={"cached": args.cached, "max_tokens": args.max_tokens, "num_questions": len(questions)},
     )
     output = args.output or (model.directory or Path()) / CALIBRATION_FILE
-    with tempfile.TemporaryDirectory() as directory, Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-        outcomes = measure(
-            model,
-            questions,
-            ways_of(args.strategies),
-            others,
-            Path(directory),
-            cached=args.cached,
-            max_new_tokens=args.max_tokens,
-            settings={"max_model_len": args.max_model_len},
-            progress=lambda stage, done, total: progress.update(task, description=stage, completed=done, total=total),
+    with Progress(console=Console(stderr=True)) as progress:
+        outcomes = _measured(args, model, questions, others, ways_of(args.strategies), progress, "calibrating")
+        calibration = dataclasses.replace(
+            calibration, trials={name: trials(name, outcomes, args.score) for name in args.strategies}
         )
-    calibration = dataclasses.replace(
-        calibration, trials={name: trials(name, outcomes, args.score) for name in args.strategies}
-    )
-    _print(calibration, args.json)
+        worlds = _fresh_worlds(args, model, calibration, progress)
+    _print(calibration, worlds)
+    if args.json:
+        print(json.dumps({**calibration.to_json(), "worlds": worlds}))
     write_calibration(output, calibration)
     print(f"written to {output}", file=sys.stderr)
     return 0 if all(calibration.choose(name) is not None for name in args.strategies) else 1
 
 
-def ways_of(strategies: Sequence[str]) -> list:
+def _measured(
+    args: argparse.Namespace,
+    model: LoadedModel,
+    questions: Sequence[QAQuestion],
+    others: Sequence[Document],
+    ways: Sequence[Way],
+    progress: Progress,
+    description: str,
+) -> list[Outcome]:
+    from ccjax.evaluation.measure import measure
+
+    task = progress.add_task(description, total=None)
+    with tempfile.TemporaryDirectory() as directory:
+        outcomes = measure(
+            model,
+            questions,
+            ways,
+            others,
+            Path(directory),
+            cached=args.cached,
+            max_new_tokens=args.max_tokens,
+            settings={"max_model_len": args.max_model_len},
+            progress=lambda stage, done, total: progress.update(task, completed=done, total=total),
+        )
+    progress.remove_task(task)
+    return outcomes
+
+
+def _fresh_worlds(
+    args: argparse.Namespace, model: LoadedModel, calibration: Calibration, progress: Progress
+) -> dict[str, list[float]]:
+    """What the chosen settings keep in towns that were not calibrated on, strategy -> a share for each town."""
+    chosen = {name: trial for name in args.strategies if (trial := calibration.choose(name)) is not None}
+    kept: dict[str, list[float]] = {name: [] for name in chosen}
+    for number in range(args.worlds if chosen else 0):
+        fresh = argparse.Namespace(**{**vars(args), "seed": f"{args.seed}/{number}"})
+        questions, others = questions_and_others(fresh)
+        ways = [way_of(name, trial) for name, trial in chosen.items()]
+        outcomes = _measured(args, model, questions, others, ways, progress, f"town {number + 1} of {args.worlds}")
+        for name, shares in kept.items():
+            (trial,) = trials(name, outcomes, args.score)
+            shares.append(trial.num_kept / trial.num_answers)
+    return kept
+
+
+def way_of(strategy: str, trial: Trial) -> Way:
+    """The way that a trial tried."""
+    from ccjax.evaluation.ways import FIXED, Way
+
+    if strategy in FIXED:
+        return Way(strategy)
+    return Way(strategy, trial.recompute_ratio, alpha=trial.alpha, max_deviation=trial.max_deviation)
+
+
+def ways_of(strategies: Sequence[str]) -> list[Way]:
     """What is tried of each strategy."""
-    from ccjax.evaluation.ways import FIXED, Way, parse_way
+    from ccjax.evaluation.ways import FIXED, PASSAGE_BY_PASSAGE, Way, parse_way
 
     ways = []
     for name in strategies:
         way = parse_way(name)
-        if way.recompute_ratio is not None or way.ranking_layers is not None or name in ("full", "prefix"):
+        if way != Way(name) or name in ("full", "prefix", *PASSAGE_BY_PASSAGE):
             raise ValueError(f"--strategies: wanted names of strategies that reuse approximately, got {name!r}")
         ways += [way] if name in FIXED else [Way(name, ratio) for ratio in RATIOS]
         ways += [Way(name, alpha=alpha) for alpha in ALPHAS if name in BY_ALPHA]
+        ways += [Way(name, max_deviation=deviation) for deviation in DEVIATIONS if name == "auto"]
     return ways
 
 
@@ -135,6 +188,7 @@ def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Tria
                     num_answers=len(answered),
                     num_kept=sum(own[index] >= full[index] for index in answered),
                     alpha=outcome.way.alpha,
+                    max_deviation=outcome.way.max_deviation,
                     recompute_ratio=0.0 if strategy in ("reuse", "set") else outcome.way.recompute_ratio,
                 )
             )
@@ -146,26 +200,27 @@ def fingerprint(questions: Sequence[QAQuestion]) -> str:
     return hashlib.sha256(json.dumps([dataclasses.asdict(one) for one in questions]).encode()).hexdigest()
 
 
-def _print(calibration: Calibration, as_json: bool) -> None:
+def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name, found in calibration.trials.items():
         chosen = calibration.choose(name)
         table = Table("recomputed", "computed", "kept", "kept at least", "", title=name)
         for trial in sorted(found, key=lambda one: one.computed_share):
             setting = f"alpha {trial.alpha:g}" if trial.recompute_ratio is None else f"{trial.recompute_ratio:.0%}"
+            setting = setting if trial.max_deviation is None else f"deviations above {trial.max_deviation:g}"
             bound = trial.kept_at_least(calibration.confidence)
             cells = f"{trial.computed_share:.1%}", f"{trial.num_kept} of {trial.num_answers}", f"{bound:.1%}"
             table.add_row(setting, *cells, "chosen" if trial == chosen else "")
         console.print(table)
         if chosen is None:
             console.print(f"{name}: no setting keeps {calibration.target:.1%}; it will be served with exact reuse only")
-    if as_json:
-        print(json.dumps(calibration.to_json()))
+        shares = worlds.get(name)
+        if shares:
+            missed = sum(share < calibration.target for share in shares)
+            console.print(f"{name}: of {len(shares)} fresh towns {missed} kept less; the least {min(shares):.1%}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    from scripts.evaluation.sources import add_arguments
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="Hugging Face directory, or demo (default)")
     add_arguments(parser, seed="validation")
@@ -182,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="that will be served")
+    parser.add_argument("--worlds", type=int, default=0, help="fresh towns of the demo to check the choice on (0)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: calibration.json beside the model")
     parser.add_argument("--json", action="store_true", help="print the calibration as one JSON object on the last line")
     return parser

@@ -19,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.progress import Progress
 
-DEFAULT_STRATEGIES = ("reuse", "auto", "cachecraft", "cachecraft@0,1", "cacheblend", "legolink", "random")
+DEFAULT_WAYS = (
+    *("prefix", "set", "reuse", "reuse/old", "cachecraft/old:0.3", "map_rerank", "map_reduce"),
+    *("auto", "deviation", "cachecraft", "cachecraft@0,1", "cacheblend", "legolink", "h2o", "random"),
+)
 DEFAULT_RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
 
 
@@ -113,10 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ways",
         nargs="+",
-        default=DEFAULT_STRATEGIES,
+        default=DEFAULT_WAYS,
         metavar="WAY",
-        help=f"strategy[@layer,layer][:ratio]; @ names the layers whose attention ranks tokens "
-        f"(default: {' '.join(DEFAULT_STRATEGIES)})",
+        help=f"strategy[@layer,layer][/old][:ratio]; @ names the layers whose attention ranks tokens, /old leaves keys "
+        f"at their old positions (default: {' '.join(DEFAULT_WAYS)})",
     )
     parser.add_argument(
         "--ratios", nargs="+", type=float, default=DEFAULT_RATIOS, help="shares to recompute, for ways without one"

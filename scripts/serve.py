@@ -380,6 +380,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("--alpha", float, "scales the share of tokens that is recomputed"),
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
+        ("--max-deviation", float, "strategy auto: recompute what was seen to deviate more, instead of that share"),
         ("--calibration", str, "file of scripts/calibrate.py (default: calibration.json beside the model, if there)"),
         ("--ranking-layers", layer_list, "layers that rank a passage's tokens, such as 0,1 (default: all)"),
         ("--focus-window", int, "layers after which unfocused passages are dropped"),
@@ -398,6 +399,12 @@ def _parser() -> argparse.ArgumentParser:
         ("--eviction-policy", str, f"which variants leave a full tier: {', '.join(sorted(POLICIES))}"),
         ("--max-variants", int, "chunk variants kept, however much room there is"),
         ("--pin-share", float, "share of every budget that pinned documents may keep, 0 to 1"),
+        (
+            "--shadow-ratio",
+            float,
+            "share of the answers over approximate reuse to compare with a full prefill when idle",
+        ),
+        ("--shadow-target", float, "share of those that should be the same; while fewer are, more is recomputed (0.9)"),
         ("--tenant-salt", str, "separates the chunk-caches of tenants that share a store"),
         ("--system-prompt", str, "used where a request brings no system message"),
     ):

@@ -1,5 +1,5 @@
-"""What an engine offers for its chunk-caches as a whole: how they stand, upkeep, snapshots. Knows neither HTTP nor how
-it is done."""
+"""What an engine offers for its chunk-caches as a whole: how they stand, upkeep, checks, snapshots. Knows neither HTTP
+nor how it is done."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.loading import Progress
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
 from ccjax.engine.prefill import IsCancelled
+from ccjax.engine.shadow import ShadowChecks, ShadowCounts
 from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ConfigError
@@ -27,6 +28,7 @@ class CacheCalls:
     _variants: VariantIndex
     _documents: DocumentCache
     _maintenance: Maintenance
+    _shadow: ShadowChecks
     _cache: ChunkCache
     _loop: Doors
 
@@ -72,6 +74,29 @@ class CacheCalls:
             return False
         with self._exclusive(wait=False) as is_ours:
             return is_ours and self._maintenance.repair_one(is_cancelled)
+
+    @property
+    def shadow_counts(self) -> ShadowCounts:
+        """What `check_one` found so far."""
+        return self._shadow.counts
+
+    def check_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
+        """Uses idle time: runs one answer over approximate reuse, of those that `EngineConfig.shadow_ratio` chose,
+        through a full prefill, and notes whether it is the same.
+
+        Args:
+          is_cancelled: asked before every layer; once it returns True the answer waits on.
+
+        Returns:
+          Whether one was checked. False where none waits, where the engine is in use, or cancelled.
+
+        Raises:
+          RuntimeError: one waits, and the engine is closed.
+        """
+        if not self._shadow.num_waiting:
+            return False
+        with self._exclusive(wait=False) as is_ours:
+            return is_ours and self._shadow.check_one(is_cancelled)
 
     def refresh(self) -> None:
         """Takes in what other processes stored in and took out of the same store since the last look.

@@ -13,6 +13,7 @@ import numpy as np
 from ccjax.engine.capture import ReadLayers, capture_variants, context_deviations
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.contexts import LayerLoader, Pool
+from ccjax.engine.heavy_hitters import received_mass, with_received
 from ccjax.engine.load_plan import LoadPlanner
 from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.prefill import IsCancelled, Prefiller
@@ -139,6 +140,7 @@ class CachedPrefill:
             is_cancelled=is_cancelled,
             lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
             on_merge=self.rates.tiers[HOST].add,
+            turn=self._prefiller.turned,
         )
         self._loaders = [
             *(one for one in self._loaders if one() is not None),
@@ -200,6 +202,7 @@ class CachedPrefill:
         kept = set() if kept is None else kept
         kept.update(plan.pin)  # nor do the new variants of one prompt push each other out
         count = 0
+        received = received_mass(self._prefiller, prompt.token_ids) if self.settings.strategy == "h2o" else None
         found = capture_variants(
             plan, prefilled.result, known, prefilled.read_layers, ranking_layers=self._ranking_layers
         )
@@ -208,6 +211,9 @@ class CachedPrefill:
             if only_replacing and not is_replacing:
                 continue
             meta, compared = self._compared(meta, kv, known.get(meta.chunk_id, ()))
+            if received is not None:
+                first = plan.segments[len(meta.prefix_ids)].start
+                meta = with_received(meta, received[first : first + meta.num_tokens])
             if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)] | compared):
                 kept.add(meta.variant_id)
                 count += 1

@@ -108,6 +108,7 @@ def _measured_meta(
         token_scores=tuple(float(value) for value in ranking[rows][:, documents].sum(1)),
         num_bytes=num_bytes,
         fidelity=segment.fidelity,
+        start=segment.start,
     )
 
 

@@ -29,17 +29,20 @@ class EngineConfig:
       attention: implementation of `pallas_kernels.attention.attention`; None takes the platform's own.
       store: URL of the lasting chunk store, such as "file:///var/cache/ccjax" or "s3://bucket/prefix"; None keeps
         chunk-caches in memory only.
-      strategy: how chunks are reused: "cachecraft", "auto" (as much is recomputed, but where KV was seen to change
-        with the context), "cacheblend" (the tokens whose KV deviates most, 15 % or
+      strategy: how chunks are reused: "auto" (as much is recomputed as by "cachecraft", where KV was seen to change
+        with the context), "cachecraft", "cacheblend" (the tokens whose KV deviates most, 15 % or
         `recompute_ratio`), "reuse" (naive), "set" (the longest prefix in any order), "prefix" (exact prefixes only),
         "full" (never); or with as much recomputed as "cachecraft" would, "legolink" (the head of each chunk), "random"
-        (drawn tokens).
+        (drawn tokens), "h2o" (the most attended tokens), "deviation" ("auto" without its common budget).
       alpha: CacheCraft eq. 12, scales the share of tokens that is recomputed.
       recompute_ratio: forces that share, 0 to 1, in place of CacheCraft eq. 12.
+      max_deviation: strategy "auto": recomputes the tokens whose KV was seen to deviate more, as many as these are,
+        instead of that share; None leaves it to the share.
       calibration: file that scripts/calibrate.py wrote; None takes `calibration.json` beside the model, if it is there.
         What it showed is the least that reuse recomputes in mode "bounded".
       ranking_layers: layers, from 0, whose attention ranks the tokens of a new variant (CacheCraft eq. 14); None: the
         mean over all, as in the paper. Which of them find the tokens that reuse changes differs between models.
+      fixes_positions: of reused keys; False is for comparison only (CacheCraft table 3) and goes without a device tier.
       focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks.
       focus_rule: gap rule of alg. 1, "entropy" (as printed) or "largest_gap".
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
@@ -67,6 +70,9 @@ class EngineConfig:
       max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped; None for as
         many as the budgets have room for.
       pin_share: of each tier's budget, and of `max_variants`, what pinned documents may keep for themselves.
+      shadow_ratio: share of the answers over approximate reuse that `Engine.check_one` compares with a full prefill, in
+        idle time.
+      shadow_target: share of these that should be full prefill's; while fewer are, reuse recomputes more.
       tenant_salt: separates the chunk-caches of tenants that share a store.
       system_prompt: used where a request brings no system message; None takes the built-in one.
     """
@@ -74,11 +80,13 @@ class EngineConfig:
     dtype: str = "float32"
     attention: str | None = None
     store: str | None = None
-    strategy: str = "cachecraft"
+    strategy: str = "auto"
     alpha: float = 1.0
     recompute_ratio: float | None = None
+    max_deviation: float | None = None
     calibration: str | None = None
     ranking_layers: tuple[int, ...] | None = None
+    fixes_positions: bool = True
     focus_window: int | None = 3
     focus_rule: str = "entropy"
     max_model_len: int | None = None
@@ -99,6 +107,8 @@ class EngineConfig:
     pin_share: float = 0.5
     read_only: bool = False
     share_computation: bool = False
+    shadow_ratio: float = 0.0
+    shadow_target: float = 0.9
     tenant_salt: str = ""
     system_prompt: str | None = None
 
@@ -120,8 +130,11 @@ class EngineConfig:
         gap_ms = self.max_decode_gap_ms
         if gap_ms is not None and (not _is_number(gap_ms) or not 0.0 <= gap_ms < math.inf):
             raise ConfigError(f"max_decode_gap_ms: wanted a number of at least 0, got {self.max_decode_gap_ms!r}")
-        if not isinstance(self.share_computation, bool):
-            raise ConfigError(f"share_computation: wanted True or False, got {self.share_computation!r}")
+        for name in ("share_computation", "fixes_positions"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: wanted True or False, got {getattr(self, name)!r}")
+        if self.device_cache_bytes and not self.fixes_positions:
+            raise ConfigError(f"fixes_positions: wanted True with device_cache_bytes, got {self.fixes_positions!r}")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy: wanted one of {sorted(POLICIES)}, got {self.eviction_policy!r}")
         for name in ("device_cache_bytes", "preload_bytes"):
@@ -132,8 +145,9 @@ class EngineConfig:
             raise ConfigError(f"flow_share: wanted a number above 0, got {self.flow_share!r}")
         if self.loading not in LOADINGS:
             raise ConfigError(f"loading: wanted one of {LOADINGS}, got {self.loading!r}")
-        if not _is_number(self.pin_share) or not 0.0 <= self.pin_share <= 1.0:
-            raise ConfigError(f"pin_share: wanted a share from 0 to 1, got {self.pin_share!r}")
+        for name in ("pin_share", "shadow_ratio", "shadow_target"):
+            if not _is_number(getattr(self, name)) or not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name}: wanted a share from 0 to 1, got {getattr(self, name)!r}")
         if self.store is not None and not isinstance(self.store, str):
             raise ConfigError(f"store: wanted a URL such as 'file:///path', got {self.store!r}")
         try:
@@ -147,9 +161,11 @@ class EngineConfig:
             strategy=self.strategy,
             alpha=self.alpha,
             recompute_ratio=self.recompute_ratio,
+            max_deviation=self.max_deviation,
             focus_window=self.focus_window,
             focus_rule=self.focus_rule,
             num_layers=num_layers,
+            fixes_positions=self.fixes_positions,
         )
 
     def scheduler_settings(self, num_pages: int, page_tokens: int, context_tokens: int) -> SchedulerSettings:

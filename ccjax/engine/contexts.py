@@ -70,6 +70,7 @@ class LayerLoader:
         is_cancelled: IsCancelled | None = None,
         lead: int = 1,
         on_merge: Callable[[int, float], Any] = lambda num_bytes, seconds: None,
+        turn: Callable[[np.ndarray, int], np.ndarray] | None = None,
     ) -> None:
         """
         Args:
@@ -81,6 +82,7 @@ class LayerLoader:
           is_cancelled: asked while `take` waits.
           lead: layers whose KV must be there before the first context is handed out.
           on_merge: called, from the thread, with the bytes of each layer and the seconds that merging them took.
+          turn: keys [T, K, H] turned by so many positions, for plans whose segments have a `key_shift`.
         """
         self.waited_s = 0.0
         self._ticket = ticket
@@ -99,6 +101,7 @@ class LayerLoader:
         self._patience = patience
         self._is_cancelled = is_cancelled
         self._on_merge = on_merge
+        self._turn = turn
         self._changed = threading.Condition()
         self._contexts: dict[int, tuple[jax.Array, jax.Array]] = {}
         self._failure: BaseException | None = None
@@ -234,6 +237,9 @@ class LayerLoader:
             kv = self._read(variant_id, layer)
             where = slice(segment.start, segment.start + segment.num_tokens)
             k_buffer[where], v_buffer[where] = kv[0], kv[1]
+            if segment.key_shift:
+                assert self._turn is not None
+                k_buffer[where] = self._turn(kv[0], segment.key_shift)
             num_bytes += kv.nbytes
         # A numpy buffer may be aliased by the CPU device; the copy makes the values the caller's to donate.
         context = jax.numpy.asarray(k_buffer), jax.numpy.array(v_buffer, copy=True)

@@ -43,6 +43,7 @@ from ccjax.engine.queue_preload import Preload, Preloader
 from ccjax.engine.rates import Rates
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
+from ccjax.engine.shadow import ShadowChecks
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.variants import VariantIndex
@@ -124,6 +125,9 @@ class Engine(DocumentCalls, CacheCalls):
         compiler = BackgroundCompiler(self._prefiller)
         alone = PrefillAlone(self._prefiller, self._prefill)
         self._maintenance = Maintenance(self._prefill, alone, self._variants, compiler, max_model_len=limit)
+        self._shadow = ShadowChecks(
+            self._prefiller, alone, compiler, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target
+        )
         self._cache = ChunkCache(
             self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
         )
@@ -248,7 +252,10 @@ class Engine(DocumentCalls, CacheCalls):
 
     def _contract(self, request: Request) -> ReuseContract:
         mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
-        return reuse_contract(mode, request.quality_target, self._settings, self.calibration)
+        contract = reuse_contract(mode, request.quality_target, self._settings, self.calibration)
+        if contract.mode == "bounded":
+            contract = dataclasses.replace(contract, settings=self._shadow.control.applied(contract.settings))
+        return contract
 
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
         """The answer piece by piece; the last delta carries the `Response`. Closing the iterator cancels the request.
@@ -298,7 +305,11 @@ class Engine(DocumentCalls, CacheCalls):
         on_start: Callable[[], None],
         is_cancelled: IsCancelled,
     ) -> Callable[[], None]:
-        contract, sampling = self._contract(request), request.sampling
+        contract = self._contract(request)
+        if contract.mode in ("bounded", "fast"):
+            sampling, emit = self._shadow.watched(prompt, request.sampling, emit)
+            request = dataclasses.replace(request, sampling=sampling)
+        sampling = request.sampling
         is_given_up = threading.Event()
 
         def gives_up() -> bool:

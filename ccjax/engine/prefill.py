@@ -214,6 +214,10 @@ class Prefiller:
         row = select_step(result.hidden, np.asarray([result.num_rows - 1], np.int32))
         return np.asarray(logits_step(self.top, row, config=self.config))[0]
 
+    def turned(self, k: np.ndarray, shift: int) -> np.ndarray:
+        """Keys before RoPE [T, K, H], turned by so many positions, which may be negative."""
+        return np.asarray(rotate_step(k, np.full(len(k), shift, np.int32), config=self.config))
+
     def all_logits(self, result: PrefillResult) -> np.ndarray:
         """Logits [n, V], float32, of every row of the last layer."""
         return np.asarray(logits_step(self.top, result.hidden, config=self.config))[: result.num_rows]

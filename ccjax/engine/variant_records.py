@@ -15,7 +15,7 @@ from ccjax.types import ChunkId, VariantId, VariantMeta
 from store.spec import ShardRecord, ShardSummary
 
 _STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
-_STORED_FIELDS += ("token_deviations",)
+_STORED_FIELDS += ("token_deviations", "token_received", "start")
 """Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
 
 
@@ -58,8 +58,12 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
         ranking = tuple(int(offset) for offset in meta["token_ranking"])
         fidelity = meta["fidelity"]
         # Not in records of older stores.
-        deviations = tuple(float(value) for value in meta.get("token_deviations", ()))
-        if len(deviations) not in (0, record.num_tokens) or not all(map(is_frequency, deviations)):
+        by_token = {name: tuple(map(float, meta.get(name, ()))) for name in ("token_deviations", "token_received")}
+        for values in by_token.values():
+            if len(values) not in (0, record.num_tokens) or not all(map(is_frequency, values)):
+                return None
+        start = meta.get("start")
+        if start is not None and (not isinstance(start, int) or isinstance(start, bool) or start < 0):
             return None
         if len(inter) != len(prefix_ids) or sorted(ranking) != list(range(record.num_tokens)):
             return None
@@ -78,7 +82,8 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
             num_bytes=record.num_bytes,
             frequency_reuse=frequency_reuse,
             fidelity=fidelity,
-            token_deviations=deviations,
+            start=start,
+            **by_token,
         )
     except (KeyError, TypeError, ValueError):
         return None

@@ -12,16 +12,18 @@ from typing import Any, Literal
 import numpy as np
 
 from ccjax.engine import Engine, EngineConfig, Request
+from ccjax.engine.divergence import kl_divergence
 from ccjax.engine.loading import LoadedModel
 from ccjax.engine.requests import Response, SamplingParams
+from ccjax.evaluation.passages import Combined, map_reduce, map_rerank
 from ccjax.evaluation.questions import QAQuestion
-from ccjax.evaluation.scores import first_token_kl
-from ccjax.evaluation.ways import FULL, Way
+from ccjax.evaluation.ways import FULL, PASSAGE_BY_PASSAGE, Way
 from ccjax.types import Document, ReuseReport
 
 Cached = Literal["alone", "behind others", "both"]
 """How the passages were computed that are reused: each behind the system prompt alone, like documents that were warmed;
 behind other passages, as by earlier requests; or first so and then so."""
+_Population = tuple[str, tuple[int, ...] | None]
 CACHED: tuple[Cached, ...] = ("alone", "behind others", "both")
 
 
@@ -77,7 +79,7 @@ def measure(
     settings = settings or {}
     passages = list(dict.fromkeys(document for question in questions for document in question.documents))
     reusing = [way for way in ways if way != FULL]
-    populations = dict.fromkeys(way.ranking_layers for way in reusing)
+    populations = dict.fromkeys(map(_population, reusing))
     total = len(populations) * len(passages) * (2 if cached == "both" else 1) + (1 + len(reusing)) * len(questions)
     done = 0
 
@@ -86,11 +88,12 @@ def measure(
         done += 1
         progress(stage, done, total)
 
-    stores: dict[tuple[int, ...] | None, str] = {}
-    for layers in populations:
-        name = "-".join(["kv", *map(str, layers or ())])
-        stores[layers] = (directory / name).as_uri()
-        with Engine(model, EngineConfig(store=stores[layers], ranking_layers=layers, **settings)) as engine:
+    stores: dict[_Population, str] = {}
+    for population in populations:
+        strategy, layers = population
+        stores[population] = (directory / "-".join([strategy, *map(str, layers or ())])).as_uri()
+        config = EngineConfig(store=stores[population], strategy=strategy, ranking_layers=layers, **settings)
+        with Engine(model, config) as engine:
             for before in ((), others) if cached == "both" else ((),) if cached == "alone" else (others,):
                 for passage in passages:
                     _store(engine, [one for one in before if one != passage], passage)
@@ -99,23 +102,30 @@ def measure(
     outcomes = []
     for way in (FULL, *reusing):
         config = EngineConfig(
-            store=None if way == FULL else stores[way.ranking_layers],
+            store=None if way == FULL else stores[_population(way)],
             read_only=True,
-            strategy=way.strategy,
+            strategy="prefix" if way.strategy in PASSAGE_BY_PASSAGE else way.strategy,
             alpha=way.alpha,
             recompute_ratio=way.recompute_ratio,
+            max_deviation=way.max_deviation,
+            fixes_positions=way.fixes_positions,
             **{"focus_window": None, **settings},
         )
         answers = []
         with Engine(model, config) as engine:
             for index, question in enumerate(questions):
-                response = _ask(engine, question, way, max_new_tokens)
+                answer = _answer(engine, question, way, max_new_tokens)
                 if way == FULL:
-                    reference.append(response)
-                answers.append(_answered(question, response, reference[index]))
+                    reference.append(answer.last)
+                answers.append(_answered(question, answer, reference[index]))
                 tick(str(way))
         outcomes.append(Outcome(way, tuple(answers)))
     return outcomes
+
+
+def _population(way: Way) -> _Population:
+    """What the stored passages of a way depend on: strategy and ranking layers of the engine that computes them."""
+    return "h2o" if way.strategy == "h2o" else "auto", way.ranking_layers
 
 
 def _store(engine: Engine, before: Sequence[Document], passage: Document) -> None:
@@ -123,27 +133,37 @@ def _store(engine: Engine, before: Sequence[Document], passage: Document) -> Non
     engine.generate("?", [*before, passage], max_new_tokens=1, reuse="exact", truncate=False)
 
 
-def _ask(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int) -> Response:
-    return engine.run(
-        Request(
-            messages=[{"role": "user", "content": question.text}],
-            documents=question.documents,
-            sampling=SamplingParams(max_new_tokens, first_logits=True),
-            reuse=way.reuse,
+def _answer(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int) -> Combined:
+    def ask(text: str, documents: Sequence[Document]) -> Response:
+        return engine.run(
+            Request(
+                messages=[{"role": "user", "content": text}],
+                documents=documents,
+                sampling=SamplingParams(max_new_tokens, logprobs=0, first_logits=True),
+                reuse=way.reuse,
+            )
         )
-    )
+
+    if way.strategy == "map_rerank":
+        return map_rerank(ask, question.text, question.documents)
+    if way.strategy == "map_reduce":
+        return map_reduce(ask, question.text, question.documents)
+    response = ask(question.text, question.documents)
+    return Combined(response, (response,), response.ttft_s)
 
 
-def _answered(question: QAQuestion, response: Response, full: Response) -> Answered:
-    documents = [report for report in response.reuse.per_document if report.role == "document"]
+def _answered(question: QAQuestion, answer: Combined, full: Response) -> Answered:
+    response = answer.last
+    parts = [report for call in answer.calls for report in call.reuse.per_document if report.role == "document"]
+    num_tokens = sum(part.num_tokens for part in full.reuse.per_document if part.role == "document")
     return Answered(
         question=question,
         text=response.text.strip(),
         token_ids=response.token_ids,
-        computed_ratio=computed_ratio(response.reuse),
-        cfo=float(np.mean([1.0 if report.cfo is None else report.cfo for report in documents])),
-        ttft_s=response.ttft_s,
-        first_kl=first_token_kl(_logits(full), _logits(response)),
+        computed_ratio=sum(computed_tokens(call.reuse) for call in answer.calls) / num_tokens,
+        cfo=float(np.mean([1.0 if part.cfo is None else part.cfo for part in parts])),
+        ttft_s=answer.ttft_s,
+        first_kl=kl_divergence(_logits(full), _logits(response)),
         is_same=response.token_ids == full.token_ids,
     )
 
@@ -153,10 +173,10 @@ def _logits(response: Response) -> np.ndarray:
     return response.first_logits
 
 
-def computed_ratio(reuse: ReuseReport) -> float:
-    """Share of the documents' tokens times layers that was computed; the question and the system prompt left out."""
+def computed_tokens(reuse: ReuseReport) -> float:
+    """Tokens of the documents that were computed, as many as if each had run through all layers; the question and the
+    system prompt left out."""
     parts = reuse.per_document
     question = reuse.prompt_tokens - sum(part.num_tokens for part in parts)
     system = sum(part.num_tokens - part.reused_tokens for part in parts if part.role != "document")
-    documents = sum(part.num_tokens for part in parts if part.role == "document")
-    return max(0.0, (reuse.computed_share * reuse.prompt_tokens - question - system) / documents)  # rounding
+    return max(0.0, reuse.computed_share * reuse.prompt_tokens - question - system)  # rounding

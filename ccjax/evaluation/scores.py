@@ -66,23 +66,6 @@ def best(score: Callable[[str, str], float], answer: str, references: Sequence[s
     return max(score(answer, reference) for reference in references)
 
 
-def first_token_kl(full: np.ndarray, other: np.ndarray) -> float:
-    """KL(full || other) in nats between the softmax distributions of two rows of logits [V]; 0 for equal ones.
-
-    Raises:
-      ValueError: the rows differ in length.
-    """
-    if full.shape != other.shape or full.ndim != 1:
-        raise ValueError(f"full, other: wanted two rows of logits of one length, got {full.shape} and {other.shape}")
-    own, theirs = _log_softmax(full), _log_softmax(other)
-    return max(0.0, float((np.exp(own) * (own - theirs)).sum()))
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
-
-
 @dataclasses.dataclass(frozen=True)
 class Interval:
     """A mean with its 95 % bootstrap interval."""

@@ -1,4 +1,7 @@
-"""The ways to answer that are compared: a strategy with a share to recompute. Knows no engine."""
+"""The ways to answer that are compared: a strategy with a share to recompute, or a way to ask passage by passage.
+
+Knows no engine.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from ccjax.types import ReuseMode
 
 FIXED = ("full", "prefix", "set", "reuse")
 """Strategies that recompute nothing of what they reuse."""
-_SPEC = re.compile(r"(?P<strategy>[a-z0-9_]+)(@(?P<layers>\d+(,\d+)*))?(:(?P<ratio>[0-9.]+))?")
+PASSAGE_BY_PASSAGE = ("map_rerank", "map_reduce")
+"""Ways that never put the passages into one prompt (CacheBlend sec. 7)."""
+_SPEC = re.compile(
+    r"(?P<strategy>[a-z0-9_]+)(@(?P<layers>\d+(,\d+)*))?(?P<old>/old)?((?P<sign>[:~])(?P<number>[0-9.]+))?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +26,20 @@ class Way:
     """One way to answer.
 
     Attributes:
+      strategy: a name of `ccjax.policy.strategies` or of `PASSAGE_BY_PASSAGE`.
       recompute_ratio: share of the reused passages that is recomputed; None leaves it to CacheCraft eq. 12.
       ranking_layers: of `EngineConfig`, when the passages were computed.
+      fixes_positions: of `EngineConfig`; False is CacheCraft table 3's reuse without it.
       alpha: CacheCraft eq. 12.
+      max_deviation: of `EngineConfig`, in place of a share.
     """
 
     strategy: str
     recompute_ratio: float | None = None
     ranking_layers: tuple[int, ...] | None = None
+    fixes_positions: bool = True
     alpha: float = 1.0
+    max_deviation: float | None = None
 
     @property
     def reuse(self) -> ReuseMode:
@@ -38,11 +50,12 @@ class Way:
     def series(self) -> str:
         """The way without its share."""
         layers = "" if self.ranking_layers is None else "@" + ",".join(map(str, self.ranking_layers))
-        return self.strategy + layers
+        return self.strategy + layers + ("" if self.fixes_positions else "/old")
 
     def __str__(self) -> str:
         """As `parse_way` reads it, unless alpha differs."""
         ratio = "" if self.recompute_ratio is None else f":{self.recompute_ratio:g}"
+        ratio += "" if self.max_deviation is None else f"~{self.max_deviation:g}"
         return self.series + ratio + ("" if self.alpha == 1.0 else f" (alpha {self.alpha:g})")
 
 
@@ -50,33 +63,43 @@ FULL = Way("full")
 
 
 def parse_way(text: str) -> Way:
-    """`strategy`, `strategy:ratio` or `strategy@layer,layer:ratio`, as in `cachecraft@0,1:0.15`.
+    """`strategy[@layer,layer][/old][:ratio]`, as in `cachecraft@0,1:0.15`: the layers whose attention ranked tokens,
+    `/old` for keys that stay at their old positions, the share to recompute; or `auto~deviation` for what deviates
+    more.
 
     Raises:
       ValueError: no such strategy, a share outside 0 to 1, or one for a strategy that recomputes nothing.
     """
     match = _SPEC.fullmatch(text)
     if match is None:
-        raise ValueError(f"way: wanted strategy[@layer,layer][:ratio], got {text!r}")
-    strategy, layers, ratio = match["strategy"], match["layers"], match["ratio"]
-    if strategy not in STRATEGIES:
-        raise ValueError(f"way: wanted one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    if strategy in FIXED and (ratio or layers):
+        raise ValueError(f"way: wanted strategy[@layer,layer][/old][:ratio or ~deviation], got {text!r}")
+    strategy, layers, text_of_number = match["strategy"], match["layers"], match["number"]
+    known = (*STRATEGIES, *PASSAGE_BY_PASSAGE)
+    if strategy not in known:
+        raise ValueError(f"way: wanted one of {', '.join(known)}, got {strategy!r}")
+    if strategy in (*FIXED, *PASSAGE_BY_PASSAGE) and (text_of_number or layers):
         raise ValueError(f"way: {strategy} recomputes nothing of what it reuses, got {text!r}")
+    if strategy in ("full", *PASSAGE_BY_PASSAGE) and match["old"]:
+        raise ValueError(f"way: {strategy} moves no passage, got {text!r}")
     try:
-        share = None if ratio is None else float(ratio)
+        number = None if text_of_number is None else float(text_of_number)
     except ValueError as error:
-        raise ValueError(f"way: wanted a share from 0 to 1, got {ratio!r}") from error
-    if share is not None and not 0.0 <= share <= 1.0:
-        raise ValueError(f"way: wanted a share from 0 to 1, got {ratio!r}")
-    return Way(strategy, share, None if layers is None else tuple(map(int, layers.split(","))))
+        raise ValueError(f"way: wanted a share from 0 to 1, got {text!r}") from error
+    ranked = None if layers is None else tuple(map(int, layers.split(",")))
+    if match["sign"] == "~":
+        if strategy != "auto":
+            raise ValueError(f"way: only auto goes by a deviation, got {text!r}")
+        return Way(strategy, None, ranked, fixes_positions=not match["old"], max_deviation=number)
+    if number is not None and not 0.0 <= number <= 1.0:
+        raise ValueError(f"way: wanted a share from 0 to 1, got {text!r}")
+    return Way(strategy, number, ranked, fixes_positions=not match["old"])
 
 
-def expand(strategies: Iterable[str], ratios: Sequence[float]) -> tuple[Way, ...]:
-    """Each strategy (`parse_way`, without a share) with each share, or once where it recomputes nothing."""
+def expand(texts: Iterable[str], ratios: Sequence[float]) -> tuple[Way, ...]:
+    """Each way (`parse_way`), with each share where it names none and could have one."""
     ways: list[Way] = []
-    for text in strategies:
-        way = parse_way(text)
-        alone = way.strategy in FIXED or way.recompute_ratio is not None
-        ways += [way] if alone else [dataclasses.replace(way, recompute_ratio=ratio) for ratio in ratios]
+    for way in map(parse_way, texts):
+        is_whole = way.strategy in (*FIXED, *PASSAGE_BY_PASSAGE) or way.max_deviation is not None
+        is_whole = is_whole or way.recompute_ratio is not None
+        ways += [way] if is_whole else [dataclasses.replace(way, recompute_ratio=ratio) for ratio in ratios]
     return tuple(dict.fromkeys(ways))

@@ -24,6 +24,7 @@ class Trial:
     Attributes:
       alpha: CacheCraft eq. 12, where `recompute_ratio` is None.
       recompute_ratio: the share recomputed of what is reused, instead of eq. 12.
+      max_deviation: of `PlannerSettings`, where `recompute_ratio` is None.
       computed_share: of the passages' token-layers, what was computed on average; in [0, 1].
       num_answers: questions that full prefill answered.
       num_kept: of these, the ones that this setting answered as well.
@@ -34,11 +35,14 @@ class Trial:
     num_kept: int
     alpha: float = 1.0
     recompute_ratio: float | None = None
+    max_deviation: float | None = None
 
     def __post_init__(self) -> None:
         check_mass("alpha", self.alpha)
         if self.recompute_ratio is not None:
             check_ratio("recompute_ratio", self.recompute_ratio)
+        if self.max_deviation is not None:
+            check_mass("max_deviation", self.max_deviation)
         check_ratio("computed_share", self.computed_share)
         check_count("num_answers", self.num_answers)
         check_count("num_kept", self.num_kept, least=0)

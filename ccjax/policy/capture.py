@@ -27,6 +27,7 @@ def variant_meta(
     token_scores: Sequence[float],
     num_bytes: int,
     fidelity: Fidelity = "exact",
+    start: int | None = None,
 ) -> VariantMeta:
     """The metadata of a chunk captured behind `prefix_ids`, with `f_r` 0.
 
@@ -46,6 +47,7 @@ def variant_meta(
       intra: eq. 4, mass of the chunk's queries on earlier tokens of the chunk, summed; the diagonal left out.
       token_scores: for each token of the chunk, its mass on all prior chunks.
       num_bytes: size of the stored KV.
+      start: position of the chunk's first token.
 
     Raises:
       ValueError: lists that should be aligned are not, there is no token, or a number is out of range.
@@ -73,6 +75,7 @@ def variant_meta(
         num_tokens=num_tokens,
         num_bytes=num_bytes,
         fidelity=fidelity,
+        start=start,
     )
 
 

@@ -73,4 +73,6 @@ def _at_least(settings: PlannerSettings, trial: Trial) -> PlannerSettings:
     shown = trial.computed_share if trial.recompute_ratio is None else trial.recompute_ratio
     if forced is not None and forced >= shown:
         return settings
-    return dataclasses.replace(settings, alpha=trial.alpha, recompute_ratio=trial.recompute_ratio)
+    return dataclasses.replace(
+        settings, alpha=trial.alpha, recompute_ratio=trial.recompute_ratio, max_deviation=trial.max_deviation
+    )

@@ -34,25 +34,33 @@ class PlannerSettings:
       strategy: a name of `ccjax.policy.strategies`.
       alpha: CacheCraft eq. 12, scales how much is recomputed; at least 0.
       recompute_ratio: in mode `bounded`, the share of every approximately reused chunk to recompute, instead of CFO.
+      max_deviation: strategy `auto`, in mode `bounded` without `recompute_ratio`: the largest deviation of KV that
+        stays as it is (`VariantMeta.token_deviations`), so that each prompt gets as many tokens recomputed as it needs.
       fast_ratio: in mode `fast`, the largest share of an approximately reused chunk that is recomputed.
       focus_window: CacheCraft alg. 1 w, in layers; None switches the focus cut off.
       focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
       num_layers: of the model.
+      fixes_positions: reused keys take their place in the new prompt. False leaves them where they were computed, which
+        no server should: to see what that costs (CacheCraft table 3).
     """
 
-    strategy: str = "cachecraft"
+    strategy: str = "auto"
     alpha: float = 1.0
     recompute_ratio: float | None = None
+    max_deviation: float | None = None
     fast_ratio: float = 0.05
     focus_window: int | None = 3
     focus_rule: str = "entropy"
     num_layers: int = 32
+    fixes_positions: bool = True
 
     def __post_init__(self) -> None:
         get_strategy(self.strategy)
         check_mass("alpha", self.alpha)
         if self.recompute_ratio is not None:
             check_ratio("recompute_ratio", self.recompute_ratio)
+        if self.max_deviation is not None:
+            check_mass("max_deviation", self.max_deviation)
         check_ratio("fast_ratio", self.fast_ratio)
         if self.focus_window is not None:
             check_count("focus_window", self.focus_window)
@@ -99,7 +107,7 @@ def plan_prefill(
     segments: list[Segment] = []
     start, is_exact = 0, True
     for chunk, decision in zip(chunks, decisions, strict=True):
-        segment = _segment(chunk, decision, start, mode, is_exact)
+        segment = _segment(chunk, decision, start, mode, is_exact, fixes_positions=settings.fixes_positions)
         segments.append(segment)
         start += chunk.num_tokens
         is_exact = is_exact and segment.fidelity == "exact"
@@ -128,7 +136,9 @@ def plan_prefill(
     )
 
 
-def _segment(chunk: PromptChunk, decision: Decision, start: int, mode: ReuseMode, is_prefix_exact: bool) -> Segment:
+def _segment(
+    chunk: PromptChunk, decision: Decision, start: int, mode: ReuseMode, is_prefix_exact: bool, *, fixes_positions: bool
+) -> Segment:
     choice = decision.choice
     is_computed = decision.kept_ratio is None and len(decision.recompute_offsets) == chunk.num_tokens
     if choice is None or is_computed:
@@ -151,6 +161,7 @@ def _segment(chunk: PromptChunk, decision: Decision, start: int, mode: ReuseMode
         variant_id=choice.meta.variant_id,
         recompute_offsets=decision.recompute_offsets,
         cfo=choice.cfo,
+        key_shift=0 if fixes_positions or choice.meta.start is None else choice.meta.start - start,
         fidelity="exact" if choice.exact else "approx",
     )
 

@@ -20,6 +20,15 @@ from ccjax.server.worker import Job
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STORE_GAUGES = ("used_bytes", "budget_bytes", "num_variants")
 
+_SHADOW_COUNTERS = {
+    "checks": "Answers over approximate reuse that were compared with a full prefill",
+    "greedy": "Those of them that were drawn greedily",
+    "same": "Greedy ones that are full prefill's, token by token",
+    "tokens": "Tokens of the greedy ones",
+    "agreed_tokens": "Tokens that full prefill would have drawn at their place",
+    "first_kl": "Sum of KL(full prefill, answer) in nats, of the first token's distribution",
+    "dropped": "Answers that were not compared for want of idle time",
+}
 _MAINTENANCE_COUNTERS = {
     "repaired": "Approximate variants replaced by exact ones in idle time",
     "repair_failed": "Approximate variants that could not be computed anew",
@@ -90,6 +99,7 @@ class ServerMetrics:
         self._registry.register(_BatchCollector(engine))
         self._registry.register(_StoreCollector(engine))
         self._registry.register(_MaintenanceCollector(engine))
+        self._registry.register(_ShadowCollector(engine))
         self._registry.register(_RatesCollector(engine))
 
     def count_error(self, reason: str) -> None:
@@ -209,6 +219,24 @@ class _MaintenanceCollector:
         counts = self._engine.maintenance_counts
         for name, text in _MAINTENANCE_COUNTERS.items():
             yield CounterMetricFamily(f"ccjax_variants_{name}", text, value=getattr(counts, name))
+
+
+class _ShadowCollector:
+    """How answers over approximate reuse compare with a full prefill, read at every scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counts, strategy = self._engine.shadow_counts, self._engine.config.strategy
+        for name, text in _SHADOW_COUNTERS.items():
+            metric = CounterMetricFamily(f"ccjax_shadow_{name}", text, labels=["strategy"])
+            metric.add_metric([strategy], getattr(counts, name))
+            yield metric
+        text = "By how much more is recomputed than asked for, because answers differed"
+        factor = GaugeMetricFamily("ccjax_shadow_factor", text, labels=["strategy"])
+        factor.add_metric([strategy], counts.factor)
+        yield factor
 
 
 class _RatesCollector:

@@ -299,7 +299,11 @@ class Service:
 
 def _idle_work(engine: Engine, jobs: WarmJobs, repair: bool) -> IdleWork:
     """Warm jobs first: somebody asked for them."""
-    return lambda is_wanted: jobs.step(is_wanted) or (repair and engine.repair_one(is_cancelled=is_wanted))
+    return lambda is_wanted: (
+        jobs.step(is_wanted)
+        or engine.check_one(is_cancelled=is_wanted)
+        or (repair and engine.repair_one(is_cancelled=is_wanted))
+    )
 
 
 def _drop_old_versions(backend: Backend, report: RefreshReport) -> None:

@@ -143,6 +143,24 @@ def layer_step(
     )
 
 
+@functools.partial(jax.jit, static_argnames=("config",))
+def received_step(
+    layer: LayerParams, x: Float[Array, "N D"], num_tokens: Int[Array, ""], *, config: LlamaConfig
+) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
+    """One layer of a prompt that begins at position 0, with the softmax mass that each token draws from the first
+    `num_tokens`, summed over these, mean over heads, float32. Writes attention out: memory grows with N squared."""
+    q, k, v = project_qkv(x, layer, config.rms_norm_eps)
+    positions, frequencies = jnp.arange(x.shape[0]), rope_frequencies(config)
+    q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)
+    grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])
+    scores = jnp.einsum("nkgh,skh->kgns", grouped, k, preferred_element_type=jnp.float32) * config.head_dim**-0.5
+    is_causal = positions[:, None] >= positions[None, :]
+    weights = jax.nn.softmax(jnp.where(is_causal[None, None], scores, -jnp.inf), axis=-1)
+    received = jnp.where((positions < num_tokens)[None, None, :, None], weights, 0.0).sum(-2).mean((0, 1))
+    attended = jnp.einsum("kgns,skh->nkgh", weights.astype(v.dtype), v).reshape(q.shape)
+    return finish_layer(x, attended, layer, config.rms_norm_eps), received
+
+
 @jax.jit
 def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "M D"]:
     """The hidden states of some rows, in the given order."""

@@ -39,7 +39,7 @@ def directory(tmp_path):
 
 def report(directory, *, reuse="bounded", target=None, **settings):
     loaded = dataclasses.replace(MODEL.loaded, directory=directory)
-    with Engine(loaded, EngineConfig(max_model_len=512, **settings)) as engine:
+    with Engine(loaded, EngineConfig(**{"max_model_len": 512, "strategy": "cachecraft", **settings})) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         request = Request(segments=SHUFFLED, reuse=reuse, quality_target=target)
         return engine.run(request).reuse
@@ -79,7 +79,7 @@ def test_without_a_calibration_the_report_says_so(tmp_path):
 
 def test_what_is_reused_exactly_keeps_everything(directory):
     loaded = dataclasses.replace(MODEL.loaded, directory=directory)
-    with Engine(loaded, EngineConfig(max_model_len=512)) as engine:
+    with Engine(loaded, EngineConfig(max_model_len=512, strategy="cachecraft")) as engine:
         for _ in range(2):
             found = engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse
             assert promised(found) == (0, False, 0.9, 1.0)

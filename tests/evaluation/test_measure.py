@@ -87,7 +87,7 @@ def test_passages_are_cached_as_asked(model, tmp_path, cached, lengths):
     questions = demo_questions(1)
     measure(model, questions, [Way("reuse")], OTHERS, tmp_path, cached=cached)
     passages = {document for question in questions for document in question.documents}
-    with Engine(model, EngineConfig(store=(tmp_path / "kv").as_uri())) as engine:
+    with Engine(model, EngineConfig(store=(tmp_path / "auto").as_uri())) as engine:
         found = sorted(len(meta.prefix_ids) for meta in engine._variants)
         compared = sum(bool(meta.token_deviations) for meta in engine._variants)
     # The system prompt, the others one behind the other, and every passage behind all of those.
@@ -96,11 +96,35 @@ def test_passages_are_cached_as_asked(model, tmp_path, cached, lengths):
     assert (compared >= len(passages)) == (cached == "both")
 
 
+def test_passage_by_passage_computes_no_passage_that_is_stored_alone(model, tmp_path):
+    ways = [Way("map_rerank"), Way("map_reduce")]
+    full, rerank, reduce = measure(model, demo_questions(2, kinds=("single",)), ways, OTHERS, tmp_path)
+    for one in rerank.answers:
+        assert one.computed_ratio == 0.0 and one.text
+    for one, whole in zip(reduce.answers, full.answers, strict=True):
+        assert 0.0 < one.computed_ratio < 2.0 and one.ttft_s > whole.ttft_s / 100
+    assert sum(right(rerank)) >= 1, "what one passage says is found without the others"
+
+
+def test_h2o_reuses_what_it_measured_itself(model, tmp_path):
+    ways = [Way("h2o", 0.3), Way("cachecraft", 0.3)]
+    _, drew, craft = measure(model, demo_questions(1), ways, OTHERS, tmp_path)
+    for one, other in zip(drew.answers, craft.answers, strict=True):
+        assert one.computed_ratio == pytest.approx(other.computed_ratio) and one.first_kl != other.first_kl
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["auto", "h2o"]
+
+
+def test_keys_at_old_positions_cost_answers(model, tmp_path):
+    ways = [Way("reuse"), Way("reuse", fixes_positions=False)]
+    _, moved, old = measure(model, demo_questions(8, kinds=("single",)), ways, OTHERS, tmp_path)
+    assert np.mean([one.first_kl for one in old.answers]) > 3 * np.mean([one.first_kl for one in moved.answers])
+
+
 def test_others_do_not_stand_before_themselves(model, tmp_path):
     questions = demo_questions(1, kinds=("single",))
     others = questions[0].documents[:2]
     measure(model, questions, [Way("reuse")], others, tmp_path, cached="behind others")
-    with Engine(model, EngineConfig(store=(tmp_path / "kv").as_uri())) as engine:
+    with Engine(model, EngineConfig(store=(tmp_path / "auto").as_uri())) as engine:
         for meta in engine._variants:
             assert len(set(meta.prefix_ids)) == len(meta.prefix_ids) and meta.chunk_id not in meta.prefix_ids
 

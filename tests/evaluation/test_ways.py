@@ -16,6 +16,10 @@ from ccjax.evaluation.ways import FULL, Way, expand, parse_way
         ("cachecraft:0.15", Way("cachecraft", 0.15)),
         ("cachecraft@0,1:0.3", Way("cachecraft", 0.3, (0, 1))),
         ("cachecraft@12", Way("cachecraft", None, (12,))),
+        ("reuse/old", Way("reuse", fixes_positions=False)),
+        ("cachecraft@2/old:0.3", Way("cachecraft", 0.3, (2,), fixes_positions=False)),
+        ("map_rerank", Way("map_rerank")),
+        ("auto~0.25", Way("auto", max_deviation=0.25)),
     ],
 )
 def test_text_and_way(text, way):
@@ -33,6 +37,12 @@ def test_text_and_way(text, way):
         ("cachecraft:0.1.2", "share from 0 to 1"),
         ("reuse:0.1", "recomputes nothing"),
         ("prefix@1", "recomputes nothing"),
+        ("map_reduce:0.1", "recomputes nothing"),
+        ("cachecraft~0.3", "only auto"),
+        ("auto~1.2.3", "share from 0 to 1"),
+        ("full/old", "moves no passage"),
+        ("map_reduce/old", "moves no passage"),
+        ("cachecraft:0.1/old", "strategy"),
     ],
 )
 def test_bad_text_is_named(text, message):
@@ -41,7 +51,17 @@ def test_bad_text_is_named(text, message):
 
 
 def test_shares_are_for_strategies_that_recompute_and_have_none_of_their_own():
-    found = expand(["reuse", "auto", "random:0.5", "auto"], [0.1, 0.2])
-    assert list(map(str, found)) == ["reuse", "auto:0.1", "auto:0.2", "random:0.5"]
+    found = expand(["reuse", "auto", "random:0.5", "auto", "auto~2", "map_reduce", "cachecraft/old"], [0.1, 0.2])
+    wanted = [
+        "reuse",
+        "auto:0.1",
+        "auto:0.2",
+        "random:0.5",
+        "auto~2",
+        "map_reduce",
+        "cachecraft/old:0.1",
+        "cachecraft/old:0.2",
+    ]
+    assert list(map(str, found)) == wanted
     assert Way("auto", alpha=0.5).reuse == "bounded" and FULL.reuse == "off"
     assert str(Way("auto", alpha=0.5)) == "auto (alpha 0.5)"

@@ -26,6 +26,8 @@ def variant(
     f_r: float = 0.0,
     fidelity: Fidelity = "exact",
     deviations: Sequence[float] = (),
+    received: Sequence[float] = (),
+    start: int | None = None,
 ) -> VariantMeta:
     """A variant of chunk `name` behind the chunks of `prefix`; its last token is its most contextualised by default."""
     return VariantMeta(
@@ -42,6 +44,8 @@ def variant(
         frequency_reuse=f_r,
         fidelity=fidelity,
         token_deviations=tuple(deviations),
+        token_received=tuple(received),
+        start=start,
     )
 
 

@@ -84,6 +84,14 @@ def test_a_forced_share_below_what_an_alpha_computed_gives_way_to_it():
     assert (found.settings.alpha, found.settings.recompute_ratio) == (2.0, None)
 
 
+def test_a_limit_of_deviation_is_planned_by():
+    by_deviation = dataclasses.replace(BY_SHARE, trials={"auto": (trial(0.1, 100, max_deviation=0.2),)})
+    found = contract(calibration=by_deviation)
+    assert (found.settings.max_deviation, found.settings.recompute_ratio) == (0.2, None)
+    forced = dataclasses.replace(SETTINGS, recompute_ratio=0.05)
+    assert contract("bounded", None, forced, by_deviation).settings.max_deviation == 0.2
+
+
 def test_fast_promises_nothing():
     assert contract("fast") == ReuseContract("fast", SETTINGS, True)
 

@@ -60,6 +60,12 @@ S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
         ("legolink", "off", [COMPUTE] * 5),
         ("random", "bounded", [S, A, ("B|SX|exact", (0, 7, 8)), C, COMPUTE]),  # DRAWN[:3]
         ("random", "exact", [S, A, COMPUTE, C, COMPUTE]),
+        ("auto", "bounded", [S, A, ("B|SX|exact", (7, 8, 9)), C, COMPUTE]),  # nothing was compared: as cachecraft
+        ("auto", "exact", [S, A, COMPUTE, C, COMPUTE]),
+        ("deviation", "bounded", [S, A, ("B|SX|exact", (7, 8, 9)), C, COMPUTE]),
+        ("deviation", "exact", [S, A, COMPUTE, C, COMPUTE]),
+        ("h2o", "bounded", [S, A, COMPUTE, C, COMPUTE]),  # nobody measured what B's tokens drew
+        ("h2o", "exact", [S, A, COMPUTE, C, COMPUTE]),
         ("random", "off", [COMPUTE] * 5),
         ("reuse", "off", [COMPUTE] * 5),
     ],
@@ -90,10 +96,12 @@ def test_how_many_tokens_are_recomputed_and_which(strategy, mode, settings, num_
 class TestAuto:
     """S exact; B and D stored behind another prefix, CFO 0.25 of 10 tokens: 3 each."""
 
-    def decided(self, b: list[VariantMeta], d: list[VariantMeta], mode: Any = "bounded", **settings) -> list[tuple]:
+    def decided(
+        self, b: list[VariantMeta], d: list[VariantMeta], mode: Any = "bounded", strategy: str = "auto", **settings
+    ) -> list[tuple]:
         candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: b, ids("D")[0]: d}
         chunks = prompt("SBD", system=True)
-        planned = PlannerSettings(strategy="auto", **settings)
+        planned = PlannerSettings(strategy=strategy, **settings)
         plan = plan_prefill("r", chunks, 3, candidates, mode=mode, settings=planned)
         return [segment.recompute_offsets for segment in plan.segments[1:-1]]
 
@@ -132,10 +140,55 @@ class TestAuto:
         assert sum(map(len, self.decided(b, d, mode, **settings))) == count
         assert self.decided(b, d, "exact") == [(), ()]
 
+    def test_what_deviates_more_than_allowed_is_recomputed_however_much_that_is(self):
+        b, d = [variant("B", "SX", deviations=self.LOW)], [variant("D", "SX", deviations=self.HIGH)]  # half is missing
+        assert self.decided(b, d, max_deviation=0.1) == [(0,), (2, 3, 4, 9)]  # more than 0.2 of their own
+        assert self.decided(b, d, max_deviation=0.14) == [(0,), (2, 3, 9)]
+        assert self.decided(b, d, max_deviation=0.45) == [(), ()]
+        assert self.decided(b, d, max_deviation=0.0) == [(0, 1, 9), (2, 3, 4, 9)]
+        assert self.decided(b, d, max_deviation=0.14, recompute_ratio=0.1) == [(), (2, 3)], "a forced share goes first"
+        assert self.decided(b, d, "fast", max_deviation=0.0, fast_ratio=0.1) == [(), (2, 3)]
+        never = [variant("B", "SX")]
+        assert self.decided(never, d, max_deviation=0.14) == [(7, 8, 9), (2, 3, 9)]
+
     def test_equal_deviations_are_taken_in_order(self):
         flat = (0.5,) * 10
         found = self.decided([variant("B", "SX", deviations=flat)], [variant("D", "SX", deviations=flat)])
         assert found == [(0, 1, 2, 3, 4, 5), ()]
+
+
+class TestDeviation:
+    LOW, HIGH = TestAuto.LOW, TestAuto.HIGH
+    decided = TestAuto.decided
+
+    def test_every_chunk_has_its_own_number(self):
+        b, d = [variant("B", "SX", deviations=self.LOW)], [variant("D", "SX", deviations=self.HIGH)]
+        assert self.decided(b, d, strategy="deviation") == [(0, 1, 9), (2, 3, 9)]
+        assert self.decided([variant("B", "SX")], d, strategy="deviation") == [(7, 8, 9), (2, 3, 9)]
+        assert self.decided(b, d, "fast", strategy="deviation", fast_ratio=0.1) == [(0,), (2,)]
+        assert self.decided(b, d, "exact", strategy="deviation") == [(), ()]
+
+
+class TestH2O:
+    def decided(self, *variants: VariantMeta, **settings) -> tuple[str | None, tuple[int, ...]]:
+        candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: list(variants)}
+        planned = PlannerSettings(strategy="h2o", **settings)
+        plan = plan_prefill("r", prompt("SB", system=True), 3, candidates, mode="bounded", settings=planned)
+        return plan.segments[1].variant_id, plan.segments[1].recompute_offsets
+
+    DREW = (0.1, 3, 0.2, 5, 0.3, 0.3, 4, 0, 0, 0)
+
+    def test_the_tokens_that_drew_most(self):
+        measured = variant("B", "SX", received=self.DREW)
+        assert self.decided(measured) == ("B|SX|exact", (1, 3, 6))
+        assert self.decided(measured, recompute_ratio=0.5) == ("B|SX|exact", (1, 3, 4, 5, 6))
+        assert self.decided(measured, recompute_ratio=0.4) == ("B|SX|exact", (1, 3, 4, 6)), "of equal ones the first"
+
+    def test_what_nobody_measured_is_not_reused_approximately(self):
+        assert self.decided(variant("B", "SX", fidelity="approx")) == (None, ())
+        far = variant("B", "X", received=self.DREW)
+        assert self.decided(variant("B", "SX", fidelity="approx"), far)[0] == "B|X|exact"
+        assert self.decided(variant("B", "S"), far) == ("B|S|exact", ())
 
 
 class TestSet:
@@ -252,7 +305,19 @@ def test_prefix_stops_at_the_first_gap_even_where_an_exact_variant_follows():
 
 
 def test_registry_is_by_exact_name_and_lists_what_it_knows():
-    names = ["full", "prefix", "set", "reuse", "auto", "cachecraft", "cacheblend", "legolink", "random"]
+    names = [
+        "full",
+        "prefix",
+        "set",
+        "reuse",
+        "auto",
+        "cachecraft",
+        "cacheblend",
+        "deviation",
+        "legolink",
+        "h2o",
+        "random",
+    ]
     assert list(STRATEGIES) == names
     for name in ("Full", "blend", "cache", ""):
         with pytest.raises(ValueError, match=f"strategy: wanted one of {', '.join(names)}, got '{name}'"):

@@ -109,6 +109,7 @@ def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
         ("evaluate", ["--model", "random:4x100"], "--model: wanted random:LAYERSxWIDTH"),
         ("calibrate", ["--strategies", "full"], "--strategies: wanted"),
         ("calibrate", ["--strategies", "auto:0.1"], "--strategies: wanted"),
+        ("calibrate", ["--worlds", "2", "--questions", "/some.jsonl"], "--worlds: wanted the demo"),
         ("calibrate", ["--target", "1.5", "--limit", "2"], "target"),
         ("calibrate", ["--confidence", "1", "--limit", "2"], "confidence"),
     ],
@@ -147,10 +148,12 @@ class TestTrials:
 def test_a_calibration_is_written_and_obeyed(tmp_path):
     path = tmp_path / "calibration.json"
     options = ["--limit", 6, "--kinds", "single", "--strategies", "reuse", "cachecraft", "--target", 0.5]
-    done = run("calibrate", *options, "--json", "--output", path)
+    done = run("calibrate", *options, "--worlds", 2, "--json", "--output", path)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout.splitlines()[-1])
+    worlds = value.pop("worlds")
     assert value == json.loads(path.read_text())
+    assert [len(shares) for shares in worlds.values()] == [2, 2] and "of 2 fresh towns" in done.stdout
     assert [len(trials) for trials in value["trials"].values()] == [1, 12]
     assert value["settings"]["num_questions"] == 6 and "chosen" in done.stdout
     from ccjax import Engine

@@ -117,6 +117,31 @@ def test_idle_time_makes_approximate_variants_exact(start_server: StartServer, a
         assert report["exact"] and all(entry["computed_tokens"] == 0 for entry in report["per_document"])
 
 
+def test_idle_time_compares_answers_with_a_full_prefill(start_server: StartServer) -> None:
+    with start_server(shadow_ratio=1.0, strategy="cachecraft", recompute_ratio=0.0) as server:
+        for passages in (PASSAGES, PASSAGES[::-1]):
+            report = post(server, documents=passages).json()["reuse"]
+        assert not report["exact"]
+        name = "ccjax_shadow_checks_total"
+        wait_until(lambda: metrics(server)[(name, "cachecraft")] == 1)
+        found = metrics(server)
+        assert found[("ccjax_shadow_greedy_total", "cachecraft")] == 1
+        assert found[("ccjax_shadow_same_total", "cachecraft")] in (0, 1)
+        assert found[("ccjax_shadow_first_kl_total", "cachecraft")] > 0
+        assert found[("ccjax_shadow_factor", "cachecraft")] == 1.0
+
+
+def test_a_quality_target_is_taken_and_reported(start_server: StartServer) -> None:
+    with start_server() as server:
+        for passages in (PASSAGES, PASSAGES[::-1]):
+            report = post(server, documents=passages, quality_target=0.9).json()["reuse"]
+        # Nothing was calibrated: only exact reuse keeps a promise.
+        assert report["exact"] and report["quality_target"] == 0.9 and report["quality_bound"] == 1.0
+        assert not report["calibrated"] and report["mode"] == "bounded"
+        refused = post(server, quality_target=1.5)
+        assert refused.status_code == 400 and "quality_target" in refused.text
+
+
 def test_a_request_during_a_repair_is_answered_and_the_repair_stops_between_layers(
     start_server: StartServer, gate: Gate, at_rest: Callable[[], bool]
 ) -> None:

@@ -8,7 +8,9 @@ from ccjax.policy.strategies import (
     auto,
     cacheblend,
     cachecraft,
+    deviation,
     full,
+    h2o,
     legolink,
     prefix,
     random_tokens,
@@ -26,7 +28,9 @@ STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
         "auto": auto.decide,
         "cachecraft": cachecraft.decide,
         "cacheblend": cacheblend.decide,
+        "deviation": deviation.decide,
         "legolink": legolink.decide,
+        "h2o": h2o.decide,
         "random": random_tokens.decide,
     }
 )

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ccjax.policy.reuse import most_contextualised
-from ccjax.policy.strategies.base import Candidates, Decision, best_choices
+from ccjax.policy.strategies.base import Candidates, Decision, best_choices, mean_deviations
 from ccjax.policy.strategies.fixing import recompute_count
-from ccjax.types import ReuseMode, VariantMeta
+from ccjax.policy.variants import VariantChoice
+from ccjax.types import ReuseMode
 
 if TYPE_CHECKING:
     from ccjax.policy.planner import PlannerSettings, PromptChunk
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
-    """Exact reuse unchanged. Of the approximately reused chunks as many tokens in all as `cachecraft` recomputes.
+    """Exact reuse unchanged. Of the approximately reused chunks as many tokens in all as `cachecraft` recomputes; or,
+    in mode `bounded` with `settings.max_deviation` and no forced share, as many as deviate more.
 
     Chunks of which no deviation is known get their own number of them, by attention (CacheCraft eq. 14). All others
-    share theirs: the highest deviations of any chunk, each times the CFO of the variant that is reused, so that chunks
-    whose prefix stayed much the same get fewer; of equal ones the first.
+    share theirs: the highest deviations of any chunk, each times the part of its old context that is missing, so that
+    chunks whose prefix stayed much the same get fewer; of equal ones the first.
     """
     choices = best_choices(chunks, candidates, mode, settings)
     offsets: dict[int, tuple[int, ...]] = {}
@@ -35,12 +37,15 @@ def decide(
         if choice is None or choice.exact:
             continue
         count = recompute_count(choice, mode, settings)
-        deviations = _mean_deviations(candidates[chunk.chunk_id])
+        deviations = mean_deviations(candidates[chunk.chunk_id])
         if deviations is None:
             offsets[index] = most_contextualised(choice.meta.token_ranking, choice.meta.num_tokens, count)
             continue
         budget += count
-        scores += [(-value * choice.cfo, index, offset) for offset, value in enumerate(deviations)]
+        missing = _missing(choice, settings)
+        scores += [(-value * missing, index, offset) for offset, value in enumerate(deviations)]
+    if mode == "bounded" and settings.recompute_ratio is None and settings.max_deviation is not None:
+        budget = sum(-score > settings.max_deviation for score, _, _ in scores)
     chosen: dict[int, list[int]] = {}
     for _, index, offset in sorted(scores)[:budget]:
         chosen.setdefault(index, []).append(offset)
@@ -48,9 +53,7 @@ def decide(
     return [Decision(choice, offsets.get(index, ())) for index, choice in enumerate(choices)]
 
 
-def _mean_deviations(variants: Sequence[VariantMeta]) -> list[float] | None:
-    """Of each token, over the variants of a chunk that were compared with another one; None where none was."""
-    measured = [meta.token_deviations for meta in variants if meta.token_deviations]
-    if not measured:
-        return None
-    return [sum(values) / len(values) for values in zip(*measured, strict=True)]
+def _missing(choice: VariantChoice, settings: PlannerSettings) -> float:
+    """CacheCraft's 1 - beta', which eq. 12 scales to the CFO; 1 where that tells nothing."""
+    scale = settings.alpha * choice.meta.cci
+    return min(1.0, choice.cfo / scale) if scale > 0.0 else 1.0

@@ -51,3 +51,11 @@ def best_choices(
         )
         for index, own in enumerate(ids)
     ]
+
+
+def mean_deviations(variants: Sequence[VariantMeta]) -> list[float] | None:
+    """Of each token of a chunk, over its variants that were compared with another one; None where none was."""
+    measured = [meta.token_deviations for meta in variants if meta.token_deviations]
+    if not measured:
+        return None
+    return [sum(values) / len(values) for values in zip(*measured, strict=True)]

@@ -45,3 +45,8 @@ def recompute_count(choice: VariantChoice, mode: ReuseMode, settings: PlannerSet
         return num_recompute_tokens(settings.recompute_ratio, num_tokens)
     count = num_recompute_tokens(choice.cfo, num_tokens)
     return min(count, max_recompute_tokens(settings.fast_ratio, num_tokens)) if mode == "fast" else count
+
+
+def highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
+    """Offsets, ascending, of the `count` highest scores; of equal ones the first."""
+    return tuple(sorted(sorted(range(len(scores)), key=lambda offset: (-scores[offset], offset))[:count]))

@@ -1,0 +1,22 @@
+"""How far one distribution over tokens is from another. Knows no model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def kl_divergence(full: np.ndarray, other: np.ndarray) -> float:
+    """KL(full || other) in nats between the softmax distributions of two rows of logits [V]; 0 for equal ones.
+
+    Raises:
+      ValueError: they are not two rows of one length.
+    """
+    if full.shape != other.shape or full.ndim != 1:
+        raise ValueError(f"full, other: wanted two rows of logits of one length, got {full.shape} and {other.shape}")
+    own, theirs = _log_softmax(full), _log_softmax(other)
+    return max(0.0, float((np.exp(own) * (own - theirs)).sum()))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())

@@ -1,0 +1,153 @@
+"""Checks in idle time whether answers over reused KV are those of a full prefill. Knows no store and no HTTP."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import threading
+
+import numpy as np
+
+from ccjax.engine.alone import PrefillAlone
+from ccjax.engine.batch.siblings import Emit
+from ccjax.engine.divergence import kl_divergence
+from ccjax.engine.plan_rows import padded_to
+from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, PrefillResult
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.requests import Delta, Response, SamplingParams
+from ccjax.engine.warmup import BackgroundCompiler
+from ccjax.policy.shadow import ShareControl
+from models.llama3.steps import logits_step, select_step
+
+MOST_WAITING = 32
+"""Answers that wait for their check; each holds a row of logits. Beyond that the oldest goes unchecked."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShadowCounts:
+    """What was checked since the engine started.
+
+    Attributes:
+      checks: answers, of which `greedy` were drawn greedily; only of these it is known whether they are `same`, token
+        by token, as full prefill's.
+      tokens, agreed_tokens: of greedy answers, and those of them that full prefill would have drawn there, too.
+      first_kl: sum over all checks of KL(full prefill, answer) in nats, of the first token's distribution.
+      dropped: answers that should have been checked and were not, for want of idle time.
+      factor: `ShareControl.factor` now.
+    """
+
+    checks: int = 0
+    greedy: int = 0
+    same: int = 0
+    tokens: int = 0
+    agreed_tokens: int = 0
+    first_kl: float = 0.0
+    dropped: int = 0
+    factor: float = 1.0
+
+
+class ShadowChecks:
+    """Of one engine. `watched` and what it returns may be called from any thread, `check_one` from one at a time.
+
+    Attributes:
+      counts: a new value after each change.
+      control: what the checks so far ask for.
+    """
+
+    def __init__(
+        self,
+        model: Prefiller,
+        alone: PrefillAlone,
+        compiler: BackgroundCompiler,
+        eos_ids: frozenset[int],
+        *,
+        ratio: float,
+        target: float,
+    ) -> None:
+        """
+        Args:
+          ratio: share of the approximate answers that are checked.
+          target: share of these that should be full prefill's.
+        """
+        self.counts = ShadowCounts()
+        self.control = ShareControl(target)
+        self._model = model
+        self._alone = alone
+        self._compiler = compiler
+        self._eos_ids = eos_ids
+        self._ratio = ratio
+        self._lock = threading.Lock()
+        self._random = random.Random()
+        self._waiting: collections.deque[tuple[Prompt, SamplingParams, Response]] = collections.deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers that wait for their check."""
+        return len(self._waiting)
+
+    def watched(self, prompt: Prompt, sampling: SamplingParams, emit: Emit) -> tuple[SamplingParams, Emit]:
+        """How to draw an answer and where to send it so that it is checked later; as they are for most requests."""
+        if sampling.n > 1 or self._random.random() >= self._ratio:
+            return sampling, emit
+
+        def take_in(event: Delta | Exception) -> None:
+            response = event.response if isinstance(event, Delta) else None
+            if isinstance(event, Delta) and response is not None:
+                if not response.reuse.exact:
+                    self._add(prompt, sampling, response)
+                if not sampling.first_logits:
+                    event = dataclasses.replace(event, response=dataclasses.replace(response, first_logits=None))
+            emit(event)
+
+        return dataclasses.replace(sampling, first_logits=True), take_in
+
+    def _add(self, prompt: Prompt, sampling: SamplingParams, response: Response) -> None:
+        self._waiting.append((prompt, sampling, response))
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._count(dropped=1)
+
+    def check_one(self, is_cancelled: IsCancelled | None) -> bool:
+        """Runs the newest answer that waits through a full prefill. False where none waits, or `is_cancelled` returned
+        True; then it waits on."""
+        try:
+            prompt, sampling, response = sample = self._waiting.pop()
+        except IndexError:
+            return False
+        try:
+            logits = self._full_logits(prompt, response, is_cancelled)
+        except PrefillCancelledError:
+            self._waiting.append(sample)
+            return False
+        self._note(sampling, response, logits)
+        return True
+
+    def _full_logits(self, prompt: Prompt, response: Response, is_cancelled: IsCancelled | None) -> np.ndarray:
+        """Logits [tokens of the answer + 1, V] behind the prompt and behind every token of the answer."""
+        whole = dataclasses.replace(prompt, question=(*prompt.question, *response.token_ids))
+        self._compiler.wait_for(self._alone.size_of(whole, "off"), is_cancelled)
+        result = self._alone.run(whole, "off", is_cancelled=is_cancelled).result
+        assert isinstance(result, PrefillResult)
+        rows = np.arange(prompt.num_tokens - 1, whole.num_tokens, dtype=np.int32)
+        padded = padded_to(rows, 1 << (len(rows) - 1).bit_length(), int(rows[0]))
+        logits = logits_step(self._model.top, select_step(result.hidden, padded), config=self._model.config)
+        return np.asarray(logits)[: len(rows)]
+
+    def _note(self, sampling: SamplingParams, response: Response, logits: np.ndarray) -> None:
+        assert response.first_logits is not None
+        kl = kl_divergence(logits[0], response.first_logits)
+        self._count(checks=1, first_kl=kl)
+        if sampling.temperature == 0.0:
+            drawn = logits.argmax(-1)
+            agreed = int((drawn[:-1] == np.asarray(response.token_ids, np.int64)).sum())
+            # Where a stop string ended the answer, full prefill is not asked what it would have said next.
+            ends_alike = response.finish_reason == "length" or bool(sampling.stop) or int(drawn[-1]) in self._eos_ids
+            is_same = agreed == len(response.token_ids) and ends_alike
+            self.control = self.control.after(is_same)
+            self._count(greedy=1, same=int(is_same), tokens=len(response.token_ids), agreed_tokens=agreed)
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            grown = {name: getattr(self.counts, name) + number for name, number in more.items()}
+            self.counts = dataclasses.replace(self.counts, **grown, factor=self.control.factor)

@@ -1,0 +1,60 @@
+"""Recomputes more where answers were seen to differ from full prefill's, less once they agree again. Runs no model.
+
+A heuristic of ours; no paper has one. What a calibration showed stays the least: the factor never falls below 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ccjax.policy._checks import check_count, check_ratio
+from ccjax.policy.planner import PlannerSettings
+
+WINDOW = 20
+"""Checks that one decision rests on."""
+GROWTH = 1.5
+SHRINKING = 0.9
+MOST = 8.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShareControl:
+    """The state after some checks; `after` gives the next one.
+
+    Attributes:
+      target: share of answers that should be full prefill's, token by token.
+      factor: by which the share to recompute is greater than settings or calibration say; in [1, `MOST`].
+      num_checks, num_same: of the window that is not full yet.
+    """
+
+    target: float
+    factor: float = 1.0
+    num_checks: int = 0
+    num_same: int = 0
+
+    def __post_init__(self) -> None:
+        check_ratio("target", self.target)
+        check_count("num_checks", self.num_checks, least=0)
+        check_count("num_same", self.num_same, least=0)
+
+    def after(self, is_same: bool) -> ShareControl:
+        """Once more checks: a window below the target raises the factor at once, one at least half way from the target
+        to 1 lowers it a little."""
+        num_checks, num_same = self.num_checks + 1, self.num_same + is_same
+        if num_checks < WINDOW:
+            return dataclasses.replace(self, num_checks=num_checks, num_same=num_same)
+        share, factor = num_same / num_checks, self.factor
+        if share < self.target:
+            factor = min(MOST, factor * GROWTH)
+        elif share >= (1.0 + self.target) / 2.0:
+            factor = max(1.0, factor * SHRINKING)
+        return ShareControl(self.target, factor)
+
+    def applied(self, settings: PlannerSettings) -> PlannerSettings:
+        """Settings that recompute so much more."""
+        if self.factor == 1.0:
+            return settings
+        if settings.recompute_ratio is None:
+            limit = None if settings.max_deviation is None else settings.max_deviation / self.factor
+            return dataclasses.replace(settings, alpha=settings.alpha * self.factor, max_deviation=limit)
+        return dataclasses.replace(settings, recompute_ratio=min(1.0, settings.recompute_ratio * self.factor))

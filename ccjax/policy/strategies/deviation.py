@@ -1,0 +1,33 @@
+"""`deviation`: recomputes the tokens of each chunk whose KV was seen to change most with the context.
+
+Half of what `auto` does: here every chunk has its own number of tokens, so that a comparison shows what comes from
+knowing the tokens and what from sharing the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ccjax.policy.reuse import most_contextualised
+from ccjax.policy.strategies.base import Candidates, Decision, mean_deviations
+from ccjax.policy.strategies.fixing import fix_choices, highest
+from ccjax.types import ReuseMode, VariantMeta
+
+if TYPE_CHECKING:
+    from ccjax.policy.planner import PlannerSettings, PromptChunk
+
+
+def decide(
+    chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
+) -> list[Decision]:
+    """Exact reuse unchanged; approximate reuse with the highest deviations recomputed, as many as by `cachecraft`; by
+    attention (CacheCraft eq. 14) where no deviation is known."""
+
+    def offsets(meta: VariantMeta, count: int) -> tuple[int, ...]:
+        deviations = mean_deviations(candidates[meta.chunk_id])
+        if deviations is None:
+            return most_contextualised(meta.token_ranking, meta.num_tokens, count)
+        return highest(deviations, count)
+
+    return fix_choices(chunks, candidates, mode, settings, offsets)

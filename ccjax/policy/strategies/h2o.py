@@ -1,0 +1,42 @@
+"""`h2o`: recomputes the most attended tokens of each approximately reused chunk (CacheCraft sec. 5.1.4 PREFILL-H2O).
+
+Looks at no token ranking. Measures nothing: engines of this strategy do when they compute a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ccjax.policy.strategies.base import Candidates, Decision
+from ccjax.policy.strategies.fixing import fix_choices, highest
+from ccjax.types import ReuseMode, VariantMeta
+
+if TYPE_CHECKING:
+    from ccjax.policy.planner import PlannerSettings, PromptChunk
+
+
+def decide(
+    chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
+) -> list[Decision]:
+    """Exact reuse unchanged; approximate reuse with the tokens recomputed that drew most attention.
+
+    The paper says no more than "the most-attended tokens". Reading: the mass that all tokens of the prompt put on each,
+    when the variant was computed (H2O's accumulated scores, Zhang et al. 2023). Of a variant without that nothing is
+    known; only exact reuse takes it.
+    """
+    usable = {
+        chunk_id: [meta for meta in metas if meta.token_received or meta.fidelity == "exact"]
+        for chunk_id, metas in candidates.items()
+    }
+    decisions = fix_choices(chunks, usable, mode, settings, _offsets)
+    return [Decision() if _is_unknown(decision) else decision for decision in decisions]
+
+
+def _offsets(meta: VariantMeta, count: int) -> tuple[int, ...]:
+    return highest(meta.token_received, count) if meta.token_received else ()
+
+
+def _is_unknown(decision: Decision) -> bool:
+    choice = decision.choice
+    return choice is not None and not choice.exact and not choice.meta.token_received

@@ -1,0 +1,153 @@
+"""Answers over approximate reuse, compared with a full prefill in idle time: against full prefill's own answers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Engine, EngineConfig, Request
+from ccjax.engine.divergence import kl_divergence
+from ccjax.engine.requests import SamplingParams
+from ccjax.engine.shadow import MOST_WAITING, ShadowCounts
+from ccjax.errors import ConfigError
+from ccjax.policy.shadow import WINDOW
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+
+MODEL = TinyModel(seed=8)
+SETTINGS = {"max_model_len": 512, "shadow_ratio": 1.0, "recompute_ratio": 0.1, "strategy": "cachecraft"}
+NUM_TOKENS = 2
+
+
+def prompts(count):
+    random = np.random.default_rng(0)
+    return [draw_segments(random, [30, 25, 20]) for _ in range(count)]
+
+
+def ask(engine, segments, **sampling):
+    params = SamplingParams(NUM_TOKENS, **{"first_logits": True, **sampling})
+    return engine.run(Request(segments=segments, sampling=params))
+
+
+def full(engine, segments):
+    params = SamplingParams(NUM_TOKENS, first_logits=True)
+    return engine.run(Request(segments=segments, sampling=params, reuse="off"))
+
+
+def test_what_is_counted_is_what_full_prefill_says():
+    asked = prompts(8)
+    with MODEL.engine(**{**SETTINGS, "recompute_ratio": 0.6}) as engine:
+        same = kl = 0
+        for segments in asked:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+            shuffled = permuted(segments, [2, 0, 1])
+            answer, whole = ask(engine, shuffled), full(engine, shuffled)
+            same += answer.token_ids == whole.token_ids
+            kl += kl_divergence(whole.first_logits, answer.first_logits)
+        assert engine.shadow_counts == ShadowCounts()
+        checked = 0
+        while engine.check_one():
+            checked += 1
+        counts = engine.shadow_counts
+        assert checked == counts.checks == counts.greedy == 8 and not engine.check_one()
+        assert counts.same == same and 0 < same < 8, "a case where all agree, or none, would prove little"
+        assert counts.tokens == 8 * NUM_TOKENS and same * NUM_TOKENS <= counts.agreed_tokens < counts.tokens
+        assert counts.first_kl == pytest.approx(kl, rel=1e-3) and kl > 1e-3
+
+
+def test_exact_answers_and_such_as_nobody_chose_are_not_checked():
+    segments = prompts(1)[0]
+    with MODEL.engine(**SETTINGS) as engine:
+        for _ in range(2):
+            engine.generate_from_tokens(segments, max_new_tokens=2)
+        full(engine, segments)
+        assert not engine.check_one()
+    with MODEL.engine(**{**SETTINGS, "shadow_ratio": 0.0}) as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=1)
+        ask(engine, permuted(segments, [2, 0, 1]))
+        assert not engine.check_one()
+
+
+def test_a_drawn_answer_tells_its_divergence_only():
+    segments = prompts(1)[0]
+    with MODEL.engine(**SETTINGS) as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=1)
+        ask(engine, permuted(segments, [2, 0, 1]), temperature=1.0, seed=1)
+        assert engine.check_one()
+        counts = engine.shadow_counts
+        assert (counts.checks, counts.greedy, counts.tokens) == (1, 0, 0) and counts.first_kl > 0.0
+
+
+def test_the_answer_is_what_it_would_be_without_a_check():
+    segments = prompts(1)[0]
+    shuffled = permuted(segments, [2, 0, 1])
+    answers = []
+    for ratio in (0.0, 1.0):
+        with MODEL.engine(**{**SETTINGS, "shadow_ratio": ratio}) as engine:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+            answers.append(ask(engine, shuffled, first_logits=False))
+            several = ask(engine, permuted(segments, [1, 2, 0]), n=2, temperature=1.0, seed=3)
+            assert len(several.choices) == 2
+            assert engine.check_one() == (ratio == 1.0) and not engine.check_one(), (
+                "one answer of several is not checked"
+            )
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].first_logits is None and answers[1].first_logits is None
+
+
+def test_an_end_that_full_prefill_would_not_have_made_is_no_agreement():
+    """The token that ends an answer counts, though it is no part of it."""
+    segments = prompts(1)[0]
+    shuffled = permuted(segments, [2, 0, 1])
+    with MODEL.engine(**SETTINGS) as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=1)
+        tokens = ask(engine, shuffled).token_ids
+    for place in range(1, NUM_TOKENS):
+        if tokens[place] in tokens[:place]:
+            continue
+        loaded = dataclasses.replace(MODEL.loaded, eos_ids=frozenset({tokens[place]}))
+        with Engine(loaded, EngineConfig(**SETTINGS)) as engine:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+            answer, whole = ask(engine, shuffled), full(engine, shuffled)
+            assert answer.finish_reason == "stop" and engine.check_one()
+            is_same = answer.token_ids == whole.token_ids and whole.finish_reason == "stop"
+            assert engine.shadow_counts.same == is_same
+
+
+def test_the_oldest_goes_unchecked_where_there_is_no_time():
+    segments = prompts(1)[0]
+    with MODEL.engine(**SETTINGS) as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=1)
+        for _ in range(MOST_WAITING + 3):
+            ask(engine, permuted(segments, [2, 0, 1]))
+        assert engine.shadow_counts.dropped == 3 and engine._shadow.num_waiting == MOST_WAITING
+
+
+def test_cancelling_leaves_the_answer_in_line():
+    segments = prompts(1)[0]
+    with MODEL.engine(**SETTINGS) as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=1)
+        ask(engine, permuted(segments, [2, 0, 1]))
+        assert not engine.check_one(is_cancelled=lambda: True) and engine._shadow.num_waiting == 1
+        assert engine.check_one() and engine.shadow_counts.checks == 1
+
+
+def test_more_is_recomputed_while_answers_differ():
+    asked = prompts(WINDOW)
+    with MODEL.engine(**{**SETTINGS, "recompute_ratio": 0.04, "shadow_target": 1.0}) as engine:
+        for segments in asked:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+        before = [ask(engine, permuted(segments, [2, 0, 1])).reuse.recomputed_tokens for segments in asked]
+        while engine.check_one():
+            pass
+        assert engine.shadow_counts.same < WINDOW and engine.shadow_counts.factor == 1.5
+        after = [ask(engine, permuted(segments, [1, 2, 0])).reuse.recomputed_tokens for segments in asked]
+    # 2 + 1 + 1 of 30, 25 and 20 tokens, then 0.06 of them; the first passage may be where it was
+    assert set(before) == {4} and min(after) >= 5
+
+
+@pytest.mark.parametrize("name", ["shadow_ratio", "shadow_target"])
+def test_shares_out_of_range_are_named(name):
+    with pytest.raises(ConfigError, match=f"{name}: wanted a share from 0 to 1"):
+        MODEL.engine(**{name: 1.5})
