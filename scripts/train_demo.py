@@ -4,7 +4,8 @@ python scripts/train_demo.py --out runs/demo               train; the model land
 python scripts/train_demo.py --out runs/demo --resume      go on after an interruption
 python scripts/train_demo.py --out runs/demo --install     put the newest checkpoint into ccjax/assets/demo_model
 python scripts/train_demo.py --corpus-only                 rewrite corpus, questions and tokenizer
-python scripts/train_demo.py --evaluate                    accuracy per kind of question of the shipped weights
+python scripts/train_demo.py --evaluate                    accuracy per kind of question of the shipped weights;
+                                                           what reuse costs: scripts/evaluate.py
 """
 
 from __future__ import annotations
@@ -23,13 +24,9 @@ from ccjax.demo.corpus import CORPUS_DIRECTORY, QUESTIONS_FILE, build_corpus, wr
 from ccjax.demo.curriculum import QUICK_STAGES, STAGES
 from ccjax.demo.evaluate import Score, evaluate_corpus, evaluate_worlds
 from ccjax.demo.export import MODEL_DIRECTORY, export_model, load_model
-from ccjax.demo.reuse import QUICK_WAYS
 from ccjax.demo.tokenizer import save_tokenizer, train_tokenizer
 from ccjax.demo.training import Checkpoints, TrainingConfig, demo_config, restore_or_start, train
 from ccjax.demo.world import Kind
-from ccjax.engine.loading import load_model as load_engine_model
-from scripts.benchmarks.quality import measured
-from scripts.benchmarks.quality import table as reuse_table
 
 DEFAULT_STEPS = 4000
 QUICK_STEPS = 30
@@ -70,9 +67,6 @@ def _evaluate(model: Path, console: Console, *, quick: bool) -> None:
                 name, kind, f"{score.accuracy_ratio:.3f}", f"{score.guess_ratio:.3f}", str(score.num_questions)
             )
     console.print(table)
-    count = 4 if quick else 16
-    outcomes = measured(load_engine_model(model, dtype="float32"), QUICK_WAYS, count, 4, "reuse")
-    console.print(reuse_table(outcomes, f"fresh towns, 4 passages, {count} questions of each kind, through the engine"))
     console.print(f"{time.monotonic() - started:.0f} s")
 
 
