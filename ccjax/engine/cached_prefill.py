@@ -182,17 +182,35 @@ class CachedPrefill:
         finally:
             self._variants.complete_load(prefilled.ticket)
 
-    def store_new(self, prefilled: Prefilled, kept: set[VariantId]) -> None:
+    def store_new(self, prefilled: Prefilled, kept: set[VariantId], other: np.ndarray | None = None) -> None:
         """Stores what is new of a prefill ahead of any question and unpins; nothing is credited. None of `kept` goes
-        for it, and what is stored joins them."""
+        for it, and what is stored joins them. `other` is KV of its last chunk to compare with (`last_kv`)."""
         assert prefilled.ticket is not None
         try:
             self._variants.documents.learn(prefilled.prompt.chunks)
-            self._capture(prefilled, only_replacing=False, kept=kept)
+            self._capture(prefilled, only_replacing=False, kept=kept, other=other)
         finally:
             self._variants.complete_load(prefilled.ticket)
 
-    def _capture(self, prefilled: Prefilled, *, only_replacing: bool, kept: set[VariantId] | None = None) -> int:
+    def last_kv(self, prefilled: Prefilled) -> np.ndarray | None:
+        """KV [L, 2, T, K, H] of the last chunk of a prefill, to compare with, and unpins; stores nothing. None if it
+        was not computed."""
+        assert prefilled.ticket is not None
+        try:
+            found = capture_variants(prefilled.plan, prefilled.result, {}, prefilled.read_layers)
+            kv = {meta.chunk_id: kv for meta, kv in found if meta.fidelity == "exact"}
+        finally:
+            self._variants.complete_load(prefilled.ticket)
+        return kv.get(prefilled.prompt.chunks[-1].chunk_id)
+
+    def _capture(
+        self,
+        prefilled: Prefilled,
+        *,
+        only_replacing: bool,
+        kept: set[VariantId] | None = None,
+        other: np.ndarray | None = None,
+    ) -> int:
         """Stores variants of a prefill; how many."""
         prompt, plan = prefilled.prompt, prefilled.plan
         # A lossy copy that was reused may beget a repaired variant, like the exact one that it is of: error does not
@@ -210,30 +228,28 @@ class CachedPrefill:
             is_replacing = self._variants.replaces_approximate(meta) or self._store.is_lossy(meta.variant_id)
             if only_replacing and not is_replacing:
                 continue
-            meta, compared = self._compared(meta, kv, known.get(meta.chunk_id, ()))
+            is_last = meta.chunk_id == prompt.chunks[-1].chunk_id
+            theirs = other if other is not None and is_last else self._other_kv(meta, known.get(meta.chunk_id, ()))
+            if theirs is not None:
+                meta = dataclasses.replace(meta, token_deviations=context_deviations(kv, theirs))
             if received is not None:
                 first = plan.segments[len(meta.prefix_ids)].start
                 meta = with_received(meta, received[first : first + meta.num_tokens])
-            if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)] | compared):
+            if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)]):
                 kept.add(meta.variant_id)
                 count += 1
         return count
 
-    def _compared(
-        self, meta: VariantMeta, kv: np.ndarray, variants: Sequence[VariantMeta]
-    ) -> tuple[VariantMeta, frozenset[ChunkId]]:
-        """An exact variant with its tokens' deviations, where another one in memory is there to compare with; and the
-        chunks that had a part in that one."""
+    def _other_kv(self, meta: VariantMeta, variants: Sequence[VariantMeta]) -> np.ndarray | None:
+        """What memory holds to compare an exact variant with."""
         other = choose_other_context(filter(self._is_at_hand, variants), meta) if meta.fidelity == "exact" else None
         if other is None:
-            return meta, frozenset()
+            return None
         ticket = self._store.prepare_load((other.variant_id,), counted=False)
         try:
-            theirs = ticket.read_layers(other.variant_id, 0, len(kv))
-            meta = dataclasses.replace(meta, token_deviations=context_deviations(kv, theirs))
+            return ticket.read_layers(other.variant_id, 0, self._prefiller.config.num_layers)
         finally:
             self._store.complete_load(ticket, ok=False)
-        return meta, self._variants.origin_of(other.variant_id).seen
 
     def _is_at_hand(self, meta: VariantMeta) -> bool:
         is_in_memory = self._store.tier_of(meta.variant_id) in (DEVICE, HOST)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from ccjax.engine.alone import PrefillAlone
-from ccjax.engine.cached_prefill import CachedPrefill
+from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.documents import Erasure, Link
 from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.prompts import Prompt
@@ -86,11 +86,21 @@ class WarmedDocument:
 class Warming:
     """Documents to warm, and how far that is; `done` grows document by document."""
 
-    def __init__(self, documents: Sequence[Document], prompts: Sequence[Prompt]) -> None:
+    def __init__(self, documents: Sequence[Document], prompts: Sequence[Prompt], *, compare: bool) -> None:
         self.total = len(documents)
+        self.compare = compare
+        self._prompts = tuple(prompts)
         self.done: list[WarmedDocument] = []
         self._left = collections.deque(zip(documents, prompts, strict=True))
         self._kept: set[VariantId] = set()
+
+    def _beside(self, prompt: Prompt) -> Prompt | None:
+        """The next document behind another one of these, the one warmed last if it can be; None if there is none."""
+        done = len(self.done)
+        others = (*reversed(self._prompts[:done]), *self._prompts[done + 1 :])
+        own = prompt.chunks[-1]
+        neighbour = next((one.chunks[-1] for one in others if one.chunks[-1].chunk_id != own.chunk_id), None)
+        return None if neighbour is None else dataclasses.replace(prompt, chunks=(*prompt.chunks[:-1], neighbour, own))
 
     @property
     def is_finished(self) -> bool:
@@ -112,8 +122,11 @@ class DocumentCache:
         variants: VariantIndex,
         store: TieredStore,
         compiler: BackgroundCompiler,
+        *,
+        max_model_len: int,
     ) -> None:
         self.registry = variants.documents
+        self._max_model_len = max_model_len
         self._prefill = prefill
         self._alone = alone
         self._variants = variants
@@ -122,7 +135,8 @@ class DocumentCache:
         self._next_tend = 0.0
 
     def warm_one(self, warming: Warming, is_cancelled: IsCancelled | None) -> None:
-        """Computes and stores the next document's variant behind the system prompt alone, unless there is one.
+        """Computes and stores the next document's variant behind the system prompt alone, unless there is one; compared
+        with how it is behind another document, where that is wanted and fits.
 
         Raises:
           PrefillCancelledError: `is_cancelled` returned True; the document is still to be done.
@@ -130,9 +144,11 @@ class DocumentCache:
         document, prompt = warming._left[0]
         status: WarmStatus = "present"
         if self._warm_id(prompt) is None:
-            self._compiler.wait_for(self._alone.size_of(prompt, "exact"), is_cancelled)
-            prefilled = self._alone.run(prompt, "exact", is_cancelled=is_cancelled)
-            self._prefill.store_new(prefilled, warming._kept)
+            other = None
+            beside = warming._beside(prompt) if warming.compare else None
+            if beside is not None and beside.num_tokens <= self._max_model_len:
+                other = self._prefill.last_kv(self._computed(beside, is_cancelled))
+            self._prefill.store_new(self._computed(prompt, is_cancelled), warming._kept, other)
             status = "no_room" if self._warm_id(prompt) is None else "computed"
         else:
             self.registry.learn(prompt.chunks)
@@ -142,6 +158,10 @@ class DocumentCache:
         name = document.source_id or document.id
         warming.done.append(WarmedDocument(name, document.version, len(prompt.chunks[-1].token_ids), status))
         warming._left.popleft()
+
+    def _computed(self, prompt: Prompt, is_cancelled: IsCancelled | None) -> Prefilled:
+        self._compiler.wait_for(self._alone.size_of(prompt, "exact"), is_cancelled)
+        return self._alone.run(prompt, "exact", is_cancelled=is_cancelled)
 
     def remove(self, document_id: str, version: str | None, *, whole: bool, keep: Sequence[Chunk] = ()) -> Removal:
         """Takes a document's variants out of use and out of every tier, except those of chunks in `keep`, which belong

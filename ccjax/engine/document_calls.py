@@ -51,6 +51,7 @@ class DocumentCalls:
         documents: Sequence[Document | Mapping[str, Any]],
         *,
         system_prompt: str | None = None,
+        compare: bool | None = None,
         is_cancelled: IsCancelled | None = None,
     ) -> tuple[WarmedDocument, ...]:
         """Computes and stores documents ahead of any question, each behind the system prompt alone, in the wording that
@@ -58,19 +59,25 @@ class DocumentCalls:
 
         Args:
           system_prompt: that of the requests to come, where they bring one of their own.
+          compare: compute each document a second time, behind another one of these, and keep how far its tokens' KV
+            deviates; None for whether the engine's strategy goes by that.
           is_cancelled: asked before every layer; once it returns True the rest is left out of what is returned.
 
         Raises:
           RequestError, ContextLengthError: a document cannot be used or is too long; nothing was computed.
           ReadOnlyError: the engine is `read_only`, or never reuses anything.
         """
-        warming = self.begin_warming(documents, system_prompt=system_prompt)
+        warming = self.begin_warming(documents, system_prompt=system_prompt, compare=compare)
         while not warming.is_finished and self.warm_one(warming, is_cancelled=is_cancelled):
             pass
         return tuple(warming.done)
 
     def begin_warming(
-        self, documents: Sequence[Document | Mapping[str, Any]], *, system_prompt: str | None = None
+        self,
+        documents: Sequence[Document | Mapping[str, Any]],
+        *,
+        system_prompt: str | None = None,
+        compare: bool | None = None,
     ) -> Warming:
         """What `warm` begins with, for callers that go on with `warm_one` whenever there is time; raises as `warm`."""
         self._check_writable()
@@ -89,7 +96,8 @@ class DocumentCalls:
                 raise ContextLengthError(f"documents[{number}]", message) from error
             # One token in place of a question: a prefill ends with one.
             prompts.append(dataclasses.replace(prompt, question=prompt.chunks[-1].token_ids[-1:], max_new_tokens=1))
-        return Warming(checked, prompts)
+        is_compared = self.config.strategy in ("auto", "deviation") if compare is None else compare
+        return Warming(checked, prompts, compare=is_compared)
 
     def warm_one(self, warming: Warming, *, is_cancelled: IsCancelled | None = None) -> bool:
         """Deals with the next document of a warming; False if `is_cancelled` returned True first."""

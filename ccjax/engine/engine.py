@@ -131,7 +131,9 @@ class Engine(DocumentCalls, CacheCalls):
         self._cache = ChunkCache(
             self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
         )
-        self._documents = DocumentCache(self._prefill, alone, self._variants, self._store, compiler)
+        self._documents = DocumentCache(
+            self._prefill, alone, self._variants, self._store, compiler, max_model_len=limit
+        )
         self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
         self._variants.spare(self._pins)
         if not config.read_only:

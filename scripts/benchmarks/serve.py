@@ -72,11 +72,14 @@ class StrategyRun:
         self._bench, self.strategy, self._url = bench, strategy, url
 
     def warm_up(self) -> float:
-        """Asks, one by one, what came before in the trace and matters; median TTFT in seconds without any load."""
+        """Asks, one by one, what came before in the trace and matters, or each passage by itself; median TTFT in
+        seconds without any load."""
         bench, options = self._bench, self._bench.options
         start, stop = bench.windows[0].start, bench.windows[-1].stop
-        most = 0 if self.strategy == "full" else options.history
+        most = 0 if self.strategy == "full" else max(options.history, options.precompute)
         past = workload.history(bench.questions, start, stop, most, is_prefix=self.strategy == "prefix")
+        if options.precompute:
+            past = workload.one_by_one(bench.questions, start, stop) if most else []
         # The last ones have answers of full length: decode is warm, too, and TTFT is that of a store in use.
         last = bench.questions[max(0, start - NUM_WARM) : start] or bench.questions[:NUM_WARM]
         timeout_s = options.timeout_s
@@ -221,4 +224,5 @@ def _gaps(options: argparse.Namespace, data: Path) -> np.ndarray:
 
 def _shapes(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     names = ("trace", "passages", "arrivals", "requests", "max_tokens", "max_model_len", "history", "recompute_ratio")
+    names += ("precompute",)
     return {"model": model.name, **{name: getattr(options, name) for name in (*names, "serve_args", "seed")}}

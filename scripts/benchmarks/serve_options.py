@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", choices=TRACES, default="musique", help="retrieval trace (default musique)")
     add("--passages", type=int, help="passages of a request, best first (default 5)")
     add("--history", type=int, help="earlier requests of the trace asked beforehand, at most (default 150)")
+    text = "instead: every passage of the runs to come asked beforehand by itself, as where a corpus is precomputed"
+    add("--precompute", action="store_true", help=text)
     add("--max-tokens", type=int, help="tokens of every answer (default 16)")
     add("--requests", type=int, help="requests of one run; with --soak of all (default 60, with --soak no limit)")
     add("--rates", type=float, nargs="+", help="mean arrivals a second (default: 0.5 to 1.25 times the closed loop's)")

@@ -110,6 +110,12 @@ def history(questions: Sequence[Question], start: int, stop: int, most: int, *, 
     return useful[len(useful) - min(most, len(useful)) :]
 
 
+def one_by_one(questions: Sequence[Question], start: int, stop: int) -> list[Question]:
+    """A request for each passage of those from `start` to `stop`, once, in order of their first use."""
+    passages = dict.fromkeys(passage for question in questions[start:stop] for passage in question.passages)
+    return [Question(f"What does the passage say about {passage.title}?", (passage,)) for passage in passages]
+
+
 def windows(num_questions: int, num_windows: int, size: int) -> list[range]:
     """Consecutive ranges of the trace that end with it: no window sees a request of another one, all have much before.
 

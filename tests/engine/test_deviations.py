@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from ccjax.engine.capture import context_deviations
+from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.capture import capture_variants, context_deviations
+from ccjax.engine.loading import load_model
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.oracles import llama_forward
 
@@ -85,21 +89,6 @@ def test_what_is_approximate_or_lossy_or_alone_is_not_compared(tmp_path):
         assert any(meta.token_deviations for meta in engine._variants), "idle time makes up for it"
 
 
-def test_what_it_was_compared_with_had_a_part_in_it():
-    """So that an erasure of a text takes all that was learnt by looking at it."""
-    segments = draw_segments(np.random.default_rng(3), [40, 30, 20])
-    with MODEL.engine(strategy="auto", max_model_len=512) as engine:
-        engine.generate_from_tokens([segments[0], segments[2], segments[1], segments[-1]], max_new_tokens=1)
-        engine.generate_from_tokens(
-            [segments[0], segments[3], segments[1], segments[-1]], max_new_tokens=1, reuse="exact"
-        )
-        compared = [meta for meta in engine._variants if meta.token_deviations]
-        assert len(compared) == 1 and compared[0].num_tokens == 40
-        seen = engine._variants.origin(compared[0]).seen
-        lengths = {len(engine._variants.tokens.chunk(key).token_ids) for key in seen}
-        assert lengths == {7, 40, 20, 30}
-
-
 def test_bfloat16_is_compared_in_float32():
     import ml_dtypes
 
@@ -107,3 +96,65 @@ def test_bfloat16_is_compared_in_float32():
     own, other = (random.normal(size=(2, 2, 5, 3, 4)).astype(ml_dtypes.bfloat16) for _ in range(2))
     wanted = oracle_deviations(own.astype(float), other.astype(float))
     np.testing.assert_allclose(context_deviations(own, other), wanted, rtol=6e-3)
+
+
+def documents(count):
+    return [
+        {"id": str(number), "text": f"{name} sings in the {name} choir."} for number, name in enumerate(NAMES[:count])
+    ]
+
+
+NAMES = ("Anna", "Bob", "Carla")
+
+
+def test_warming_compares_each_document_with_itself_behind_another(demo):
+    with Engine(demo, EngineConfig(strategy="auto")) as engine:
+        assert [one.status for one in engine.warm(documents(3))] == ["computed"] * 3
+        metas = [meta for meta in engine._variants if len(meta.prefix_ids) == 1]
+        assert len(metas) == 3 and engine.num_variants == 4, "what it is compared with is not stored"
+        for number, meta in enumerate(metas):
+            neighbour = metas[number - 1 if number else 1]
+            prompt = engine._variants.prompt_of(meta)
+            beside = dataclasses.replace(
+                prompt, chunks=(prompt.chunks[0], engine._variants.tokens.chunk(neighbour.chunk_id), prompt.chunks[1])
+            )
+            own, other = (kv_of(engine, one) for one in (prompt, beside))
+            np.testing.assert_array_equal(meta.token_deviations, context_deviations(own, other))
+            # Its KV saw nothing of the neighbour: an erasure of that one leaves it alone.
+            assert engine._variants.origin(meta).seen == {*meta.prefix_ids, meta.chunk_id}
+        assert not engine._store._pins
+
+
+def kv_of(engine, prompt):
+    """Keys before RoPE and values of the last chunk, from a full prefill."""
+    plan = engine._prefill.plan(prompt, "exact", {})
+    result = engine._prefiller.run(prompt.token_ids, plan, collect=True)
+    *_, (_, kv) = capture_variants(plan, result, {}, None)
+    return kv
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "count"),
+    [
+        ({"strategy": "cachecraft"}, {}, 0),
+        ({"strategy": "cachecraft"}, {"compare": True}, 3),
+        ({"strategy": "deviation"}, {}, 3),
+        ({"strategy": "auto"}, {"compare": False}, 0),
+        ({"strategy": "auto", "max_model_len": 40}, {}, 0),  # two documents do not fit
+    ],
+)
+def test_warming_compares_where_the_strategy_goes_by_it(demo, settings, arguments, count):
+    with Engine(demo, EngineConfig(**settings)) as engine:
+        engine.warm(documents(3), **arguments)
+        assert sum(bool(meta.token_deviations) for meta in engine._variants) == count
+
+
+def test_a_single_document_has_nothing_to_be_compared_with(demo):
+    with Engine(demo, EngineConfig(strategy="auto")) as engine:
+        engine.warm([*documents(1), *documents(1)])
+        assert not any(meta.token_deviations for meta in engine._variants)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_model("demo", dtype="float32")

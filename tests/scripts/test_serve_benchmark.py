@@ -117,6 +117,15 @@ def test_history_is_what_leaves_something_to_reuse(tmp_path):
     assert [passage.id for passage in cut[3].passages] == [5]
 
 
+def test_precomputed_passages_are_asked_by_themselves_and_once(tmp_path):
+    docs = [[8, 9], [0, 1], [2, 0], [1, 3], [4, 5]]
+    trace = workload.load_trace(write_trace(tmp_path, docs), "musique", 2)
+    found = workload.one_by_one(trace, 1, 4)
+    assert [[passage.id for passage in question.passages] for question in found] == [[0], [1], [2], [3]]
+    assert found[1].text == "What does the passage say about Town 1?"
+    assert found[1].body(max_tokens=1)["documents"] == [trace[1].body(max_tokens=1)["documents"][1]]
+
+
 def test_windows_end_with_the_trace_and_never_overlap():
     assert workload.windows(10, 3, 2) == [range(4, 6), range(6, 8), range(8, 10)]
     with pytest.raises(BenchmarkError, match="requests: wanted at most 3 a run .*3 runs.* got 4"):
@@ -310,6 +319,19 @@ def test_a_real_run_of_two_strategies(tiny_bench, tmp_path):
     assert any("where prefix saturates, cachecraft has" in line for line in done.stdout.splitlines())
     for name in ("rates.svg", "itl.svg"):
         assert (tmp_path / name).read_text().count("</svg>") == 1
+
+
+def test_precomputed_passages_leave_cachecraft_little_to_compute(tiny_bench):
+    shares = {}
+    for more in ([], ["--precompute"]):
+        done = bench(*tiny_bench, "--history", "0", "--rates", "4", "--requests", "5", "--probes", "0", *more)
+        assert done.returncode == 0, done.stderr
+        figures = json.loads(done.stdout.splitlines()[-1])
+        assert figures["shapes"]["precompute"] == bool(more)
+        for case in figures["cases"]:
+            shares[case["strategy"], case["load"], bool(more)] = case["computed_share"]
+    assert shares["cachecraft", "closed", True] < min(0.5, shares["cachecraft", "closed", False] - 0.2)
+    assert shares["prefix", "closed", True] < shares["prefix", "closed", False]
 
 
 def test_a_soak_ends_with_every_answer_whole(tiny_bench):
