@@ -5,6 +5,7 @@ one engine and read by others that add nothing. Knows no score.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -98,6 +99,8 @@ def measure(
                 for passage in passages:
                     _store(engine, [one for one in before if one != passage], passage)
                     tick("passages")
+        del engine
+        gc.collect()  # engines refer to themselves: their KV stays until then
     reference: list[Response] = []
     outcomes = []
     for way in (FULL, *reusing):
@@ -120,6 +123,8 @@ def measure(
                 answers.append(_answered(question, answer, reference[index]))
                 tick(str(way))
         outcomes.append(Outcome(way, tuple(answers)))
+        del engine
+        gc.collect()
     return outcomes
 
 
