@@ -62,17 +62,22 @@ def reuse_contract(
     if trial is None:
         return ReuseContract("exact", settings, True, wanted, 1.0)
     if mode == "fast" and quality_target is None:
-        return ReuseContract(mode, settings, True)
+        return ReuseContract(mode, settings)
     bound = trial.kept_at_least(calibration.confidence)
     return ReuseContract("bounded", _at_least(settings, trial), True, wanted, bound)
 
 
 def _at_least(settings: PlannerSettings, trial: Trial) -> PlannerSettings:
-    """The trial's share to recompute, or the one that `settings` force where that is more."""
+    """The trial's share to recompute, or the one that `settings` force where that is more; without the focus cut, which
+    would stop before that share is through and was off in the trial."""
     forced = settings.recompute_ratio
     shown = trial.computed_share if trial.recompute_ratio is None else trial.recompute_ratio
     if forced is not None and forced >= shown:
-        return settings
+        return dataclasses.replace(settings, focus_window=None)
     return dataclasses.replace(
-        settings, alpha=trial.alpha, recompute_ratio=trial.recompute_ratio, max_deviation=trial.max_deviation
+        settings,
+        alpha=trial.alpha,
+        recompute_ratio=trial.recompute_ratio,
+        max_deviation=trial.max_deviation,
+        focus_window=None,
     )
