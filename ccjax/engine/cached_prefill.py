@@ -252,8 +252,7 @@ class CachedPrefill:
             self._store.complete_load(ticket, ok=False)
 
     def _is_at_hand(self, meta: VariantMeta) -> bool:
-        is_in_memory = self._store.tier_of(meta.variant_id) in (DEVICE, HOST)
-        return is_in_memory and not self._store.is_lossy(meta.variant_id)
+        return self._store.tier_of(meta.variant_id) in (DEVICE, HOST)
 
     def _seen(self, plan: PrefillPlan) -> list[frozenset[ChunkId]]:
         """For each chunk of a plan, all chunks that have a part in its KV: those up to it, and what the reused variants

@@ -98,21 +98,25 @@ def test_the_answer_is_what_it_would_be_without_a_check():
 
 def test_an_end_that_full_prefill_would_not_have_made_is_no_agreement():
     """The token that ends an answer counts, though it is no part of it."""
-    segments = prompts(1)[0]
-    shuffled = permuted(segments, [2, 0, 1])
+    asked = {}
     with MODEL.engine(**SETTINGS) as engine:
-        engine.generate_from_tokens(segments, max_new_tokens=1)
-        tokens = ask(engine, shuffled).token_ids
-    for place in range(1, NUM_TOKENS):
-        if tokens[place] in tokens[:place]:
-            continue
-        loaded = dataclasses.replace(MODEL.loaded, eos_ids=frozenset({tokens[place]}))
+        for number, segments in enumerate(prompts(12)):
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+            shuffled = permuted(segments, [2, 0, 1])
+            own, whole = ask(engine, shuffled).token_ids, full(engine, shuffled).token_ids
+            if own[0] == whole[0] and own[1] not in (own[0], whole[1]):
+                asked[number] = own
+    assert asked, "a prompt whose first token is full prefill's and whose second is not"
+    number, tokens = next(iter(asked.items()))
+    segments = prompts(12)[number]
+    for eos_id, num_tokens, is_same in ((tokens[1], NUM_TOKENS, False), (tokens[1], 1, True)):
+        loaded = dataclasses.replace(MODEL.loaded, eos_ids=frozenset({eos_id}))
         with Engine(loaded, EngineConfig(**SETTINGS)) as engine:
             engine.generate_from_tokens(segments, max_new_tokens=1)
-            answer, whole = ask(engine, shuffled), full(engine, shuffled)
-            assert answer.finish_reason == "stop" and engine.check_one()
-            is_same = answer.token_ids == whole.token_ids and whole.finish_reason == "stop"
-            assert engine.shadow_counts.same == is_same
+            params = SamplingParams(num_tokens)
+            answer = engine.run(Request(segments=permuted(segments, [2, 0, 1]), sampling=params))
+            assert answer.token_ids == tokens[:1] and engine.check_one()
+            assert (engine.shadow_counts.same, engine.shadow_counts.agreed_tokens) == (is_same, 1)
 
 
 def test_the_oldest_goes_unchecked_where_there_is_no_time():

@@ -25,7 +25,7 @@ class Model:
 
 
 def test_the_most_confident_answer_wins_whatever_its_length():
-    model = Model(one=("red", (-0.2, -0.9)), two=("blue boat sails", (-0.3, -0.3, -0.3)), three=("", ()))
+    model = Model(one=("red", (-0.2, -0.6)), two=("blue boat sails", (-0.3, -0.3, -0.3)), three=("", ()))
     found = map_rerank(model, "Who?", DOCUMENTS)
     assert found.last.text == "blue boat sails" and len(found.calls) == 3
     assert found.ttft_s == 3.0, "the first token is known once every answer is there"
