@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from scripts.evaluation.sources import add_arguments, questions_and_others
+from scripts.evaluation import sources
+from scripts.evaluation.run import add_arguments, check_writable, run
+from scripts.evaluation.sources import questions_and_others
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import LoadedModel
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.ways import Way
     from ccjax.policy.calibration import Calibration, Trial
-    from ccjax.types import Document
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
 ALPHAS = (0.1, 0.2, 0.35, 0.5, 1.0)
@@ -73,8 +73,9 @@ def _run(args: argparse.Namespace) -> int:
         settings={"cached": args.cached, "max_tokens": args.max_tokens, "num_questions": len(questions)},
     )
     output = args.output or (model.directory or Path()) / CALIBRATION_FILE
+    check_writable("output", output)
     with Progress(console=Console(stderr=True)) as progress:
-        outcomes = _measured(args, model, questions, others, ways_of(args.strategies), progress, "calibrating")
+        outcomes = run(args, model, questions, others, ways_of(args.strategies), progress, "calibrating")
         calibration = dataclasses.replace(
             calibration, trials={name: trials(name, outcomes, args.score) for name in args.strategies}
         )
@@ -87,34 +88,6 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if all(calibration.choose(name) is not None for name in args.strategies) else 1
 
 
-def _measured(
-    args: argparse.Namespace,
-    model: LoadedModel,
-    questions: Sequence[QAQuestion],
-    others: Sequence[Document],
-    ways: Sequence[Way],
-    progress: Progress,
-    description: str,
-) -> list[Outcome]:
-    from ccjax.evaluation.measure import measure
-
-    task = progress.add_task(description, total=None)
-    with tempfile.TemporaryDirectory() as directory:
-        outcomes = measure(
-            model,
-            questions,
-            ways,
-            others,
-            Path(directory),
-            cached=args.cached,
-            max_new_tokens=args.max_tokens,
-            settings={"max_model_len": args.max_model_len},
-            progress=lambda stage, done, total: progress.update(task, completed=done, total=total),
-        )
-    progress.remove_task(task)
-    return outcomes
-
-
 def _fresh_worlds(
     args: argparse.Namespace, model: LoadedModel, calibration: Calibration, progress: Progress
 ) -> dict[str, list[float]]:
@@ -125,7 +98,7 @@ def _fresh_worlds(
         fresh = argparse.Namespace(**{**vars(args), "seed": f"{args.seed}/{number}"})
         questions, others = questions_and_others(fresh)
         ways = [way_of(name, trial) for name, trial in chosen.items()]
-        outcomes = _measured(args, model, questions, others, ways, progress, f"town {number + 1} of {args.worlds}")
+        outcomes = run(args, model, questions, others, ways, progress, f"town {number + 1} of {args.worlds}")
         for name, shares in kept.items():
             (trial,) = trials(name, outcomes, args.score)
             shares.append(trial.num_kept / trial.num_answers)
@@ -223,7 +196,8 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="Hugging Face directory, or demo (default)")
-    add_arguments(parser, seed="validation")
+    sources.add_arguments(parser, seed="validation")
+    add_arguments(parser)
     parser.add_argument("--strategies", nargs="+", default=["auto", "cachecraft"], help="default: auto cachecraft")
     parser.add_argument("--target", type=float, default=0.95, help="share of full prefill's answers to keep (0.95)")
     parser.add_argument("--confidence", type=float, default=0.95, help="with which that has to be (0.95)")
@@ -233,10 +207,6 @@ def _parser() -> argparse.ArgumentParser:
         default="exact_match",
         help="by which an answer is kept; agreement needs no right answers (default exact_match)",
     )
-    parser.add_argument("--cached", choices=("alone", "behind others", "both"), default="both")
-    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
-    parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="that will be served")
     parser.add_argument("--worlds", type=int, default=0, help="fresh towns of the demo to check the choice on (0)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: calibration.json beside the model")
     parser.add_argument("--json", action="store_true", help="print the calibration as one JSON object on the last line")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,31 +38,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from ccjax.engine.loading import load_model
-    from ccjax.evaluation.measure import measure
     from ccjax.evaluation.ways import expand
     from scripts.benchmarks.common import environment
+    from scripts.evaluation.run import check_writable, run
     from scripts.evaluation.sources import questions_and_others
     from scripts.evaluation.summary import figures
     from scripts.evaluation.tables import markdown, plot, rich_tables
 
     ways = expand(args.ways, args.ratios)
+    check_writable("markdown", args.markdown)
+    check_writable("plot", args.plot)
     questions, others = questions_and_others(args)
     if len(questions) < 2:
         raise ValueError(f"--limit: wanted at least two questions, for intervals, got {len(questions)}")
     model = load_model(_model(args), dtype=args.dtype)
-    with tempfile.TemporaryDirectory() as directory, Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-        outcomes = measure(
-            model,
-            questions,
-            ways,
-            others,
-            Path(directory),
-            cached=args.cached,
-            max_new_tokens=args.max_tokens,
-            settings={"max_model_len": args.max_model_len},
-            progress=lambda stage, done, total: progress.update(task, description=stage, completed=done, total=total),
-        )
+    with Progress(console=Console(stderr=True)) as progress:
+        outcomes = run(args, model, questions, others, ways, progress)
     result: dict[str, Any] = {
         "evaluation": {
             "model": args.model,
@@ -106,13 +96,14 @@ def _model(args: argparse.Namespace) -> str | Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from scripts.evaluation.sources import add_arguments
+    from scripts.evaluation import run, sources
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", default="demo", help="Hugging Face directory, demo (default), or random:LAYERSxWIDTH for a shape"
     )
-    add_arguments(parser)
+    sources.add_arguments(parser)
+    run.add_arguments(parser)
     parser.add_argument(
         "--ways",
         nargs="+",
@@ -124,17 +115,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ratios", nargs="+", type=float, default=DEFAULT_RATIOS, help="shares to recompute, for ways without one"
     )
-    parser.add_argument(
-        "--cached",
-        choices=("alone", "behind others", "both"),
-        default="both",
-        help="how passages were computed: alone, behind two other passages, or first alone and then so (default both)",
-    )
-    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
-    parser.add_argument(
-        "--max-model-len", type=int, help="longest prompt plus answer (default: the model's, at most 8192)"
-    )
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object on the last line")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
     parser.add_argument("--append", action="store_true", help="add to that page instead")

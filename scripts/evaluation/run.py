@@ -1,0 +1,71 @@
+"""What evaluate.py and calibrate.py share: options of a run, and the run with its progress. Knows no figures."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.progress import Progress
+
+if TYPE_CHECKING:
+    from ccjax.engine.loading import LoadedModel
+    from ccjax.evaluation.measure import Outcome
+    from ccjax.evaluation.questions import QAQuestion
+    from ccjax.evaluation.ways import Way
+    from ccjax.types import Document
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of how questions are answered."""
+    text = "how passages were computed: alone, behind two other passages, or first alone and then so (default both)"
+    parser.add_argument("--cached", choices=("alone", "behind others", "both"), default="both", help=text)
+    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="as it will be served")
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """Nothing, unless a file could not be written there: then a long run would end without it.
+
+    Raises:
+      ValueError: names the option.
+    """
+    if path is not None and not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
+        raise ValueError(f"--{name}: wanted a file in a directory that can be written to, got {path}")
+
+
+def run(
+    args: argparse.Namespace,
+    model: LoadedModel,
+    questions: Sequence[QAQuestion],
+    others: Sequence[Document],
+    ways: Sequence[Way],
+    progress: Progress,
+    description: str = "",
+) -> list[Outcome]:
+    """`ccjax.evaluation.measure.measure`, with stores in a directory that goes away."""
+    from ccjax.evaluation.measure import measure
+
+    task = progress.add_task(description, total=None)
+
+    def show(stage: str, done: int, total: int) -> None:
+        progress.update(task, description=description or stage, completed=done, total=total)
+
+    with tempfile.TemporaryDirectory() as directory:
+        outcomes = measure(
+            model,
+            questions,
+            ways,
+            others,
+            Path(directory),
+            cached=args.cached,
+            max_new_tokens=args.max_tokens,
+            settings={"max_model_len": args.max_model_len},
+            progress=show,
+        )
+    progress.remove_task(task)
+    return outcomes
