@@ -37,11 +37,12 @@ parity: $(VENV)/.peers  ## the model against Hugging Face transformers
 	$(BIN)/python -m pytest -m peers $(ARGS)
 
 kernels-aot:  ## compiles the Pallas kernels for A100, H100, v5e and v6e; needs none of them, but two large environments
-	for chips in tpu gpu; do \
-	  test -d $(VENV)-$$chips || $(PYTHON) -m venv $(VENV)-$$chips; \
-	  $(VENV)-$$chips/bin/pip install --quiet --disable-pip-version-check -e ".[aot-$$chips]" || exit 1; \
-	  $(VENV)-$$chips/bin/python scripts/kernels_aot.py $$chips || exit 1; \
-	done
+	$(MAKE) --jobs=2 kernels-aot-tpu kernels-aot-gpu
+
+kernels-aot-%:
+	test -d $(VENV)-$* || $(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -e ".[aot-$*]"
+	$(VENV)-$*/bin/python scripts/kernels_aot.py $*
 
 gpu-check:  ## the kernels on this machine's NVIDIA GPU: numbers and speed; PYTHON must have jax with its CUDA plugin
 	$(PYTHON) scripts/gpu_check.py $(ARGS)

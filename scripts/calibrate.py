@@ -1,8 +1,8 @@
 """Finds how much reuse must recompute: python scripts/calibrate.py --model DIR --questions FILE
 
-Answers the questions with full prefill and with each strategy at several shares and alphas, and writes what was kept to
-calibration.json beside the model. Servers then recompute no less than that in mode bounded, and serve a strategy that
-cannot keep the target with exact reuse only.
+Answers the questions with full prefill and with each strategy at several shares and alphas, with and without the focus
+cut, and writes what was kept to calibration.json beside the model. Servers then recompute no less than that in mode
+bounded, and serve a strategy that cannot keep the target with exact reuse only.
 
 Exit codes: 0 done; 1 done, but some strategy cannot keep the target; 2 refused.
 """
@@ -10,6 +10,7 @@ Exit codes: 0 done; 1 done, but some strategy cannot keep the target; 2 refused.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import hashlib
 import json
@@ -75,9 +76,12 @@ def _run(args: argparse.Namespace) -> int:
     output = args.output or (model.directory or Path()) / CALIBRATION_FILE
     check_writable("output", output)
     with Progress(console=Console(stderr=True)) as progress:
-        outcomes = run(args, model, questions, others, ways_of(args.strategies), progress, "calibrating")
+        ways = ways_of(args.strategies, args.focus_windows, args.focus_rule)
+        outcomes = run(args, model, questions, others, ways, progress, "calibrating")
         calibration = dataclasses.replace(
-            calibration, trials={name: trials(name, outcomes, args.score) for name in args.strategies}
+            calibration,
+            trials={name: trials(name, outcomes, args.score) for name in args.strategies},
+            settings={**calibration.settings, "focus_cut_layers": focus_cut_layers(outcomes)},
         )
         worlds = _fresh_worlds(args, model, calibration, progress)
     _print(calibration, worlds)
@@ -111,21 +115,34 @@ def way_of(strategy: str, trial: Trial) -> Way:
 
     if strategy in FIXED:
         return Way(strategy)
-    return Way(strategy, trial.recompute_ratio, alpha=trial.alpha, max_deviation=trial.max_deviation)
+    return Way(
+        strategy,
+        trial.recompute_ratio,
+        alpha=trial.alpha,
+        max_deviation=trial.max_deviation,
+        focus_window=trial.focus_window,
+        focus_rule=trial.focus_rule,
+    )
 
 
-def ways_of(strategies: Sequence[str]) -> list[Way]:
-    """What is tried of each strategy."""
+def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_rule: str = "entropy") -> list[Way]:
+    """What is tried of each strategy: shares, alphas and deviations without the focus cut, shares with it."""
     from ccjax.evaluation.ways import FIXED, PASSAGE_BY_PASSAGE, Way, parse_way
+    from ccjax.policy._checks import check_count
 
     ways = []
     for name in strategies:
         way = parse_way(name)
+        for window in focus_windows:
+            check_count("--focus-windows", window)
         if way != Way(name) or name in ("full", "prefix", *PASSAGE_BY_PASSAGE):
             raise ValueError(f"--strategies: wanted names of strategies that reuse approximately, got {name!r}")
         ways += [way] if name in FIXED else [Way(name, ratio) for ratio in RATIOS]
         ways += [Way(name, alpha=alpha) for alpha in ALPHAS if name in BY_ALPHA]
         ways += [Way(name, max_deviation=deviation) for deviation in DEVIATIONS if name == "auto"]
+        if name in BY_ALPHA:
+            cuts = ((ratio, window) for window in focus_windows for ratio in RATIOS)
+            ways += [Way(name, ratio, focus_window=window, focus_rule=focus_rule) for ratio, window in cuts]
     return ways
 
 
@@ -163,9 +180,22 @@ def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Tria
                     alpha=outcome.way.alpha,
                     max_deviation=outcome.way.max_deviation,
                     recompute_ratio=0.0 if strategy in ("reuse", "set") else outcome.way.recompute_ratio,
+                    focus_window=outcome.way.focus_window,
+                    focus_rule=outcome.way.focus_rule,
                 )
             )
     return tuple(found)
+
+
+def focus_cut_layers(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+    """For each way with a focus cut, the first layer that ran without the unfocused passages -> how many questions."""
+    found = {}
+    for outcome in outcomes:
+        if outcome.way.focus_window is not None:
+            layers = collections.Counter(one.focus_cut_layer for one in outcome.answers)
+            ordered = sorted(layers.items(), key=lambda item: (item[0] is None, item[0]))
+            found[str(outcome.way)] = {"none" if layer is None else str(layer): n for layer, n in ordered}
+    return found
 
 
 def fingerprint(questions: Sequence[QAQuestion]) -> str:
@@ -174,6 +204,8 @@ def fingerprint(questions: Sequence[QAQuestion]) -> str:
 
 
 def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> None:
+    from ccjax.evaluation.ways import parse_way
+
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name, found in calibration.trials.items():
         chosen = calibration.choose(name)
@@ -181,12 +213,17 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
         for trial in sorted(found, key=lambda one: one.computed_share):
             setting = f"alpha {trial.alpha:g}" if trial.recompute_ratio is None else f"{trial.recompute_ratio:.0%}"
             setting = setting if trial.max_deviation is None else f"deviations above {trial.max_deviation:g}"
-            bound = trial.kept_at_least(calibration.confidence)
+            setting += "" if trial.focus_window is None else f", focus cut ({trial.focus_rule}, {trial.focus_window})"
+            bound = calibration.bound(name, trial)
             cells = f"{trial.computed_share:.1%}", f"{trial.num_kept} of {trial.num_answers}", f"{bound:.1%}"
             table.add_row(setting, *cells, "chosen" if trial == chosen else "")
         console.print(table)
         if chosen is None:
             console.print(f"{name}: no setting keeps {calibration.target:.1%}; it will be served with exact reuse only")
+        for way, layers in calibration.settings["focus_cut_layers"].items():
+            if parse_way(way).strategy == name:
+                counts = ", ".join(f"{layer} ({count})" for layer, count in layers.items())
+                console.print(f"{way}: first layer behind the cut (questions): {counts}")
         shares = worlds.get(name)
         if shares:
             missed = sum(share < calibration.target for share in shares)
@@ -199,6 +236,9 @@ def _parser() -> argparse.ArgumentParser:
     sources.add_arguments(parser, seed="validation")
     add_arguments(parser)
     parser.add_argument("--strategies", nargs="+", default=["auto", "cachecraft"], help="default: auto cachecraft")
+    text = "of CacheCraft alg. 1, tried besides no focus cut (default 3; none: no cut is tried)"
+    parser.add_argument("--focus-windows", type=int, nargs="*", default=[3], metavar="LAYERS", help=text)
+    parser.add_argument("--focus-rule", choices=("entropy", "largest_gap"), default="entropy", help="of alg. 1")
     parser.add_argument("--target", type=float, default=0.95, help="share of full prefill's answers to keep (0.95)")
     parser.add_argument("--confidence", type=float, default=0.95, help="with which that has to be (0.95)")
     parser.add_argument(

@@ -253,6 +253,8 @@ def _server_settings(args: argparse.Namespace) -> ServerSettings:
         admin_key=args.admin_key if args.admin_key is not None else os.environ.get("CCJAX_ADMIN_KEY"),
         reuse=args.reuse,
         top_k=args.top_k,
+        retrieval_stages=args.retrieval_stages,
+        max_prefill_bs=args.max_prefill_bs,
         request_timeout_s=args.request_timeout_s,
         max_body_bytes=args.max_body_bytes,
         refresh_interval_s=args.refresh_interval_s,
@@ -351,6 +353,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--index-dir", type=Path, metavar="DIR", help="where the index is kept (default below ~/.cache/ccjax/index)")
     add("--embedder", default="auto", metavar="NAME", help="auto, lexical, or a sentence-transformers directory")
     add("--top-k", type=int, default=5, metavar="N", help="passages for a question (default 5)")
+    text = "parts of a search; answers may begin from what each of them found (default 1: when all is found)"
+    add("--retrieval-stages", type=int, default=1, metavar="N", help=text)
+    add("--max-prefill-bs", type=int, default=4, metavar="N", help="they do not while so many wait (default 4)")
     add("--chunk-tokens", type=int, default=200, metavar="N", help="longest passage (default 200)")
     add("--overlap-tokens", type=int, default=0, metavar="N", help="tokens that neighbours may share (default 0)")
     add("--refresh-interval-s", type=float, metavar="S", help="look for changed documents this often (default never)")
@@ -382,10 +387,12 @@ def _parser() -> argparse.ArgumentParser:
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
         ("--max-deviation", float, "strategy auto: recompute what was seen to deviate more, instead of that share"),
         ("--calibration", str, "file of scripts/calibrate.py (default: calibration.json beside the model, if there)"),
+        ("--prefill-profile", str, "file of scripts/profile_prefill.py (default: the one beside the model, if there)"),
         ("--ranking-layers", layer_list, "layers that rank a passage's tokens, such as 0,1 (default: all)"),
         ("--focus-window", int, "layers after which unfocused passages are dropped"),
         ("--focus-rule", str, "entropy or largest_gap"),
         ("--store", str, store_text),
+        ("--reorder-window", int, "of so many in line the one with most in the cache goes first (1: by arrival)"),
         ("--flow-share", float, "of the places in line, a user may have so many times as many as are left"),
         ("--max-num-seqs", int, "requests that run at once"),
         ("--max-num-batched-tokens", int, "tokens that prefills compute together; longer ones are cut into pieces"),
@@ -398,6 +405,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--preload-bytes", num_bytes, "memory for what requests in line will need from the store, 0 for none"),
         ("--eviction-policy", str, f"which variants leave a full tier: {', '.join(sorted(POLICIES))}"),
         ("--max-variants", int, "chunk variants kept, however much room there is"),
+        ("--cached-documents", int, "keep only the first so many passages of a prompt"),
         ("--pin-share", float, "share of every budget that pinned documents may keep, 0 to 1"),
         (
             "--shadow-ratio",

@@ -54,11 +54,11 @@ def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
     Raises:
       CatalogError: it cannot be used.
     """
-    line, _, _ = raw.partition(b"\n")
+    line = raw[: raw.find(b"\n") + 1]
     try:
         head = json.loads(line)
         version, owner = head["catalog_version"], head["namespace"]
-        start, num_bytes, digest = len(line) + 1, head["table_bytes"], head["table_sha256"]
+        start, num_bytes, digest = len(line), head["table_bytes"], head["table_sha256"]
         if version != CATALOG_VERSION:
             raise CatalogError(f"it has version {version!r} and this program reads {CATALOG_VERSION}")
         if owner != namespace:

@@ -132,8 +132,8 @@ class FileRoot:
             return []
 
     def left_overs(self, prefixes: Iterable[str]) -> list[str]:
-        keys = (f"{prefix}/{name}".lstrip("/") for prefix in prefixes for name in self.names(prefix))
-        return [key for key in keys if key.endswith(".tmp")]
+        names = ((prefix, name) for prefix in prefixes for name in self.names(prefix) if name.endswith(".tmp"))
+        return [f"{prefix}/{name}".lstrip("/") for prefix, name in names]
 
     def age_s(self, key: str) -> float:
         path = self.path / key

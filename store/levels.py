@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from store.disk import TensorStoreTier
@@ -93,6 +93,13 @@ class Levels:
     def charge_bytes(self, tier: str, variant_id: str) -> int | None:
         """Bytes that a variant takes out of a tier's budget; None where it is not there, or on its way."""
         return self._tier(tier).charged(variant_id)
+
+    def charges(self, tier: str, variant_ids: Collection[str]) -> dict[str, int | None]:
+        """`charge_bytes` of those variants that a tier holds; None for one that is on its way to disk."""
+        level = self._tier(tier)
+        queued = self._writer.pending() if self._writer is not None and tier == DISK else frozenset()  # as in tiers_of
+        found = {key: charge for key in variant_ids if (charge := level.charged(key)) is not None}
+        return dict.fromkeys(queued.intersection(variant_ids)) | found if queued else found
 
     def memory_charge(self, tier: str, num_tokens: int) -> int:
         """Bytes that a variant of so many tokens would take out of the budget of one of `memory_tiers`."""

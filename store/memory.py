@@ -102,6 +102,11 @@ class MemoryTier(abc.ABC, Generic[Held]):
         except KeyError:
             raise ShardNotFoundError(f"{self.name} tier: no variant {variant_id}") from None
 
+    def close(self) -> None:
+        """Drops every variant; for a tier that nobody uses any more. May be called twice."""
+        for variant_id in tuple(self._shards):
+            self.remove(variant_id)
+
     def remove(self, variant_id: str) -> bool:
         """Drops the variant; False when it was not there."""
         shard = self._shards.pop(variant_id, None)

@@ -236,13 +236,16 @@ class TieredStore(Levels):
                 self._announced[variant_id] = ticket
             return ticket
 
-    def complete_store(self, ticket: StoreTicket, kv: np.ndarray | None, *, wait: bool = False) -> tuple[str, ...]:
+    def complete_store(
+        self, ticket: StoreTicket, kv: np.ndarray | None, *, wait: bool = False, tiers: Collection[str] | None = None
+    ) -> tuple[str, ...]:
         """Stores a copy of `kv` `[L, 2, T, K, H]`: in memory at once, on disk in the background. Returns the tiers
         that took it; one without room is skipped and counted, a failing disk is counted and logged.
 
         Args:
           kv: None when the variant was not computed after all.
           wait: wait for room in the write queue (batch jobs) instead of skipping the disk (requests).
+          tiers: that may take it; None for all.
 
         Raises:
           ValueError: `kv` has another shape or dtype, or the ticket was completed before; nothing is stored.
@@ -263,9 +266,11 @@ class TieredStore(Levels):
             self._withdraw(ticket)
             if copied is None or not self._open:
                 return ()
-            took += [tier for tier in self._memory if self._fits(tier, self._put, tier, record, copied)]
-            disk = self._disk if self._disk is not None and self._disk.takes(record.variant_id) else None
-            on_disk = disk is not None and self._fits(DISK, disk.reserve, record)
+            allowed = self._levels.keys() if tiers is None else tiers
+            memory = [tier for tier in self._memory if tier in allowed]
+            took += [tier for tier in memory if self._fits(tier, self._put, tier, record, copied)]
+            disk = self._disk if DISK in allowed else None
+            on_disk = disk is not None and disk.takes(record.variant_id) and self._fits(DISK, disk.reserve, record)
         if on_disk and self._write_behind(record, copied, wait):
             took.append(DISK)
         return tuple(took)
@@ -326,11 +331,14 @@ class TieredStore(Levels):
         return self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
 
     def close(self) -> None:
-        """Writes what is queued and refuses further use. May be called twice."""
+        """Writes what is queued, gives memory back and refuses further use. May be called twice."""
         with self._lock:
             self._open = False
         if self._writer is not None:
             self._writer.close()
+        with self._lock:
+            for tier in self._memory.values():
+                tier.close()
 
     # -- inside ------------------------------------------------------------------------------------------------
 

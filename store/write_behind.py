@@ -59,6 +59,11 @@ class WriteBehind:
         pending = self._pending.get(variant_id)
         return None if pending is None or variant_id in self._cancelled else pending[1]
 
+    def pending(self) -> frozenset[str]:
+        """The variants of which `get` has the KV."""
+        with self._changed:
+            return frozenset(self._pending.keys() - self._cancelled)
+
     def submit(self, record: ShardRecord, kv: np.ndarray, *, wait: bool = False) -> bool:
         """Queues a write whose bytes the tier has reserved; `kv` must not change any more.
 

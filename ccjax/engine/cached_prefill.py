@@ -15,7 +15,7 @@ from ccjax.engine.config import EngineConfig
 from ccjax.engine.contexts import LayerLoader, Pool
 from ccjax.engine.heavy_hitters import received_mass, with_received
 from ccjax.engine.load_plan import LoadPlanner
-from ccjax.engine.plan_rows import PrefillOutcome
+from ccjax.engine.plan_rows import PrefillOutcome, computed_offsets
 from ccjax.engine.prefill import IsCancelled, Prefiller
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.rates import Rates
@@ -81,6 +81,7 @@ class CachedPrefill:
         self.settings = config.planner_settings(prefiller.config.num_layers)
         self.read_only = config.read_only
         self._ranking_layers = config.ranking_layers
+        self._cached_documents = config.cached_documents
         self.rates = rates
         self._loading = config.loading
         self.loads = LoadPlanner(store, rates, prefiller.config.num_layers)
@@ -166,6 +167,7 @@ class CachedPrefill:
             return
         try:
             segments = prefilled.plan.segments
+            self._describe(prefilled.plan)
             self._variants.credit([(one.variant_id, one.cfo or 0.0) for one in segments if one.variant_id is not None])
             if not self.read_only:
                 self._variants.documents.learn(prefilled.prompt.chunks)
@@ -213,6 +215,7 @@ class CachedPrefill:
     ) -> int:
         """Stores variants of a prefill; how many."""
         prompt, plan = prefilled.prompt, prefilled.plan
+        self._describe(plan)
         # A lossy copy that was reused may beget a repaired variant, like the exact one that it is of: error does not
         # build up, for a repaired one is approximate and begets none. Others are replaced by what was computed.
         known = self.usable(prompt, as_stored=plan.pin)
@@ -225,6 +228,9 @@ class CachedPrefill:
             plan, prefilled.result, known, prefilled.read_layers, ranking_layers=self._ranking_layers
         )
         for meta, kv in found:
+            place = len(meta.prefix_ids) - prompt.has_system  # among the documents, from 0
+            if self._cached_documents is not None and place >= self._cached_documents:
+                continue
             is_replacing = self._variants.replaces_approximate(meta) or self._store.is_lossy(meta.variant_id)
             if only_replacing and not is_replacing:
                 continue
@@ -239,6 +245,10 @@ class CachedPrefill:
                 kept.add(meta.variant_id)
                 count += 1
         return count
+
+    def _describe(self, plan: PrefillPlan) -> None:
+        num_new = len(computed_offsets(plan))
+        self._variants.describe_prefill(plan.num_tokens - num_new, num_new)
 
     def _other_kv(self, meta: VariantMeta, variants: Sequence[VariantMeta]) -> np.ndarray | None:
         """What memory holds to compare an exact variant with."""

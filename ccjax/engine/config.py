@@ -12,7 +12,8 @@ from ccjax.policy.planner import PlannerSettings
 from ccjax.policy.scheduling import SchedulerSettings
 from store.formats import COMPRESSIONS, KV_DTYPES
 
-_BATCH = ("max_num_batched_tokens", "max_num_seqs", "max_queue")
+_COUNTS = ("host_cache_bytes", "disk_cache_bytes", "max_variants", "cached_documents")
+_BATCH = ("max_num_batched_tokens", "max_num_seqs", "max_queue", "reorder_window")
 _NO_LIMIT = 1 << 30
 DTYPES = ("float32", "bfloat16")
 
@@ -40,6 +41,8 @@ class EngineConfig:
         instead of that share; None leaves it to the share.
       calibration: file that scripts/calibrate.py wrote; None takes `calibration.json` beside the model, if it is there.
         What it showed is the least that reuse recomputes in mode "bounded".
+      prefill_profile: file that scripts/profile_prefill.py wrote; None takes `prefill_profile.json` beside the model,
+        if it is there. Eviction then goes by what prefills cost here, by what of their prompt is cached.
       ranking_layers: layers, from 0, whose attention ranks the tokens of a new variant (CacheCraft eq. 14); None: the
         mean over all, as in the paper. Which of them find the tokens that reuse changes differs between models.
       fixes_positions: of reused keys; False is for comparison only (CacheCraft table 3) and goes without a device tier.
@@ -52,6 +55,8 @@ class EngineConfig:
       max_num_batched_tokens: tokens that prefills compute together; longer ones are cut into pieces.
       max_num_seqs: requests that run at once; others wait in line.
       max_queue: requests that wait for that, those that came this moment included; more are refused. None for no limit.
+      reorder_window: where more wait than find a seat, the one of a flow goes first that has most cached tokens per
+        computed one, before at most so many that came earlier (RAGCache sec. 5.2); 1 for the order of arrival.
       flow_share: a flow (`Request.flow`) may have up to so many times as many requests in line as places are left, so
         that some are left for others.
       max_decode_gap_ms: longest time between two tokens of an answer that another request's prefill may cause, as far
@@ -69,6 +74,8 @@ class EngineConfig:
       eviction_policy: which variants leave a full tier, a name of `ccjax.policy.eviction.POLICIES`.
       max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped; None for as
         many as the budgets have room for.
+      cached_documents: only the first so many documents of a prompt are kept, for long lists whose ends seldom recur
+        (RAGCache's top-k'); None for all.
       pin_share: of each tier's budget, and of `max_variants`, what pinned documents may keep for themselves.
       shadow_ratio: share of the answers over approximate reuse that `Engine.check_one` compares with a full prefill, in
         idle time.
@@ -85,6 +92,7 @@ class EngineConfig:
     recompute_ratio: float | None = None
     max_deviation: float | None = None
     calibration: str | None = None
+    prefill_profile: str | None = None
     ranking_layers: tuple[int, ...] | None = None
     fixes_positions: bool = True
     focus_window: int | None = 3
@@ -94,6 +102,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 32
     max_queue: int | None = None
+    reorder_window: int = 32
     flow_share: float = 4.0
     max_decode_gap_ms: float | None = None
     host_cache_bytes: int = 2 << 30
@@ -102,6 +111,7 @@ class EngineConfig:
     disk_compression: str = "none"
     eviction_policy: str = DEFAULT_POLICY
     max_variants: int | None = None
+    cached_documents: int | None = None
     preload_bytes: int = 256 << 20
     loading: Loading = "layerwise"
     pin_share: float = 0.5
@@ -118,7 +128,7 @@ class EngineConfig:
         for name, known in (("disk_kv_dtype", KV_DTYPES), ("disk_compression", COMPRESSIONS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}: wanted one of {known}, got {getattr(self, name)!r}")
-        for name in ("max_model_len", "host_cache_bytes", "disk_cache_bytes", "max_variants", *_BATCH):
+        for name in ("max_model_len", *_COUNTS, *_BATCH):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
@@ -180,6 +190,7 @@ class EngineConfig:
             max_decode_gap_s=None if self.max_decode_gap_ms is None else self.max_decode_gap_ms / 1e3,
             max_queue=_NO_LIMIT if self.max_queue is None else self.max_queue,
             flow_share=self.flow_share,
+            reorder_window=self.reorder_window,
         )
 
 

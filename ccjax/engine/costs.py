@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from ccjax.engine.rates import Rates
+from ccjax.policy.prefill_cost import PrefillGrid
 
 _BYTES_PER_S = {"device": 100e9, "host": 10e9, "disk": 1e9}
 _UNMEASURED_S_PER_TOKEN = 1e-3
 
 
 class MeasuredCosts:
-    """Seconds per computed token and per loaded byte as measured; as usual, until there are measurements."""
+    """Seconds per computed token and per loaded byte as measured; as usual, until there are measurements.
 
-    def __init__(self, rates: Rates) -> None:
+    Args:
+      grid: what prefills cost by what is cached, where that was profiled.
+    """
+
+    def __init__(self, rates: Rates, grid: PrefillGrid | None = None) -> None:
         self._rates = rates
+        self._grid = grid
 
-    def compute_s(self, num_tokens: int) -> float:
-        """Seconds to compute so many tokens from text."""
+    def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
+        """Seconds to compute so many tokens from text: their part of a prefill that computes `new_tokens` behind
+        `cached_tokens` (RAGCache eq. 4), of which no more is known without a profile than what a token takes."""
+        if self._grid is not None:
+            return num_tokens * self._grid.prefill_s(cached_tokens, new_tokens) / new_tokens
         return num_tokens * (self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN)
 
     def load_s(self, tier: str, num_bytes: int) -> float:

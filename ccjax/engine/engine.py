@@ -38,6 +38,7 @@ from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.pins import DocumentPins
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
 from ccjax.engine.prefill import IsCancelled, Prefiller
+from ccjax.engine.prefill_profile import profile_of
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.queue_preload import Preload, Preloader
 from ccjax.engine.rates import Rates
@@ -96,6 +97,7 @@ class Engine(DocumentCalls, CacheCalls):
         self._prefiller = Prefiller(model.params, model.config, implementation=config.attention)
         self._settings = config.planner_settings(model.config.num_layers)
         self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
+        profile = profile_of(model.fingerprint, model.directory, config.prefill_profile)
         check_budgets(config)
         identity = StoreIdentity(model.fingerprint, config.tenant_salt)
         kv_spec = kv_spec_of(model.config, config.dtype)
@@ -113,7 +115,7 @@ class Engine(DocumentCalls, CacheCalls):
         )
         self._variants = VariantIndex(
             self._store,
-            MeasuredCosts(self.rates),
+            MeasuredCosts(self.rates, None if profile is None else profile.grid),
             policy=config.eviction_policy,
             alpha=config.alpha,
             max_variants=config.max_variants,
@@ -391,8 +393,8 @@ class Engine(DocumentCalls, CacheCalls):
             warm_up(self._prefiller, self._pool, self._sizes, progress, with_deviation=deviates)
 
     def close(self) -> None:
-        """Waits for the requests that are there, writes out what is pending and lets go of the store. May be called
-        twice."""
+        """Waits for the requests that are there, writes out what is pending and gives back the store and all memory of
+        KV. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -401,6 +403,7 @@ class Engine(DocumentCalls, CacheCalls):
         self._store.close()
         self._save_hints()
         self._tidy()
+        self._pool.close()
 
     def __enter__(self) -> Engine:
         return self

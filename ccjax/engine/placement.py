@@ -4,6 +4,7 @@ it names makes room. Knows sizes, seconds and uses; no KV, no prompt and no equa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,8 +20,9 @@ from store.tiered import TieredStore
 class Costs(Protocol):
     """What is worth comparing: seconds here and now."""
 
-    def compute_s(self, num_tokens: int) -> float:
-        """Seconds to compute so many tokens from text."""
+    def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
+        """Seconds to compute so many tokens from text, of the `new_tokens` that a prefill computes behind
+        `cached_tokens`."""
         ...
 
     def load_s(self, tier: str, num_bytes: int) -> float:
@@ -54,21 +56,35 @@ class Placement:
     stays when that leaves, so nothing is ever written down twice (RAGCache sec. 5.1: swap out only once). A use counts
     in every tier that has a copy: the lower one serves the next use after a restart or an eviction above.
 
+    Where the policy has it that variants are a tree (RAGCache sec. 5.1), a tier takes a variant only if it holds its
+    parent, and only leaves leave it: a parent is never lower than its children.
+
     Args:
       policy: a name of `ccjax.policy.eviction.POLICIES`.
       on_gone: called with the id of a variant that no tier holds any more.
+      parent_of: the variant that one continues in the knowledge tree; None for none, or where that is not known.
 
     Attributes:
       pins: what stays for other reasons than its use; None for nothing.
     """
 
-    def __init__(self, store: TieredStore, costs: Costs, *, policy: str, on_gone: Callable[[VariantId], None]) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        costs: Costs,
+        *,
+        policy: str,
+        on_gone: Callable[[VariantId], None],
+        parent_of: Callable[[Sized], VariantId | None] = lambda one: None,
+    ) -> None:
         self._store = store
+        self._parent_of = parent_of
         self._costs = costs
         self._on_gone = on_gone
         self._name = policy
         self._policies = {tier: make_policy(policy) for tier in store.usage()}
         self._num_requests = 0
+        self._prefill = (0, 0)
         self.pins: Pinned | None = None
 
     def pinned_ids(self, tier: str | None) -> Collection[VariantId]:
@@ -79,28 +95,39 @@ class Placement:
         """The uses that follow are another request's."""
         self._num_requests += 1
 
+    def describe_prefill(self, cached_tokens: int, new_tokens: int) -> None:
+        """What follows comes from a prefill that computed so many tokens behind so many that were cached."""
+        self._prefill = (cached_tokens, new_tokens)
+
     def adopt(self, held: Collection[Sized], state: Any = None) -> None:
         """Takes in variants that the tiers hold already, with what `state` says of their use; that of `state()` is only
         taken in before anything else was, that of `uses()` at any time."""
         is_ours = isinstance(state, dict) and state.get("policy") == self._name
-        ids = {one.variant_id for one in held}
+        sized = {one.variant_id: one for one in held}
         tiers = state.get("tiers") if is_ours else None
         uses = state.get("uses") if is_ours else None
         if isinstance(uses, dict):
-            tiers = dict.fromkeys(self._policies, {"uses": {key: uses[key] for key in ids & uses.keys()}})
+            tiers = dict.fromkeys(self._policies, {"uses": {key: uses[key] for key in sized.keys() & uses.keys()}})
         if isinstance(tiers, dict):
             for tier, policy in self._policies.items():
-                policy.restore(tiers.get(tier), ids)
-        for one in held:
-            for tier in self._store.tiers_of(one.variant_id):
-                if one.variant_id not in self._policies[tier]:
-                    self._policies[tier].on_adopt(one.variant_id, self._info(one, tier, 0.0, ()))
+                policy.restore(tiers.get(tier), sized.keys())
+        for tier, policy in self._policies.items():
+
+            @functools.cache  # many are of the same size
+            def info(charge: int | None, num_tokens: int, num_bytes: int, tier: str = tier) -> EntryInfo:
+                compute_s = self._costs.compute_s(num_tokens, 0, num_tokens)
+                load_s = self._costs.load_s(tier, num_bytes)
+                return EntryInfo(charge or num_bytes, num_tokens, compute_s, load_s=load_s)
+
+            charges = self._store.charges(tier, [key for key in sized if key not in policy])
+            newcomers = ((key, charge, sized[key]) for key, charge in charges.items())
+            policy.on_adopt({key: info(charge, one.num_tokens, one.num_bytes) for key, charge, one in newcomers})
 
     def use(self, meta: Sized, cfo: float) -> None:
         """This request reused the variant and recomputed that share of it."""
         tiers = self._store.tiers_of(meta.variant_id)
         for number, tier in enumerate(tiers):
-            policy, info = self._policies[tier], self._info(meta, tier, cfo, tiers[number + 1 :])
+            policy, info = self._policies[tier], self._info(meta, tier, cfo, tiers[number + 1 :], is_reused=True)
             use = policy.on_hit if meta.variant_id in policy else policy.on_insert
             use(meta.variant_id, info, self._num_requests)
 
@@ -124,7 +151,7 @@ class Placement:
             info = self._info(record, tier, expected_cfo, willing, num_bytes=ticket.charge_bytes[tier])
             if self._make_room(tier, record, info, shortfall, pinned):
                 willing = (tier, *willing)
-        took = self._store.complete_store(ticket, kv)
+        took = self._store.complete_store(ticket, kv, tiers=willing)
         self._drop(record.variant_id, set(willing).difference(took))
         return bool(took)
 
@@ -170,10 +197,11 @@ class Placement:
         return True
 
     def evict(self, victims: Iterable[VariantId]) -> None:
-        """Takes variants out of every tier."""
+        """Takes variants out of every tier, wherever in a tree they stand."""
         victims = tuple(victims)
-        for tier in self._policies:
-            self._evict(tier, victims)
+        for tier, policy in self._policies.items():
+            for group in [(key,) for key in victims] if policy.is_tree else [victims]:
+                self._evict(tier, group)
 
     def forget(self, variant_id: str) -> None:
         """The tiers lost the variant, not for want of room."""
@@ -218,6 +246,8 @@ class Placement:
         it: then the policy does not know it."""
         policy, variant_id = self._policies[tier], newcomer.variant_id
         self._drop(variant_id, {tier})
+        if policy.is_tree and info.parent is not None and info.parent not in policy:
+            return False
         policy.on_insert(variant_id, info, self._num_requests)
         kept: set[str] = {*pinned, *self.pinned_ids(tier)}  # and those that turn out to be in use
         while short := shortfall():
@@ -229,8 +259,11 @@ class Placement:
         return True
 
     def _evict(self, tier: str, victims: Sequence[str]) -> set[str]:
-        """Takes variants out of one tier; returns those that are still there: in use, or not to be deleted just now."""
+        """Takes variants out of one tier; returns those that are still there: in use, or not to be deleted just now, or
+        above such in the tree."""
         policy = self._policies[tier]
+        if policy.is_tree and len(victims) > 1:
+            return set().union(*(self._evict(tier, (key,)) if policy.is_leaf(key) else {key} for key in victims))
         gone = set(self._store.evict(tier, victims))
         stayed = {key for key in victims if key not in gone and tier in self._store.tiers_of(key)}
         for variant_id in victims:
@@ -246,16 +279,28 @@ class Placement:
                 self._policies[tier].on_remove(variant_id, evicted=False)
 
     def _info(
-        self, one: Sized, tier: str, cfo: float, below: Sequence[str], *, num_bytes: int | None = None
+        self,
+        one: Sized,
+        tier: str,
+        cfo: float,
+        below: Sequence[str],
+        *,
+        num_bytes: int | None = None,
+        is_reused: bool = False,
     ) -> EntryInfo:
-        """What a use is worth; `below` are the lower tiers with a copy, `num_bytes` what it takes in this one."""
+        """What a use is worth; `below` are the lower tiers with a copy, `num_bytes` what it takes in this one. With
+        `is_reused` it is among the cached tokens of the prefill, which would have had to compute it as well."""
+        cached, new = self._prefill
+        if is_reused:
+            cached, new = cached - one.num_tokens, new + one.num_tokens
         return EntryInfo(
             num_bytes=num_bytes or self._store.charge_bytes(tier, one.variant_id) or one.num_bytes,
             num_tokens=one.num_tokens,
-            compute_s=self._costs.compute_s(one.num_tokens),
+            compute_s=self._costs.compute_s(one.num_tokens, max(0, cached), max(one.num_tokens, new)),
             cfo=cfo,
             load_s=self._costs.load_s(tier, one.num_bytes),
             below_load_s=self._costs.load_s(below[0], one.num_bytes) if below else None,
+            parent=self._parent_of(one) if self._policies[tier].is_tree else None,
         )
 
 

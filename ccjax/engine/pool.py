@@ -175,6 +175,12 @@ class DevicePool(MemoryTier[PagedShard]):
         shape = (spec.num_kv_heads, self.num_pages, PAGE_TOKENS, spec.head_dim)
         return [(jnp.zeros(shape, spec.np_dtype), jnp.zeros(shape, spec.np_dtype)) for _ in range(spec.num_layers)]
 
+    def close(self) -> None:
+        """Gives the memory back; the pool is of no use any more. May be called twice."""
+        super().close()
+        with self._pages_lock:
+            self._layers = []
+
     def update(self, layer: int, step: Callable[[jax.Array, jax.Array], Updated]) -> Updated:
         """Lets `step` take the pages of a layer, `[K, P, 16, H]` each, and give them back."""
         with self._pages_lock:

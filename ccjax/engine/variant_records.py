@@ -11,6 +11,7 @@ from typing import Any
 
 from ccjax.engine.documents import Origin
 from ccjax.engine.prompts import Prompt
+from ccjax.policy.capture import make_variant_id
 from ccjax.types import ChunkId, VariantId, VariantMeta
 from store.spec import ShardRecord, ShardSummary
 
@@ -87,6 +88,18 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def parent_id(one: object) -> VariantId | None:
+    """The variant that an exact one continues in RAGCache's knowledge tree: of the chunk before it, behind what stands
+    before that. None for the first chunk, for what is approximate, and before the record was looked into."""
+    if isinstance(one, VariantMeta):
+        prefix_ids, fidelity = one.prefix_ids, one.fidelity
+    elif isinstance(one, ShardRecord):
+        prefix_ids, fidelity = tuple(map(ChunkId, _texts(one, "prefix_ids"))), one.meta.get("fidelity")
+    else:
+        return None
+    return make_variant_id(prefix_ids[-1], prefix_ids[:-1], "exact") if prefix_ids and fidelity == "exact" else None
 
 
 def with_origin(record: ShardRecord, origin: Origin) -> ShardRecord:

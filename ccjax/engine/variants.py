@@ -25,6 +25,7 @@ from ccjax.engine.variant_records import (
     is_frequency,
     meta_from_record,
     origin_of_record,
+    parent_id,
     record_from_meta,
     token_ids,
     with_origin,
@@ -34,7 +35,7 @@ from ccjax.policy.reuse import cache_fix_overhead
 from ccjax.policy.variants import choose_victims, reuse_credit
 from ccjax.types import ChunkId, Fidelity, VariantId, VariantMeta
 from store.bulk import uncollected
-from store.spec import ShardRecord
+from store.spec import ShardRecord, ShardSummary
 from store.tickets import LoadTicket
 from store.tiered import TieredStore
 
@@ -65,7 +66,7 @@ class VariantIndex:
         self._store = store
         self._alpha = alpha
         self._max_variants = max_variants
-        self._placement = Placement(store, costs, policy=policy, on_gone=self._drop)
+        self._placement = Placement(store, costs, policy=policy, on_gone=self._drop, parent_of=parent_id)
         self._by_id: dict[VariantId, VariantMeta | KnownVariant] = {}
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta | KnownVariant]] = {}
         self._siblings_lock = threading.Lock()
@@ -76,8 +77,7 @@ class VariantIndex:
         hints = store.read_hints()
         frequencies = _frequencies(hints)
         with uncollected():
-            for summary in store.summaries():
-                self._put_known(KnownVariant.of(summary, frequencies.get(summary.variant_id, 0.0)))
+            self._put_known(store.summaries(), frequencies)
             self._placement.adopt(self._by_id.values(), hints.get("eviction"))
         if self.documents.has_erasures:  # what they take goes now, and is not left on disk until somebody asks for it
             self.look_into_all()
@@ -166,6 +166,10 @@ class VariantIndex:
     def spare(self, pins: Pinned) -> None:
         """From now on eviction leaves alone what `pins` names."""
         self._placement.pins = pins
+
+    def describe_prefill(self, cached_tokens: int, new_tokens: int) -> None:
+        """What is credited and added next comes from a prefill that computed so many tokens behind so many cached."""
+        self._placement.describe_prefill(cached_tokens, new_tokens)
 
     def credit(self, cfo_by_variant: Sequence[tuple[VariantId, float]]) -> None:
         """The uses of one request: each is worth 1/CFO to `f_r` (CacheCraft sec. 3.3)."""
@@ -263,9 +267,8 @@ class VariantIndex:
         """Takes in what the disk gained and lost by other processes; the numbers of variants that became known and
         unknown here by that."""
         before = set(self._by_id)
-        for summary in filter(None, map(self._store.get_summary, added)):
-            if summary.variant_id not in self._by_id:
-                self._put_known(KnownVariant.of(summary, 0.0))
+        found = filter(None, map(self._store.get_summary, added))
+        self._put_known([summary for summary in found if summary.variant_id not in self._by_id], {})
         self._placement.adopt([self._by_id[VariantId(key)] for key in added if key in self._by_id])
         for key in added if self.documents.has_erasures else ():
             if key in self._by_id:
@@ -377,10 +380,14 @@ class VariantIndex:
         self._maybe_approximate.pop(meta.variant_id, None)
         self._update(meta)
 
-    def _put_known(self, known: KnownVariant) -> None:
-        self.num_changes += 1
-        self._maybe_approximate[known.variant_id] = None
-        self._update(known)
+    def _put_known(self, summaries: Sequence[ShardSummary], frequencies: Mapping[str, float]) -> None:
+        known = [KnownVariant.of(one, frequencies.get(one.variant_id, 0.0)) for one in summaries]
+        self.num_changes += len(known)
+        self._by_id.update((one.variant_id, one) for one in known)
+        self._maybe_approximate.update(dict.fromkeys(one.variant_id for one in known))
+        with self._siblings_lock:
+            for one in known:
+                self._by_chunk.setdefault(one.chunk_id, {})[one.variant_id] = one
 
     def _update(self, meta: VariantMeta | KnownVariant) -> None:
         self._by_id[meta.variant_id] = meta

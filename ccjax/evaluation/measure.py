@@ -5,7 +5,6 @@ one engine and read by others that add nothing. Knows no score.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +36,7 @@ class Answered:
       cfo: CacheCraft eq. 12, mean over passages; 1 for one that was computed whole.
       first_kl: KL divergence in nats of the first token's distribution from that of full prefill.
       is_same: the tokens are those of full prefill.
+      focus_cut_layer: first layer that ran without what was outside the focus, None where all layers ran with all.
     """
 
     question: QAQuestion
@@ -47,6 +47,7 @@ class Answered:
     ttft_s: float
     first_kl: float
     is_same: bool
+    focus_cut_layer: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +100,6 @@ def measure(
                 for passage in passages:
                     _store(engine, [one for one in before if one != passage], passage)
                     tick("passages")
-        del engine
-        gc.collect()  # engines refer to themselves: their KV stays until then
     reference: list[Response] = []
     outcomes = []
     for way in (FULL, *reusing):
@@ -112,7 +111,7 @@ def measure(
             recompute_ratio=way.recompute_ratio,
             max_deviation=way.max_deviation,
             fixes_positions=way.fixes_positions,
-            **{"focus_window": None, **settings},
+            **{"focus_window": way.focus_window, "focus_rule": way.focus_rule, **settings},
         )
         answers = []
         with Engine(model, config) as engine:
@@ -123,8 +122,6 @@ def measure(
                 answers.append(_answered(question, answer, reference[index]))
                 tick(str(way))
         outcomes.append(Outcome(way, tuple(answers)))
-        del engine
-        gc.collect()
     return outcomes
 
 
@@ -170,6 +167,7 @@ def _answered(question: QAQuestion, answer: Combined, full: Response) -> Answere
         ttft_s=answer.ttft_s,
         first_kl=kl_divergence(_logits(full), _logits(response)),
         is_same=response.token_ids == full.token_ids,
+        focus_cut_layer=response.reuse.focus_cut_layer,
     )
 
 

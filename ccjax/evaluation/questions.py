@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.demo.evaluate import TEST_SEED, held_out_contexts
-from ccjax.demo.world import KINDS, Kind
+from ccjax.demo.world import KINDS, Context, Kind
 from ccjax.types import Document, document_from_mapping
 
 
@@ -81,9 +81,10 @@ def _question(value: Any, number: str, num_documents: int | None) -> QAQuestion:
 
 
 def demo_questions(
-    num_per_kind: int, num_passages: int = 4, *, kinds: Sequence[Kind] = KINDS, seed: str = TEST_SEED
+    num_per_kind: int, num_passages: Sequence[int] = (4,), *, kinds: Sequence[Kind] = KINDS, seed: str = TEST_SEED
 ) -> tuple[QAQuestion, ...]:
-    """Questions over towns that the demo model was not trained on, kind after kind."""
+    """Questions over towns that the demo model was not trained on, kind after kind, each kind in equal parts over each
+    of these numbers of passages."""
     return tuple(
         QAQuestion(
             question_id=f"{seed}/{kind}/{number}",
@@ -94,5 +95,12 @@ def demo_questions(
             guess_ratio=context.questions[0].guess_ratio,
         )
         for kind in kinds
-        for number, context in enumerate(held_out_contexts(kind, num_per_kind, num_passages, seed=seed))
+        for number, context in enumerate(_contexts(kind, num_per_kind, num_passages, seed))
     )
+
+
+def _contexts(kind: Kind, count: int, num_passages: Sequence[int], seed: str) -> list[Context]:
+    found = []
+    for place, passages in enumerate(num_passages):
+        found += held_out_contexts(kind, len(range(place, count, len(num_passages))), passages, seed=seed)
+    return found

@@ -68,7 +68,7 @@ def best(score: Callable[[str, str], float], answer: str, references: Sequence[s
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % bootstrap interval."""
+    """A mean with its 95 % interval."""
 
     mean: float
     low: float
@@ -76,20 +76,31 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0) -> Interval:
-    """Mean over questions; the interval is the percentile bootstrap's.
+    """Mean over questions. The interval of a share, where each value is 0 or 1, is Wilson's, which has a width even
+    where all are equal; that of other means is the percentile bootstrap's.
 
     Raises:
       ValueError: fewer than two values.
     """
+    _check_several(values)
+    if _is_binary(values):
+        return _wilson(int(sum(values)), len(values))
     return _bootstrap((values,), np.mean, num_resamples, seed)
 
 
 def ratio_interval(
     values: Sequence[float], full: Sequence[float], *, num_resamples: int = 2000, seed: int = 0
 ) -> Interval | None:
-    """Mean of a way over mean of full prefill on the same questions, which are drawn in pairs; None if full's is 0."""
+    """Mean of a way over mean of full prefill on the same questions, which are drawn in pairs; None if full's is 0.
+
+    Where answers are right or wrong, and the way is right only where full prefill is, this is the share it keeps of the
+    right ones, with an interval as `mean_interval` has it.
+    """
+    _check_several(values)
     if not np.mean(full) > 0.0:
         return None
+    if _is_binary((*values, *full)) and all(own <= whole for own, whole in zip(values, full, strict=True)):
+        return _wilson(int(sum(values)), int(sum(full)))
     all_questions = float(np.mean(values) / np.mean(full))
 
     def ratio(own: np.ndarray, whole: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -100,14 +111,28 @@ def ratio_interval(
     return _bootstrap((values, full), ratio, num_resamples, seed)
 
 
+def _check_several(values: Sequence[float]) -> None:
+    if len(values) < 2:
+        raise ValueError(f"values: wanted at least two questions for an interval, got {len(values)}")
+
+
+def _is_binary(values: Sequence[float]) -> bool:
+    return all(value in (0.0, 1.0) for value in values)
+
+
+def _wilson(count: int, total: int) -> Interval:
+    from scipy import stats
+
+    interval = stats.binomtest(count, total).proportion_ci(0.95, "wilson")
+    return Interval(count / total, float(interval.low), float(interval.high))
+
+
 def _bootstrap(
     data: tuple[Sequence[float], ...], statistic: Callable[..., np.ndarray], num_resamples: int, seed: int
 ) -> Interval:
     from scipy import stats
 
     samples = tuple(np.asarray(values, np.float64) for values in data)
-    if len(samples[0]) < 2:
-        raise ValueError(f"values: wanted at least two questions for an interval, got {len(samples[0])}")
     interval = stats.bootstrap(
         samples,
         statistic,

@@ -9,6 +9,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
+from ccjax.policy._checks import check_count
+from ccjax.policy.focus import check_focus_rule
 from ccjax.policy.strategies import STRATEGIES
 from ccjax.types import ReuseMode
 
@@ -17,7 +19,7 @@ FIXED = ("full", "prefix", "set", "reuse")
 PASSAGE_BY_PASSAGE = ("map_rerank", "map_reduce")
 """Ways that never put the passages into one prompt (CacheBlend sec. 7)."""
 _SPEC = re.compile(
-    r"(?P<strategy>[a-z0-9_]+)(@(?P<layers>\d+(,\d+)*))?(?P<old>/old)?((?P<sign>[:~])(?P<number>[0-9.]+))?"
+    r"(?P<strategy>[a-z0-9_]+)(@(?P<layers>\d+(,\d+)*))?(?P<old>/old)?(/(?P<rule>[a-z_]+)(?P<window>\d+))?((?P<sign>[:~])(?P<number>[0-9.]+))?"
 )
 
 
@@ -32,6 +34,7 @@ class Way:
       fixes_positions: of `EngineConfig`; False is CacheCraft table 3's reuse without it.
       alpha: CacheCraft eq. 12.
       max_deviation: of `EngineConfig`, in place of a share.
+      focus_window, focus_rule: of `EngineConfig`; None for no focus cut.
     """
 
     strategy: str
@@ -40,6 +43,8 @@ class Way:
     fixes_positions: bool = True
     alpha: float = 1.0
     max_deviation: float | None = None
+    focus_window: int | None = None
+    focus_rule: str = "entropy"
 
     @property
     def reuse(self) -> ReuseMode:
@@ -50,7 +55,8 @@ class Way:
     def series(self) -> str:
         """The way without its share."""
         layers = "" if self.ranking_layers is None else "@" + ",".join(map(str, self.ranking_layers))
-        return self.strategy + layers + ("" if self.fixes_positions else "/old")
+        focus = "" if self.focus_window is None else f"/{self.focus_rule}{self.focus_window}"
+        return self.strategy + layers + ("" if self.fixes_positions else "/old") + focus
 
     def __str__(self) -> str:
         """As `parse_way` reads it, unless alpha differs."""
@@ -63,21 +69,23 @@ FULL = Way("full")
 
 
 def parse_way(text: str) -> Way:
-    """`strategy[@layer,layer][/old][:ratio]`, as in `cachecraft@0,1:0.15`: the layers whose attention ranked tokens,
-    `/old` for keys that stay at their old positions, the share to recompute; or `auto~deviation` for what deviates
-    more.
+    """`strategy[@layer,layer][/old][/rule window][:ratio]`, as in `cachecraft@0,1/entropy3:0.15`: the layers whose
+    attention ranked tokens, `/old` for keys that stay at their old positions, rule and window of the focus cut, the
+    share to recompute; or `auto~deviation` for what deviates more.
 
     Raises:
-      ValueError: no such strategy, a share outside 0 to 1, or one for a strategy that recomputes nothing.
+      ValueError: no such strategy or rule, a share outside 0 to 1, or one of these for a strategy that recomputes
+        nothing.
     """
     match = _SPEC.fullmatch(text)
     if match is None:
-        raise ValueError(f"way: wanted strategy[@layer,layer][/old][:ratio or ~deviation], got {text!r}")
+        wanted = "strategy[@layer,layer][/old][/rule window][:ratio or ~deviation]"
+        raise ValueError(f"way: wanted {wanted}, got {text!r}")
     strategy, layers, text_of_number = match["strategy"], match["layers"], match["number"]
     known = (*STRATEGIES, *PASSAGE_BY_PASSAGE)
     if strategy not in known:
         raise ValueError(f"way: wanted one of {', '.join(known)}, got {strategy!r}")
-    if strategy in (*FIXED, *PASSAGE_BY_PASSAGE) and (text_of_number or layers):
+    if strategy in (*FIXED, *PASSAGE_BY_PASSAGE) and (text_of_number or layers or match["window"]):
         raise ValueError(f"way: {strategy} recomputes nothing of what it reuses, got {text!r}")
     if strategy in ("full", *PASSAGE_BY_PASSAGE) and match["old"]:
         raise ValueError(f"way: {strategy} moves no passage, got {text!r}")
@@ -86,13 +94,18 @@ def parse_way(text: str) -> Way:
     except ValueError as error:
         raise ValueError(f"way: wanted a share from 0 to 1, got {text!r}") from error
     ranked = None if layers is None else tuple(map(int, layers.split(",")))
+    way = Way(strategy, None, ranked, fixes_positions=not match["old"])
+    if match["window"] is not None:
+        check_focus_rule("way", match["rule"])
+        check_count("way: window", int(match["window"]))
+        way = dataclasses.replace(way, focus_window=int(match["window"]), focus_rule=match["rule"])
     if match["sign"] == "~":
         if strategy != "auto":
             raise ValueError(f"way: only auto goes by a deviation, got {text!r}")
-        return Way(strategy, None, ranked, fixes_positions=not match["old"], max_deviation=number)
+        return dataclasses.replace(way, max_deviation=number)
     if number is not None and not 0.0 <= number <= 1.0:
         raise ValueError(f"way: wanted a share from 0 to 1, got {text!r}")
-    return Way(strategy, number, ranked, fixes_positions=not match["old"])
+    return dataclasses.replace(way, recompute_ratio=number)
 
 
 def expand(texts: Iterable[str], ratios: Sequence[float]) -> tuple[Way, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ccjax.policy._checks import check_count, check_mass, check_ratio
+from ccjax.policy.focus import check_focus_rule
 
 VERSION = 1
 
@@ -25,6 +26,7 @@ class Trial:
       alpha: CacheCraft eq. 12, where `recompute_ratio` is None.
       recompute_ratio: the share recomputed of what is reused, instead of eq. 12.
       max_deviation: of `PlannerSettings`, where `recompute_ratio` is None.
+      focus_window, focus_rule: CacheCraft alg. 1, as in `PlannerSettings`.
       computed_share: of the passages' token-layers, what was computed on average; in [0, 1].
       num_answers: questions that full prefill answered.
       num_kept: of these, the ones that this setting answered as well.
@@ -36,6 +38,8 @@ class Trial:
     alpha: float = 1.0
     recompute_ratio: float | None = None
     max_deviation: float | None = None
+    focus_window: int | None = None
+    focus_rule: str = "entropy"
 
     def __post_init__(self) -> None:
         check_mass("alpha", self.alpha)
@@ -43,6 +47,9 @@ class Trial:
             check_ratio("recompute_ratio", self.recompute_ratio)
         if self.max_deviation is not None:
             check_mass("max_deviation", self.max_deviation)
+        if self.focus_window is not None:
+            check_count("focus_window", self.focus_window)
+        check_focus_rule("focus_rule", self.focus_rule)
         check_ratio("computed_share", self.computed_share)
         check_count("num_answers", self.num_answers)
         check_count("num_kept", self.num_kept, least=0)
@@ -98,27 +105,44 @@ def _probability_of_at_least(least: int, count: int, share: float) -> float:
     return math.fsum(map(math.exp, logs))
 
 
+def confidence_of_each(trials: Sequence[Trial], confidence: float) -> float:
+    """With which one trial has to pass `cheapest_safe`: the more kinds of focus cut, the greater."""
+    _check_confidence(confidence)
+    return 1.0 - (1.0 - confidence) / max(1, len(set(map(_focus, trials))))
+
+
 def cheapest_safe(trials: Iterable[Trial], *, target: float, confidence: float) -> Trial | None:
     """The trial of least computed share that keeps the target share of answers with that confidence; None if none does.
 
     The trials are gone through from the greatest computed share down, and the first that misses ends it. So the chance
     that the one chosen keeps less than the target is at most `1 - confidence`, however many were tried (a test of
-    hypotheses in fixed sequence); taking the cheapest of all that pass would have no such bound.
+    hypotheses in fixed sequence); taking the cheapest of all that pass would have no such bound. Trials with another
+    focus cut are gone through apart, and the chances of all these sequences add up to no more (Bonferroni).
 
     Raises:
       ValueError: no trials, a target outside 0 to 1, a confidence below 0.5 or not below 1.
     """
     check_ratio("target", target)
-    _check_confidence(confidence)
-    ordered = sorted(trials, key=lambda trial: (trial.computed_share, trial.recompute_ratio or 0.0, trial.alpha))
+    ordered = sorted(trials, key=_cost)
+    each = confidence_of_each(ordered, confidence)
     if not ordered:
         raise ValueError("trials: wanted at least one, got none")
-    chosen = None
+    chosen: dict[tuple[int | None, str], Trial] = {}
+    missed = set()
     for trial in reversed(ordered):
-        if trial.kept_at_least(confidence) < target:
-            break
-        chosen = trial
-    return chosen
+        if trial.kept_at_least(each) < target:
+            missed.add(_focus(trial))
+        elif _focus(trial) not in missed:
+            chosen[_focus(trial)] = trial
+    return min(chosen.values(), key=_cost, default=None)
+
+
+def _cost(trial: Trial) -> tuple[float, float, float]:
+    return trial.computed_share, trial.recompute_ratio or 0.0, trial.alpha
+
+
+def _focus(trial: Trial) -> tuple[int | None, str]:
+    return trial.focus_window, "" if trial.focus_window is None else trial.focus_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +176,10 @@ class Calibration:
         trials = self.trials.get(strategy, ())
         wanted = self.target if target is None else target
         return cheapest_safe(trials, target=wanted, confidence=self.confidence) if trials else None
+
+    def bound(self, strategy: str, trial: Trial) -> float:
+        """The share of answers that a setting of a strategy keeps, as `choose` went by it."""
+        return trial.kept_at_least(confidence_of_each(self.trials[strategy], self.confidence))
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""

@@ -63,13 +63,13 @@ def reuse_contract(
         return ReuseContract("exact", settings, True, wanted, 1.0)
     if mode == "fast" and quality_target is None:
         return ReuseContract(mode, settings)
-    bound = trial.kept_at_least(calibration.confidence)
+    bound = calibration.bound(settings.strategy, trial)
     return ReuseContract("bounded", _at_least(settings, trial), True, wanted, bound)
 
 
 def _at_least(settings: PlannerSettings, trial: Trial) -> PlannerSettings:
-    """The trial's share to recompute, or the one that `settings` force where that is more; without the focus cut, which
-    would stop before that share is through and was off in the trial."""
+    """The trial's share to recompute, or the one that `settings` force where that is more, and its focus cut; without
+    any where `settings` or the trial have none, and with a share that was forced: it would not be through."""
     forced = settings.recompute_ratio
     shown = trial.computed_share if trial.recompute_ratio is None else trial.recompute_ratio
     if forced is not None and forced >= shown:
@@ -79,5 +79,6 @@ def _at_least(settings: PlannerSettings, trial: Trial) -> PlannerSettings:
         alpha=trial.alpha,
         recompute_ratio=trial.recompute_ratio,
         max_deviation=trial.max_deviation,
-        focus_window=None,
+        focus_window=None if settings.focus_window is None else trial.focus_window,
+        focus_rule=trial.focus_rule,
     )

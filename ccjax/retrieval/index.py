@@ -12,12 +12,14 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
+
+from ccjax.retrieval.staged import staged_search
 
 FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
@@ -58,7 +60,7 @@ class PassageIndex:
     """An immutable set of documents with one vector for each passage, searched exactly by inner product.
 
     Exact search reads every vector: some milliseconds for 50,000 passages of 384 dimensions. A coarser faiss index
-    with staged search would take the place of `IndexFlatIP` here; the file format holds any faiss index.
+    would take the place of `IndexFlatIP` here; the file format holds any faiss index, and so does `staged_search`.
     """
 
     def __init__(self, documents: Sequence[IndexedDocument], vectors: np.ndarray) -> None:
@@ -83,12 +85,23 @@ class PassageIndex:
 
         Fewer come back where the index holds fewer; none for a zero `vector`, which resembles nothing.
         """
+        ((hits, _),) = self.stages(vector, top_k, 1)
+        return hits
+
+    def stages(
+        self, vector: np.ndarray, top_k: int, num_stages: int
+    ) -> Iterator[tuple[list[tuple[float, IndexedDocument, int]], bool]]:
+        """What `search` would return of what was searched so far, after each of at most `num_stages` parts of the work,
+        and whether that is all: then it is what `search` returns."""
         if not len(self) or not vector.any():
-            return []
-        query = np.ascontiguousarray(vector.reshape(1, -1), np.float32)
-        scores, rows = self._index.search(query, min(top_k, len(self)))  # pyright: ignore[reportCallIssue]
-        hits = sorted(zip(scores[0].tolist(), rows[0].tolist(), strict=True), key=lambda hit: (-hit[0], hit[1]))
-        return [(score, self.documents[self.places[row][0]], self.places[row][1]) for score, row in hits]
+            yield [], True
+            return
+        for found in staged_search(self._index, vector, min(top_k, len(self)), num_stages=num_stages):
+            hits = sorted(
+                zip(found.scores.tolist(), found.rows.tolist(), strict=True), key=lambda hit: (-hit[0], hit[1])
+            )
+            places = ((score, self.places[row]) for score, row in hits)
+            yield [(score, self.documents[place], number) for score, (place, number) in places], found.is_final
 
     def save(self, directory: Path, settings: IndexSettings) -> None:
         """Writes the index to `directory`, replacing the one there in one step."""

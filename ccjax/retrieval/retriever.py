@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -184,15 +184,25 @@ class Retriever:
         Raises:
           ValueError: `query` is blank, `top_k` is under 1, or the retriever is closed.
         """
+        ((passages, _),) = self.stages(query, top_k, 1)
+        return passages
+
+    def stages(self, query: str, top_k: int, num_stages: int) -> Iterator[tuple[list[Passage], bool]]:
+        """What `search` finds in what was searched so far, after each of at most `num_stages` parts of the work
+        (RAGCache sec. 5.3), and whether that is all: then it is what `search` finds.
+
+        Raises:
+          ValueError: as `search`, or `num_stages` is under 1; at once.
+        """
         if not isinstance(query, str) or not query.strip():
             raise ValueError(f"query: wanted a non-empty string, got {query!r}")
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ValueError(f"top_k: wanted an integer of at least 1, got {top_k!r}")
+        for name, value in (("top_k", top_k), ("num_stages", num_stages)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: wanted an integer of at least 1, got {value!r}")
         index = self._current()
-        if not len(index):
-            return []
-        vector = self._embedder.embed([query])[0]
-        return [self._passage(document, number, score) for score, document, number in index.search(vector, top_k)]
+        vector = self._embedder.embed([query])[0] if len(index) else np.empty(0, np.float32)
+        found = index.stages(vector, top_k, num_stages)
+        return (([self._passage(doc, number, score) for score, doc, number in hits], is_all) for hits, is_all in found)
 
     def refresh(self) -> RefreshReport:
         """Brings the index in step with the directory and saves it if it changed.

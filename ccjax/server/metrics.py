@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ccjax.engine import Engine, Response
 from ccjax.engine.compilations import compilations
+from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.retrieval import Retriever
 from ccjax.server.worker import Job
 
@@ -66,6 +67,7 @@ class ServerMetrics:
         }
         self._admin = counter("cache_admin", "Calls of the admin API", "operation", "outcome")
         self._warmed = counter("warmed_documents", "Documents of warm jobs that are done", "status")
+        self._speculations = counter("speculations", "Answers that began while passages were searched for", "outcome")
         self._loaded_bytes = counter("loaded_bytes", "KV bytes loaded for reuse")
         self._preloaded_bytes = counter("preloaded_bytes", "KV bytes of disk variants that were read in time")
         self._load_s = counter("load_seconds", "Time that loading took or would have taken by itself, hidden or not")
@@ -114,6 +116,12 @@ class ServerMetrics:
     def count_warmed(self, status: str) -> None:
         """One more warmed document; `status` is a `WarmStatus`."""
         self._warmed.labels(status).inc()
+
+    def count_speculations(self, begun: SpeculativeAnswer) -> None:
+        """Counts the answers that began while a search went on."""
+        num_right = int(begun.was_right is True)
+        for outcome, count in (("right", num_right), ("wrong", begun.num_begun - num_right)):
+            self._speculations.labels(outcome).inc(count)
 
     def start(self, job: Job) -> None:
         """Notes how long a job was in line that leaves it now."""

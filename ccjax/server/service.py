@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import ccjax
 from ccjax.engine import Engine, Request
+from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import DeadlineError, EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
 from ccjax.retrieval import Passage, RefreshReport, Retriever
 from ccjax.server.errors import ApiError, as_api_error
@@ -159,17 +160,35 @@ class Service:
             raise _shutting_down()
         self._check_access(body)
         backend.engine.check_place(body.flow)  # before the costly part; `submit` asks again
-        with renamed(body.argument_names()):
-            documents = await self._documents(backend, body)
-            request = body.to_request(
-                documents,
-                reuse=self.settings.reuse,
-                timeout_s=self.settings.request_timeout_s,
-                request_id=f"{id_prefix}-{uuid.uuid4().hex}",
+        request_of = functools.partial(
+            body.to_request,
+            reuse=self.settings.reuse,
+            timeout_s=self.settings.request_timeout_s,
+            request_id=f"{id_prefix}-{uuid.uuid4().hex}",
+        )
+        begun = None
+        if self.settings.retrieval_stages > 1:
+            begun = SpeculativeAnswer(
+                backend.engine.submit,
+                lambda found: _what_is_left(request_of(found), arrived_s),
+                lambda: backend.engine.batch_counts.waiting,
+                max_pending=self.settings.max_prefill_bs,
             )
-            await asyncio.to_thread(backend.engine.validate, request)
-            with _taking():
-                return backend.worker.submit(_what_is_left(request, arrived_s)), documents
+        try:
+            with renamed(body.argument_names()), backend.worker.expecting():
+                documents = await self._documents(backend, body, begun)
+                request = request_of(documents)
+                await asyncio.to_thread(backend.engine.validate, request)
+                with _taking():
+                    start = None if begun is None else begun.start
+                    job = backend.worker.submit(_what_is_left(request, arrived_s), start)
+        except BaseException:  # the client's leaving included
+            if begun is not None:
+                begun.close()
+            raise
+        if begun is not None:
+            self.metrics.count_speculations(begun)
+        return job, documents
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """vLLM's answer of /tokenize; `tokens` is null for messages, of which only the number is known here."""
@@ -278,7 +297,9 @@ class Service:
         ):
             raise RequestError("cache_salt", "wanted none, or the one this server was started with")
 
-    async def _documents(self, backend: Backend, body: Generation) -> Sequence[Document]:
+    async def _documents(
+        self, backend: Backend, body: Generation, begun: SpeculativeAnswer | None
+    ) -> Sequence[Document]:
         own = body.own_documents()
         if own is not None and body.retrieval:
             raise RequestError("retrieval", "wanted one of documents and retrieval, got both")
@@ -293,8 +314,20 @@ class Service:
             return ()
         top_k = (body.retrieval.top_k if body.retrieval else None) or self.settings.top_k
         with self.metrics.retrieval_time.time():
-            passages = await asyncio.to_thread(backend.retriever.search, query, top_k)
-        return tuple(map(_as_document, passages))
+            stages = self.settings.retrieval_stages
+            return await asyncio.to_thread(_search, backend.retriever, query, top_k, stages, begun)
+
+
+def _search(
+    retriever: Retriever, query: str, top_k: int, num_stages: int, begun: SpeculativeAnswer | None
+) -> tuple[Document, ...]:
+    """What is found in the end; an answer from what is found before may begin meanwhile."""
+    documents: tuple[Document, ...] = ()
+    for passages, is_all in retriever.stages(query, top_k, num_stages):
+        documents = tuple(map(_as_document, passages))
+        if begun is not None and not is_all:
+            begun.offer(documents)
+    return documents
 
 
 def _idle_work(engine: Engine, jobs: WarmJobs, repair: bool) -> IdleWork:

@@ -21,6 +21,9 @@ class ServerSettings:
       admin_key: bearer token for what changes the cache; None keeps those endpoints closed.
       reuse: mode of requests that name none.
       top_k: passages retrieved where a request does not say how many.
+      retrieval_stages: parts of a search after each of which an answer may begin from what is found so far (RAGCache
+        sec. 5.3); 1 begins once the search is through.
+      max_prefill_bs: no such answer begins while so many requests wait.
       request_timeout_s: `Request.timeout_s` of requests that name none; None for no limit.
       max_body_bytes: longest request body; more is refused with 413.
       refresh_interval_s: pause between looks for changed documents; None never looks.
@@ -33,6 +36,8 @@ class ServerSettings:
     admin_key: str | None = None
     reuse: ReuseMode = "bounded"
     top_k: int = 5
+    retrieval_stages: int = 1
+    max_prefill_bs: int = 4
     request_timeout_s: float | None = None
     max_body_bytes: int = 10_000_000
     refresh_interval_s: float | None = None
@@ -49,6 +54,9 @@ class ServerSettings:
             raise ConfigError(f"reuse: wanted one of {REUSE_MODES}, got {self.reuse!r}")
         if not 1 <= self.top_k <= LARGEST_TOP_K:
             raise ConfigError(f"top_k: wanted 1 to {LARGEST_TOP_K}, got {self.top_k}")
+        for name, least in (("retrieval_stages", 1), ("max_prefill_bs", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: wanted an integer of at least {least}, got {getattr(self, name)}")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes: wanted a positive number of bytes, got {self.max_body_bytes}")
         for name in ("request_timeout_s", "refresh_interval_s", "store_refresh_interval_s"):

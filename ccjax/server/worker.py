@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -139,6 +140,7 @@ class EngineWorker:
         self._jobs: dict[Job, None] = {}
         self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
         self._is_calling = False
+        self._num_expected = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ccjax-idle", daemon=True)
         self._thread.start()
@@ -166,8 +168,23 @@ class EngineWorker:
         """True once `shut` or `close` was called."""
         return self._closed
 
-    def submit(self, request: Request) -> Job:
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """While it lasts a request is being made ready, and part of it may run already: no idle work goes on."""
+        with self._changed:
+            self._num_expected += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_expected -= 1
+                self._changed.notify_all()
+
+    def submit(self, request: Request, start: Start | None = None) -> Job:
         """The job of a request that is now in line; call it on the event loop that reads the answer.
+
+        Args:
+          start: what hands this request to the engine; None for the usual way.
 
         Raises:
           WorkerClosedError: it was not taken.
@@ -183,7 +200,8 @@ class EngineWorker:
             self._is_idle_work_left = self._idle_work is not None
             self._changed.notify_all()
         try:
-            job.stop = self._start(request, lambda event: self._take_in(job, event), on_start=lambda: self._begin(job))
+            start = start or self._start
+            job.stop = start(request, lambda event: self._take_in(job, event), on_start=lambda: self._begin(job))
         except BaseException:
             self._leave(job)
             raise
@@ -310,11 +328,11 @@ class EngineWorker:
     @property
     def _may_work_idly(self) -> bool:
         """True when nobody waits and idle work may be left."""
-        return self._is_idle_work_left and not self._jobs
+        return self._is_idle_work_left and not (self._jobs or self._num_expected)
 
     def _is_wanted(self) -> bool:
         """True when there is better to do than idle work."""
-        return bool(self._jobs or self._calls) or self._closed
+        return bool(self._jobs or self._calls or self._num_expected) or self._closed
 
     def _work_idly(self) -> None:
         assert self._idle_work is not None

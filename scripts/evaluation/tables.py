@@ -82,15 +82,14 @@ def _row(way: Mapping[str, Any]) -> list[str]:
     gold, of_full = way["gold"], way["of_full"]
     scores = [_percent(gold[name]) if gold else "" for name in ("exact_match", "f1", "jaccard", "rouge_l")]
     kl = way["first_kl"]
-    return [
-        way["way"],
-        _share(way["computed_share"]),
-        *scores,
+    against = [
         "" if of_full is None else _percent(of_full),
         _percent(way["same_share"]),
         f"{kl['mean']:.3g} ({kl['low']:.3g} to {kl['high']:.3g})",
-        f"{way['ttft_s'] * 1e3:.0f} ms",
     ]
+    if way["strategy"] == "full":  # against itself
+        against = [""] * len(against)
+    return [way["way"], _share(way["computed_share"]), *scores, *against, f"{way['ttft_s'] * 1e3:.0f} ms"]
 
 
 def _kind(one: Mapping[str, Any]) -> str:

@@ -291,3 +291,21 @@ def test_a_request_id_in_use_may_come_again(engine):
     with decoding(engine, request_id="one"):
         again = Client(engine, request(request_id="one", tokens=3))
         assert len(again.response().token_ids) == 3
+
+
+@pytest.mark.parametrize(("window", "order"), [(1, [0, 1, 2, 3]), (2, [0, 2, 1, 3]), (32, [2, 0, 1, 3])])
+def test_of_those_in_line_the_one_with_most_in_the_cache_goes_first(window, order):
+    fresh = [draw_segments(np.random.default_rng(seed), [40, 30]) for seed in (31, 32, 33)]
+    cached = draw_segments(np.random.default_rng(34), [40, 30])
+    with MODEL.engine(max_model_len=512, max_num_seqs=1, reorder_window=window) as engine:
+        engine.run(ask(cached, "exact", tokens=1))
+        requests = [ask(segments, "exact", tokens=1) for segments in (fresh[0], fresh[1], cached, fresh[2])]
+        assert started(engine, requests) == order
+
+
+def test_more_are_planned_than_the_usual_few_where_more_wait_than_find_a_seat():
+    requests = [ask(draw_segments(np.random.default_rng(seed), [20]), "exact", tokens=1) for seed in range(40, 51)]
+    with MODEL.engine(max_model_len=512, max_num_seqs=1) as engine:
+        engine.run(requests[-1])
+        assert loop_module._PLANNED_AHEAD < len(requests)
+        assert started(engine, requests)[0] == len(requests) - 1

@@ -90,8 +90,8 @@ def test_a_calibration_of_other_weights_does_not_count(directory, caplog):
     write_calibration(path, dataclasses.replace(CALIBRATION, model="other"))
     with caplog.at_level(logging.WARNING):
         assert report(directory).quality_bound is None
-    assert "served as uncalibrated" in caplog.text
-    with pytest.raises(ConfigError, match="calibration: wanted one of this model and dtype"):
+    assert "of other weights or another dtype: it is not used" in caplog.text
+    with pytest.raises(ConfigError, match="calibration: wanted one of this model here"):
         report(None, calibration=str(path))
 
 

@@ -1,7 +1,9 @@
 """Chunk-caches on the device change where KV comes from, never what is answered."""
 
 import dataclasses
+import weakref
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError
 from models.llama3 import steps
+from store.host import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 
@@ -38,6 +41,23 @@ def same_report(got, wanted):
         return dataclasses.replace(report, per_document=tuple(documents), preloaded_bytes=0, loaded_bytes=0, **seconds)
 
     assert plain(got) == plain(wanted)
+
+
+@pytest.mark.parametrize("device_bytes", [0, ALL])
+def test_a_closed_engine_holds_no_kv_even_while_it_is_held_itself(device_bytes, monkeypatch):
+    stored = []
+    take_in = HostTier._take_in
+    monkeypatch.setattr(HostTier, "_take_in", lambda tier, kv: stored.append(weakref.ref(kv)) or take_in(tier, kv))
+    before = sum(array.nbytes for array in jax.live_arrays())
+    with MODEL.engine(max_model_len=512, device_cache_bytes=device_bytes) as engine:
+        answer(engine, SEGMENTS, "bounded")
+        held = sum(array.nbytes for array in jax.live_arrays())
+        assert stored and all(ref() is not None for ref in stored)
+    pool_bytes = engine._pool.num_pages * PAGE
+    assert held >= before + pool_bytes
+    assert sum(array.nbytes for array in jax.live_arrays()) < before + pool_bytes // 4  # of the params, tables
+    assert all(ref() is None for ref in stored)
+    engine.close()
 
 
 @pytest.mark.parametrize("settings", [{}, {"strategy": "reuse"}, {"recompute_ratio": 0.3}, {"focus_window": None}])

@@ -121,6 +121,7 @@ def test_read_only_adds_nothing():
         ({"max_model_len": 0}, "max_model_len"),
         ({"max_model_len": 5000}, "max_model_len"),
         ({"host_cache_bytes": 0}, "host_cache_bytes"),
+        ({"cached_documents": 0}, "cached_documents"),
         ({"store": "ftp://somewhere"}, "ftp"),
         ({"store": 3}, "store"),
         ({"max_model_len": True}, "max_model_len"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ccjax.engine.placement import Placement
@@ -27,7 +27,7 @@ RAM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # most of a trace 
 class Costs:
     """A token takes a second to compute; loading a byte takes a millionth of that from disk, far less from memory."""
 
-    def compute_s(self, num_tokens):
+    def compute_s(self, num_tokens, cached_tokens, new_tokens):
         return float(num_tokens)
 
     def load_s(self, tier, num_bytes):
@@ -56,7 +56,14 @@ class Placed:
         device = DevicePool(SPEC, pages * PAGE) if pages else None
         self.store = open_store(where, device=device, **budgets)
         self.gone = []
-        self.placement = Placement(self.store, Costs(), policy=policy, on_gone=self.gone.append)
+        self.parents = {}
+        self.placement = Placement(
+            self.store,
+            Costs(),
+            policy=policy,
+            on_gone=self.gone.append,
+            parent_of=lambda one: self.parents.get(one.variant_id),
+        )
         self.placement.adopt(self.store.records(), state)
 
     def __enter__(self):
@@ -186,6 +193,53 @@ def test_room_is_made_for_all_that_one_request_read(tmp_path):
         one.use("a", "b")
         assert one.held("host") == {"a", "b"}
         one.check()
+
+
+def test_only_leaves_of_the_knowledge_tree_leave_and_no_child_comes_without_its_parent(tmp_path):
+    with Placed(tmp_path, host_bytes=2 * ONE, policy="pgdsf") as one:
+        one.parents = {"b": "a", "c": "b"}
+        assert one.put("a", "b") == [True, True] and one.held("host") == {"a", "b"}
+        for _ in range(5):
+            one.use("b")  # worth more than its parent, which stays all the same
+        one.put("c")
+        assert one.held("host") == {"a", "b"} and one.held("disk") == {"a", "b", "c"}
+        one.put("x")
+        assert one.held("host") == {"a", "x"}
+        one.use("c")
+        assert one.held("host") == {"a", "x"}  # b is not there
+        one.use("b")
+        assert one.held("host") == {"a", "b"}
+        one.check()
+
+
+def test_a_leaf_in_use_keeps_its_parents():
+    with Placed(host_bytes=3 * ONE, policy="pgdsf") as one:
+        one.parents = {"b": "a", "c": "b"}
+        one.put("a", "b", "c")
+        ticket = one.store.prepare_load(["c"])
+        for num_tokens in (5, 10):  # c has to go; or c and b
+            assert one.put("x", num_tokens=num_tokens) == [False] and one.held("host") == {"a", "b", "c"}
+        one.placement.complete_load(ticket, {})
+        assert one.put("x", num_tokens=10) == [True] and one.held("host") == {"a", "x"}
+        one.placement.evict(["a"])  # not for want of room: wherever it stands
+        assert one.held("host") == {"x"}
+        one.check()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans()), max_size=20), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_in_every_tier_a_parent_is_there_while_a_child_is(steps, room):
+    parents = {"b": "a", "c": "b", "d": "b", "f": "e", "g": "f"}
+    with Placed(host_bytes=room * ONE, policy="pgdsf") as one:
+        one.parents = parents
+        for name, is_use in steps:
+            if is_use and name in one.held("host"):
+                one.use(name)
+            elif name not in one.held("host"):
+                one.put(name)
+            held = one.held("host")
+            assert {parents[key] for key in held if key in parents} <= held
+            one.check()
 
 
 def test_what_moves_up_into_host_memory_is_worth_less_on_the_device(tmp_path):

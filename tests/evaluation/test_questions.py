@@ -71,6 +71,13 @@ def test_real_question_sets_are_read_whole(name, count, passages):
     assert all(question.answers and len(question.documents) == passages for question in questions)
 
 
+def test_each_kind_is_asked_over_each_number_of_passages_as_often():
+    questions = demo_questions(5, (4, 6))
+    assert [len(one.documents) for one in questions] == [4, 4, 4, 6, 6] * len(KINDS)
+    assert [one.kind for one in questions[:6]] == [KINDS[0]] * 5 + [KINDS[1]]
+    assert len({one.documents for one in questions}) == len(questions)
+
+
 def test_the_demos_questions_are_the_held_out_ones():
     questions = demo_questions(3)
     assert [question.kind for question in questions] == [kind for kind in KINDS for _ in range(3)]

@@ -57,15 +57,30 @@ def test_of_several_references_the_best_counts():
     assert set(TEXT_SCORES) == {"exact_match", "f1", "jaccard", "rouge_l"}
 
 
-def test_an_interval_covers_the_mean_of_what_was_drawn_from_about_as_often_as_it_says():
+@pytest.mark.parametrize("is_share", [True, False], ids=["Wilson", "bootstrap"])
+def test_an_interval_covers_the_mean_of_what_was_drawn_from_about_as_often_as_it_says(is_share):
     rng = np.random.default_rng(0)
     covered = 0
     for seed in range(200):
-        interval = mean_interval((rng.random(60) < 0.7).astype(float).tolist(), num_resamples=300, seed=seed)
+        right = (rng.random(60) < 0.7).astype(float)
+        values = right if is_share else right * 0.5  # shares of words, as F1 has them
+        interval = mean_interval(values.tolist(), num_resamples=300, seed=seed)
         assert interval.low <= interval.mean <= interval.high
-        covered += interval.low <= 0.7 <= interval.high
+        covered += interval.low <= (0.7 if is_share else 0.35) <= interval.high
     least, most = stats.binom.ppf([1e-4, 1 - 1e-4], 200, 0.95)
     assert least - 6 <= covered <= most, "the percentile bootstrap covers a little less than it says"
+
+
+def test_shares_have_wilsons_interval_also_where_all_answers_are_right():
+    whole = mean_interval([1.0] * 24)
+    assert (whole.mean, whole.high) == (1.0, pytest.approx(1.0))
+    z = stats.norm.ppf(0.975)
+    assert whole.low == pytest.approx(24 / (24 + z * z))  # Wilson's bound, worked out for 24 of 24
+    some = mean_interval([1.0] * 6 + [0.0] * 2)
+    wanted = stats.binomtest(6, 8).proportion_ci(0.95, "wilson")
+    assert (some.low, some.high) == (wanted.low, wanted.high)
+    kept = ratio_interval([1.0] * 6 + [0.0] * 4, [1.0] * 8 + [0.0] * 2)
+    assert kept is not None and (kept.mean, kept.low, kept.high) == (0.75, wanted.low, wanted.high)
 
 
 def test_a_ratio_draws_questions_in_pairs():
@@ -75,6 +90,8 @@ def test_a_ratio_draws_questions_in_pairs():
     assert interval is not None
     assert (interval.mean, interval.low, interval.high) == pytest.approx((0.9, 0.9, 0.9))  # unpaired it would vary
     assert ratio_interval([0.0, 1.0], [0.0, 0.0]) is None
+    wins_some = ratio_interval([1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0])
+    assert wins_some is not None and wins_some.low < wins_some.mean == 1.0 < wins_some.high, "it is no share of full's"
     rare = ratio_interval([0.5, 0.0, 0.0], [1.0, 0.0, 0.0])
     assert rare is not None and (rare.low, rare.high) == (0.5, 0.5), "a draw without the one right answer says nothing"
 

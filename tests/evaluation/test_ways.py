@@ -20,6 +20,8 @@ from ccjax.evaluation.ways import FULL, Way, expand, parse_way
         ("cachecraft@2/old:0.3", Way("cachecraft", 0.3, (2,), fixes_positions=False)),
         ("map_rerank", Way("map_rerank")),
         ("auto~0.25", Way("auto", max_deviation=0.25)),
+        ("cachecraft/entropy3:0.3", Way("cachecraft", 0.3, focus_window=3)),
+        ("auto@0/old/largest_gap12", Way("auto", None, (0,), False, focus_window=12, focus_rule="largest_gap")),
     ],
 )
 def test_text_and_way(text, way):
@@ -43,6 +45,10 @@ def test_text_and_way(text, way):
         ("full/old", "moves no passage"),
         ("map_reduce/old", "moves no passage"),
         ("cachecraft:0.1/old", "strategy"),
+        ("cachecraft/entropy:0.1", "strategy"),
+        ("cachecraft/entropy0:0.1", "window"),
+        ("cachecraft/best3:0.1", "largest_gap"),
+        ("reuse/entropy3", "recomputes nothing"),
     ],
 )
 def test_bad_text_is_named(text, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from itertools import permutations
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ccjax.policy.calibration import Calibration, Trial, cheapest_safe, kept_lower_bound
+from ccjax.policy.calibration import Calibration, Trial, cheapest_safe, confidence_of_each, kept_lower_bound
 
 
 @given(st.integers(1, 400), st.data(), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
@@ -51,6 +52,27 @@ def test_what_is_cheaper_than_a_miss_is_not_chosen_however_good():
     assert cheapest_safe([*lucky, trial(0.9, 80)], target=0.9, confidence=0.95) is None
 
 
+def test_a_miss_with_a_focus_cut_ends_only_what_has_that_cut():
+    plain = [trial(0.1, 100), trial(0.3, 100)]
+    cut = [trial(share, kept, focus_window=3) for share, kept in ((0.04, 100), (0.2, 80), (0.25, 100))]
+    other = [trial(0.08, 100, focus_window=3, focus_rule="largest_gap")]
+    assert cheapest_safe([*plain, *cut], target=0.9, confidence=0.95) == plain[0]
+    assert cheapest_safe([*cut, *plain, *other], target=0.9, confidence=0.95) == other[0]
+    assert cheapest_safe(cut, target=0.9, confidence=0.95) == cut[2]
+
+
+def test_sequences_share_what_may_go_wrong():
+    assert confidence_of_each([trial(0.1, 90), trial(0.2, 90)], 0.95) == pytest.approx(0.95)
+    both = [trial(0.2, 99), trial(0.1, 99, focus_window=3)]
+    assert confidence_of_each(both, 0.95) == pytest.approx(0.975)
+    # 99 of 100 kept: at least 95.3 % with a confidence of 95 %, 94.6 % with 97.5 %
+    assert cheapest_safe(both[:1], target=0.95, confidence=0.95) == both[0]
+    assert cheapest_safe(both, target=0.95, confidence=0.95) is None
+    assert cheapest_safe(both, target=0.945, confidence=0.95) == both[1]
+    calibration = dataclasses.replace(CALIBRATION, trials={"auto": tuple(both)})
+    assert calibration.bound("auto", both[0]) == pytest.approx(0.9455, abs=1e-4)
+
+
 def test_the_choice_keeps_less_than_the_target_as_rarely_as_it_says():
     """4,000 validation sets of 150 questions for a strategy that truly keeps a share which grows with what it computes,
     just below the target at first; the least of all that pass would miss more often."""
@@ -75,6 +97,8 @@ def test_the_choice_keeps_less_than_the_target_as_rarely_as_it_says():
         ({"num_answers": 0}, "num_answers"),
         ({"alpha": -1.0}, "alpha"),
         ({"recompute_ratio": 2.0}, "recompute_ratio"),
+        ({"focus_window": 0}, "focus_window"),
+        ({"focus_rule": "best"}, "focus_rule"),
     ],
 )
 def test_a_bad_trial_is_named(arguments, name):
@@ -97,7 +121,11 @@ CALIBRATION = Calibration(
     score="exact_match",
     target=0.9,
     confidence=0.95,
-    trials={"auto": tuple(CURVE), "random": (trial(0.5, 60, recompute_ratio=0.5),)},
+    trials={
+        "auto": tuple(CURVE),
+        "legolink": (trial(0.3, 60, focus_window=2, focus_rule="largest_gap"),),
+        "random": (trial(0.5, 60, recompute_ratio=0.5),),
+    },
     settings={"cached": "both"},
 )
 
@@ -111,7 +139,7 @@ def test_a_calibration_chooses_by_strategy_and_target():
     assert CALIBRATION.choose("auto") == CURVE[2]
     assert CALIBRATION.choose("auto", 0.96) == CURVE[3]
     assert CALIBRATION.choose("random") is None
-    assert CALIBRATION.choose("legolink") is None
+    assert CALIBRATION.choose("legolink") is None and CALIBRATION.choose("cachecraft") is None
 
 
 @pytest.mark.parametrize(

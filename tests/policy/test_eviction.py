@@ -23,8 +23,8 @@ def build(name) -> Any:
     return make_policy(name)
 
 
-def info(num_bytes=10, compute_s=1.0, cfo=0.5, *, num_tokens=16, load_s=0.0, below_load_s=None):
-    return EntryInfo(num_bytes, num_tokens, compute_s, cfo, load_s, below_load_s)
+def info(num_bytes=10, compute_s=1.0, cfo=0.5, *, num_tokens=16, load_s=0.0, below_load_s=None, parent=None):
+    return EntryInfo(num_bytes, num_tokens, compute_s, cfo, load_s, below_load_s, parent)
 
 
 class TestInfo:
@@ -234,6 +234,65 @@ class TestVictims:
         assert len(policy.victims(46)) == 4, "nothing changed"
 
 
+class TestTree:
+    """RAGCache sec. 5.1: only leaves of the knowledge tree are evicted; of two chains a - b - c and d - e."""
+
+    PARENTS = {"a": None, "b": "a", "c": "b", "d": None, "e": "d"}
+    COST = {"a": 1.0, "b": 2.0, "c": 9.0, "d": 4.0, "e": 3.0}
+
+    def filled(self, policy, *, insert="abcde"):
+        for key in insert:
+            policy.on_insert(key, info(10, self.COST[key], parent=self.PARENTS[key]), 0)
+        return policy
+
+    def test_a_node_goes_after_its_children(self):
+        policy = self.filled(Pgdsf())
+        assert [policy.is_leaf(key) for key in "abcde"] == [False, False, True, False, True]
+        for count, wanted in enumerate(("e", "ed", "edc", "edcb", "edcba"), 1):
+            assert policy.victims(10 * count) == tuple(wanted)
+        assert policy.victims(51) is None and self.filled(Gdsf()).victims(30) == ("a", "b", "e")
+
+    def test_what_is_pinned_keeps_all_above_it(self):
+        policy = self.filled(Pgdsf())
+        assert policy.victims(20, pinned="c") == ("e", "d") and policy.victims(30, pinned="c") is None
+        assert policy.victims(20, newcomer="e") == ("c", "b")
+
+    def test_a_node_is_a_leaf_again_once_its_children_left_for_whatever_reason(self):
+        policy = self.filled(Pgdsf())
+        policy.on_remove("c")
+        policy.on_remove("e", evicted=False)
+        assert policy.is_leaf("b") and policy.is_leaf("d") and policy.victims(10) == ("b",)
+        policy.on_hit("b", info(10, 2.0), 1)  # its record says now that it continues nothing
+        assert policy.is_leaf("a") and policy.victims(10) == ("a",)
+
+    def test_children_may_be_known_before_their_parent(self):
+        policy = Pgdsf()
+        policy.on_adopt({key: info(10, parent=self.PARENTS[key]) for key in "cbed"})
+        assert [policy.is_leaf(key) for key in "bcde"] == [False, True, False, True]
+        policy.on_insert("a", info(10, 0.0), 0)
+        assert policy.victims(40) == ("c", "b", "e", "d")
+
+
+@given(st.data())
+def test_of_a_tree_the_least_leaf_goes_again_and_again(data):
+    keys = [f"k{number}" for number in range(data.draw(st.integers(1, 12)))]
+    parents = {key: data.draw(st.sampled_from([None, *keys[:number]])) for number, key in enumerate(keys)}
+    costs = {key: data.draw(st.integers(0, 9)) for key in keys}
+    pinned = set(data.draw(st.lists(st.sampled_from(keys), max_size=2)))
+    policy = Pgdsf()
+    for key in data.draw(st.permutations(keys)):
+        policy.on_insert(key, info(10, float(costs[key]), parent=parents[key]), 0)
+    left, wanted = set(keys), []
+    while leaves := sorted(
+        (costs[key], key) for key in left - pinned if not any(parents[child] == key for child in left)
+    ):
+        wanted.append(leaves[0][1])
+        left.remove(leaves[0][1])
+    for count in range(len(keys) + 1):
+        chosen = policy.victims(10 * count, pinned=pinned)
+        assert chosen == (tuple(wanted[:count]) if count <= len(wanted) else None)
+
+
 def test_settings_are_checked():
     for half_life in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="^half_life: wanted"):
@@ -257,7 +316,7 @@ def reopened(policy, now, infos, fresh):
     """`fresh` with the state of `policy` after it went through a file."""
     fresh.restore(json.loads(json.dumps(policy.state(now), allow_nan=False)), infos)
     for key in sorted(infos):
-        fresh.on_adopt(key, infos[key])
+        fresh.on_adopt({key: infos[key]})
     return fresh
 
 
@@ -360,10 +419,26 @@ class TestRestarts:
 
     def test_uses_of_a_key_that_was_held_before_anybody_counted_last(self, name):
         policy = build(name)
-        policy.on_adopt("old", info(10))
+        policy.on_adopt({"old": info(10)})
         policy.on_hit("old", info(10), 1)
         fresh = reopened(policy, 2, {"old": info(10)}, build(name))
         assert fresh.state(0)["uses"]["old"][:2] == [1, 0]
+
+    def test_many_adopted_at_once_leave_in_the_order_of_few(self, name):
+        infos = {f"{number:04}": info(1 + number % 7) for number in random.Random(1).sample(range(1500), 1500)}
+        at_once, singly = build(name), build(name)
+        at_once.on_adopt(infos)
+        for key in infos:
+            singly.on_adopt({key: infos[key]})
+        for one in (at_once, singly):
+            one.on_hit("0003", infos["0003"], 1)
+        assert at_once.victims(5000) == singly.victims(5000)
+
+    def test_where_one_is_held_none_is_adopted(self, name):
+        policy, infos = self.used(name)
+        with pytest.raises(ValueError, match="'once'"):
+            policy.on_adopt({"new": info(10), "once": infos["once"]})
+        assert "new" not in policy and set(policy.victims(20)) == {"often", "once"}
 
     def test_only_policies_with_a_memory_remember_what_left(self, name):
         policy, infos = self.used(name)
@@ -403,11 +478,11 @@ class TestRestarts:
     def test_a_damaged_state_is_left_out(self, name, damage):
         fresh = build(name)
         fresh.restore(damage, {"once"})
-        fresh.on_adopt("once", info(10))
+        fresh.on_adopt({"once": info(10)})
         assert fresh.state(0)["uses"] == {} and fresh.victims(10) == ("once",)
         assert fresh.state(0).get("clock", 0.0) == 0.0
         with pytest.raises(ValueError, match="'once'"):
-            fresh.on_adopt("once", info(10))
+            fresh.on_adopt({"once": info(10)})
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------

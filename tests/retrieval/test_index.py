@@ -48,6 +48,15 @@ def test_search_is_exact(top_k: int) -> None:
         np.testing.assert_allclose([score for score, _, _ in hits], vectors[expected] @ query, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_stages", [2, 7, 1000])
+def test_stages_end_with_what_a_search_finds(num_stages: int) -> None:
+    index = PassageIndex(documents((0, 100, 7, 200, 3)), unit_vectors(310))
+    for query in unit_vectors(5, seed=1):
+        *before, last = index.stages(query, 5, num_stages)
+        assert last == (index.search(query, 5), True) and not any(is_all for _, is_all in before)
+        assert len(before[0][0]) == min(5, 310 // num_stages or 1)
+
+
 def test_ties_come_in_index_order() -> None:
     index = PassageIndex(documents((2, 2, 2)), np.repeat(unit_vectors(1), 6, axis=0))
     hits = index.search(unit_vectors(1)[0], 6)

@@ -80,6 +80,17 @@ def test_scores_fall_and_fewer_passages_than_top_k_are_fine(docs: Path) -> None:
     assert retriever.search("the of and", 3) == []  # shares no word with anything
 
 
+def test_a_search_in_stages_tells_the_best_so_far_and_ends_as_the_plain_one(docs: Path) -> None:
+    retriever = open_retriever(docs)
+    stages = list(retriever.stages("the moon pulls the ocean", 3, 4))
+    assert len(stages) == 4 and stages[-1] == (retriever.search("the moon pulls the ocean", 3), True)
+    best = [passages[0].score for passages, _ in stages]
+    assert best == sorted(best) and len(stages[0][0]) < 3
+    assert list(retriever.stages("the of and", 3, 4)) == [([], True)]
+    with pytest.raises(ValueError, match="num_stages: wanted an integer of at least 1, got 0"):
+        retriever.stages("moon", 3, 0)
+
+
 def test_a_title_taken_from_a_heading_is_not_repeated_but_helps_to_find(docs: Path) -> None:
     retriever = open_retriever(docs)
     passages = [p for p in retriever.search("Moon", 7) if p.document_id == "moon.md"]

@@ -282,9 +282,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
     """The jobs to come; `_events` of each holds what its client was not sent yet."""
     jobs: list[Any] = []
     submit = server.service.backend.worker.submit
-    monkeypatch.setattr(
-        server.service.backend.worker, "submit", lambda request: jobs.append(submit(request)) or jobs[-1]
-    )
+    monkeypatch.setattr(server.service.backend.worker, "submit", lambda *how: jobs.append(submit(*how)) or jobs[-1])
     return jobs
 
 

@@ -277,6 +277,28 @@ def test_idle_work_gives_way_to_a_request() -> None:
     run(scenario, idle_work=endless)
 
 
+def test_idle_work_gives_way_to_a_request_that_is_being_made_ready() -> None:
+    begun, ended_work = threading.Event(), threading.Event()
+
+    def endless(is_wanted: Callable[[], bool]) -> bool:
+        begun.set()
+        while not is_wanted():
+            threading.Event().wait(0.001)
+        ended_work.set()
+        return True
+
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        await until(begun.is_set)
+        with worker.expecting():
+            await until(ended_work.is_set)
+            begun.clear()
+            await asyncio.sleep(0.3)
+            assert not begun.is_set()
+        await until(begun.is_set)
+
+    run(scenario, idle_work=endless)
+
+
 def test_idle_work_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     begun = threading.Event()
 
@@ -327,7 +349,7 @@ def test_closing_finishes_the_line_or_drops_it(drain: bool) -> None:
         jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
         await until(lambda: worker.num_running == 1)
         closing = asyncio.create_task(asyncio.to_thread(worker.close, drain=drain))
-        await until(lambda: worker.is_closed and (drain or all(job.cancelled for job in jobs)))
+        await until(lambda: worker.is_closed and (drain or worker.num_waiting == 0))
         with pytest.raises(WorkerClosedError):
             worker.submit(request("d"))
         steered.step.release(3)

@@ -58,6 +58,15 @@ def make_store(tiers, place):
         store.close()
 
 
+def test_only_the_tiers_that_may_take_a_variant_take_it(make_store, tiers):
+    store = make_store()
+    for number, allowed in enumerate(((), *((tier,) for tier in tiers), tiers)):
+        name = f"v{number}"
+        ticket = store.prepare_store(make_record(name))
+        assert store.complete_store(ticket, make_kv(name), tiers=allowed) == tuple(t for t in tiers if t in allowed)
+        assert store.flush(30) and store.tiers_of(name) == tuple(tier for tier in tiers if tier in allowed)
+
+
 def test_save_load_save_is_byte_equal(make_store, kv_spec, tiers):
     first, second = make_store(kv_spec), make_store(kv_spec, folder="second")
     for number, num_tokens in enumerate([1, 5, 16, 33]):
@@ -69,6 +78,9 @@ def test_save_load_save_is_byte_equal(make_store, kv_spec, tiers):
         second.flush()
         assert_same_bytes(get(second, variant_id), make_kv(variant_id, num_tokens, kv_spec))
         assert first.tier_of(variant_id) == tiers[0] and first.tiers_of(variant_id) == tiers
+        for tier in tiers:
+            charge = first.charge_bytes(tier, variant_id)
+            assert charge and first.charges(tier, [variant_id, "never there"]) == {variant_id: charge}
     assert (
         first.records()
         == second.records()

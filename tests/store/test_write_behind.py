@@ -67,6 +67,7 @@ def test_variant_being_written_is_served_and_not_evicted(gated):
     submit(store, "a")
     assert store.evict("host", ["a"]) == ("a",)
     assert store.tier_of("a") == "disk" and store.records() == []  # on its way, not committed
+    assert store.charges("disk", ["a", "b"]) == {"a": None} and store.charges("host", ["a"]) == {}
     ticket = store.prepare_load(["a"])
     view = ticket.read_layers("a", 0, 3)
     assert not view.flags.writeable
@@ -86,7 +87,7 @@ def test_discarded_while_being_written_never_appears(gated, tmp_path):
     assert tier.entered.wait(30)
     store.discard("a")  # stands before the gate
     store.discard("b")  # waits behind it
-    assert store.prepare_load(["a", "b"]).missing == {"a", "b"}
+    assert store.prepare_load(["a", "b"]).missing == {"a", "b"} and store.charges("disk", ["a", "b"]) == {}
     tier.gate.set()
     assert store.flush(30)
     assert store.records() == [] and bytes_on_disk(tmp_path) == 0 and store.usage()["disk"].used_bytes == 0

@@ -183,7 +183,10 @@ class BatchLoop(Doors):
         num_seats = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
         # Those of several flows, also for one seat: who is first depends on what each computes. And one at least, for
         # who has priority finds a seat where there is none.
-        for serving in likely_order(waiting)[: _PLANNED_AHEAD if num_seats else 1]:
+        num_planned = _PLANNED_AHEAD if num_seats else 1
+        if 0 < num_seats < len(waiting):  # who goes first is also for what is cached to say
+            num_planned = max(num_planned, self._scheduler.settings.reorder_window)
+        for serving in likely_order(waiting)[:num_planned]:
             if serving.planned_at != self._variants.num_changes:
                 self._plan(serving)
 

@@ -9,7 +9,7 @@ A tier has a policy of its own, so that RAGCache's "two separate logical clocks"
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from ccjax.policy._checks import check_count, check_mass, check_ratio
@@ -28,6 +28,7 @@ class EntryInfo:
         use may expect, say `alpha CCI` as behind an unknown prefix.
       load_s: seconds to load it out of this tier.
       below_load_s: seconds to load it out of the next tier below that holds it too; None where none does.
+      parent: key of what it continues in RAGCache's knowledge tree, held or not; None at the top of it, or outside.
     """
 
     num_bytes: int
@@ -36,6 +37,7 @@ class EntryInfo:
     cfo: float = 0.0
     load_s: float = 0.0
     below_load_s: float | None = None
+    parent: str | None = None
 
     def __post_init__(self) -> None:
         check_count("num_bytes", self.num_bytes)
@@ -62,6 +64,15 @@ class EvictionPolicy(Protocol):
     """What a tier's owner tells and asks. Not thread-safe. `now` never decreases; its unit is the caller's: requests
     served so far, or seconds. Same calls, same answers."""
 
+    @property
+    def is_tree(self) -> bool:
+        """Only leaves are evicted, and only what has its parent here, or none, should come."""
+        ...
+
+    def is_leaf(self, key: str) -> bool:
+        """True if no child of `key` is held."""
+        ...
+
     def __contains__(self, key: object) -> bool:
         """True while `key` is held."""
         ...
@@ -74,11 +85,12 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def on_adopt(self, key: str, info: EntryInfo) -> None:
-        """The tier holds `key`, and no request of this process used it yet: what `restore` brought of it counts.
+    def on_adopt(self, infos: Mapping[str, EntryInfo]) -> None:
+        """The tier holds these keys, and no request of this process used them yet: what `restore` brought of them
+        counts.
 
         Raises:
-          ValueError: it is held already.
+          ValueError: one is held already; nothing changed.
         """
         ...
 

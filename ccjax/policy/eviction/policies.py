@@ -82,13 +82,15 @@ class Gdsf(RankedPolicy):
 
 
 class Pgdsf(Gdsf):
-    """RAGCache eq. 2-4 for entries without a tree: least `clock + frequency mean_i(cost_i / new_tokens_i)` first, the
-    mean over the requests that missed the entry. Evicting leaves only is left to a knowledge tree.
+    """RAGCache eq. 2-4 and alg. 1: least `clock + frequency mean_i(cost_i / new_tokens_i)` first, the mean over the
+    requests that missed the entry, and of the knowledge tree only leaves (`EntryInfo.parent`).
 
     Alg. 1 l. 9 sets the priority where the node was missed only; sec. 5.1 adjusts it "when a document is retrieved".
     Reading: on every use. Frequency counts "within a time window": as long as the key is held or remembered, or the
     mean of eq. 4 would never have a second term. A newcomer is always taken in, as in the paper.
     """
+
+    is_tree = True
 
     def __init__(self, *, num_remembered: int = NUM_REMEMBERED) -> None:
         super().__init__(num_remembered=num_remembered)

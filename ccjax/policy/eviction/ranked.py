@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ccjax.policy._checks import check_count
@@ -14,6 +14,10 @@ from ccjax.policy.eviction.base import EntryInfo
 
 Rank = tuple[float, float, str, int]
 """Worth, last use, key, and a number that tells an entry's rank from its outdated ones."""
+
+
+_FEW = 1000
+"""More ranks than that are put in order all at once."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,16 +48,19 @@ class RankedPolicy:
     outnumber the others: an insertion, a hit or a removal costs O(log n) amortised, k victims O((k + pins met) log n).
 
     A subclass says what a use adds and what an entry is worth. It may remember the uses of keys that left, the last
-    `num_remembered` of them, and may set `weighs_newcomers`.
+    `num_remembered` of them, may set `weighs_newcomers`, and `is_tree`, so that no key goes while a child of it is held
+    (RAGCache sec. 5.1): its worth counts once its children are among the victims.
     """
 
     weighs_newcomers = False
+    is_tree = False
 
     def __init__(self, *, num_remembered: int = 0) -> None:
         check_count("num_remembered", num_remembered, least=0)
         self._num_remembered = num_remembered
         self._past: collections.OrderedDict[str, Uses] = collections.OrderedDict()
         self._entries: dict[str, Entry] = {}
+        self._num_children: collections.Counter[str | None] = collections.Counter()
         self._heap: list[Rank] = []
         self._num_ranked = 0
 
@@ -67,21 +74,31 @@ class RankedPolicy:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
+    def is_leaf(self, key: str) -> bool:
+        """See `EvictionPolicy`."""
+        return not self._num_children[key]
+
     def on_insert(self, key: str, info: EntryInfo, now: float) -> None:
         """See `EvictionPolicy`."""
         self._check_new(key)
         entry = self._entries[key] = Entry(key, info, self._past.pop(key, None) or Uses())
+        self._num_children[info.parent] += 1
         self._use(entry, now, is_hit=False)
 
-    def on_adopt(self, key: str, info: EntryInfo) -> None:
+    def on_adopt(self, infos: Mapping[str, EntryInfo]) -> None:
         """See `EvictionPolicy`."""
-        self._check_new(key)
-        entry = self._entries[key] = Entry(key, info, self._past.pop(key, None) or Uses())
-        self._order(entry)
+        for key in self._entries.keys() & infos.keys():
+            self._check_new(key)
+        adopted = {key: Entry(key, info, self._past.pop(key, None) or Uses()) for key, info in infos.items()}
+        self._entries.update(adopted)
+        self._num_children.update(info.parent for info in infos.values())
+        self._order(adopted.values())
 
     def on_hit(self, key: str, info: EntryInfo, now: float) -> None:
         """See `EvictionPolicy`."""
         entry = self._held(key)
+        self._lose_child(entry.info.parent)
+        self._num_children[info.parent] += 1
         entry.info = info
         self._use(entry, now, is_hit=True)
 
@@ -89,6 +106,7 @@ class RankedPolicy:
         """See `EvictionPolicy`."""
         entry = self._held(key)
         del self._entries[key]
+        self._lose_child(entry.info.parent)
         if self._num_remembered:
             self._remember(key, entry.uses)
         self._compact()
@@ -103,22 +121,31 @@ class RankedPolicy:
             self._held(newcomer)
             if not self.weighs_newcomers:
                 protected.add(newcomer)
-        met: list[Rank] = []
+        met: dict[Rank, None] = {}
         chosen: list[str] = []
         freed_bytes = 0
+        gone: collections.Counter[str | None] = collections.Counter()  # children among the chosen
+        with_children: dict[str | None, Rank] = {}
         while freed_bytes < bytes_wanted and self._heap:
             rank = heapq.heappop(self._heap)
             if not self._is_current(rank):
                 continue
-            met.append(rank)
+            met[rank] = None
             key = rank[2]
             if key in protected:
                 continue
+            if self.is_tree and self._num_children[key] > gone[key]:
+                with_children[key] = rank
+                continue
+            info = self._entries[key].info
             if key == newcomer:  # it ranks before enough others: those that rank before it need not go either
                 chosen, freed_bytes = [key], bytes_wanted
             else:
                 chosen.append(key)
-                freed_bytes += self._entries[key].info.num_bytes
+                freed_bytes += info.num_bytes
+            gone[info.parent] += 1
+            if info.parent in with_children and self._num_children[info.parent] == gone[info.parent]:
+                heapq.heappush(self._heap, with_children.pop(info.parent))
         for rank in met:
             heapq.heappush(self._heap, rank)
         return tuple(chosen) if freed_bytes >= bytes_wanted else None
@@ -146,6 +173,11 @@ class RankedPolicy:
         """The same uses with times counted from `now`."""
         return dataclasses.replace(uses, last_use=uses.last_use - now)
 
+    def _lose_child(self, parent: str | None) -> None:
+        self._num_children[parent] -= 1
+        if not self._num_children[parent]:
+            del self._num_children[parent]
+
     def _check_new(self, key: str) -> None:
         if key in self._entries:
             raise ValueError(f"key: wanted one that is not held, got {key!r}")
@@ -165,12 +197,18 @@ class RankedPolicy:
         entry.uses.num_misses += not is_hit
         entry.uses.last_use = now
         self.count(entry.uses, entry.info, now, is_hit=is_hit)
-        self._order(entry)
+        self._order((entry,))
 
-    def _order(self, entry: Entry) -> None:
-        self._num_ranked += 1
-        entry.rank = (self.worth(entry), entry.uses.last_use, entry.key, self._num_ranked)
-        heapq.heappush(self._heap, entry.rank)
+    def _order(self, entries: Collection[Entry]) -> None:
+        for entry in entries:
+            self._num_ranked += 1
+            entry.rank = (self.worth(entry), entry.uses.last_use, entry.key, self._num_ranked)
+        if len(entries) > _FEW:
+            self._heap.extend(entry.rank for entry in entries)
+            heapq.heapify(self._heap)
+        else:
+            for entry in entries:
+                heapq.heappush(self._heap, entry.rank)
         self._compact()
 
     def _is_current(self, rank: Rank) -> bool:

@@ -1,0 +1,68 @@
+"""Files that measurements leave beside a model, or elsewhere by name. Knows nothing of what is in them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ccjax.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+Content = TypeVar("Content")
+
+
+def read_model_file(path: Path, argument: str, script: str, parse: Callable[[Any], Content]) -> Content:
+    """What `parse` makes of the JSON in a file.
+
+    Raises:
+      ConfigError: it cannot be read, or `parse` raised ValueError; names `argument`.
+    """
+    try:
+        return parse(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{argument}: wanted a file that scripts/{script} wrote, got {path}: {error}") from error
+
+
+def write_model_file(path: Path, value: Any) -> None:
+    """Writes JSON, or leaves the file that is there as it was."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def model_file(
+    argument: str,
+    script: str,
+    parse: Callable[[Any], Content],
+    why_not: Callable[[Content], str | None],
+    *,
+    beside: Path | None,
+    named: str | None,
+) -> Content | None:
+    """What is in the file that is named or else, if there is one, in `beside`; None where there is none, or where it
+    does not fit here, which is logged.
+
+    Args:
+      why_not: why a content does not fit here, or None.
+
+    Raises:
+      ConfigError: the file that is named does not exist or does not fit, or a file is damaged.
+    """
+    path = beside if named is None else Path(named)
+    if path is None or (named is None and not path.exists()):
+        return None
+    found = read_model_file(path, argument, script, parse)
+    reason = why_not(found)
+    if reason is None:
+        return found
+    if named is not None:
+        raise ConfigError(f"{argument}: wanted one of this model here, got {path}, which {reason}")
+    logger.warning("%s %s: it is not used", path, reason)
+    return None

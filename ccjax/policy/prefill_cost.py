@@ -1,0 +1,84 @@
+"""What a prefill costs behind a cached prefix: T(cached, new) between measured points (RAGCache sec. 5.1). Measures
+nothing."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ccjax.policy._checks import check_count, check_mass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillGrid:
+    """Seconds of prefills by their cached and new tokens; checked on construction (ValueError naming the field).
+
+    Attributes:
+      cached: numbers of tokens whose KV was there, ascending, at least two.
+      new: numbers of tokens that were computed behind them, ascending, at least two.
+      seconds: one row for each of `cached`, one value for each of `new`.
+    """
+
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        for name, values, least in (("cached", self.cached, 0), ("new", self.new, 1)):
+            for value in values:
+                check_count(name, value, least=least)
+            if len(values) < 2 or any(one >= other for one, other in itertools.pairwise(values)):
+                raise ValueError(f"{name}: wanted at least two ascending numbers, got {values}")
+        if len(self.seconds) != len(self.cached) or any(len(row) != len(self.new) for row in self.seconds):
+            raise ValueError(f"seconds: wanted {len(self.cached)} rows of {len(self.new)} values")
+        for row in self.seconds:
+            for value in row:
+                check_mass("seconds", value)
+
+    def prefill_s(self, cached: int, new: int) -> float:
+        """T(cached, new) in seconds, by bilinear interpolation; 0 for no new tokens.
+
+        The paper is silent on what lies outside of the grid. Reading: below its least numbers it stays as it is there,
+        for a short prefill takes its fixed time; beyond the greatest the outermost cells go on.
+        """
+        check_count("cached", cached, least=0)
+        check_count("new", new, least=0)
+        if new == 0:
+            return 0.0
+        row, down = _place(self.cached, cached)
+        column, right = _place(self.new, new)
+        upper, lower = self.seconds[row : row + 2]
+        above = _between(upper[column], upper[column + 1], right)
+        below = _between(lower[column], lower[column + 1], right)
+        return max(0.0, _between(above, below, down))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {"cached": list(self.cached), "new": list(self.new), "seconds": [list(row) for row in self.seconds]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> PrefillGrid:
+        """What `to_json` gave.
+
+        Raises:
+          ValueError: it is something else; the message says what.
+        """
+        if not isinstance(value, Mapping):
+            raise ValueError(f"grid: wanted an object, got {type(value).__name__}")
+        try:
+            return cls(tuple(value["cached"]), tuple(value["new"]), tuple(map(tuple, value["seconds"])))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"grid: a field is missing or not what it should be: {error}") from error
+
+
+def _place(points: Sequence[int], value: int) -> tuple[int, float]:
+    """The cell of a value and how far through it lies, 0 to 1 and beyond that in the last cell."""
+    cell = min(max(0, bisect.bisect_right(points, value) - 1), len(points) - 2)
+    return cell, max(0.0, (value - points[cell]) / (points[cell + 1] - points[cell]))
+
+
+def _between(first: float, second: float, part: float) -> float:
+    return first + (second - first) * part

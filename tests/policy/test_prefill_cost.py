@@ -1,0 +1,76 @@
+"""T(cached, new) against SciPy's bilinear interpolation, and by hand where the grid ends."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.interpolate import RegularGridInterpolator
+
+from ccjax.policy.prefill_cost import PrefillGrid
+
+GRID = PrefillGrid((0, 100, 400), (10, 50), ((1.0, 3.0), (2.0, 6.0), (8.0, 9.0)))
+
+
+@given(st.data())
+def test_between_the_points_it_is_scipys_bilinear_interpolation(data):
+    cached = sorted(data.draw(st.sets(st.integers(0, 5000), min_size=2, max_size=6)))
+    new = sorted(data.draw(st.sets(st.integers(1, 5000), min_size=2, max_size=6)))
+    seconds = np.random.default_rng(data.draw(st.integers(0, 99))).random((len(cached), len(new)))
+    grid = PrefillGrid(tuple(cached), tuple(new), tuple(map(tuple, seconds.tolist())))
+    wanted = RegularGridInterpolator((cached, new), seconds)
+    at = data.draw(st.integers(cached[0], cached[-1])), data.draw(st.integers(new[0], new[-1]))
+    assert grid.prefill_s(*at) == pytest.approx(wanted([at])[0], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cached", "new", "seconds"),
+    [
+        (0, 10, 1.0),
+        (400, 50, 9.0),
+        (100, 30, 4.0),
+        (50, 30, 3.0),  # between 2 and 4
+        (0, 1, 1.0),  # fewer than measured: not cheaper
+        (0, 90, 5.0),  # more: 0.05 s a token as in the last cell
+        (700, 10, 14.0),  # 0.02 s for each cached one
+        (0, 0, 0.0),
+    ],
+)
+def test_by_hand(cached, new, seconds):
+    assert GRID.prefill_s(cached, new) == pytest.approx(seconds)
+
+
+def test_noise_never_makes_a_prefill_cost_less_than_nothing():
+    assert PrefillGrid((0, 10), (1, 2), ((1.0, 0.1), (1.0, 0.1))).prefill_s(0, 100) == 0.0
+
+
+def test_a_grid_survives_its_file():
+    assert PrefillGrid.from_json(json.loads(json.dumps(GRID.to_json()))) == GRID
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cached": [0]}, "cached: wanted at least two"),
+        ({"cached": [100, 0, 400]}, "cached: wanted at least two ascending"),
+        ({"new": [0, 50]}, "new"),
+        ({"seconds": [[1.0, 3.0]]}, "seconds: wanted 3 rows of 2"),
+        ({"seconds": [[1.0, 3.0], [2.0], [8.0, 9.0]]}, "seconds: wanted 3 rows of 2"),
+        ({"seconds": [[1.0, 3.0], [2.0, -6.0], [8.0, 9.0]]}, "seconds"),
+        ({"seconds": None}, "missing or not what it should be"),
+    ],
+)
+def test_a_bad_grid_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        PrefillGrid.from_json({**GRID.to_json(), **change})
+    with pytest.raises(ValueError, match="wanted an object"):
+        PrefillGrid.from_json([])
+
+
+@pytest.mark.parametrize(("cached", "new", "name"), [(-1, 5, "cached"), (5, -1, "new"), (1.5, 5, "cached")])
+def test_bad_counts_are_named(cached, new, name):
+    with pytest.raises(ValueError, match=name):
+        GRID.prefill_s(cached, new)

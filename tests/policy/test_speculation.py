@@ -1,0 +1,69 @@
+"""RAGCache alg. 2 by hand (fig. 13), and that whatever happens the passages found last are answered from."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ccjax.policy.speculation import Speculation, SpeculationStep
+
+BEGIN, CHANGE, STAY, STOP = (
+    SpeculationStep(give_up, begin) for give_up, begin in ((False, True), (True, True), (False, False), (True, False))
+)
+
+
+def steps(stages, pending=0, max_pending=4):
+    """What is said after each stage; the last one is final."""
+    one = Speculation(max_pending)
+    counts = [pending] * len(stages) if isinstance(pending, int) else pending
+    return [
+        one.next_step(found, is_final=number == len(stages), num_pending=count)
+        for number, (found, count) in enumerate(zip(stages, counts, strict=True), 1)
+    ]
+
+
+def test_the_papers_figure():
+    assert steps([("1", "3"), ("1", "2"), ("1", "2"), ("1", "2")]) == [BEGIN, CHANGE, STAY, STAY]
+
+
+def test_the_order_of_passages_counts():
+    assert steps([("1", "2"), ("2", "1")]) == [BEGIN, CHANGE]
+
+
+def test_while_many_wait_nothing_begins_before_the_end():
+    assert steps(["ab", "ab", "ab"], pending=4) == [STAY, STAY, BEGIN]
+    assert steps(["ab", "ac", "ac"], pending=[3, 4, 4]) == [BEGIN, STOP, BEGIN]
+    assert steps(["ab", "ab", "ab"], pending=[9, 3, 9]) == [STAY, BEGIN, STAY]
+    assert steps(["ab", "ab"], max_pending=0) == [STAY, BEGIN]
+
+
+def test_nothing_found_is_answered_from_only_at_the_end():
+    assert steps(["", "", "a"]) == [STAY, STAY, BEGIN] and steps(["", ""]) == [STAY, BEGIN]
+
+
+def test_what_was_refused_is_tried_again():
+    one = Speculation(4)
+    assert one.next_step("ab", is_final=False, num_pending=0) == BEGIN
+    one.refused()
+    assert one.next_step("ab", is_final=False, num_pending=0) == BEGIN
+    assert one.next_step("ac", is_final=True, num_pending=9) == CHANGE
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b", "ab", "ba"]), st.integers(0, 6)), min_size=1))
+def test_in_the_end_one_answer_is_under_way_and_it_is_from_the_last_list(stages):
+    under_way = None
+    found = [passages for passages, _ in stages]
+    for passages, step in zip(found, steps(found, [count for _, count in stages]), strict=True):
+        if step.give_up:
+            assert under_way is not None and under_way != passages
+            under_way = None
+        if step.begin:
+            assert under_way is None
+            under_way = passages
+    assert under_way == found[-1]
+
+
+def test_a_bad_bound_is_named():
+    with pytest.raises(ValueError, match="max_pending: wanted an integer of at least 0"):
+        Speculation(-1)

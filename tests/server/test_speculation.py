@@ -1,0 +1,273 @@
+"""Answers that begin while passages are searched for: what the client gets is what it gets without, and nothing that
+was given up stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import openai
+import pytest
+
+from ccjax.engine import Delta, Request
+from ccjax.engine.batch.failures import CancelledError
+from ccjax.engine.speculation import SpeculativeAnswer
+from ccjax.errors import OverloadError, RequestError
+from ccjax.retrieval import Passage
+from ccjax.server import ServerSettings
+from ccjax.types import Document
+from tests.polling import wait_until
+from tests.server.conftest import Server
+from tests.server.test_traffic import metrics
+
+QUESTION = "Who repairs violins in Paris, and who paints houses in Rome?"
+
+
+@pytest.fixture(scope="module")
+def staged(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
+    with start_server(ServerSettings(top_k=2, retrieval_stages=4, repair_when_idle=False)) as server:
+        yield server
+
+
+def searching(
+    server: Server, monkeypatch: pytest.MonkeyPatch, stages_of: Callable[[list[Passage]], Iterator[list[Passage]]]
+) -> None:
+    """Searches find what `stages_of(what is found in the end)` says, and then that."""
+    search = server.retriever.stages
+
+    def stages(query: str, top_k: int, num_stages: int) -> Iterator[tuple[list[Passage], bool]]:
+        ((final, _),) = search(query, top_k, 1)
+        assert num_stages == 4
+        for found in stages_of(final):
+            yield found, False
+        yield final, True
+
+    monkeypatch.setattr(server.retriever, "stages", stages)
+
+
+def ask(server: Server, question: str, **more) -> tuple[str, dict]:
+    """The answer and its reuse report."""
+    with server.client() as client:
+        answer = client.chat.completions.create(
+            model=server.engine.model_name,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=8,
+            extra_body=more,
+        )
+    assert answer.model_extra is not None
+    return answer.choices[0].message.content or "", answer.model_extra["reuse"]
+
+
+def is_quiet(server: Server) -> bool:
+    counts = server.engine.batch_counts
+    return counts.running == counts.waiting == 0
+
+
+def counted(server: Server) -> dict[str, float]:
+    return {name: metrics(server).get(("ccjax_speculations_total", name), 0.0) for name in ("right", "wrong")}
+
+
+def rise(server: Server, before: dict[str, float]) -> tuple[float, float]:
+    after = counted(server)
+    return after["right"] - before["right"], after["wrong"] - before["wrong"]
+
+
+def test_the_answer_is_there_before_the_search_is_through(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = ask(staged, QUESTION, reuse="off")
+    was_busy = []
+
+    def stages(final: list[Passage]) -> Iterator[list[Passage]]:
+        yield final
+        was_busy.append(not is_quiet(staged) and staged.service.backend.worker._is_wanted())  # no idle work meanwhile
+        wait_until(lambda: is_quiet(staged), timeout_s=60)
+        yield final
+
+    before = counted(staged)
+    searching(staged, monkeypatch, stages)
+    answer, report = ask(staged, QUESTION, reuse="off")
+    assert answer == plain and report["mode"] == "off" and was_busy == [True]
+    assert rise(staged, before) == (1, 0)
+
+
+def test_what_was_begun_from_other_passages_is_given_up(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = ask(staged, QUESTION, reuse="off")
+    others = staged.retriever.search("whales chess", 2)
+    free_pages = staged.engine.batch_counts.free_pages
+
+    def stages(final: list[Passage]) -> Iterator[list[Passage]]:
+        yield others
+        yield final[:1]
+        yield [*final[:1], *others[:1]]
+
+    before = counted(staged)
+    searching(staged, monkeypatch, stages)
+    assert ask(staged, QUESTION, reuse="off")[0] == plain
+    right, wrong = rise(staged, before)
+    assert (right, wrong) == (0, 3)
+    wait_until(lambda: is_quiet(staged), timeout_s=30)
+    assert staged.engine.batch_counts.free_pages == free_pages and not staged.engine._store._pins
+
+
+def test_passages_in_another_order_are_computed_once(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = "Who studies whales, and who bakes bread in Naples?"
+
+    def stages(final: list[Passage]) -> Iterator[list[Passage]]:
+        yield final[::-1]
+        wait_until(lambda: is_quiet(staged), timeout_s=60)
+
+    before = counted(staged)
+    searching(staged, monkeypatch, stages)
+    _, report = ask(staged, question)
+    documents = [one for one in report["per_document"] if one["role"] == "document"]
+    assert len(documents) == 2 and all(one["computed_tokens"] == 0 for one in documents)
+    assert rise(staged, before) == (0, 1)
+
+
+@pytest.mark.parametrize("settings", [{"max_prefill_bs": 0}, {"retrieval_stages": 1}])
+def test_without_room_or_stages_nothing_begins_early(start_server, settings) -> None:
+    with start_server(ServerSettings(**{"top_k": 2, "retrieval_stages": 4, **settings})) as server:
+        assert len(ask(server, QUESTION)[0]) > 0 and counted(server) == {"right": 0, "wrong": 0}
+
+
+def test_a_client_that_leaves_while_the_search_goes_on_leaves_nothing_behind(
+    staged: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, ended = threading.Event(), threading.Event()
+
+    def stages(final: list[Passage]) -> Iterator[list[Passage]]:
+        yield final
+        go_on.wait(60)
+        yield final[:1]
+        ended.set()
+
+    searching(staged, monkeypatch, stages)
+    with staged.client() as client, pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.5).chat.completions.create(
+            model=staged.engine.model_name,
+            messages=[{"role": "user", "content": QUESTION}],
+            max_tokens=400,
+            extra_body={"ignore_eos": True},
+        )
+    wait_until(lambda: is_quiet(staged), timeout_s=60)
+    go_on.set()
+    assert ended.wait(30)
+    wait_until(lambda: is_quiet(staged) and not staged.engine._store._pins, timeout_s=30)
+
+
+def test_of_a_request_that_is_refused_in_the_end_nothing_goes_on(
+    staged: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = Recorded()
+
+    def refuse(request: Request) -> int:
+        raise RequestError("messages", "wanted something else")
+
+    monkeypatch.setattr(staged.engine, "submit", submit)
+    monkeypatch.setattr(staged.engine, "validate", refuse)
+    searching(staged, monkeypatch, lambda final: iter([final]))
+    with pytest.raises(openai.BadRequestError, match="wanted something else"):
+        ask(staged, QUESTION)
+    assert len(submit.asked) == 1 and submit.cancelled == [0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("retrieval_stages", 0), ("max_prefill_bs", -1)])
+def test_bad_settings_are_named(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}: wanted an integer of at least"):
+        ServerSettings(**{name: value})
+
+
+class Recorded:
+    """An engine's `submit` that answers nothing by itself."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.asked: list[Request] = []
+        self.cancelled: list[int] = []
+        self.emits: list[Callable[[Delta | Exception], None]] = []
+        self.on_starts: list[Callable[[], None]] = []
+
+    def __call__(self, request, emit, *, on_start):
+        number = len(self.asked)
+        self.asked.append(request)
+        if self.error is not None:
+            raise self.error
+        self.emits.append(emit)
+        self.on_starts.append(on_start)
+        return lambda: self.cancelled.append(number)
+
+
+def request_of(documents: Sequence[Document]) -> Request:
+    return Request(messages=[{"role": "user", "content": "?"}], documents=documents)
+
+
+def begun(submit: Recorded, waiting: int = 0) -> SpeculativeAnswer:
+    return SpeculativeAnswer(submit, request_of, lambda: waiting, max_pending=2)
+
+
+DOCUMENTS = (Document("a", score=0.5), Document("b", score=0.25))
+
+
+def test_pieces_are_held_back_until_the_passages_are_known_to_be_right() -> None:
+    submit, got, starts = Recorded(), [], []
+    one = begun(submit)
+    one.offer(DOCUMENTS)
+    submit.on_starts[0]()
+    submit.emits[0](first := Delta("x", (1,)))
+    assert got == [] and one.num_begun == 1
+    final = request_of([Document("a", score=0.75), DOCUMENTS[1]])  # scores are no part of the prompt
+    cancel = one.start(final, got.append, on_start=lambda: starts.append(1))
+    assert got == [first] and starts == [1] and one.was_right
+    submit.emits[0](then := Delta("y", (2,)))
+    assert got == [first, then] and len(submit.asked) == 1
+    one.close()
+    assert submit.cancelled == []
+    cancel()
+    assert submit.cancelled == [0]
+
+
+def test_of_an_answer_from_other_passages_nothing_is_heard() -> None:
+    submit, got = Recorded(), []
+    one = begun(submit)
+    one.offer(DOCUMENTS)
+    one.start(request_of(DOCUMENTS[::-1]), got.append, on_start=lambda: None)
+    submit.emits[0](Delta("x", (1,)))
+    submit.emits[0](CancelledError())
+    assert submit.cancelled == [0] and got == [] and not one.was_right and len(submit.asked) == 2
+    submit.emits[1](answer := Delta("z", (3,)))
+    assert got == [answer]
+
+
+@pytest.mark.parametrize("error", [OverloadError("full", 1.0), RequestError("documents", "too long")])
+def test_what_the_engine_refuses_is_tried_again_and_fails_only_in_the_end(error) -> None:
+    submit = Recorded(error)
+    one = begun(submit)
+    one.offer(DOCUMENTS)
+    one.offer(DOCUMENTS)
+    assert len(submit.asked) == 2 and one.num_begun == 0
+    with pytest.raises(type(error)):
+        one.start(request_of(DOCUMENTS), lambda event: None, on_start=lambda: None)
+
+
+def test_its_own_place_in_line_does_not_count() -> None:
+    submit = Recorded()
+    one = begun(submit, waiting=2)
+    one.offer(DOCUMENTS)
+    assert submit.asked == []
+    one = begun(submit, waiting=1)
+    one.offer(DOCUMENTS)
+    one._num_pending = lambda: 2  # one other, and itself
+    one.offer(DOCUMENTS[::-1])
+    assert len(submit.asked) == 2 and submit.cancelled == [0]
+
+
+def test_after_the_end_nothing_begins() -> None:
+    submit = Recorded()
+    one = begun(submit)
+    one.close()
+    one.offer(DOCUMENTS)
+    assert submit.asked == []
+    late = Recorded()
+    one = SpeculativeAnswer(lambda *args, **how: (one.close(), late(*args, **how))[1], request_of, int, max_pending=1)
+    one.offer(DOCUMENTS)  # closed while it was being submitted
+    assert late.cancelled == [0]
