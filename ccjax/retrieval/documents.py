@@ -1,14 +1,19 @@
-"""Turns one file (.md .txt .html .htm .pdf) into a title and clean text. Knows no chunks, tokens or index."""
+"""Turns one file (.md .txt .html .htm .pdf) into a title, clean text and metadata. Knows no chunks, tokens or index."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import io
+import math
 import re
 import stat
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 MAX_FILE_BYTES = 20_000_000
 
@@ -24,7 +29,8 @@ class DocumentError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedDocument:
-    """A parsed file. `markdown` says whether `text` still carries Markdown markup.
+    """A parsed file. `markdown` says whether `text` still carries Markdown markup; `metadata` is that of a Markdown
+    file's front matter (see `plain_metadata`).
 
     The title is a Markdown level-1 heading or front-matter title, an HTML <title> or first <h1>, a PDF's metadata
     title, else the file name in words. A heading that became the title is not repeated in `text`.
@@ -33,6 +39,23 @@ class LoadedDocument:
     title: str
     text: str
     markdown: bool = False
+    metadata: Mapping[str, str | float | bool] = dataclasses.field(default_factory=dict)
+
+
+def plain_metadata(value: Any) -> dict[str, str | float | bool]:
+    """What searches may ask for in a mapping: its text, numbers and truth values by name, dates as ISO text; the rest,
+    lists and mappings too, is left out. Empty where `value` is no mapping."""
+    if not isinstance(value, Mapping):
+        return {}
+    plain: dict[str, str | float | bool] = {}
+    for name, one in value.items():
+        if isinstance(one, datetime.date):
+            one = one.isoformat()
+        if isinstance(one, str):
+            plain[str(name)] = without_controls(one)
+        elif isinstance(one, int | float) and math.isfinite(one):
+            plain[str(name)] = one
+    return plain
 
 
 def load_document(path: str | Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> LoadedDocument:
@@ -75,11 +98,12 @@ def parse_document(path: Path, data: bytes) -> LoadedDocument:
         raise DocumentError(path, "the file is empty")
     suffix = path.suffix.lower()
     title, text = _PARSERS[suffix](path, data)
-    text = _without_controls(text).strip("\n").rstrip()
+    text = without_controls(text).strip("\n").rstrip()
     if not text.strip():
         raise DocumentError(path, "no text besides a title" if title else "no text")
-    title = " ".join(_without_controls(title or "").split())
-    return LoadedDocument(title or _title_from_name(path), text, markdown=suffix == ".md")
+    title = " ".join(without_controls(title or "").split())
+    metadata = _front_matter(_decode(path, data)) if suffix == ".md" else {}
+    return LoadedDocument(title or _title_from_name(path), text, markdown=suffix == ".md", metadata=metadata)
 
 
 def _title_from_name(path: Path) -> str:
@@ -87,7 +111,7 @@ def _title_from_name(path: Path) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _without_controls(text: str) -> str:
+def without_controls(text: str) -> str:
     """Unix line ends, no control characters, no lone surrogates (PDF fonts yield them; UTF-8 cannot hold them)."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]", "", text)
@@ -134,6 +158,17 @@ def _parse_markdown(path: Path, data: bytes) -> tuple[str | None, str]:
         if title is None or title == heading:
             title, lines = heading, lines[:first] + lines[last:]
     return title, "\n".join(lines)
+
+
+def _front_matter(text: str) -> dict[str, str | float | bool]:
+    """The front matter as metadata; empty where there is none, or none that is YAML."""
+    front = _FRONT_MATTER.match(text.replace("\r\n", "\n").replace("\r", "\n"))
+    if front is None:
+        return {}
+    try:
+        return plain_metadata(yaml.safe_load(front[1]))
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        return {}
 
 
 def _find_heading(lines: list[str]) -> tuple[int, int, str] | None:

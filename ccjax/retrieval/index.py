@@ -1,171 +1,375 @@
-"""The vector index: passages and their vectors in memory and on disk. Knows no files of documents and no embedder.
+"""The index of passages: documents and vectors on disk, searched by similarity and metadata, changed while it is
+searched. Knows no files of documents and no embedder.
 
-On disk an index is `manifest.json`, which names by content `vectors-<sha256>.faiss` and `passages-<sha256>.json`. The
-manifest is renamed into place last, so a reader sees the old index or the new one. One process writes at a time; if
-two do, the loser's index is found incomplete and rebuilt, never mixed.
+`passages.sqlite` is the truth. Vectors are searched in segments that are made of it; where there are many, most of them
+are in a trained index, a file that is memory-mapped and may be deleted. Several processes may share a directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
+import logging
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar, get_args
 
-import faiss
 import numpy as np
 
-from ccjax.retrieval.staged import staged_search
+from ccjax.retrieval.catalog import (
+    Catalog,
+    IndexedDocument,
+    IndexSettings,
+    IndexUnusableError,
+    PassageRow,
+    naming_damage,
+)
+from ccjax.retrieval.filters import Filter
+from ccjax.retrieval.segments import Segment, appended, search
+from ccjax.retrieval.trained import Progress, Trained, TrainedKind, build, load
 
-FORMAT_VERSION = 1
-_MANIFEST = "manifest.json"
+__all__ = ["IndexKind", "IndexSettings", "IndexUnusableError", "IndexedDocument", "PassageIndex"]
 
+_log = logging.getLogger(__name__)
 
-class IndexUnusableError(Exception):
-    """A saved index that cannot serve: absent, damaged, or made with other settings. The message says which."""
+IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
+INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
+LEAST_TRAINED = 50_000
+"""Passages from which on `auto` trains an IVF index: fewer are searched exactly in some milliseconds."""
+_MOST_UNTRAINED = 0.1
+"""Share of the trained rows that may be new, or deleted, before the index is made again."""
+_RETRAIN_AT = 2.0
+"""Times the rows that clusters were trained on, from which on they are trained anew."""
+_MOST_FILTERS = 16
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
-class IndexSettings:
-    """Everything besides the documents that decides passages and vectors; an index serves these settings only.
+class _View:
+    """What one search sees."""
 
-    Attributes:
-      embedder: the embedder's name, fingerprint included.
-      token_probe: token counts of fixed texts, which tell one tokenizer from another.
-    """
+    segments: tuple[Segment, ...] = ()
+    trained: Trained | None = None
+    last_row: int = 0
 
-    embedder: str
-    dim: int
-    chunk_tokens: int
-    overlap_tokens: int
-    token_probe: tuple[int, ...]
-    format_version: int = FORMAT_VERSION
-
-
-@dataclasses.dataclass(frozen=True)
-class IndexedDocument:
-    """One document and its passages' texts. `version` is the sha256 (hex) of the source file."""
-
-    document_id: str
-    title: str
-    version: str
-    passages: tuple[str, ...]
+    @property
+    def num_passages(self) -> int:
+        return sum(segment.num_alive for segment in self.segments)
 
 
 class PassageIndex:
-    """An immutable set of documents with one vector for each passage, searched exactly by inner product.
+    """Documents with one vector for each passage; any thread may call any method.
 
-    Exact search reads every vector: some milliseconds for 50,000 passages of 384 dimensions. A coarser faiss index
-    would take the place of `IndexFlatIP` here; the file format holds any faiss index, and so does `staged_search`.
+    A search sees every document as it is before or after a `write`, never in between.
     """
 
-    def __init__(self, documents: Sequence[IndexedDocument], vectors: np.ndarray) -> None:
-        """`vectors` is float32 [passages, dim], in the order of the documents' passages."""
-        self.documents = tuple(documents)
-        self.places = tuple((row, n) for row, doc in enumerate(self.documents) for n in range(len(doc.passages)))
-        if vectors.ndim != 2 or len(vectors) != len(self.places):
-            raise ValueError(f"vectors: wanted [{len(self.places)}, dim], got {vectors.shape}")
-        self._index = faiss.IndexFlatIP(vectors.shape[1])
-        self._index.add(np.ascontiguousarray(vectors, np.float32))  # pyright: ignore[reportCallIssue]
+    def __init__(self, catalog: Catalog, settings: IndexSettings, kind: IndexKind, recall: float) -> None:
+        """Use `PassageIndex.open`."""
+        self.settings = settings
+        self._catalog = catalog
+        self._kind: IndexKind = kind
+        self._recall = recall
+        self._lock = threading.RLock()
+        self._view = _View()
+        self._stamp: int | None = None
+        self._allowed: dict[Filter, np.ndarray] = {}
+        self._sync()
+
+    @classmethod
+    def open(
+        cls, directory: Path | None, settings: IndexSettings, *, kind: IndexKind = "auto", recall: float = 0.95
+    ) -> PassageIndex:
+        """The index in `directory`, an empty one where there is none; None keeps it in memory.
+
+        Args:
+          kind: `flat` searches every vector; `ivf` and `hnsw` those near the query (`ccjax.retrieval.trained`), once
+            `improve` trained them; `auto` is `flat` below 50,000 passages and `ivf` above. In memory always `flat`.
+          recall: share of the true nearest passages that a trained index should find, above 0 and below 1.
+
+        Raises:
+          IndexUnusableError: it is damaged, or was not made with `settings`.
+          OSError: its files cannot be opened or written.
+          ValueError: an argument is none of these.
+        """
+        if kind not in INDEX_KINDS:
+            raise ValueError(f"index_kind: wanted one of {', '.join(INDEX_KINDS)}, got {kind!r}")
+        if not isinstance(recall, float) or not 0.0 < recall < 1.0:
+            raise ValueError(f"index_recall: wanted a number above 0 and below 1, got {recall!r}")
+        catalog = Catalog.open(directory, settings)
+        try:
+            with naming_damage():
+                return cls(catalog, settings, "flat" if directory is None else kind, recall)
+        except BaseException:
+            catalog.close()
+            raise
 
     def __len__(self) -> int:
-        return len(self.places)
+        return self._view.num_passages
 
     @property
-    def vectors(self) -> np.ndarray:
-        """A copy of all vectors, float32 [passages, dim]."""
-        return self._index.reconstruct_n(0, len(self))  # pyright: ignore[reportCallIssue]
+    def trained(self) -> Trained | None:
+        """The trained index that is in use; None while all vectors are searched."""
+        return self._view.trained
 
-    def search(self, vector: np.ndarray, top_k: int) -> list[tuple[float, IndexedDocument, int]]:
-        """(score, document, passage number) of the `top_k` best passages, best first, ties in index order.
+    @property
+    def num_documents(self) -> int:
+        """Documents, those without passages included."""
+        return self._read(self._catalog.count_documents)
 
-        Fewer come back where the index holds fewer; none for a zero `vector`, which resembles nothing.
+    def versions(self) -> dict[str, tuple[str, str]]:
+        """(version, source) of every document by document id, sorted."""
+        return self._read(self._catalog.versions)
+
+    def digests(self) -> dict[str, str]:
+        """What `write` noted of sources."""
+        return self._read(self._catalog.digests)
+
+    def has(self, document_id: str) -> bool:
+        """True if the document is there."""
+        return self._read(lambda: self._catalog.has(document_id))
+
+    def document(self, document_id: str) -> list[PassageRow]:
+        """The passages of a document in reading order; empty where there is none."""
+        return self._read(lambda: self._catalog.document(document_id))
+
+    # -- searching ---------------------------------------------------------------------------------------------
+
+    def search(self, vector: np.ndarray, top_k: int, *, where: Filter | None = None) -> list[tuple[float, PassageRow]]:
+        """(score, passage) of the `top_k` best passages, best first, ties in order of arrival.
+
+        Fewer come back where fewer exist or the filter lets fewer through; none for a zero `vector`, which resembles
+        nothing.
         """
-        ((hits, _),) = self.stages(vector, top_k, 1)
+        ((hits, _),) = self.stages(vector, top_k, 1, where=where)
         return hits
 
     def stages(
-        self, vector: np.ndarray, top_k: int, num_stages: int
-    ) -> Iterator[tuple[list[tuple[float, IndexedDocument, int]], bool]]:
+        self, vector: np.ndarray, top_k: int, num_stages: int, *, where: Filter | None = None
+    ) -> Iterator[tuple[list[tuple[float, PassageRow]], bool]]:
         """What `search` would return of what was searched so far, after each of at most `num_stages` parts of the work,
         and whether that is all: then it is what `search` returns."""
-        if not len(self) or not vector.any():
-            yield [], True
-            return
-        for found in staged_search(self._index, vector, min(top_k, len(self)), num_stages=num_stages):
-            hits = sorted(
-                zip(found.scores.tolist(), found.rows.tolist(), strict=True), key=lambda hit: (-hit[0], hit[1])
-            )
-            places = ((score, self.places[row]) for score, row in hits)
-            yield [(score, self.documents[place], number) for score, (place, number) in places], found.is_final
+        while True:
+            view = self._view
+            if not view.segments or not vector.any():
+                yield [], True
+                return
+            if vector.shape != (self.settings.dim,):
+                raise ValueError(f"vector: wanted [{self.settings.dim}], got {vector.shape}")
+            allowed = None if where is None else self._rows_of(where, view)
+            found = search(view.segments, vector, top_k, num_stages, allowed)
+            hits = next(found)
+            for better in found:
+                if (known := self._passages(hits, view)) is None:
+                    break
+                yield known, False
+                hits = better
+            else:
+                if (known := self._passages(hits, view)) is not None:
+                    yield known, True
+                    return
 
-    def save(self, directory: Path, settings: IndexSettings) -> None:
-        """Writes the index to `directory`, replacing the one there in one step."""
-        directory.mkdir(parents=True, exist_ok=True)
-        passages = json.dumps([dataclasses.asdict(document) for document in self.documents]).encode()
-        files = {
-            "vectors": _write(directory, "vectors", ".faiss", faiss.serialize_index(self._index).tobytes()),
-            "passages": _write(directory, "passages", ".json", passages),
-        }
-        manifest = json.dumps({"settings": dataclasses.asdict(settings), "files": files}, indent=1)
-        _replace(directory / _MANIFEST, manifest.encode())
-        for pattern in ("vectors-*.faiss", "passages-*.json"):
-            for path in directory.glob(pattern):
-                if path.name not in {file["name"] for file in files.values()}:
-                    path.unlink(missing_ok=True)
+    def recall(self, vectors: np.ndarray, top_k: int) -> float:
+        """Share of the true `top_k` nearest passages of some queries that `search` finds; reads every vector.
 
-    @classmethod
-    def load(cls, directory: Path, settings: IndexSettings) -> PassageIndex:
-        """The index saved in `directory`, every byte checked against the manifest's sha256 before it is parsed.
-
-        Raises:
-          IndexUnusableError: there is none, it is damaged, or it was not made with `settings`.
+        Args:
+          vectors: float32 [queries, dim].
         """
+        view = self._view
+        best = np.full((len(vectors), top_k), -np.inf, np.float32)
+        for _, some in self._batches(view.last_row)():
+            best = -np.sort(-np.concatenate([best, vectors @ some.T], axis=1), axis=1)[:, :top_k]
+        num_found = 0
+        for vector, scores in zip(vectors, best, strict=True):
+            *_, hits = search(view.segments, vector, top_k, 1, None)
+            num_found += sum(score >= scores[-1] - 1e-5 for score, _ in hits)
+        return num_found / max(1, int(np.isfinite(best).sum()))
+
+    def _passages(self, hits: Sequence[tuple[float, int]], view: _View) -> list[tuple[float, PassageRow]] | None:
+        """The texts of what was found; None where a passage has gone since: `view` is out of date."""
+        with self._lock:
+            known = self._catalog.passages([row for _, row in hits])
+            if len(known) < len(hits):
+                if self._view is view:
+                    self._sync()  # another process deleted it
+                return None
+        return [(score, known[row]) for score, row in hits]
+
+    def _rows_of(self, where: Filter, view: _View) -> np.ndarray:
+        with self._lock:
+            if where not in self._allowed:
+                while len(self._allowed) >= _MOST_FILTERS:
+                    self._allowed.pop(next(iter(self._allowed)))
+                self._allowed[where] = self._catalog.rows(where)
+            return self._allowed[where]
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        documents: Sequence[IndexedDocument] = (),
+        vectors: np.ndarray | None = None,
+        *,
+        removed: Collection[str] = (),
+        digests: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Takes in and removes documents, all or nothing. A document of the same id is replaced.
+
+        Args:
+          vectors: float32 [passages, dim], in the order of the documents' passages.
+          removed: document ids; unknown ones are passed over.
+          digests: notes to keep about sources, None to forget one.
+        """
+        ids = [document.document_id for document in documents]
+        if len(set(ids)) < len(ids):
+            raise ValueError("documents: wanted every document_id once")
+        counts = [len(document.passages) for document in documents]
+        wanted = (sum(counts), self.settings.dim)
+        vectors = np.empty((0, self.settings.dim), np.float32) if vectors is None else vectors
+        if vectors.shape != wanted:
+            raise ValueError(f"vectors: wanted {list(wanted)}, got {list(vectors.shape)}")
+        with self._lock:
+            with self._catalog.transaction():
+                gone = self._catalog.remove([*removed, *ids])
+                parts = np.split(vectors, np.cumsum(counts)[:-1]) if documents else []
+                rows = [self._catalog.add(one, part) for one, part in zip(documents, parts, strict=True)]
+                for source, digest in (digests or {}).items():
+                    self._catalog.set_digest(source, digest)
+            if self._stamp != self._catalog.stamp:
+                self._sync()
+                return
+            view = self._view
+            segments = tuple(segment.without(gone) for segment in view.segments)
+            added = np.concatenate(rows) if rows else np.empty(0, np.int64)
+            if len(added):
+                segments = appended(segments, Segment.flat(added, vectors))
+                view = dataclasses.replace(view, last_row=int(added[-1]))
+            self._view = dataclasses.replace(view, segments=tuple(one for one in segments if one.num_alive))
+            self._allowed.clear()
+
+    def improve(self, progress: Progress = lambda stage, done, total: None) -> Trained | None:
+        """Trains what `kind` asks for, where it is missing or too much has changed since; None if nothing was to be
+        done. Minutes for a million passages; searches and writes go on meanwhile.
+
+        Args:
+          progress: called as (`train` or `add`, done, total).
+        """
+        view, directory = self._view, self._directory
+        kind = self._trained_kind(view)
+        old = view.trained
+        if directory is None or not self._is_due(view, kind):
+            return None
+        if kind is None:
+            trained = None
+        else:
+            keeps = old is not None and old.kind == kind == "ivf" and view.num_passages < _RETRAIN_AT * old.num_trained
+            rows = self._read(self._catalog.rows)
+            trained = build(
+                kind,
+                self._batches(view.last_row),
+                int(np.searchsorted(rows, view.last_row, side="right")),
+                self.settings.dim,
+                directory,
+                recall=self._recall,
+                like=next((one for one in view.segments if not one.is_flat), None) if keeps else None,
+                num_trained=old.num_trained if old is not None else 0,
+                progress=progress,
+            )
+        made = _View() if trained is None else _View((load(trained, directory),), trained, trained.last_row)
+        with self._lock:
+            with self._catalog.transaction():
+                self._catalog.note("trained", None if trained is None else dataclasses.asdict(trained))
+            self._sync(made)
+            noted = self._catalog.noted("trained") or {}
+        for path in directory.glob("vectors-*.faiss"):
+            if path.name != noted.get("file"):
+                path.unlink(missing_ok=True)
+        return trained
+
+    def close(self) -> None:
+        """Frees the vectors and closes the file; nothing may be called afterwards."""
+        with self._lock:
+            self._view = _View()
+            self._catalog.close()
+
+    @property
+    def _directory(self) -> Path | None:
+        return None if self._catalog.path is None else self._catalog.path.parent
+
+    def _trained_kind(self, view: _View) -> TrainedKind | None:
+        if self._kind == "auto":
+            return "ivf" if view.num_passages >= LEAST_TRAINED else None
+        if self._kind == "flat" or not view.num_passages:
+            return None
+        return self._kind
+
+    def _is_due(self, view: _View, kind: TrainedKind | None) -> bool:
+        trained = view.trained
+        if trained is None or kind != trained.kind:
+            return (trained and trained.kind) != kind
+        flat = sum(segment.num_alive for segment in view.segments if segment.is_flat)
+        num_dead = trained.num_rows - (view.num_passages - flat)
+        return flat + num_dead > max(_MOST_UNTRAINED * trained.num_rows, math.sqrt(LEAST_TRAINED))
+
+    # -- in step with the catalog ------------------------------------------------------------------------------
+
+    def _read(self, function: Callable[[], Result]) -> Result:
+        with self._lock:
+            return function()
+
+    def _batches(self, last_row: int) -> Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]:
+        """Rows and vectors up to a row, some at a time; writes may come between."""
+
+        def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            after = 0
+            while True:
+                with self._lock:
+                    found = next(self._catalog.vectors(self.settings.dim, after=after), None)
+                if found is None:
+                    return
+                rows, vectors = found
+                after = int(rows[-1])
+                upto = int(np.searchsorted(rows, last_row, side="right"))
+                if upto:
+                    yield rows[:upto], vectors[:upto]
+                if upto < len(rows):
+                    return
+
+        return batches
+
+    def _sync(self, view: _View | None = None) -> None:
+        """Brings the segments, or those of `view`, in step with what any process wrote."""
+        view = view or self._view
+        with self._catalog.snapshot():
+            trained = self._noted_trained()
+            if trained != view.trained:
+                view = self._opened(trained)
+            new = list(self._catalog.vectors(self.settings.dim, after=view.last_row))
+            alive = self._catalog.rows()
+            stamp = self._catalog.stamp
+        segments, last_row = view.segments, view.last_row
+        if new:
+            rows, vectors = np.concatenate([rows for rows, _ in new]), np.concatenate([some for _, some in new])
+            segments, last_row = appended(segments, Segment.flat(rows, vectors)), int(rows[-1])
+        living = (one.without(np.setdiff1d(one.rows, alive, assume_unique=True)) for one in segments)
+        segments = tuple(segment for segment in living if segment.num_alive)
+        self._view = dataclasses.replace(view, segments=segments, last_row=last_row)
+        self._stamp = stamp
+        self._allowed.clear()
+
+    def _noted_trained(self) -> Trained | None:
+        noted = self._catalog.noted("trained")
         try:
-            manifest = json.loads((directory / _MANIFEST).read_bytes())
-            saved, files = manifest["settings"], manifest["files"]
-            wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
-            if changed := [key for key in wanted if saved.get(key) != wanted[key]]:
-                pairs = ", ".join(f"{key} {saved.get(key)!r} -> {wanted[key]!r}" for key in changed)
-                raise IndexUnusableError(f"made with other settings: {pairs}")
-            vectors = faiss.deserialize_index(np.frombuffer(_read(directory, files["vectors"]), np.uint8))
-            passages = json.loads(_read(directory, files["passages"]))
-            documents = [IndexedDocument(**{**raw, "passages": tuple(raw["passages"])}) for raw in passages]
-            return cls(documents, vectors.reconstruct_n(0, vectors.ntotal))
-        except FileNotFoundError as error:
-            reason = "no saved index" if str(error.filename).endswith(_MANIFEST) else f"{error.filename} is missing"
-            raise IndexUnusableError(reason) from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise IndexUnusableError(f"damaged: {type(error).__name__}: {error}") from None
+            return None if noted is None else Trained(**noted)
+        except TypeError as error:
+            raise IndexUnusableError(f"damaged: {error}") from None
 
-
-def _write(directory: Path, kind: str, suffix: str, data: bytes) -> dict[str, Any]:
-    digest = hashlib.sha256(data).hexdigest()
-    path = directory / f"{kind}-{digest}{suffix}"
-    _replace(path, data)
-    return {"name": path.name, "sha256": digest}
-
-
-def _read(directory: Path, file: dict[str, Any]) -> bytes:
-    data = (directory / Path(file["name"]).name).read_bytes()
-    if hashlib.sha256(data).hexdigest() != file["sha256"]:
-        raise ValueError(f"{file['name']} does not have the sha256 that the manifest names")
-    return data
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Writes under a temporary name, flushes to disk, then renames: no reader meets half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    def _opened(self, trained: Trained | None) -> _View:
+        """A view of the trained index alone; of nothing where its file is damaged: it can be made again."""
+        if trained is None or self._directory is None:
+            return _View()
+        try:
+            return _View((load(trained, self._directory),), trained, trained.last_row)
+        except IndexUnusableError as error:
+            _log.warning("all vectors are searched until the index is made again: %s", error)
+            return _View()

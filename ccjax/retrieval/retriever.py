@@ -4,26 +4,31 @@ engine, no prompt and no HTTP."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, PassageRow
+from ccjax.retrieval.changes import Changes, find_changes
 from ccjax.retrieval.chunking import split
-from ccjax.retrieval.documents import MAX_FILE_BYTES, DocumentError, parse_document, read_document
+from ccjax.retrieval.documents import MAX_FILE_BYTES, LoadedDocument
 from ccjax.retrieval.embedding import Embedder, default_embedder
-from ccjax.retrieval.index import IndexedDocument, IndexSettings, IndexUnusableError, PassageIndex
-from ccjax.retrieval.scan import find_files
+from ccjax.retrieval.filters import parse_filter
+from ccjax.retrieval.index import IndexKind, PassageIndex
+from ccjax.retrieval.trained import Trained
 
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Called as (stage, done, total); stages are `read` (files) and then `embed` (passages)."""
+"""Called as (stage, done, total); stages are `read` (files), `embed` (passages) and, where an index of many passages is
+made again, `train` (1) and `add` (passages)."""
 
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
+_WRITE_BATCH = 1024  # passages that are computed again, at most, after a process that embeds is killed
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
 
 
@@ -32,11 +37,13 @@ class Passage:
     """One retrieved passage.
 
     Attributes:
-      document_id: the source file's path below the documents directory, with forward slashes.
+      document_id: the source file's path below the documents directory, with forward slashes; in a collection
+        (`ccjax.retrieval.jsonl`) followed by `/` and the document's own id.
       passage_id: `document_id#n`, n counted from 0 in reading order.
-      version: sha256 (hex) of the source file's bytes.
+      version: sha256 (hex) of the source file's bytes, in a collection of the document's line.
       score: cosine similarity to the query, in [-1, 1].
       path: the source file.
+      metadata: text, numbers and truth values by name: a Markdown file's front matter, a collection's `metadata`.
     """
 
     document_id: str
@@ -46,6 +53,7 @@ class Passage:
     version: str
     score: float
     path: str
+    metadata: Mapping[str, str | float | bool] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +74,7 @@ class RefreshReport:
 class Retriever:
     """Ranked passages from a directory of documents; made by `Retriever.open`.
 
-    `search` may run in several threads and during `refresh`: it sees the index before or after, never between.
+    `search` may run in several threads and during `refresh`: it sees every document before or after.
     """
 
     def __init__(
@@ -79,6 +87,8 @@ class Retriever:
         chunk_tokens: int,
         overlap_tokens: int,
         max_file_bytes: int,
+        index_kind: IndexKind,
+        index_recall: float,
         progress: Progress | None,
     ) -> None:
         """Use `Retriever.open`: a retriever made here has loaded nothing yet."""
@@ -96,7 +106,10 @@ class Retriever:
         self._max_file_bytes = max_file_bytes
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._update_lock = threading.Lock()
-        self._index: PassageIndex | None = PassageIndex((), np.empty((0, embedder.dim), np.float32))
+        self._index: PassageIndex | None = None
+        self._open_index = lambda: PassageIndex.open(
+            self._index_dir, self._settings, kind=index_kind, recall=index_recall
+        )
         self.report = RefreshReport()
         """What the last update of the index did: that of `open`, then that of each `refresh`."""
 
@@ -113,6 +126,8 @@ class Retriever:
         progress: Progress | None = None,
         strict: bool = False,
         max_file_bytes: int = MAX_FILE_BYTES,
+        index_kind: IndexKind = "auto",
+        index_recall: float = 0.95,
     ) -> Retriever:
         """A retriever over the files below `docs_dir`, up to date with them.
 
@@ -126,7 +141,9 @@ class Retriever:
           progress: called while files are read and passages embedded.
           strict: whether a file that cannot be used raises. By default it is skipped, logged, and listed in
             `report.failed`.
-          max_file_bytes: larger files are refused.
+          max_file_bytes: larger files are refused, and longer lines of collections.
+          index_kind: see `PassageIndex.open`.
+          index_recall: see there.
 
         Raises:
           ValueError: an argument is out of range, or `docs_dir` is not a directory.
@@ -146,10 +163,16 @@ class Retriever:
             chunk_tokens=chunk_tokens,
             overlap_tokens=overlap_tokens,
             max_file_bytes=max_file_bytes,
+            index_kind=index_kind,
+            index_recall=index_recall,
             progress=progress,
         )
         rebuilt = retriever._load()
-        retriever._update(strict=strict, rebuilt=rebuilt)
+        try:
+            retriever._update(strict=strict, rebuilt=rebuilt)
+        except BaseException:
+            retriever.close()
+            raise
         if not retriever.num_passages:
             _log.warning("no passages: %s holds no usable document", docs_dir)
         return retriever
@@ -157,7 +180,7 @@ class Retriever:
     @property
     def num_documents(self) -> int:
         """Documents that can be found."""
-        return len(self._current().documents)
+        return self._current().num_documents
 
     @property
     def num_passages(self) -> int:
@@ -166,28 +189,37 @@ class Retriever:
 
     @property
     def document_ids(self) -> tuple[str, ...]:
-        """Ids of the documents that can be found."""
-        return tuple(document.document_id for document in self._current().documents)
+        """Ids of the documents that can be found, sorted."""
+        return tuple(self._current().versions())
+
+    @property
+    def trained(self) -> Trained | None:
+        """The trained index that is searched, with its recall; None while searches look at every passage."""
+        return self._current().trained
+
+    def has_document(self, document_id: str) -> bool:
+        """True if such a document can be found."""
+        return self._current().has(document_id)
 
     def passages(self, document_id: str) -> list[Passage]:
         """All passages of a document in reading order, each with score 0; empty where there is no such document."""
-        return [
-            self._passage(document, number, 0.0)
-            for document in self._current().documents
-            if document.document_id == document_id
-            for number in range(len(document.passages))
-        ]
+        return [self._passage(row, 0.0) for row in self._current().document(document_id)]
 
-    def search(self, query: str, top_k: int) -> list[Passage]:
+    def search(self, query: str, top_k: int, *, filters: Mapping[str, Any] | None = None) -> list[Passage]:
         """The `top_k` passages most similar to `query`, best first; fewer where fewer exist or match.
 
+        Args:
+          filters: what the documents' metadata must be (`ccjax.retrieval.filters`).
+
         Raises:
-          ValueError: `query` is blank, `top_k` is under 1, or the retriever is closed.
+          ValueError: `query` is blank, `top_k` is under 1, `filters` is none, or the retriever is closed.
         """
-        ((passages, _),) = self.stages(query, top_k, 1)
+        ((passages, _),) = self.stages(query, top_k, 1, filters=filters)
         return passages
 
-    def stages(self, query: str, top_k: int, num_stages: int) -> Iterator[tuple[list[Passage], bool]]:
+    def stages(
+        self, query: str, top_k: int, num_stages: int, *, filters: Mapping[str, Any] | None = None
+    ) -> Iterator[tuple[list[Passage], bool]]:
         """What `search` finds in what was searched so far, after each of at most `num_stages` parts of the work
         (RAGCache sec. 5.3), and whether that is all: then it is what `search` finds.
 
@@ -199,34 +231,38 @@ class Retriever:
         for name, value in (("top_k", top_k), ("num_stages", num_stages)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: wanted an integer of at least 1, got {value!r}")
+        where = None if filters is None else parse_filter(filters)
         index = self._current()
         vector = self._embedder.embed([query])[0] if len(index) else np.empty(0, np.float32)
-        found = index.stages(vector, top_k, num_stages)
-        return (([self._passage(doc, number, score) for score, doc, number in hits], is_all) for hits, is_all in found)
+        found = index.stages(vector, top_k, num_stages, where=where)
+        return (([self._passage(row, score) for score, row in hits], is_all) for hits, is_all in found)
 
-    def refresh(self) -> RefreshReport:
-        """Brings the index in step with the directory and saves it if it changed.
-
-        Every file is read and hashed; only new and changed ones are parsed and embedded, the vectors of the others
-        are kept. A changed file that cannot be used any more is dropped rather than served stale.
-        """
-        return self._update(strict=False, rebuilt=None)
-
-    def save(self) -> None:
-        """Writes the index to `index_dir`. `open` and `refresh` do this themselves after every change.
+    def recall(self, queries: Sequence[str], top_k: int) -> float:
+        """Share of the passages truly most similar to some queries that `search` finds; reads every vector. 1.0 without
+        a trained index.
 
         Raises:
-          ValueError: the retriever was opened without `index_dir`, or is closed.
+          ValueError: there is no query.
         """
-        if self._index_dir is None:
-            raise ValueError("index_dir: wanted a directory given to Retriever.open, got None")
-        with self._update_lock:
-            self._current().save(self._index_dir, self._settings)
+        if not queries:
+            raise ValueError("queries: wanted at least one, got none")
+        return self._current().recall(self._embedder.embed(list(queries)), top_k)
+
+    def refresh(self) -> RefreshReport:
+        """Brings the index in step with the directory.
+
+        Every file is read and hashed; only new and changed ones are parsed and embedded, the vectors of the others
+        are kept. A changed file that cannot be used any more is dropped rather than served stale. Where much has
+        changed among many passages, the trained index is made again; searches go on meanwhile.
+        """
+        return self._update(strict=False, rebuilt=None)
 
     def close(self) -> None:
         """Frees the index; every later call but `close` raises ValueError."""
         with self._update_lock:
-            self._index = None
+            index, self._index = self._index, None
+            if index is not None:
+                index.close()
 
     def _current(self) -> PassageIndex:
         index = self._index
@@ -234,113 +270,102 @@ class Retriever:
             raise ValueError("the retriever is closed")
         return index
 
-    def _passage(self, document: IndexedDocument, number: int, score: float) -> Passage:
+    def _passage(self, row: PassageRow, score: float) -> Passage:
         return Passage(
-            document_id=document.document_id,
-            passage_id=f"{document.document_id}#{number}",
-            title=document.title,
-            text=document.passages[number],
-            version=document.version,
+            document_id=row.document_id,
+            passage_id=f"{row.document_id}#{row.number}",
+            title=row.title,
+            text=row.text,
+            version=row.version,
             score=score,
-            path=str(self._docs_dir / document.document_id),
+            path=str(self._docs_dir / row.source),
+            metadata=row.metadata,
         )
 
     def _load(self) -> str | None:
-        """Takes over the saved index; else says why there is something to rebuild (None at a first start)."""
-        if self._index_dir is None:
-            return None
-        self._index_dir.mkdir(parents=True, exist_ok=True)  # fails now rather than after the embedding
-        if not any(self._index_dir.iterdir()):
-            return None
+        """Opens the saved index, or a new one; says why a saved one cannot be used, else None."""
+        if self._index_dir is not None:
+            self._index_dir.mkdir(parents=True, exist_ok=True)
         try:
-            self._index = PassageIndex.load(self._index_dir, self._settings)
+            self._index = self._open_index()
         except IndexUnusableError as error:
+            assert self._index_dir is not None
             _log.warning("the index in %s is rebuilt: %s", self._index_dir, error)
+            Catalog.delete(self._index_dir)
+            self._index = self._open_index()
             return str(error)
         return None
 
     def _update(self, *, strict: bool, rebuilt: str | None) -> RefreshReport:
         with self._update_lock:
-            old = self._current()
-            known = {document.document_id: document for document in old.documents}
-            files, failed = find_files(self._docs_dir, skip=self._index_dir)
-            problems = [DocumentError(path, reason) for path, reason in failed]
-            if strict and problems:
-                raise problems[0]
-            documents: list[IndexedDocument] = []
-            for done, (document_id, path) in enumerate(files.items()):
-                self._progress("read", done, len(files))
-                try:
-                    documents.append(self._read(document_id, path, known.get(document_id)))
-                except DocumentError as error:
-                    if strict:
-                        raise
-                    problems.append(error)
-            self._progress("read", len(files), len(files))
-            for problem in problems:
+            index = self._current()
+            versions = index.versions()
+            changes = find_changes(
+                self._docs_dir,
+                versions,
+                index.digests(),
+                self._split,
+                skip=self._index_dir,
+                strict=strict,
+                max_file_bytes=self._max_file_bytes,
+                progress=lambda done, total: self._progress("read", done, total),
+            )
+            for problem in changes.problems:
                 _log.warning("skipped %s", problem)
-
-            now = {document.document_id for document in documents}
-            report = RefreshReport(
-                added=tuple(doc.document_id for doc in documents if doc.document_id not in known),
-                changed=tuple(
-                    doc.document_id for doc in documents if known.get(doc.document_id, doc).version != doc.version
-                ),
-                removed=tuple(document_id for document_id in known if document_id not in now),
-                failed=tuple((problem.path, problem.reason) for problem in problems),
+            self._apply(index, changes)
+            index.improve(self._progress)
+            changed = set(changes.changed)
+            self.report = RefreshReport(
+                added=tuple(one.document_id for one in changes.new if one.document_id not in changed),
+                changed=tuple(changes.changed),
+                removed=tuple(changes.removed),
+                failed=tuple((problem.path, problem.reason) for problem in changes.problems),
                 rebuilt=rebuilt,
             )
-            if report.added or report.changed or report.removed:
-                self._index = PassageIndex(documents, self._vectors(documents, old))
-            if self._index_dir is not None and (self._index is not old or rebuilt):
-                self._current().save(self._index_dir, self._settings)
-            self.report = report
-            return report
+            return self.report
 
-    def _read(self, document_id: str, path: Path, known: IndexedDocument | None) -> IndexedDocument:
-        data = read_document(path, max_file_bytes=self._max_file_bytes)
-        version = hashlib.sha256(data).hexdigest()
-        if known is not None and known.version == version:
-            return known
-        loaded = parse_document(path, data)
-        try:
-            passages = split(
-                loaded.text,
-                count_tokens=self._count_tokens,
-                chunk_tokens=self._settings.chunk_tokens,
-                overlap_tokens=self._settings.overlap_tokens,
-                markdown=loaded.markdown,
-            )
-        except ValueError as error:
-            raise DocumentError(path, str(error)) from None
-        return IndexedDocument(document_id, loaded.title, version, tuple(passages))
+    def _split(self, loaded: LoadedDocument) -> tuple[str, ...]:
+        passages = split(
+            loaded.text,
+            count_tokens=self._count_tokens,
+            chunk_tokens=self._settings.chunk_tokens,
+            overlap_tokens=self._settings.overlap_tokens,
+            markdown=loaded.markdown,
+        )
+        return tuple(passages)
 
-    def _vectors(self, documents: list[IndexedDocument], old: PassageIndex) -> np.ndarray:
-        """The vectors of `documents`: kept for those that `old` holds unchanged, computed for the others."""
-        old_vectors = old.vectors
-        old_rows: dict[str, list[int]] = {document.document_id: [] for document in old.documents}
-        unchanged = {id(document) for document in old.documents}
-        for row, (place, _) in enumerate(old.places):
-            old_rows[old.documents[place].document_id].append(row)
+    def _apply(self, index: PassageIndex, changes: Changes) -> None:
+        """Embeds what is new and writes it batch by batch, so that a process that is killed has less to do again."""
+        if changes.removed:
+            index.write(removed=changes.removed)
+        total = sum(len(document.passages) for document in changes.new)
+        done = 0
+        for group in _groups(changes.new):
+            # A title names the subject.
+            texts = [f"{document.title}\n{text}" for document in group for text in document.passages]
+            vectors = np.empty((len(texts), self._settings.dim), np.float32)
+            for start in range(0, len(texts), _EMBED_BATCH):
+                self._progress("embed", done + start, total)
+                batch = slice(start, start + _EMBED_BATCH)
+                embedded = self._embedder.embed(texts[batch])
+                if embedded.shape != (wanted := vectors[batch].shape):
+                    raise ValueError(f"embedder: wanted vectors of shape {wanted}, got {embedded.shape}")
+                vectors[batch] = embedded
+            index.write(group, vectors)
+            done += len(texts)
+        self._progress("embed", total, total)
+        if changes.digests:
+            index.write(digests=changes.digests)
 
-        vectors = np.empty((sum(len(document.passages) for document in documents), self._settings.dim), np.float32)
-        new_rows: list[int] = []
-        texts: list[str] = []
-        start = 0
-        for document in documents:
-            end = start + len(document.passages)
-            if id(document) in unchanged:
-                vectors[start:end] = old_vectors[old_rows[document.document_id]]
-            else:
-                new_rows.extend(range(start, end))
-                texts.extend(f"{document.title}\n{text}" for text in document.passages)  # a title names the subject
-            start = end
-        for done in range(0, len(texts), _EMBED_BATCH):
-            self._progress("embed", done, len(texts))
-            batch = slice(done, done + _EMBED_BATCH)
-            embedded = self._embedder.embed(texts[batch])
-            if embedded.shape != (wanted := (len(texts[batch]), self._settings.dim)):
-                raise ValueError(f"embedder: wanted vectors of shape {wanted}, got {embedded.shape}")
-            vectors[new_rows[batch]] = embedded
-        self._progress("embed", len(texts), len(texts))
-        return vectors
+
+def _groups(documents: Sequence[IndexedDocument]) -> Iterator[list[IndexedDocument]]:
+    """Documents that are written together."""
+    group, num_passages = [], 0
+    for document in documents:
+        group.append(document)
+        num_passages += len(document.passages)
+        if num_passages >= _WRITE_BATCH:
+            yield group
+            group, num_passages = [], 0
+    if group:
+        yield group

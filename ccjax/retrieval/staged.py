@@ -35,7 +35,13 @@ class Found:
 
 
 def staged_search(
-    index: faiss.Index, query: np.ndarray, top_k: int, *, num_stages: int = 1, selector: faiss.IDSelector | None = None
+    index: faiss.Index,
+    query: np.ndarray,
+    top_k: int,
+    *,
+    num_stages: int = 1,
+    selector: faiss.IDSelector | None = None,
+    num_probes: int | None = None,
 ) -> Iterator[Found]:
     """The best rows after each of at most `num_stages` stages; fewer where there is less to divide.
 
@@ -45,6 +51,7 @@ def staged_search(
       index: flat, IVF or HNSW with inner products; searched with its own `nprobe` or `efSearch`.
       query: float32 [dim].
       selector: rows that may be found; None for all.
+      num_probes: clusters of an IVF index to search instead of its `nprobe`.
 
     Raises:
       ValueError: another kind of index or metric, a query of another length, or a number below 1.
@@ -58,7 +65,7 @@ def staged_search(
         raise ValueError(f"index: wanted inner products, got metric {index.metric_type}")
     vector = np.ascontiguousarray(query, np.float32)[None]
     if isinstance(index, faiss.IndexIVF):
-        return _ivf(index, vector, top_k, num_stages, selector)
+        return _ivf(index, vector, top_k, num_stages, selector, num_probes or index.nprobe)
     if isinstance(index, faiss.IndexHNSW):
         return _hnsw(index, vector, top_k, num_stages, selector)
     if isinstance(index, faiss.IndexFlat):
@@ -80,9 +87,14 @@ def _flat(
 
 
 def _ivf(
-    index: faiss.IndexIVF, vector: np.ndarray, top_k: int, num_stages: int, selector: faiss.IDSelector | None
+    index: faiss.IndexIVF,
+    vector: np.ndarray,
+    top_k: int,
+    num_stages: int,
+    selector: faiss.IDSelector | None,
+    num_probes: int,
 ) -> Iterator[Found]:
-    num_probes = min(index.nprobe, index.nlist)
+    num_probes = min(num_probes, index.nlist)
     distances, clusters = index.quantizer.search(vector, num_probes)  # pyright: ignore[reportCallIssue]
     best = _nothing()
     ends = _ends(num_probes, num_stages)

@@ -48,7 +48,30 @@ def load(tmp_path: Path, name: str, data: bytes | str) -> LoadedDocument:
     ],
 )
 def test_markdown(tmp_path: Path, source: str, title: str, text: str) -> None:
-    assert load(tmp_path, "my_notes.md", source) == LoadedDocument(title, text, markdown=True)
+    loaded = load(tmp_path, "my_notes.md", source)
+    assert (loaded.title, loaded.text, loaded.markdown) == (title, text, True)
+    assert loaded.metadata == ({"title": "Tides"} if source.startswith("---\ntitle") else {})
+
+
+def test_front_matter_is_metadata(tmp_path: Path) -> None:
+    front = """---
+title: Tides
+year: 2020
+height: 1.5
+draft: true
+date: 2020-05-17
+tags: [sea, moon]
+author: {name: Ada}
+none:
+bad: .inf
+---
+"""
+    expected = {"title": "Tides", "year": 2020, "height": 1.5, "draft": True, "date": "2020-05-17"}
+    assert load(tmp_path, "a.md", front + "Text.").metadata == expected
+    assert load(tmp_path, "a.md", front.replace("\n", "\r\n") + "Text.").metadata == expected
+    assert load(tmp_path, "a.md", "---\ntitle: [Tides\n---\nText.").metadata == {}
+    assert load(tmp_path, "a.md", "---\ndate: 2020-99-99\n---\nText.").metadata in ({}, {"date": "2020-99-99"})
+    assert load(tmp_path, "a.txt", front + "Text.").metadata == {}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

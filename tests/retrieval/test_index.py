@@ -1,24 +1,31 @@
-"""The saved vector index: exact search, atomic writes, and no damaged or foreign index is ever served."""
+"""The index of passages: what is found, what a change does, what survives, and that two processes may share it."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-from collections.abc import Callable
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ccjax.retrieval.index import IndexedDocument, IndexSettings, IndexUnusableError, PassageIndex
+from ccjax.retrieval import index as index_module
+from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError
+from ccjax.retrieval.filters import parse_filter
+from ccjax.retrieval.index import PassageIndex
 
 SETTINGS = IndexSettings(embedder="e-1", dim=8, chunk_tokens=200, overlap_tokens=0, token_probe=(9, 12, 7))
 
 
-def documents(num_passages: tuple[int, ...], tag: str = "") -> list[IndexedDocument]:
+def documents(num_passages: Sequence[int], tag: str = "") -> list[IndexedDocument]:
     return [
-        IndexedDocument(f"d{i}.md", f"Title {i}", f"v{i}{tag}", tuple(f"text {i}.{n} ü{tag}" for n in range(num)))
+        IndexedDocument(
+            f"d{i}.md", f"Title {i}", f"v{i}{tag}", tuple(f"text {i}.{n} ü{tag}" for n in range(num)), "", {"n": i}
+        )
         for i, num in enumerate(num_passages)
     ]
 
@@ -28,137 +35,284 @@ def unit_vectors(num: int, seed: int = 0) -> np.ndarray:
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
-def make(seed: int = 0, tag: str = "") -> PassageIndex:
-    return PassageIndex(documents((3, 1, 4), tag), unit_vectors(8, seed))
+def make(
+    directory: Path | None = None, seed: int = 0, tag: str = "", counts: Sequence[int] = (3, 1, 4)
+) -> PassageIndex:
+    index = PassageIndex.open(directory, SETTINGS)
+    index.write(documents(counts, tag), unit_vectors(sum(counts), seed))
+    return index
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+def names(index: PassageIndex, query: np.ndarray, top_k: int = 100, where: dict | None = None) -> list[str]:
+    hits = index.search(query, top_k, where=None if where is None else parse_filter(where))
+    return [f"{passage.document_id}#{passage.number}" for _, passage in hits]
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 50, 1000])
 def test_search_is_exact(top_k: int) -> None:
-    docs, vectors = documents((0, 100, 7, 200, 3)), unit_vectors(310)
-    index = PassageIndex(docs, vectors)
-    rows = [(doc.document_id, n) for doc in docs for n in range(len(doc.passages))]
+    counts, vectors = (0, 100, 7, 200, 3), unit_vectors(310)
+    index = make(counts=counts)
+    rows = [f"d{i}.md#{n}" for i, count in enumerate(counts) for n in range(count)]
     for query in unit_vectors(20, seed=1):
         expected = np.argsort(-(vectors.astype(np.float64) @ query.astype(np.float64)))[:top_k]
-        hits = index.search(query, top_k)
-        assert [(doc.document_id, n) for _, doc, n in hits] == [rows[row] for row in expected]
-        np.testing.assert_allclose([score for score, _, _ in hits], vectors[expected] @ query, atol=1e-6)
+        assert names(index, query, top_k) == [rows[row] for row in expected]
+        np.testing.assert_allclose(
+            [score for score, _ in index.search(query, top_k)], vectors[expected] @ query, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("num_stages", [2, 7, 1000])
 def test_stages_end_with_what_a_search_finds(num_stages: int) -> None:
-    index = PassageIndex(documents((0, 100, 7, 200, 3)), unit_vectors(310))
+    index = make(counts=(0, 100, 7, 200, 3))
     for query in unit_vectors(5, seed=1):
         *before, last = index.stages(query, 5, num_stages)
         assert last == (index.search(query, 5), True) and not any(is_all for _, is_all in before)
         assert len(before[0][0]) == min(5, 310 // num_stages or 1)
 
 
-def test_ties_come_in_index_order() -> None:
-    index = PassageIndex(documents((2, 2, 2)), np.repeat(unit_vectors(1), 6, axis=0))
-    hits = index.search(unit_vectors(1)[0], 6)
-    assert [(doc.document_id, n) for _, doc, n in hits] == [(f"d{i}.md", n) for i in range(3) for n in range(2)]
+def test_ties_come_in_order_of_arrival() -> None:
+    index = PassageIndex.open(None, SETTINGS)
+    index.write(documents((2, 2, 2)), np.repeat(unit_vectors(1), 6, axis=0))
+    assert names(index, unit_vectors(1)[0], 6) == [f"d{i}.md#{n}" for i in range(3) for n in range(2)]
 
 
 def test_an_empty_index_and_a_zero_query_find_nothing() -> None:
-    assert PassageIndex((), np.empty((0, 8), np.float32)).search(unit_vectors(1)[0], 3) == []
+    index = PassageIndex.open(None, SETTINGS)
+    assert index.search(unit_vectors(1)[0], 3) == [] and len(index) == 0
     assert make().search(np.zeros(8, np.float32), 3) == []
 
 
-def test_vectors_must_match_passages() -> None:
-    with pytest.raises(ValueError, match=r"vectors: wanted \[8, dim\], got \(7, 8\)"):
-        PassageIndex(documents((3, 1, 4)), unit_vectors(7))
+def test_a_passage_comes_with_all_that_is_known_of_its_document() -> None:
+    index = make()
+    ((score, passage),) = index.search(unit_vectors(8)[2], 1)
+    assert score == pytest.approx(1.0) and dataclasses.asdict(passage) == {
+        "document_id": "d0.md",
+        "source": "d0.md",
+        "title": "Title 0",
+        "version": "v0",
+        "metadata": {"n": 0},
+        "number": 2,
+        "text": "text 0.2 ü",
+    }
+    assert [row.text for row in index.document("d2.md")] == [f"text 2.{n} ü" for n in range(4)]
+    assert index.document("else") == [] and index.has("d1.md") and not index.has("else")
+    assert index.versions() == {f"d{i}.md": (f"v{i}", f"d{i}.md") for i in range(3)} and index.num_documents == 3
 
 
-def test_save_load_save_is_byte_equal(tmp_path: Path) -> None:
-    make().save(tmp_path / "a", SETTINGS)
-    loaded = PassageIndex.load(tmp_path / "a", SETTINGS)
-    assert loaded.documents == make().documents and np.array_equal(loaded.vectors, make().vectors)
-    loaded.save(tmp_path / "b", SETTINGS)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b") and len(contents(tmp_path / "a")) == 3
+def test_bad_arguments_are_named(tmp_path: Path) -> None:
+    index = make()
+    with pytest.raises(ValueError, match=r"vectors: wanted \[8, 8\], got \[7, 8\]"):
+        index.write(documents((3, 1, 4)), unit_vectors(7))
+    with pytest.raises(ValueError, match="documents: wanted every document_id once"):
+        index.write(documents((1,)) * 2, unit_vectors(2))
+    with pytest.raises(ValueError, match=r"vector: wanted \[8\], got \(9,\)"):
+        index.search(np.ones(9, np.float32), 1)
+    with pytest.raises(ValueError, match="index_kind: wanted one of auto, flat, ivf, hnsw, got 'annoy'"):
+        PassageIndex.open(tmp_path, SETTINGS, kind="annoy")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"index_recall: wanted a number above 0 and below 1, got 1\.0"):
+        PassageIndex.open(tmp_path, SETTINGS, recall=1.0)
 
 
-def test_a_new_save_replaces_the_old_one_and_leaves_other_files_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes.json").write_text("mine")
-    make().save(tmp_path, SETTINGS)
-    make(seed=1, tag="x").save(tmp_path, SETTINGS)
-    assert len(contents(tmp_path)) == 4 and (tmp_path / "notes.json").read_text() == "mine"
-    assert PassageIndex.load(tmp_path, SETTINGS).documents == make(tag="x").documents
+# -- changes ---------------------------------------------------------------------------------------------------
+
+Steps = st.lists(
+    st.tuples(st.sampled_from(["write", "remove", "reopen", "improve"]), st.integers(0, 11), st.integers(0, 6)),
+    min_size=1,
+    max_size=14,
+)
 
 
-@pytest.mark.parametrize("step", [0, 1, 2], ids=["vectors", "passages", "manifest"])
-def test_a_save_that_dies_leaves_the_old_index(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    make().save(tmp_path, SETTINGS)
-    replace, done = os.replace, []
+@settings(deadline=None, max_examples=40)
+@given(steps=Steps)
+@pytest.mark.parametrize("kind", ["flat", "ivf"])
+def test_whatever_is_written_removed_and_reopened_a_search_is_that_of_what_is_there(
+    kind: str, steps: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Against plain NumPy over what is there; the trained index is told to find everything."""
+    directory = tmp_path_factory.mktemp("index")
+    options = {"kind": kind, "recall": 0.999999}
+    index = PassageIndex.open(directory, SETTINGS, **options)
+    there: dict[str, tuple[list[str], np.ndarray]] = {}
+    for step, (what, which, count) in enumerate(steps):
+        name = f"d{which}.md"
+        if what == "write":
+            texts, vectors = [f"{step} {n}" for n in range(count)], unit_vectors(count, seed=step)
+            index.write([IndexedDocument(name, "t", str(step), tuple(texts), "", {"n": which})], vectors)
+            there[name] = texts, vectors
+        elif what == "remove":
+            index.write(removed=[name])
+            there.pop(name, None)
+        elif what == "improve":
+            index.improve()
+        else:
+            index.close()
+            index = PassageIndex.open(directory, SETTINGS, **options)
+        query = unit_vectors(1, seed=100 + step)[0]
+        for where in (None, {"type": "lt", "key": "n", "value": 4}):
+            expected = sorted(
+                (-float(vector @ query), text)
+                for name, (texts, vectors) in there.items()
+                if where is None or int(name[1:-3]) < 4
+                for text, vector in zip(texts, vectors, strict=True)
+            )
+            hits = index.search(query, 5, where=None if where is None else parse_filter(where))
+            assert [passage.text for _, passage in hits] == [text for _, text in expected[:5]]
+        assert len(index) == sum(len(texts) for texts, _ in there.values()) and index.num_documents == len(there)
+    index.close()
 
-    def dying(source: str, target: Path) -> None:
-        if len(done) == step:
-            raise OSError("no space left on device")
-        done.append(target)
-        replace(source, target)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(os, "replace", dying)
-        make(seed=1, tag="x").save(tmp_path, SETTINGS)
-    assert PassageIndex.load(tmp_path, SETTINGS).documents == make().documents
-    assert not list(tmp_path.glob(".writing-*"))
-    make(seed=1, tag="x").save(tmp_path, SETTINGS)
-    assert len(contents(tmp_path)) == 3
+def test_segments_stay_few_and_none_holds_more_dead_than_it_must() -> None:
+    index = PassageIndex.open(None, SETTINGS)
+    for n in range(200):
+        index.write([IndexedDocument(f"d{n}", "t", "v", ("text",))], unit_vectors(1, seed=n))
+        assert len(index._view.segments) <= 1 + np.log2(n + 1)
+    for n in range(200):
+        index.write([IndexedDocument(f"d{n}", "t", "w", ("text",))], unit_vectors(1, seed=n))
+    assert len(index) == 200 and sum(len(segment.rows) for segment in index._view.segments) <= 600
+    index.write(removed=[f"d{n}" for n in range(200)])
+    assert len(index) == 0 and not index._view.segments
+
+
+def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = make(tmp_path)
+    before = names(index, unit_vectors(1)[0])
+    with monkeypatch.context() as patch, pytest.raises(sqlite3.OperationalError, match="disk is full"):
+
+        def fails(*_: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        patch.setattr(Catalog, "set_digest", fails)
+        index.write(documents((2, 2), tag="x"), unit_vectors(4), removed=["d2.md"], digests={"a": "b"})
+    assert names(index, unit_vectors(1)[0]) == before and index.versions()["d0.md"][0] == "v0"
+    index.close()
+    assert names(PassageIndex.open(tmp_path, SETTINGS), unit_vectors(1)[0]) == before
+
+
+def test_digests_are_kept_and_forgotten(tmp_path: Path) -> None:
+    index = make(tmp_path)
+    index.write(digests={"a": "1", "b": "2"})
+    index.write(digests={"a": None, "b": "3"})
+    assert index.digests() == {"b": "3"}
+
+
+def test_searches_see_a_document_before_or_after_a_write(tmp_path: Path) -> None:
+    index = make(tmp_path, counts=(3, 1, 4))
+    failures, done = [], threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            hits = index.search(unit_vectors(1)[0], 100)
+            if len({passage.version for _, passage in hits if passage.document_id == "d0.md"}) != 1 or len(hits) != 8:
+                failures.append(hits)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for n in range(150):
+        index.write(documents((3,), tag=str(n)), unit_vectors(3, seed=n))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# -- filters ---------------------------------------------------------------------------------------------------
+
+
+def test_a_filter_is_obeyed_and_forgotten_once_documents_change() -> None:
+    index = make(counts=(3, 1, 4))
+    query, where = unit_vectors(1)[0], {"type": "gte", "key": "n", "value": 1}
+    assert set(names(index, query, where=where)) == {"d1.md#0", *(f"d2.md#{n}" for n in range(4))}
+    index.write([IndexedDocument("d9.md", "t", "v", ("new",), "", {"n": 9})], unit_vectors(1), removed=["d2.md"])
+    assert set(names(index, query, where=where)) == {"d1.md#0", "d9.md#0"}
+    assert names(index, query, where={"type": "eq", "key": "n", "value": 77}) == []
+    *before, (hits, is_all) = index.stages(query, 9, 4, where=parse_filter(where))
+    assert is_all and [passage.document_id for _, passage in hits] == ["d9.md", "d1.md"]
+    assert all("d0.md" != passage.document_id for some, _ in before for _, passage in some)
+
+
+# -- on disk ---------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_index_is_what_it_was(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    query = unit_vectors(1, seed=3)[0]
+    hits = first.search(query, 8)
+    first.close()
+    second = PassageIndex.open(tmp_path, SETTINGS)
+    assert second.search(query, 8) == hits and len(hits) == 8
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".sqlite-wal")[0] == "passages.sqlite"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("embedder", "e-2"), ("dim", 9), ("chunk_tokens", 100), ("overlap_tokens", 5), ("token_probe", (9, 12, 8))]
-    + [("format_version", 2)],
+    + [("format_version", 3)],
 )
 def test_an_index_made_with_other_settings_is_refused(tmp_path: Path, field: str, value: object) -> None:
-    make().save(tmp_path, SETTINGS)
+    make(tmp_path).close()
     with pytest.raises(IndexUnusableError, match=f"made with other settings: {field} "):
-        PassageIndex.load(tmp_path, dataclasses.replace(SETTINGS, **{field: value}))
+        PassageIndex.open(tmp_path, dataclasses.replace(SETTINGS, **{field: value}))
 
 
-def flip_byte(path: Path) -> None:
+def _damage_table(path: Path, statement: str) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+def _overwritten(path: Path) -> None:
+    """The middle pages, as where a disk lost them."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[4096:-4096] = b"\x55" * (len(data) - 8192)
     path.write_bytes(data)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "flipped": flip_byte,
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-5]),
-    "emptied": lambda path: path.write_bytes(b""),
-    "deleted": lambda path: path.unlink(),
+    "other file": lambda path: path.write_bytes(b"[]" * 5000),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-4096]),
+    "overwritten": _overwritten,
+    "no table": lambda path: _damage_table(path, "DROP TABLE vectors"),
+    "other settings": lambda path: _damage_table(path, "UPDATE about SET value = '[3'"),
+    "no settings": lambda path: _damage_table(path, "DELETE FROM about"),
+    "short vectors": lambda path: _damage_table(path, "UPDATE vectors SET vector = x'00'"),
 }
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-@pytest.mark.parametrize("pattern", ["vectors-*.faiss", "passages-*.json", "manifest.json"])
-def test_a_damaged_index_is_refused(tmp_path: Path, pattern: str, damage: str) -> None:
-    make().save(tmp_path, SETTINGS)
-    (path,) = tmp_path.glob(pattern)
-    DAMAGE[damage](path)
-    with pytest.raises(IndexUnusableError, match="damaged|missing|no saved index|other settings"):
-        PassageIndex.load(tmp_path, SETTINGS)
+def test_a_damaged_index_is_refused(tmp_path: Path, damage: str) -> None:
+    make(tmp_path).close()
+    DAMAGE[damage](tmp_path / "passages.sqlite")
+    with pytest.raises(IndexUnusableError, match="damaged"):
+        PassageIndex.open(tmp_path, SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "manifest", ["[]", "{}", '{"settings": {}, "files": {}}', '{"settings": 3, "files": 4}', "null"]
-)
-def test_a_foreign_manifest_is_refused(tmp_path: Path, manifest: str) -> None:
-    (tmp_path / "manifest.json").write_text(manifest)
-    with pytest.raises(IndexUnusableError):
-        PassageIndex.load(tmp_path, SETTINGS)
+def test_an_index_that_cannot_be_opened_is_no_damaged_one(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="unable to open"):
+        PassageIndex.open(tmp_path / "absent", SETTINGS)
 
 
-def test_a_manifest_cannot_point_outside_its_directory(tmp_path: Path) -> None:
-    make().save(tmp_path / "index", SETTINGS)
-    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
-    name = manifest["files"]["passages"]["name"]
-    (tmp_path / "index" / name).rename(tmp_path / name)
-    manifest["files"]["passages"]["name"] = f"../{name}"
-    (tmp_path / "index" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(IndexUnusableError, match="missing"):
-        PassageIndex.load(tmp_path / "index", SETTINGS)
+# -- several processes -----------------------------------------------------------------------------------------
+
+
+def test_two_indexes_on_one_directory_follow_each_other(tmp_path: Path) -> None:
+    one, two = make(tmp_path), PassageIndex.open(tmp_path, SETTINGS)
+    query = unit_vectors(1)[0]
+    assert names(two, query) == names(one, query)
+    one.write(documents((1,), tag="x"), unit_vectors(1, seed=5), removed=["d1.md"])
+    assert names(two, query) == names(one, query)  # it noticed that passages had gone
+    one.write([IndexedDocument("d7.md", "t", "v", ("new",))], unit_vectors(1, seed=6))
+    two.write([IndexedDocument("d8.md", "t", "v", ("newer",))], unit_vectors(1, seed=7))
+    assert "d7.md#0" in names(two, query) and "d8.md#0" in names(two, query)
+    one.write(removed=["d8.md"])
+    assert names(two, query) == names(one, query) and "d8.md#0" not in names(two, query)
+
+
+def test_one_process_trains_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "LEAST_TRAINED", 100)
+    one, two = make(tmp_path, counts=(200,)), PassageIndex.open(tmp_path, SETTINGS)
+    assert one.improve() is not None and two.trained is None
+    two.write(removed=["nothing"])
+    assert two.trained == one.trained is not None
+    assert names(two, unit_vectors(1)[0], 3) == names(one, unit_vectors(1)[0], 3)

@@ -1,0 +1,316 @@
+"""The documents, passages and vectors of an index in one SQLite file, which is the truth; what searches them is made of
+it. Knows no search and no embedder.
+
+Row ids of passages only ever grow and never come back, so that whoever holds some of them learns from the ids alone
+what is new and what has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ccjax.retrieval.filters import Filter
+
+FORMAT_VERSION = 2
+_FILE = "passages.sqlite"
+_ROWS_AT_ONCE = 8192
+_MOST_PARAMETERS = 500
+_PATIENCE_S = 60.0
+_TABLES = """
+CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE sources (path TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE documents (
+    id INTEGER PRIMARY KEY, document_id TEXT NOT NULL UNIQUE, source TEXT NOT NULL, title TEXT NOT NULL,
+    version TEXT NOT NULL, metadata TEXT NOT NULL
+);
+CREATE INDEX documents_of_source ON documents (source);
+CREATE TABLE passages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, document INTEGER NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
+    number INTEGER NOT NULL, text TEXT NOT NULL
+);
+CREATE INDEX passages_of_document ON passages (document, number);
+CREATE TABLE vectors (
+    passage INTEGER PRIMARY KEY REFERENCES passages (id) ON DELETE CASCADE, vector BLOB NOT NULL
+);
+"""
+
+
+class IndexUnusableError(Exception):
+    """A saved index that cannot serve: damaged, or made with other settings. The message says which."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexSettings:
+    """Everything besides the documents that decides passages and vectors; an index serves these settings only.
+
+    Attributes:
+      embedder: the embedder's name, fingerprint included.
+      token_probe: token counts of fixed texts, which tell one tokenizer from another.
+    """
+
+    embedder: str
+    dim: int
+    chunk_tokens: int
+    overlap_tokens: int
+    token_probe: tuple[int, ...]
+    format_version: int = FORMAT_VERSION
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedDocument:
+    """One document and its passages' texts.
+
+    Attributes:
+      version: sha256 (hex) of what it was read from.
+      source: the file it is from, as a path below the documents directory; "" means `document_id`.
+      metadata: what searches may ask for: text, numbers and truth values by name.
+    """
+
+    document_id: str
+    title: str
+    version: str
+    passages: tuple[str, ...]
+    source: str = ""
+    metadata: Mapping[str, str | float | bool] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class PassageRow:
+    """A passage, the `number`-th of its document, as a search returns it."""
+
+    document_id: str
+    source: str
+    title: str
+    version: str
+    metadata: Mapping[str, str | float | bool]
+    number: int
+    text: str
+
+
+@contextlib.contextmanager
+def naming_damage() -> Iterator[None]:
+    """SQLite's errors as `IndexUnusableError` where the file is at fault, else as OSError."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_ERROR:
+            raise OSError(f"the index: {error}") from None
+        raise IndexUnusableError(f"damaged: {error}") from None
+
+
+class Catalog:
+    """Not thread-safe: its owner lets one thread in at a time."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
+        """Use `Catalog.open`."""
+        self._connection = connection
+        self.path = path
+
+    @classmethod
+    def open(cls, directory: Path | None, settings: IndexSettings) -> Catalog:
+        """The catalog in `directory`, an empty one where there is none; None keeps it in memory.
+
+        Raises:
+          IndexUnusableError: it is damaged, or was not made with `settings`.
+          OSError: the file cannot be opened or written.
+        """
+        path = None if directory is None else directory / _FILE
+        with naming_damage():
+            place = ":memory:" if path is None else path
+            connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S)
+            catalog = cls(connection, path)
+            try:
+                connection.execute("PRAGMA foreign_keys = ON")
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")  # an index that loses its last seconds makes them up
+                catalog._check(settings)
+            except BaseException:
+                catalog.close()
+                raise
+        return catalog
+
+    @staticmethod
+    def delete(directory: Path) -> None:
+        """Removes the catalog's files; processes that have it open keep theirs."""
+        for suffix in ("", "-wal", "-shm"):
+            (directory / f"{_FILE}{suffix}").unlink(missing_ok=True)
+
+    def _check(self, settings: IndexSettings) -> None:
+        with self.transaction():
+            tables = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master")}
+            if not tables:
+                for statement in _TABLES.split(";"):
+                    self._connection.execute(statement)
+                self.note("settings", dataclasses.asdict(settings))
+        try:
+            saved = self.noted("settings")
+            wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
+            changed = [key for key in wanted if saved.get(key) != wanted[key]]
+        except (ValueError, AttributeError) as error:
+            raise IndexUnusableError(f"damaged: {type(error).__name__}: {error}") from None
+        if changed:
+            pairs = ", ".join(f"{key} {saved.get(key)!r} -> {wanted[key]!r}" for key in changed)
+            raise IndexUnusableError(f"made with other settings: {pairs}")
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing of what is written meanwhile; waits for another process that writes."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:  # SQLite ends it by itself where the disk is full
+                self._connection.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All that is read meanwhile is of one moment."""
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.execute("COMMIT")
+
+    # -- notes -------------------------------------------------------------------------------------------------
+
+    def note(self, name: str, value: Any) -> None:
+        """Keeps a JSON value."""
+        self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value)))
+
+    def noted(self, name: str) -> Any:
+        """A value that was noted, or None."""
+        row = self._connection.execute("SELECT value FROM about WHERE name = ?", (name,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    @property
+    def stamp(self) -> int:
+        """Another number once another process wrote."""
+        return self._connection.execute("PRAGMA data_version").fetchone()[0]
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def add(self, document: IndexedDocument, vectors: np.ndarray) -> np.ndarray:
+        """Takes in a document that is not there; int64 [passages], the rows of its passages.
+
+        Args:
+          vectors: float32 [passages, dim].
+        """
+        execute = self._connection.execute
+        metadata = json.dumps(dict(document.metadata), ensure_ascii=False)
+        source = document.source or document.document_id
+        values = (document.document_id, source, document.title, document.version, metadata)
+        insert = "INSERT INTO documents (document_id, source, title, version, metadata) VALUES (?, ?, ?, ?, ?)"
+        key = execute(insert, values).lastrowid
+        rows: list[int] = []
+        for number, (text, vector) in enumerate(zip(document.passages, vectors, strict=True)):
+            insert = "INSERT INTO passages (document, number, text) VALUES (?, ?, ?)"
+            row = execute(insert, (key, number, text)).lastrowid
+            assert row is not None
+            execute("INSERT INTO vectors VALUES (?, ?)", (row, vector.astype("<f4").tobytes()))
+            rows.append(row)
+        return np.array(rows, np.int64)
+
+    def remove(self, document_ids: Collection[str]) -> np.ndarray:
+        """Deletes documents, those that are there; int64 [passages], the rows that go with them, ascending."""
+        rows: list[int] = []
+        for some in _parts(list(document_ids)):
+            marks = ", ".join("?" * len(some))
+            which = f"SELECT id FROM documents WHERE document_id IN ({marks})"
+            found = self._connection.execute(f"SELECT id FROM passages WHERE document IN ({which})", some)
+            rows += [row for (row,) in found]
+            self._connection.execute(f"DELETE FROM documents WHERE document_id IN ({marks})", some)
+        return np.sort(np.array(rows, np.int64))
+
+    def set_digest(self, source: str, digest: str | None) -> None:
+        """Notes what a source held when all of it was taken in; None that it has gone."""
+        if digest is None:
+            self._connection.execute("DELETE FROM sources WHERE path = ?", (source,))
+        else:
+            self._connection.execute("INSERT OR REPLACE INTO sources VALUES (?, ?)", (source, digest))
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def digests(self) -> dict[str, str]:
+        """What `set_digest` noted, by source."""
+        return dict(self._connection.execute("SELECT path, digest FROM sources"))
+
+    def versions(self) -> dict[str, tuple[str, str]]:
+        """(version, source) of every document, by document id, sorted."""
+        rows = self._connection.execute("SELECT document_id, version, source FROM documents ORDER BY document_id")
+        return {document_id: (version, source) for document_id, version, source in rows}
+
+    def has(self, document_id: str) -> bool:
+        """True if the document is there."""
+        return self._one("SELECT EXISTS (SELECT 1 FROM documents WHERE document_id = ?)", document_id) == 1
+
+    def count_documents(self) -> int:
+        """Documents, those without passages included."""
+        return self._one("SELECT COUNT(*) FROM documents")
+
+    def document(self, document_id: str) -> list[PassageRow]:
+        """The passages of a document in reading order; empty where there is none."""
+        return list(self._passages("documents.document_id = ? ORDER BY number", [document_id]).values())
+
+    def passages(self, rows: Sequence[int]) -> dict[int, PassageRow]:
+        """Passages by row; those that have gone are left out."""
+        found: dict[int, PassageRow] = {}
+        for some in _parts(rows):
+            found |= self._passages(f"passages.id IN ({', '.join('?' * len(some))})", some)
+        return found
+
+    def rows(self, where: Filter | None = None) -> np.ndarray:
+        """int64 [passages], ascending: all rows, or those of the documents that a filter lets through."""
+        if where is None:
+            found = self._connection.execute("SELECT id FROM passages INDEXED BY passages_of_document")
+        else:
+            which = f"SELECT id FROM documents WHERE {where.sql}"
+            query = f"SELECT id FROM passages INDEXED BY passages_of_document WHERE document IN ({which})"
+            found = self._connection.execute(query, where.parameters)
+        parts = [np.array(part, np.int64)[:, 0] for part in iter(lambda: found.fetchmany(_ROWS_AT_ONCE), [])]
+        return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+
+    def vectors(self, dim: int, *, after: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows beyond `after` with their vectors, (int64 [n], float32 [n, dim]), ascending, some at a time."""
+        while True:
+            query = "SELECT passage, vector FROM vectors WHERE passage > ? ORDER BY passage LIMIT ?"
+            found = self._connection.execute(query, (after, _ROWS_AT_ONCE)).fetchall()
+            if not found:
+                return
+            rows = np.array([row for row, _ in found], np.int64)
+            values = np.frombuffer(b"".join(vector for _, vector in found), "<f4")
+            if values.size != len(rows) * dim:
+                raise IndexUnusableError(f"damaged: vectors of another length than {dim}")
+            yield rows, values.reshape(len(rows), dim)
+            after = int(rows[-1])
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._connection.close()
+
+    def _passages(self, which: str, values: Sequence[Any]) -> dict[int, PassageRow]:
+        query = f"""SELECT passages.id, document_id, source, title, version, metadata, number, text
+            FROM passages JOIN documents ON documents.id = passages.document WHERE {which}"""
+        found = self._connection.execute(query, values)
+        return {
+            row: PassageRow(document_id, source, title, version, json.loads(metadata), number, text)
+            for row, document_id, source, title, version, metadata, number, text in found
+        }
+
+    def _one(self, query: str, *values: Any) -> Any:
+        return self._connection.execute(query, values).fetchone()[0]
+
+
+def _parts(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """SQLite takes so many parameters at a time and no more."""
+    for start in range(0, len(values), _MOST_PARAMETERS):
+        yield values[start : start + _MOST_PARAMETERS]

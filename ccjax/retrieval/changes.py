@@ -1,0 +1,156 @@
+"""What differs between a directory of documents and an index of it. Knows no vectors and writes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ccjax.retrieval import jsonl
+from ccjax.retrieval.catalog import IndexedDocument
+from ccjax.retrieval.documents import DocumentError, LoadedDocument, parse_document, read_document
+from ccjax.retrieval.scan import find_files
+
+Split = Callable[[LoadedDocument], tuple[str, ...]]
+"""The passages of a document; ValueError where it cannot be cut."""
+
+
+@dataclasses.dataclass
+class Changes:
+    """What to do to the index. Document ids are in order.
+
+    Attributes:
+      new: documents to take in, added or changed.
+      changed: ids of those of `new` that the index holds in another version.
+      removed: ids to delete.
+      digests: what to note of sources once all of `new` is in, None to forget one.
+      problems: files and lines that could not be used.
+    """
+
+    new: list[IndexedDocument] = dataclasses.field(default_factory=list)
+    changed: list[str] = dataclasses.field(default_factory=list)
+    removed: list[str] = dataclasses.field(default_factory=list)
+    digests: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    problems: list[DocumentError] = dataclasses.field(default_factory=list)
+
+
+def find_changes(
+    docs_dir: Path,
+    versions: Mapping[str, tuple[str, str]],
+    digests: Mapping[str, str],
+    split: Split,
+    *,
+    skip: Path | None,
+    strict: bool,
+    max_file_bytes: int,
+    progress: Callable[[int, int], None],
+) -> Changes:
+    """Every file is read and hashed; those whose hash is known are not parsed.
+
+    Args:
+      versions: (version, source) of the documents in the index, by id.
+      digests: of collections that the index holds as a whole.
+      skip: a directory to leave out.
+      strict: whether the first file that cannot be used raises.
+      max_file_bytes: larger files, or lines of collections, cannot be used.
+      progress: called with the files done and all files.
+
+    Raises:
+      DocumentError: with `strict`.
+    """
+    changes = Changes()
+    finder = _Finder(changes, versions, digests, split, max_file_bytes, strict)
+    files, failed = find_files(docs_dir, skip=skip)
+    for path, reason in failed:
+        finder.report(DocumentError(path, reason))
+    for done, (name, path) in enumerate(files.items()):
+        progress(done, len(files))
+        if path.suffix.lower() == jsonl.SUFFIX:
+            finder.collection(name, path)
+        else:
+            finder.file(name, path)
+    progress(len(files), len(files))
+    changes.removed = [one for one in versions if one not in finder.present]
+    changes.digests |= {source: None for source in digests if source not in files}
+    return changes
+
+
+class _Finder:
+    def __init__(
+        self,
+        changes: Changes,
+        versions: Mapping[str, tuple[str, str]],
+        digests: Mapping[str, str],
+        split: Split,
+        max_file_bytes: int,
+        strict: bool,
+    ) -> None:
+        self.present: set[str] = set()
+        self._changes, self._versions, self._digests, self._split = changes, versions, digests, split
+        self._max_file_bytes, self._strict = max_file_bytes, strict
+        self._of_source: dict[str, list[str]] | None = None
+
+    def report(self, problem: DocumentError) -> None:
+        if self._strict:
+            raise problem
+        self._changes.problems.append(problem)
+
+    def file(self, name: str, path: Path) -> None:
+        try:
+            data = read_document(path, max_file_bytes=self._max_file_bytes)
+            version = hashlib.sha256(data).hexdigest()
+            if not self._is_known(name, version):
+                self._take(name, name, version, path, parse_document(path, data))
+        except DocumentError as problem:
+            self.report(problem)
+
+    def collection(self, name: str, path: Path) -> None:
+        try:
+            digest = jsonl.digest(path)
+            if self._digests.get(name) == digest:
+                self.present.update(self._documents_of(name))
+                return
+            is_whole = True
+            for line in jsonl.read_lines(path, name, max_line_bytes=self._max_file_bytes):
+                try:
+                    if isinstance(line, DocumentError):
+                        raise line
+                    if line.document_id in self.present:
+                        raise DocumentError(path, f"_id: wanted every one once, got {line.document_id!r} again")
+                    if not self._is_known(line.document_id, line.version):
+                        self._take(line.document_id, name, line.version, path, line.document)
+                except DocumentError as problem:
+                    is_whole = False
+                    self.report(problem)
+            if is_whole:  # else its problems are told again next time
+                self._changes.digests[name] = digest
+            elif name in self._digests:
+                self._changes.digests[name] = None
+        except DocumentError as problem:
+            self.report(problem)
+
+    def _is_known(self, document_id: str, version: str) -> bool:
+        """Whether the index holds this version."""
+        if self._versions.get(document_id, ("",))[0] != version:
+            return False
+        self.present.add(document_id)
+        return True
+
+    def _take(self, document_id: str, source: str, version: str, path: Path, loaded: LoadedDocument) -> None:
+        try:
+            passages = self._split(loaded)
+        except ValueError as error:
+            raise DocumentError(path, str(error)) from None
+        self.present.add(document_id)
+        if document_id in self._versions:
+            self._changes.changed.append(document_id)
+        document = IndexedDocument(document_id, loaded.title, version, passages, source, loaded.metadata)
+        self._changes.new.append(document)
+
+    def _documents_of(self, source: str) -> list[str]:
+        if self._of_source is None:
+            self._of_source = {}
+            for document_id, (_, own) in self._versions.items():
+                self._of_source.setdefault(own, []).append(document_id)
+        return self._of_source.get(source, [])

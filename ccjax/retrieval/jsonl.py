@@ -1,0 +1,95 @@
+"""Collections: `.jsonl` files with a document on each line, as BEIR's corpora have them. Knows no index.
+
+A line is `{"_id": "...", "title": "...", "text": "...", "metadata": {...}}`; `id` will do for `_id`, title and metadata
+may be missing, further names are left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ccjax.retrieval.documents import DocumentError, LoadedDocument, plain_metadata, without_controls
+
+SUFFIX = ".jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One document of a collection; `version` is the sha256 (hex) of its line."""
+
+    document_id: str
+    version: str
+    document: LoadedDocument
+
+
+def digest(path: Path) -> str:
+    """The sha256 (hex) of a collection.
+
+    Raises:
+      DocumentError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
+
+
+def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Line | DocumentError]:
+    """The documents of a collection, or why a line is none; the file is never held as a whole.
+
+    Args:
+      name: the collection's own id, in front of the ids of its documents.
+
+    Raises:
+      DocumentError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(_lines(file, max_line_bytes), 1):
+                if line is None:
+                    yield DocumentError(f"{path}:{number}", f"over the limit max_file_bytes={max_line_bytes}")
+                elif line.strip():
+                    try:
+                        yield _parse(line.strip(), name)
+                    except ValueError as error:
+                        yield DocumentError(f"{path}:{number}", str(error))
+    except OSError as error:
+        raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
+
+
+def _lines(file: IO[bytes], max_bytes: int) -> Iterator[bytes | None]:
+    """Line by line, None for those that are too long."""
+    while line := file.readline(max_bytes + 1):
+        if len(line) <= max_bytes or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(max_bytes)
+        yield None
+
+
+def _parse(line: bytes, name: str) -> Line:
+    value = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+    if not isinstance(value, Mapping):
+        raise ValueError(f"wanted an object with _id and text, got {type(value).__name__}")
+    own_id = _text(value.get("_id", value.get("id")), "_id")
+    title, text = _text(value.get("title") or "", "title"), _text(value.get("text"), "text").strip("\n").rstrip()
+    if not own_id or not text.strip():
+        raise ValueError(f"wanted {'_id' if not own_id else 'text'}, got nothing")
+    title = " ".join(title.split()) or own_id
+    document = LoadedDocument(title, text, metadata=plain_metadata(value.get("metadata")))
+    return Line(f"{name}/{own_id}", hashlib.sha256(line).hexdigest(), document)
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and name == "_id":
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: wanted text, got {type(value).__name__}")
+    return without_controls(value)

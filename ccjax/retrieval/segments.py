@@ -1,0 +1,139 @@
+"""Vectors in immutable segments, searched together. Knows rows and vectors; no text, no file.
+
+As in a log-structured merge tree, what is written becomes a small flat segment, small segments are merged into larger
+ones, and what was deleted is only marked. One segment may be a trained index (`ccjax.retrieval.trained`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import faiss
+import numpy as np
+
+from ccjax.retrieval.staged import staged_search
+
+_FEW = 0.1
+"""Where a search may find no more than this share of a trained segment, it looks at all of these: the neighbourhood of
+a query may hold none of them."""
+_faiss: Any = faiss
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Some rows and their vectors.
+
+    Attributes:
+      index: flat, IVF or HNSW, by inner product; its own ids count from 0.
+      rows: int64 [n], ascending, by those ids.
+      alive: bool [n], False for deleted rows; None while none is deleted.
+    """
+
+    index: faiss.Index
+    rows: np.ndarray
+    alive: np.ndarray | None = None
+
+    @classmethod
+    def flat(cls, rows: np.ndarray, vectors: np.ndarray) -> Segment:
+        """A segment that is searched exactly; `vectors` is float32 [n, dim]."""
+        index = faiss.IndexFlatIP(vectors.shape[1])
+        index.add(np.ascontiguousarray(vectors, np.float32))  # pyright: ignore[reportCallIssue]
+        return cls(index, rows)
+
+    @property
+    def is_flat(self) -> bool:
+        """True for a segment that is searched exactly."""
+        return isinstance(self.index, faiss.IndexFlat)
+
+    @property
+    def num_alive(self) -> int:
+        """Rows that were not deleted."""
+        return len(self.rows) if self.alive is None else int(np.count_nonzero(self.alive))
+
+    def without(self, rows: np.ndarray) -> Segment:
+        """The segment with more rows deleted, those of `rows` (ascending) that it holds."""
+        gone = _is_in(self.rows, rows)
+        if not gone.any():
+            return self
+        return dataclasses.replace(self, alive=~gone if self.alive is None else self.alive & ~gone)
+
+    def stages(
+        self, vector: np.ndarray, top_k: int, num_stages: int, allowed: np.ndarray | None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(scores float32, rows int64) of the best so far, after each of at most `num_stages` stages.
+
+        Args:
+          allowed: rows that may be found, ascending; None for all.
+        """
+        chosen = self.alive
+        if allowed is not None:
+            chosen = _is_in(self.rows, allowed) if chosen is None else chosen & _is_in(self.rows, allowed)
+        if chosen is None:
+            index, selector, is_few = self.index, None, False
+        else:
+            num_chosen = int(np.count_nonzero(chosen))
+            if not num_chosen:
+                return
+            top_k = min(top_k, num_chosen)
+            index, selector = self.index, _faiss.IDSelectorBitmap(np.packbits(chosen, bitorder="little"))
+            is_few = num_chosen <= _FEW * len(self.rows)
+        if is_few and isinstance(index, faiss.IndexHNSW):
+            index = faiss.downcast_index(index.storage)
+        num_probes = index.nlist if is_few and isinstance(index, faiss.IndexIVF) else None
+        top_k = min(top_k, len(self.rows))
+        for found in staged_search(
+            index, vector, top_k, num_stages=num_stages, selector=selector, num_probes=num_probes
+        ):
+            yield found.scores, self.rows[found.rows]
+
+
+def search(
+    segments: Sequence[Segment], vector: np.ndarray, top_k: int, num_stages: int, allowed: np.ndarray | None
+) -> Iterator[list[tuple[float, int]]]:
+    """(score, row) of the best of all segments so far, best first, ties by row, after each of at most `num_stages`
+    stages of the largest segment; the others are searched first. At least one result."""
+    ordered = sorted(segments, key=lambda segment: len(segment.rows))
+    known: list[tuple[float, int]] = []
+    for segment in ordered[:-1]:
+        for scores, rows in segment.stages(vector, top_k, 1, allowed):
+            known += zip(scores.tolist(), rows.tolist(), strict=True)
+    known = _best(known, top_k)
+    is_empty = True
+    for segment in ordered[-1:]:
+        for scores, rows in segment.stages(vector, top_k, num_stages, allowed):
+            is_empty = False
+            yield _best([*known, *zip(scores.tolist(), rows.tolist(), strict=True)], top_k)
+    if is_empty:
+        yield known
+
+
+def appended(segments: Sequence[Segment], new: Segment) -> tuple[Segment, ...]:
+    """The segments with one more. Flat ones no more than twice as large as what comes behind them are merged with it,
+    which keeps their number logarithmic and copies every vector that often; deleted rows are left out."""
+    kept = list(segments)
+    while kept and kept[-1].is_flat and len(kept[-1].rows) <= 2 * len(new.rows):
+        rows, vectors = zip(*map(_living, (kept.pop(), new)), strict=True)
+        new = Segment.flat(np.concatenate(rows), np.concatenate(vectors))
+    return (*kept, new) if len(new.rows) else tuple(kept)
+
+
+def _living(segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and vectors of a flat segment that were not deleted."""
+    vectors = segment.index.reconstruct_n(0, len(segment.rows))  # pyright: ignore[reportCallIssue]
+    if segment.alive is None:
+        return segment.rows, vectors
+    return segment.rows[segment.alive], vectors[segment.alive]
+
+
+def _is_in(rows: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """bool [rows]: which of `rows` are in `some`; both ascending."""
+    if not len(some):
+        return np.zeros(len(rows), np.bool_)
+    places = np.minimum(np.searchsorted(some, rows), len(some) - 1)
+    return some[places] == rows
+
+
+def _best(hits: list[tuple[float, int]], top_k: int) -> list[tuple[float, int]]:
+    return sorted(hits, key=lambda hit: (-hit[0], hit[1]))[:top_k]

@@ -1,0 +1,141 @@
+"""Collections line by line, and what a directory with one comes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ccjax.retrieval import DocumentError, LexicalEmbedder, RefreshReport, Retriever
+from ccjax.retrieval.jsonl import Line, read_lines
+
+
+def collection(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), "utf-8")
+    return path
+
+
+def open_retriever(docs: Path, **options: Any) -> Retriever:
+    return Retriever.open(
+        docs, embedder=LexicalEmbedder(dim=512), count_tokens=lambda text: len(text.split()), chunk_tokens=6, **options
+    )
+
+
+BEES = {"_id": "bees", "title": "Bees", "text": "Bees dance in the hive.", "metadata": {"year": 2020, "tags": ["x"]}}
+MOON = {"id": 7, "text": "The moon pulls the ocean.\n\nIt has no air."}
+
+
+def test_a_line_is_a_document(tmp_path: Path) -> None:
+    path = collection(tmp_path / "a.jsonl", BEES, "", MOON)
+    bees, moon = read_lines(path, "x/a.jsonl", max_line_bytes=1000)
+    assert isinstance(bees, Line) and isinstance(moon, Line)
+    assert (bees.document_id, bees.document.title, bees.document.text) == ("x/a.jsonl/bees", "Bees", BEES["text"])
+    assert bees.document.metadata == {"year": 2020} and not bees.document.markdown
+    assert (moon.document_id, moon.document.title) == ("x/a.jsonl/7", "7") and moon.version != bees.version
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "wanted an object with _id and text, got list"),
+        ({"text": "a"}, "_id: wanted text, got NoneType"),
+        ({"_id": True, "text": "a"}, "_id: wanted text, got bool"),
+        ({"_id": "", "text": "a"}, "wanted _id, got nothing"),
+        ({"_id": "a", "text": " \n"}, "wanted text, got nothing"),
+        ({"_id": "a"}, "text: wanted text, got NoneType"),
+        ({"_id": "a", "title": 3, "text": "b"}, "title: wanted text, got int"),
+        ({"_id": "a", "text": "long " * 100}, "over the limit max_file_bytes=300"),
+    ],
+)
+def test_a_line_that_is_none_is_named_and_the_others_are_read(tmp_path: Path, line: Any, reason: str) -> None:
+    path = collection(tmp_path / "a.jsonl", BEES, line, MOON)
+    first, problem, last = read_lines(path, "a.jsonl", max_line_bytes=300)
+    assert isinstance(first, Line) and isinstance(last, Line) and last.document_id == "a.jsonl/7"
+    assert isinstance(problem, DocumentError)
+    assert problem.path == f"{path}:2" and reason in problem.reason
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"_id": "a", "text": "caf\xe9"}\n')
+    (problem,) = read_lines(path, "a.jsonl", max_line_bytes=300)
+    assert isinstance(problem, DocumentError) and "utf-8" in problem.reason
+
+
+def test_a_collection_is_searched_like_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    collection(tmp_path / "sub" / "a.jsonl", BEES, MOON)
+    (tmp_path / "tea.md").write_text("---\nyear: 1773\n---\nTea was shipped from Canton.")
+    retriever = open_retriever(tmp_path)
+    assert retriever.document_ids == ("sub/a.jsonl/7", "sub/a.jsonl/bees", "tea.md")
+    (hit,) = retriever.search("bees in the hive", 1)
+    assert (hit.document_id, hit.passage_id) == ("sub/a.jsonl/bees", "sub/a.jsonl/bees#0")
+    assert hit.path == str(tmp_path / "sub" / "a.jsonl") and hit.metadata == {"year": 2020}
+    old = retriever.search("the ocean", 9, filters={"type": "lt", "key": "year", "value": 2000})
+    assert [passage.document_id for passage in old] == ["tea.md"]
+    own = retriever.search("the tea", 9, filters={"type": "eq", "key": "document_id", "value": "sub/a.jsonl/7"})
+    assert {passage.document_id for passage in own} == {"sub/a.jsonl/7"}
+    assert retriever.has_document("tea.md") and not retriever.has_document("tea")
+    with pytest.raises(ValueError, match=r"filters\.type"):
+        retriever.search("tea", 1, filters={"type": "like"})
+
+
+def test_a_changed_collection_changes_by_line(tmp_path: Path) -> None:
+    texts: list[str] = []
+
+    class Counting(LexicalEmbedder):
+        def embed(self, texts_: Any) -> Any:
+            texts.extend(texts_)
+            return super().embed(texts_)
+
+    def opened() -> Retriever:
+        return Retriever.open(
+            docs, index_dir=tmp_path / "index", embedder=Counting(), count_tokens=lambda text: len(text.split())
+        )
+
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    path = collection(docs / "a.jsonl", BEES, MOON)
+    retriever = opened()
+    assert len(texts) == 2 and retriever.refresh() == RefreshReport() and len(texts) == 2
+    collection(path, {**BEES, "text": "Bees sleep."}, {"_id": "new", "text": "Whales sing."})
+    report = retriever.refresh()
+    assert report == RefreshReport(added=("a.jsonl/new",), changed=("a.jsonl/bees",), removed=("a.jsonl/7",)) and texts[
+        2:
+    ] == ["Bees\nBees sleep.", "new\nWhales sing."]
+    retriever.close()
+    assert opened().report == RefreshReport() and len(texts) == 4
+    path.unlink()
+    assert set(opened().report.removed) == {"a.jsonl/new", "a.jsonl/bees"}
+
+
+def test_problems_of_a_collection_are_told_again(tmp_path: Path) -> None:
+    path = collection(tmp_path / "a.jsonl", BEES, BEES, "{")
+    retriever = open_retriever(tmp_path)
+    for report in (retriever.report, retriever.refresh()):
+        assert [name for name, _ in report.failed] == [str(path), f"{path}:3"]
+        assert "wanted every one once, got 'a.jsonl/bees' again" in report.failed[0][1]
+    assert retriever.num_documents == 1
+    collection(path, BEES)
+    assert retriever.refresh() == RefreshReport()
+    with pytest.raises(DocumentError):
+        collection(path, "{")
+        open_retriever(tmp_path, strict=True)
+
+
+def test_an_unreadable_collection_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collection(tmp_path / "a.jsonl", BEES)
+    opened: Callable[..., Any] = Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == "a.jsonl":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    ((name, reason),) = open_retriever(tmp_path).report.failed
+    assert name == str(tmp_path / "a.jsonl") and "Permission denied" in reason

@@ -1,0 +1,201 @@
+"""Trained indexes: they find what they say, are mapped from their file, and follow what changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from ccjax.retrieval import index as index_module
+from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
+from ccjax.retrieval.filters import parse_filter
+from ccjax.retrieval.index import IndexKind, PassageIndex
+
+DIM = 24
+SETTINGS = IndexSettings(embedder="e-1", dim=DIM, chunk_tokens=200, overlap_tokens=0, token_probe=(9, 12, 7))
+
+
+def clustered(num: int, seed: int) -> np.ndarray:
+    """Unit vectors in 40 clumps, as the passages of some subjects are."""
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).normal(size=(40, DIM))
+    x = centres[rng.integers(0, 40, num)] + 0.6 * rng.normal(size=(num, DIM))
+    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+
+
+def fill(index: PassageIndex, num: int, *, seed: int = 0, start: int = 0) -> None:
+    documents = [IndexedDocument(f"d{n}", "t", "v", (f"text {n}",), "", {"n": n}) for n in range(start, start + num)]
+    index.write(documents, clustered(num, seed))
+
+
+def recall(index: PassageIndex, vectors: np.ndarray, queries: np.ndarray, **how: object) -> float:
+    """Of the ten nearest of `vectors`, which are documents d0, d1, ..."""
+    found = 0
+    for query in queries:
+        truth = {f"d{n}" for n in np.argsort(-(vectors @ query), kind="stable")[:10]}
+        found += len(truth & {passage.document_id for _, passage in index.search(query, 10, **how)})  # pyright: ignore
+    return found / (10 * len(queries))
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+def test_a_trained_index_finds_the_share_it_says(kind: IndexKind, tmp_path: Path) -> None:
+    index = PassageIndex.open(tmp_path, SETTINGS, kind=kind, recall=0.9)
+    fill(index, 4000)
+    assert recall(index, clustered(4000, 0), clustered(100, 1)) == 1.0  # nothing is trained yet
+    reports: list[tuple[str, int, int]] = []
+    trained = index.improve(lambda *report: reports.append(report))
+    assert trained is not None and index.trained == trained and trained.kind == kind and trained.num_rows == 4000
+    assert 0.9 <= trained.recall < 1.0
+    reached = recall(index, clustered(4000, 0), clustered(200, 1))
+    assert abs(reached - trained.recall) < 0.04  # of other queries; the tests below see 0.5 and less where it is wrong
+    assert index.recall(clustered(200, 1), 10) == pytest.approx(reached, abs=1e-9)
+    assert reports[0] == ("train", 0, 1) and reports[-1] == ("add", 4000, 4000)
+    assert index.improve() is None  # nothing changed
+
+
+def test_a_higher_recall_searches_more(tmp_path: Path) -> None:
+    widths = []
+    for wanted in (0.3, 0.8, 0.999):
+        (tmp_path / str(wanted)).mkdir()
+        index = PassageIndex.open(tmp_path / str(wanted), SETTINGS, kind="ivf", recall=wanted)
+        fill(index, 4000)
+        trained = index.improve()
+        assert trained is not None and trained.recall >= wanted
+        widths.append(trained.width)
+    assert widths[0] < widths[1] < widths[2]
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+def test_it_is_mapped_from_its_file_after_a_restart(kind: IndexKind, tmp_path: Path) -> None:
+    index = PassageIndex.open(tmp_path, SETTINGS, kind=kind)
+    fill(index, 3000)
+    index.improve()
+    queries = clustered(20, 1)
+    hits = [index.search(query, 10) for query in queries]
+    index.close()
+    again = PassageIndex.open(tmp_path, SETTINGS, kind=kind)
+    assert again.trained is not None and [again.search(query, 10) for query in queries] == hits
+    with open("/proc/self/maps") as maps:
+        assert again.trained.file in maps.read()
+    (segment,) = again._view.segments
+    if kind == "ivf":
+        assert isinstance(
+            faiss.downcast_InvertedLists(segment.index.invlists),  # pyright: ignore[reportAttributeAccessIssue]
+            faiss.OnDiskInvertedLists,
+        )
+
+
+def test_changes_are_seen_at_once_and_the_index_made_again_when_they_are_many(tmp_path: Path) -> None:
+    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.9)
+    fill(index, 4000)
+    first = index.improve()
+    assert first is not None
+    fill(index, 200, seed=7, start=4000)
+    index.write(removed=[f"d{n}" for n in range(100)])
+    assert index.improve() is None and index.trained == first
+    vectors = np.concatenate([clustered(4000, 0), clustered(200, 7)])
+    vectors[:100] = 0.0
+    assert recall(index, vectors, clustered(100, 1)) > 0.85
+    ((_, newest),) = index.search(vectors[4100], 1)
+    assert newest.document_id == "d4100"
+    assert all(int(p.document_id[1:]) >= 100 for q in clustered(50, 0) for _, p in index.search(q, 10))
+    fill(index, 300, seed=8, start=4200)
+    second = index.improve()
+    assert second is not None and second.num_rows == 4400 and second.num_trained == first.num_trained == 4000
+    assert [path.name for path in tmp_path.glob("*.faiss")] == [second.file]
+    vectors = np.concatenate([vectors, clustered(300, 8)])
+    assert recall(index, vectors, clustered(100, 1)) > 0.85
+    fill(index, 4000, seed=9, start=4500)
+    third = index.improve()
+    assert third is not None and third.num_trained == third.num_rows == 8400  # too many for the old clusters
+
+
+def test_auto_trains_from_many_passages_on_and_forgets_where_few_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "LEAST_TRAINED", 1000)
+    index = PassageIndex.open(tmp_path, SETTINGS)
+    fill(index, 999)
+    assert index.improve() is None and index.trained is None
+    fill(index, 2, start=999)
+    assert index.improve() is not None and index.trained is not None
+    index.write(removed=["d999", "d1000", *(f"d{n}" for n in range(600))])
+    assert index.improve() is None and index.trained is None and not list(tmp_path.glob("*.faiss"))
+    assert recall(index, np.concatenate([0 * clustered(600, 0), clustered(999, 0)[600:]]), clustered(20, 1)) == 1.0
+    assert PassageIndex.open(None, SETTINGS, kind="ivf").improve() is None  # in memory
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+@pytest.mark.parametrize("upto", [20, 2000])
+def test_filters_that_let_little_through_are_obeyed_exactly(kind: IndexKind, upto: int, tmp_path: Path) -> None:
+    index = PassageIndex.open(tmp_path, SETTINGS, kind=kind, recall=0.9)
+    fill(index, 4000)
+    index.improve()
+    where = parse_filter({"type": "lt", "key": "n", "value": upto})
+    reached = recall(index, clustered(4000, 0)[:upto], clustered(50, 1), where=where)
+    assert reached == 1.0 if upto == 20 else reached > 0.8
+
+
+def test_all_passages_of_a_trained_index_may_go(tmp_path: Path) -> None:
+    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.9)
+    fill(index, 2000)
+    assert index.improve() is not None
+    fill(index, 2000, seed=5)  # each replaced
+    assert index.improve() is not None
+    assert recall(index, clustered(2000, 5), clustered(50, 1)) > 0.85
+    index.write(removed=index.versions())
+    assert index.improve() is None and index.trained is None and index.search(clustered(1, 1)[0], 3) == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_a_damaged_file_costs_time_and_no_answer(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf")
+    fill(index, 3000)
+    trained = index.improve()
+    assert trained is not None
+    index.close()
+    path = tmp_path / trained.file
+    if damage == "delete":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data if damage == "flip" else data[:-9])
+    with caplog.at_level(logging.WARNING):
+        index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf")
+    assert index.trained is None and "until the index is made again" in caplog.text
+    assert recall(index, clustered(3000, 0), clustered(20, 1)) == 1.0
+    again = index.improve()
+    assert again is not None and index.trained == again
+    assert [one.name for one in tmp_path.glob("*.faiss")] == [again.file]
+
+
+def test_what_is_noted_of_it_cannot_point_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    index = PassageIndex.open(tmp_path / "own", SETTINGS, kind="ivf")
+    fill(index, 3000)
+    trained = index.improve()
+    assert trained is not None
+    (tmp_path / "own" / trained.file).rename(tmp_path / trained.file)
+    with index._catalog.transaction():
+        moved = dataclasses.replace(trained, file=f"../{trained.file}")
+        index._catalog.note("trained", dataclasses.asdict(moved))
+    index.close()
+    assert PassageIndex.open(tmp_path / "own", SETTINGS, kind="ivf").trained is None
+
+
+def test_stages_of_a_trained_index_end_with_what_a_search_finds(tmp_path: Path) -> None:
+    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.99)
+    fill(index, 4000)
+    index.improve()
+    fill(index, 100, seed=3, start=4000)
+    num_early = 0
+    for query in clustered(30, 1):
+        *before, last = index.stages(query, 5, 8)
+        assert last == (index.search(query, 5), True)
+        num_early += any(hits == last[0] for hits, _ in before[: len(before) // 2])
+    assert num_early > 12
