@@ -37,6 +37,8 @@ _STAGES = {
     "weights": "Loading weights",
     "read": "Reading documents",
     "embed": "Embedding passages",
+    "train": "Finding clusters of passages",
+    "add": "Adding passages to them",
     "compile": "Compiling for every prompt size",
 }
 
@@ -180,6 +182,8 @@ class _Loader(threading.Thread):
                 count_tokens=lambda text: len(tokenizer.encode(text, allow_special=False)),
                 chunk_tokens=args.chunk_tokens,
                 overlap_tokens=args.overlap_tokens,
+                index_kind=args.index_kind,
+                index_recall=args.index_recall,
                 progress=progress,
             )
             if not retriever.num_passages:
@@ -351,6 +355,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--docs", type=Path, metavar="DIR", help="documents to answer from (default with --model demo: its own corpus)")
     add("--no-docs", action="store_true", help="retrieve nothing, also with --model demo")
     add("--index-dir", type=Path, metavar="DIR", help="where the index is kept (default below ~/.cache/ccjax/index)")
+    kinds = "flat, ivf or hnsw; auto, the default, is ivf for 50,000 passages and more"
+    add("--index-kind", default="auto", metavar="KIND", help=kinds)
+    text = "share of the nearest passages that ivf and hnsw are to find (default 0.95)"
+    add("--index-recall", type=float, default=0.95, metavar="SHARE", help=text)
     add("--embedder", default="auto", metavar="NAME", help="auto, lexical, or a sentence-transformers directory")
     add("--top-k", type=int, default=5, metavar="N", help="passages for a question (default 5)")
     text = "parts of a search; answers may begin from what each of them found (default 1: when all is found)"

@@ -47,7 +47,8 @@ class Trained:
       sha256: of the file, hex.
       last_row: it holds rows up to this one.
       num_trained: rows it had when it was trained; later ones were sorted into the same clusters.
-      recall: share of the true 10 nearest rows that a search finds, mean over rows of its own taken as queries.
+      recall: share of the true 10 nearest rows that a search finds, mean over made-up queries half-way between two of
+        its rows: as far from what answers them as questions are, which rows themselves are not.
       width: `nprobe` or `efSearch`, the least power of two that reaches the recall asked for.
     """
 
@@ -85,10 +86,11 @@ def build(
     num_sampled = min(num_rows, num_clusters * _POINTS_PER_CLUSTER)
     is_sample = np.zeros(num_rows, np.bool_)
     is_sample[rng.choice(num_rows, num_sampled, replace=False)] = True
-    is_query = np.zeros(num_rows, np.bool_)
-    is_query[rng.choice(num_rows, min(num_rows, _NUM_QUERIES), replace=False)] = True
+    is_end = np.zeros(num_rows, np.bool_)
+    is_end[rng.choice(num_rows, min(num_rows, _NUM_QUERIES), replace=False)] = True
     progress("train", 0, 1)
-    sample, queries = _chosen(batches, is_sample if kind == "ivf" and like is None else is_query, is_query)
+    sample, ends = _chosen(batches, is_sample if kind == "ivf" and like is None else is_end, is_end)
+    queries = ends + rng.permutation(ends)
     if kind == "hnsw":
         index: Any = faiss.IndexHNSWFlat(dim, _NUM_NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
         index.hnsw.efConstruction = _EF_CONSTRUCTION
@@ -183,25 +185,22 @@ def _chosen(batches: Batches, *which: np.ndarray) -> list[np.ndarray]:
 
 
 class _Truth:
-    """How near the nearest rows of some queries are, batch by batch. Queries are rows themselves, so that one more is
-    asked for, and one found row does not count."""
+    """How near the nearest rows of some queries are, found batch by batch."""
 
     def __init__(self, queries: np.ndarray) -> None:
         """`queries` is float32 [n, dim]."""
-        self._queries = np.ascontiguousarray(queries)
-        self._scores = np.full((len(queries), RECALL_AT + 1), -np.inf, np.float32)
+        lengths = np.linalg.norm(queries, axis=1, keepdims=True)
+        self._queries = np.ascontiguousarray(queries / np.maximum(lengths, _SAME), np.float32)
+        self._scores = np.full((len(queries), RECALL_AT), -np.inf, np.float32)
 
     def meet(self, vectors: np.ndarray) -> None:
         """More rows, float32 [n, dim]."""
-        count = min(RECALL_AT + 1, len(vectors))
+        count = min(RECALL_AT, len(vectors))
         scores, _ = _faiss.knn(self._queries, vectors, count, faiss.METRIC_INNER_PRODUCT)
-        self._scores = -np.sort(-np.concatenate([self._scores, scores], axis=1), axis=1)[:, : RECALL_AT + 1]
+        self._scores = -np.sort(-np.concatenate([self._scores, scores], axis=1), axis=1)[:, :RECALL_AT]
 
     def recall(self, index: Any) -> float:
-        """Share of the nearest rows behind the query's own that the index finds."""
-        count = min(RECALL_AT + 1, index.ntotal)
-        if count < 2:
-            return 1.0
+        """Share of the nearest rows that the index finds."""
+        count = min(RECALL_AT, index.ntotal)
         scores, _ = index.search(self._queries, count)
-        num_found = np.count_nonzero(scores >= self._scores[:, count - 1 : count] - _SAME, axis=1)
-        return float(np.mean(np.maximum(num_found - 1, 0) / (count - 1)))
+        return float(np.mean(scores >= self._scores[:, count - 1 : count] - _SAME))

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ccjax.engine import MOST_ANSWERS, Request, SamplingParams
 from ccjax.errors import RequestError
+from ccjax.retrieval.filters import parse_filter
 from ccjax.server.settings import LARGEST_TOP_K
 from ccjax.types import Document, ReuseMode, document_from_mapping
 
@@ -48,7 +49,13 @@ def _stop(value: Any) -> Any:
 def _retrieval(value: Any) -> Any:
     if isinstance(value, bool | dict | None):
         return {} if value is True else value
-    raise ValueError('wanted false, true or {"top_k": number}')
+    raise ValueError('wanted false, true or {"top_k": number, "filters": object}')
+
+
+def _filters(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None:
+        parse_filter(value)
+    return value
 
 
 def _prompt(value: Any) -> Any:
@@ -72,6 +79,9 @@ class RetrievalIn(Body):
     """How to search the server's own documents."""
 
     top_k: int | None = Field(None, ge=1, le=LARGEST_TOP_K, description="passages to retrieve")
+    filters: Annotated[dict[str, Any] | None, AfterValidator(_filters)] = Field(
+        None, description="what the documents' metadata must be, in the form of OpenAI's file search"
+    )
 
 
 class DocumentIn(Body):

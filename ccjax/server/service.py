@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import ccjax
 from ccjax.engine import Engine, Request
 from ccjax.engine.speculation import SpeculativeAnswer
-from ccjax.errors import DeadlineError, EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
-from ccjax.retrieval import Passage, RefreshReport, Retriever
+from ccjax.errors import DeadlineError, RequestError
+from ccjax.retrieval import Retriever
+from ccjax.server import own_documents
 from ccjax.server.errors import ApiError, as_api_error
 from ccjax.server.metrics import ServerMetrics
 from ccjax.server.schemas import Generation, TokenizeBody, WarmBody
@@ -85,7 +86,7 @@ class Service:
             model = self.settings.served_model_name or engine.model_name
             self._backend = Backend(engine, worker, retriever, model, jobs)
             if retriever is not None and (retriever.report.changed or retriever.report.removed):
-                drop = functools.partial(_drop_old_versions, self._backend, retriever.report)
+                drop = functools.partial(own_documents.drop_old_versions, retriever, engine, worker, retriever.report)
                 threading.Thread(target=drop, name="ccjax-drop", daemon=True).start()
             self.metrics.attach(version=ccjax.__version__, model=model, engine=engine, retriever=retriever)
 
@@ -234,7 +235,10 @@ class Service:
         backend = self.backend
         if (body.documents is None) == (body.document_ids is None):
             raise ApiError(400, "documents: wanted exactly one of documents and document_ids", param="documents")
-        documents = body.own_documents() if body.document_ids is None else _own(backend, body.document_ids)
+        if body.document_ids is None:
+            documents = body.own_documents()
+        else:
+            documents = own_documents.chosen(backend.retriever, body.document_ids)
         warming = await asyncio.to_thread(backend.engine.begin_warming, documents, system_prompt=body.system_prompt)
         with _taking():
             job = backend.warm_jobs.add(warming, backend.worker, at_once=body.at_once)
@@ -257,7 +261,7 @@ class Service:
     def has_own(self, document_id: str) -> bool:
         """True if the server's own documents have this one, so that the next question may bring it back."""
         retriever = self.backend.retriever
-        return retriever is not None and document_id in retriever.document_ids
+        return retriever is not None and retriever.has_document(document_id)
 
     def check_model(self, name: str | None) -> None:
         """Nothing, where `name` is the served model or not given.
@@ -312,22 +316,15 @@ class Service:
         query = body.query()
         if query is None:  # the engine will say what is wrong with the question
             return ()
-        top_k = (body.retrieval.top_k if body.retrieval else None) or self.settings.top_k
+        ask = functools.partial(
+            backend.retriever.stages,
+            query,
+            (body.retrieval.top_k if body.retrieval else None) or self.settings.top_k,
+            self.settings.retrieval_stages,
+            filters=body.retrieval.filters if body.retrieval else None,
+        )
         with self.metrics.retrieval_time.time():
-            stages = self.settings.retrieval_stages
-            return await asyncio.to_thread(_search, backend.retriever, query, top_k, stages, begun)
-
-
-def _search(
-    retriever: Retriever, query: str, top_k: int, num_stages: int, begun: SpeculativeAnswer | None
-) -> tuple[Document, ...]:
-    """What is found in the end; an answer from what is found before may begin meanwhile."""
-    documents: tuple[Document, ...] = ()
-    for passages, is_all in retriever.stages(query, top_k, num_stages):
-        documents = tuple(map(_as_document, passages))
-        if begun is not None and not is_all:
-            begun.offer(documents)
-    return documents
+            return await asyncio.to_thread(own_documents.search, ask, begun)
 
 
 def _idle_work(engine: Engine, jobs: WarmJobs, repair: bool) -> IdleWork:
@@ -339,55 +336,12 @@ def _idle_work(engine: Engine, jobs: WarmJobs, repair: bool) -> IdleWork:
     )
 
 
-def _drop_old_versions(backend: Backend, report: RefreshReport) -> None:
-    """Takes what changed or vanished since out of the cache. No question finds that text any more, it only takes room;
-    unchanged passages of a changed document stay."""
-    assert backend.retriever is not None
-    for document_id in (*report.changed, *report.removed):
-        kept = [_as_document(passage) for passage in backend.retriever.passages(document_id)]
-        try:
-            backend.worker.call(functools.partial(backend.engine.invalidate, document_id, keep=kept)).result()
-        except (UnknownDocumentError, ReadOnlyError):  # never asked for, or not to be changed
-            pass
-        except (EraseIncompleteError, QueueFullError, WorkerClosedError) as error:
-            logger.warning("documents: the old version of %s stays in the cache: %r", document_id, error)
-
-
 def _refresh_documents(backend: Backend) -> None:
-    if backend.retriever is None:
-        return
-    report = backend.retriever.refresh()
-    _drop_old_versions(backend, report)
-    if report.added or report.changed or report.removed:
-        logger.info(
-            "documents: %d added, %d changed, %d removed",
-            len(report.added),
-            len(report.changed),
-            len(report.removed),
-        )
+    own_documents.refresh(backend.retriever, backend.engine, backend.worker)
 
 
 def _refresh_store(backend: Backend) -> None:
     backend.engine.refresh()
-
-
-def _own(backend: Backend, document_ids: Sequence[str]) -> list[Document]:
-    """All passages of the server's own documents with these ids; "all" for every one."""
-    retriever = backend.retriever
-    if retriever is None:
-        raise RequestError("document_ids", "this server has no documents of its own; send documents")
-    known = retriever.document_ids
-    wanted = known if document_ids == "all" else document_ids
-    for number, document_id in enumerate(wanted):
-        if document_id not in known:
-            raise UnknownDocumentError(f"document_ids[{number}]", f"this server has no document {document_id!r}")
-    return [_as_document(passage) for document_id in wanted for passage in retriever.passages(document_id)]
-
-
-def _as_document(passage: Passage) -> Document:
-    return Document(
-        passage.text, passage.passage_id, passage.title, passage.version, passage.score, passage.document_id
-    )
 
 
 @contextlib.contextmanager

@@ -208,6 +208,10 @@ def test_passages_come_from_the_index_unless_told_otherwise(server: Server, clie
     ]
     assert [entry["id"] for entry in retrieve(retrieval={"top_k": 1}).documents] == ["carla.md#0"]
     assert len(retrieve(retrieval=True).documents) == 2
+    others = retrieve(retrieval={"filters": {"type": "ne", "key": "document_id", "value": "carla.md"}}).documents
+    assert len(others) == 2 and all(entry["id"] != "carla.md#0" for entry in others)
+    none = retrieve(retrieval={"top_k": 1, "filters": {"type": "eq", "key": "language", "value": "de"}})
+    assert none.documents == [] and none.choices[0].message.content is not None
     for without in (retrieve(retrieval=False), retrieve(documents=[])):
         assert without.documents == [] and without.usage.prompt_tokens < found.usage.prompt_tokens
 

@@ -91,6 +91,8 @@ BAD_FIELDS = [
     ({"retrieval": 5}, "retrieval", ["top_k", "5"]),
     ({"retrieval": {"top_k": 0}}, "retrieval.top_k", ["1", "0"]),
     ({"retrieval": {"top_k": 1000}}, "retrieval.top_k", ["100", "1000"]),
+    ({"retrieval": {"filters": {"type": "like"}}}, "retrieval.filters", ["filters.type", "nin", "like"]),
+    ({"retrieval": {"filters": 5}}, "retrieval.filters", ["5"]),
     ({"retrieval": {"top_k": 2}, "documents": [{"text": "x"}]}, "retrieval", ["both"]),
     ({"cache_salt": "someone else's"}, "cache_salt", ["server"]),
     ({"stream": "yes"}, "stream", ["boolean"]),

@@ -36,8 +36,8 @@ def searching(
     """Searches find what `stages_of(what is found in the end)` says, and then that."""
     search = server.retriever.stages
 
-    def stages(query: str, top_k: int, num_stages: int) -> Iterator[tuple[list[Passage], bool]]:
-        ((final, _),) = search(query, top_k, 1)
+    def stages(query: str, top_k: int, num_stages: int, **how) -> Iterator[tuple[list[Passage], bool]]:
+        ((final, _),) = search(query, top_k, 1, **how)
         assert num_stages == 4
         for found in stages_of(final):
             yield found, False

@@ -1,0 +1,245 @@
+"""The index of passages at size: what filling, training, opening, searching, filtering and changing it takes.
+
+Texts and questions are real (MuSiQue); there are not enough of them, so that most vectors are made up around the real
+ones. Everything goes through `PassageIndex`, the one that `Retriever` and the server use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ccjax.retrieval import default_embedder
+from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
+from ccjax.retrieval.filters import Filter, parse_filter
+from ccjax.retrieval.index import IndexKind, PassageIndex
+from scripts.benchmarks.common import environment
+
+_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+PASSAGES_PER_DOCUMENT = 10
+DOCUMENTS_PER_WRITE = 400
+PER_MILLE = (1, 10, 100, 500)
+"""Documents that the filters let through, of a thousand."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    add = parser.add_argument
+    add("--data", type=Path, help="folder with rag_trace/ and qa/ (default $CCJAX_TEST_DATA)")
+    add("--passages", type=int, default=1_000_000, help="passages of the index (default 1000000)")
+    add("--kind", choices=("ivf", "hnsw"), default="ivf", help="of the trained index (default ivf)")
+    add("--recall", type=float, default=0.95, help="asked of it (default 0.95)")
+    add("--top-k", type=int, default=5, help="passages of a search (default 5)")
+    add("--directory", type=Path, help="where the index is made, on a disk with room for it (default: a temporary one)")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Makes an index, measures, prints a table."""
+    data = Path(arguments.data or os.environ.get("CCJAX_TEST_DATA") or _DATA)
+    num_passages = 20_000 if arguments.quick else arguments.passages
+    with (
+        Progress(console=Console(stderr=True)) as progress,
+        tempfile.TemporaryDirectory(dir=arguments.directory) as name,
+    ):
+        texts, questions = _texts(data, 200 if arguments.quick else 3000, 30 if arguments.quick else 200)
+        embedder = default_embedder()
+        real = _embedded(embedder, texts, progress, "embed passages")
+        queries = _embedded(embedder, questions, progress, "embed questions")
+        bench = _Bench(Path(name), arguments.kind, arguments.recall, arguments.top_k, queries, progress)
+        figures = bench.run(texts, real, num_passages)
+    figures |= {"embedder": embedder.name, "passages": num_passages, "real_passages": len(texts)}
+    figures |= {"questions": len(questions), "top_k": arguments.top_k, "dim": embedder.dim}
+    _print(figures)
+    return {"benchmark": "retrieval", **environment(), **figures}
+
+
+class _Bench:
+    def __init__(
+        self, directory: Path, kind: IndexKind, recall: float, top_k: int, queries: np.ndarray, progress: Progress
+    ) -> None:
+        self._kind: IndexKind = kind
+        self._directory, self._recall, self._top_k = directory, recall, top_k
+        self._queries, self._progress = queries, progress
+        self._settings = IndexSettings("benchmark", queries.shape[1], 200, 0, ())
+
+    def run(self, texts: Sequence[str], real: np.ndarray, num_passages: int) -> dict[str, Any]:
+        index = self._open()
+        figures: dict[str, Any] = {"write_s": self._fill(index, texts, _vectors(real, num_passages))}
+        figures["flat"] = self._searches(index)
+        figures["improve_s"], trained = _timed(lambda: index.improve(self._tell))
+        assert trained is not None
+        figures["trained"] = {"kind": trained.kind, "width": trained.width, "recall_of_own_rows": trained.recall}
+        figures["recall_of_questions"] = index.recall(self._queries, self._top_k)
+        index.close()
+        figures["bytes"] = {path.suffix[1:]: path.stat().st_size for path in self._directory.iterdir()}
+        before = _resident_bytes()
+        figures["open_s"], index = _timed(self._open)
+        figures["open_resident_bytes"] = _resident_bytes() - before
+        figures["searched"] = self._searches(index)
+        figures["staged"] = self._stages(index)
+        figures["filtered"] = [self._filtered(index, per_mille) for per_mille in PER_MILLE]
+        figures |= self._changes(index, real)
+        index.close()
+        return figures
+
+    def _open(self) -> PassageIndex:
+        return PassageIndex.open(self._directory, self._settings, kind=self._kind, recall=self._recall)
+
+    def _tell(self, stage: str, done: int, total: int) -> None:
+        for task in self._progress.tasks:
+            if task.description == stage:
+                self._progress.update(task.id, completed=done)
+                return
+        self._progress.add_task(stage, total=total, completed=done)
+
+    def _fill(self, index: PassageIndex, texts: Sequence[str], batches: Iterator[np.ndarray]) -> float:
+        seconds, number = 0.0, 0
+        task = self._progress.add_task("write", total=None)
+        for vectors in batches:
+            documents = []
+            for start in range(0, len(vectors), PASSAGES_PER_DOCUMENT):
+                passages = tuple(
+                    texts[(number * PASSAGES_PER_DOCUMENT + n) % len(texts)]
+                    for n in range(len(vectors[start : start + PASSAGES_PER_DOCUMENT]))
+                )
+                metadata = {"number": number, "per_mille": number % 1000}
+                documents.append(IndexedDocument(f"{number:07}", f"Document {number}", "v", passages, "", metadata))
+                number += 1
+            seconds += _timed(lambda d=documents, v=vectors: index.write(d, v))[0]
+            self._progress.advance(task, len(vectors))
+        return seconds
+
+    def _searches(self, index: PassageIndex, where: Filter | None = None) -> dict[str, float]:
+        """Milliseconds of a search without its question's embedding: the text of what is found included."""
+        index.search(self._queries[0], self._top_k, where=where)
+        times = [_timed(lambda v=vector: index.search(v, self._top_k, where=where))[0] for vector in self._queries]
+        return {"p50_ms": 1e3 * statistics.median(times), "p99_ms": 1e3 * float(np.quantile(times, 0.99))}
+
+    def _stages(self, index: PassageIndex) -> dict[str, float]:
+        """How early the passages of the end are known, in a search of eight stages: share of its time."""
+        shares = []
+        for vector in self._queries:
+            start = time.perf_counter()
+            seen = [
+                (time.perf_counter() - start, [(row.document_id, row.number) for _, row in hits])
+                for hits, _ in index.stages(vector, self._top_k, 8)
+            ]
+            first = next(
+                place for place, (_, hits) in enumerate(seen) if all(h == seen[-1][1] for _, h in seen[place:])
+            )
+            shares.append(seen[first][0] / seen[-1][0])
+        return {"mean_known_after_share": statistics.fmean(shares)}
+
+    def _filtered(self, index: PassageIndex, per_mille: int) -> dict[str, float]:
+        where = parse_filter({"type": "lt", "key": "per_mille", "value": per_mille})
+        first = _timed(lambda: index.search(self._queries[0], self._top_k, where=where))[0]
+        return {"per_mille": per_mille, "first_ms": 1e3 * first, **self._searches(index, where)}
+
+    def _changes(self, index: PassageIndex, real: np.ndarray) -> dict[str, Any]:
+        """One in a hundred documents replaced, one in a hundred deleted; nothing is trained again."""
+        ids = sorted(index.versions())
+        replaced, removed = ids[0::100], ids[50::100]
+        rng = np.random.default_rng(7)
+        vectors = real[rng.integers(0, len(real), len(replaced))]
+        documents = [IndexedDocument(one, "t", "w", ("A new text.",), "", {"per_mille": 0}) for one in replaced]
+        seconds = 0.0
+        for start in range(0, len(documents), DOCUMENTS_PER_WRITE):
+            part = slice(start, start + DOCUMENTS_PER_WRITE)
+            seconds += _timed(lambda p=part: index.write(documents[p], vectors[p], removed=removed[p]))[0]
+        one = _timed(lambda: index.write(documents[:1], vectors[:1]))[0]
+        found = {"documents": len(replaced) + len(removed), "seconds": seconds, "one_document_ms": 1e3 * one}
+        return {"changed": {**found, **self._searches(index), "trains_again": index.improve() is not None}}
+
+
+def _texts(data: Path, num_passages: int, num_questions: int) -> tuple[list[str], list[str]]:
+    passages = [
+        json.loads(line) for line in (data / "rag_trace" / "musique_docs.jsonl").read_text("utf-8").splitlines()
+    ]
+    rows = [json.loads(line) for line in (data / "qa" / "rag_top5_musique.jsonl").read_text("utf-8").splitlines()]
+    texts = [f"{one['title']}\n{one['text']}" for one in passages[:num_passages]]
+    return texts, [row["question"] for row in rows[:num_questions]]
+
+
+def _embedded(embedder: Any, texts: Sequence[str], progress: Progress, what: str) -> np.ndarray:
+    task = progress.add_task(what, total=len(texts))
+    parts = []
+    for start in range(0, len(texts), 64):
+        parts.append(embedder.embed(texts[start : start + 64]))
+        progress.advance(task, len(parts[-1]))
+    return np.concatenate(parts)
+
+
+def _vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarray]:
+    """The real vectors, then others: a real one moved towards a second real one and then anywhere, both by a random
+    share, so that a question has near, middling and far passages as in the real collection."""
+    rng = np.random.default_rng(0)
+    yield real[:num_passages]
+    size, left = PASSAGES_PER_DOCUMENT * DOCUMENTS_PER_WRITE, num_passages - len(real)
+    spread = real.std(axis=0)
+    while left > 0:
+        count = min(size, left)
+        one, two = real[rng.integers(0, len(real), (2, count))]
+        share = rng.uniform(0.0, 0.5, (count, 1))
+        made = (
+            (1.0 - share) * one + share * two + rng.normal(size=one.shape) * spread * rng.uniform(0.3, 1.0, (count, 1))
+        )
+        yield (made / np.linalg.norm(made, axis=1, keepdims=True)).astype(np.float32)
+        left -= count
+
+
+def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that no other program can take: mapped files do not count."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def _print(figures: dict[str, Any]) -> None:
+    table = Table(title=f"{figures['passages']:,} passages, {figures['dim']} dimensions, top {figures['top_k']}")
+    table.add_column("what")
+    table.add_column("figure", justify="right")
+    trained, sizes = figures["trained"], figures["bytes"]
+    own = trained["recall_of_own_rows"]
+    rows = {
+        "write, passages/s": f"{figures['passages'] / figures['write_s']:,.0f}",
+        f"train and add ({trained['kind']}), s": f"{figures['improve_s']:.1f}",
+        "recall of questions / of its own rows": f"{figures['recall_of_questions']:.1%} / {own:.1%}",
+        "texts and vectors / trained index on disk, MB": f"{sizes['sqlite'] / 1e6:,.0f} / {sizes['faiss'] / 1e6:,.0f}",
+        "open, s; memory, MB": f"{figures['open_s']:.2f}; {figures['open_resident_bytes'] / 1e6:,.0f}",
+        "search of every vector, p50 / p99 ms": _latency(figures["flat"]),
+        "search, p50 / p99 ms": _latency(figures["searched"]),
+        "known after, share of a staged search": f"{figures['staged']['mean_known_after_share']:.0%}",
+        **{
+            f"filter for {one['per_mille'] / 10:g} %, p50 / p99 ms; first": f"{_latency(one)}; {one['first_ms']:.0f}"
+            for one in figures["filtered"]
+        },
+        "documents changed and deleted / s": f"{figures['changed']['documents'] / figures['changed']['seconds']:,.0f}",
+        "one document changed, ms": f"{figures['changed']['one_document_ms']:.1f}",
+        "search after the changes, p50 / p99 ms": _latency(figures["changed"]),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console(width=100).print(table)
+
+
+def _latency(one: dict[str, float]) -> str:
+    return f"{one['p50_ms']:.1f} / {one['p99_ms']:.1f}"
