@@ -196,6 +196,15 @@ class Placement:
             kept |= self._evict(tier, victims)
         return True
 
+    def lose(self, tier: str) -> None:
+        """A tier lost all that it held; what is in use goes at the next call. Pins hold nothing here, and no policy is
+        told of an eviction."""
+        for variant_id in self._store.ids(tier):
+            if self._store.evict(tier, (variant_id,)):
+                self._drop(variant_id, {tier})
+                if self._store.tier_of(variant_id) is None:
+                    self._on_gone(VariantId(variant_id))
+
     def evict(self, victims: Iterable[VariantId]) -> None:
         """Takes variants out of every tier, wherever in a tree they stand."""
         victims = tuple(victims)
