@@ -255,25 +255,27 @@ def test_a_request_that_makes_every_step_fail_ends_alone(engine, monkeypatch, wh
     check_pages(engine)
 
 
-def test_two_poisons_in_one_pack_take_nobody_along(monkeypatch):
-    """The innocents were with the first failure and are tried again alone: there is none that could meet both."""
+def test_who_has_no_retry_left_meets_nobody_elses_failure(monkeypatch):
+    """Two requests that fail every decode step, one after the other, beside answers that go on all the while."""
     with build(max_retries=1) as engine:
-        wanted = [engine.run(ask(segments, "off", tokens=12)) for segments in OTHERS[:2]]
-        run_layer = pack_module.Pack.run_layer
+        wanted = [engine.run(ask(segments, "off", tokens=200)) for segments in OTHERS[:2]]
+        step, met = decode_module.DecodeBatch.step, []
 
-        def poisoned(pack):
-            if any(piece.job.plan.num_tokens > 300 for piece in pack._pieces):
+        def poisoned(self, requests, token_ids):
+            if any(pages.num_tokens > 300 for pages in requests):
+                met.append(len(requests))
                 raise RuntimeError("a poisoned step")
-            run_layer(pack)
+            return step(self, requests, token_ids)
 
-        monkeypatch.setattr(pack_module.Pack, "run_layer", poisoned)
-        with engine._loop.paused():
-            first, *_ = clients = [Client(engine, ask(one, "off", tokens=12)) for one in (LONG, *OTHERS[:2], LONG)]
-        for client in (first, clients[-1]):
+        monkeypatch.setattr(decode_module.DecodeBatch, "step", poisoned)
+        clients = [decoding(engine, 200, segments) for segments in OTHERS[:2]]
+        for _ in range(2):
             with pytest.raises(RuntimeError, match="poisoned"):
-                client.response()
-        for client, alone in zip(clients[1:3], wanted, strict=True):
+                Client(engine, ask(LONG, "off", tokens=12)).response()
+        assert not any(client.done.is_set() for client in clients)
+        for client, alone in zip(clients, wanted, strict=True):
             check(client.response(), alone)
+        assert met == [3, 1, 1, 1]
         check_pages(engine)
 
 
