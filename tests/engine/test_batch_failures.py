@@ -17,7 +17,7 @@ from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError, DeviceMemoryError
 from store.errors import TierFullError
-from store.usage import DEVICE
+from store.usage import DEVICE, HOST
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.test_batch_loop import Client, ask, check, settled
 from tests.polling import wait_until
@@ -353,14 +353,61 @@ def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, 
 def test_what_only_the_device_had_is_computed_again(monkeypatch):
     with build() as engine:
         wanted = engine.run(ask(SEGMENTS, "exact"))
-        engine._store.evict("host", engine._store.ids("host"))
-        assert engine.run(ask(SEGMENTS, "exact")).reuse.computed_tokens == 9
+        assert engine._store.ids(DEVICE)
+        engine._store.evict(HOST, engine._store.ids(HOST))
         step = LosesPool(engine, pack_module.Pack.run_layer, 2)
         monkeypatch.setattr(pack_module.Pack, "run_layer", lambda pack: step(pack))
         step.is_armed = True
         got = engine.run(ask(SEGMENTS, "exact"))
         check(got, wanted)
         assert got.reuse.computed_tokens == wanted.reuse.computed_tokens == sum(map(len, SEGMENTS))
+        check_pages(engine)
+
+
+@pytest.mark.parametrize("policy", ["pgdsf", "lru", "cost"])
+def test_what_is_in_use_on_the_device_is_copied_to_host_memory_and_outlives_it(monkeypatch, policy):
+    """RAGCache sec. 6: the hot upper nodes of the device have a replica."""
+    policy = EngineConfig.eviction_policy if policy == "cost" else policy
+    with build(eviction_policy=policy) as engine:
+        wanted = engine.run(ask(SEGMENTS, "exact"))
+        for victim in reversed(engine._store.ids(HOST)):  # from the leaf to the root
+            engine._variants._placement._evict(HOST, (victim,))
+        assert not engine._store.ids(HOST) and len(engine._store.ids(DEVICE)) == 3
+        read = engine.store_usage()[DEVICE].bytes_read
+        check(engine.run(ask(SEGMENTS, "exact")), wanted)
+        settled(engine)
+        assert set(engine._store.ids(HOST)) == set(engine._store.ids(DEVICE))
+        assert engine.store_usage()[DEVICE].bytes_read == read  # copies are no uses
+        lose(engine._pool)
+        got = engine.run(ask(SEGMENTS, "exact"))
+        check(got, wanted)
+        assert got.reuse.computed_tokens == 9
+        assert {one.tier for one in got.reuse.per_document} == {"host"}
+        check_pages(engine)
+
+
+def test_a_copy_that_comes_too_late_leaves_no_pin_behind(caplog):
+    with build() as engine:
+        wanted = engine.run(ask(SEGMENTS, "exact"))
+        engine._store.evict(HOST, engine._store.ids(HOST))
+        ticket = engine._store.prepare_load(engine._store.ids(DEVICE))
+        lose(engine._pool)
+        engine._variants.complete_load(ticket)
+        assert "could not be copied" in caplog.text
+        assert not engine._store._pins and not engine._store.ids(HOST)
+        del ticket
+        check(engine.run(ask(SEGMENTS, "exact")), wanted)
+        check_pages(engine)
+
+
+def test_what_host_memory_has_better_use_for_is_not_copied_there(monkeypatch):
+    """Nor is what it has no room for at all."""
+    with build(host_cache_bytes=20 * SPEC.num_bytes(1)) as engine:
+        for _ in range(3):
+            assert engine.run(ask(SEGMENTS, "exact")).reuse.exact
+        settled(engine)
+        assert {engine._store.get_summary(key).num_tokens for key in engine._store.ids(HOST)} <= {7}
+        assert len(engine._store.ids(DEVICE)) == 3
         check_pages(engine)
 
 
