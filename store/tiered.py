@@ -207,7 +207,7 @@ class TieredStore(Levels):
         try:
             whole |= ticket.copies([] if promote is None else promote.get(HOST, ()))
         except RuntimeError as error:  # lost with the device; a kept traceback would hold its pages
-            logger.warning("what is on the device could not be copied to host memory: %s", error)
+            logger.warning("what is on the device could not be copied to host memory: %s", str(error))
         ticket.close()
         promoted: dict[str, tuple[str, ...]] = {}
         with self._lock:
