@@ -64,7 +64,7 @@ ORDERS = st.permutations(range(len(PASSAGES))).flatmap(
     lambda order: st.integers(0, 4).map(lambda count: tuple(order[:count]))
 )
 """Any passages in any order; and below some lists more often than others, as of a cache."""
-POPULAR = st.sampled_from([(0, 1, 2), (0, 1, 2, 3), (0, 1), (2, 1, 0), (4, 5, 0, 1)])
+POPULAR = st.sampled_from([(0, 1, 2), (0, 1, 2, 3), (1, 0, 2, 3), (2, 1, 0), (4, 5, 0, 1)])
 LISTS = ORDERS | POPULAR
 
 
@@ -89,7 +89,7 @@ WAVES = st.lists(st.lists(asked(), min_size=3, max_size=9), min_size=2, max_size
 
 def _crowd() -> list[list[Asked]]:
     """More passages behind more prefixes than any tier holds, in two lines, some asked for again, searched for in vain
-    or in time, and given up."""
+    or in time, and given up; then two lists of the same passages, each as what the other one left is cached."""
     random = np.random.default_rng(5)
     lines = []
     for _ in range(2):
@@ -102,7 +102,8 @@ def _crowd() -> list[list[Asked]]:
             offers = {2: (order[::-1],), 4: (order[1:], order), 6: (order[:1], order[::-1])}.get(number)
             line.append(Asked(order, number % 3, (4, 40)[number % 2], number % 4 < 2, offers, number // 3, number == 7))
         lines.append(line)
-    return [*lines, lines[0]]
+    twins = [Asked(order, 0, 4, True, None, 0, False) for order in ((0, 1, 2, 3), (1, 0, 2, 3))]
+    return [*lines, lines[0], *([one] for one in twins), twins]
 
 
 CROWD = _crowd()
