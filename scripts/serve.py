@@ -405,6 +405,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--max-num-seqs", int, "requests that run at once"),
         ("--max-num-batched-tokens", int, "tokens that prefills compute together; longer ones are cut into pieces"),
         ("--max-decode-gap-ms", float, "longest time that a prefill may keep running answers from their next token"),
+        ("--max-retries", int, "how often an answer is tried again whose step failed on the device, 0 for never (2)"),
         ("--device-cache-bytes", num_bytes, "device memory for requests and chunk-caches, such as 8GiB"),
         ("--host-cache-bytes", num_bytes, "host memory for chunk-caches, such as 2GiB"),
         ("--disk-cache-bytes", num_bytes, "room in the store"),

@@ -41,6 +41,11 @@ class Levels:
             found = {one.variant_id: one for tier in self._levels.values() for one in tier.summaries()}
         return list(found.values())
 
+    def ids(self, tier: str) -> tuple[str, ...]:
+        """Every committed variant of one tier."""
+        with self._lock:
+            return tuple(one.variant_id for one in self._tier(tier).summaries())
+
     def get_summary(self, variant_id: str) -> ShardSummary | None:
         """Of a committed variant of any tier, or None. Reads nothing."""
         with self._lock:

@@ -136,6 +136,20 @@ class LoadTicket:
                 found[key] = kv
         return found
 
+    def copies(self, variant_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """Variant id -> KV, copied to host memory, of those that it reads on the device. Counts as no read.
+
+        Raises:
+          RuntimeError: the device lost it.
+        """
+        found: dict[str, np.ndarray] = {}
+        for key in variant_ids:
+            source = self._sources.get(key)
+            if source is not None and not isinstance(source, np.ndarray | ShardReader):
+                found[key] = source.read_layers(0, self._kv_spec.num_layers)
+                found[key].flags.writeable = False
+        return found
+
     def close(self) -> None:
         """Ends the ticket and lets go of what it reads from.
 

@@ -23,8 +23,10 @@ from store.notes import Notes
 from store.sharing import SharedReaders
 from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import LoadTicket, Source, StoreTicket
-from store.usage import DISK
+from store.usage import DISK, HOST
 from store.write_behind import MAX_PENDING_BYTES, WriteBehind
+
+logger = logging.getLogger(__name__)
 
 _log = logging.getLogger(__name__)
 
@@ -196,12 +198,16 @@ class TieredStore(Levels):
     ) -> dict[str, tuple[str, ...]]:
         """Unpins. With `ok`, variants whose KV is in host memory now, those from disk read whole, move into the tiers
         in memory that lack them, if they fit without eviction (see `shortfall_bytes`); where `promote` is given, tier
-        -> ids, only those. Returns tier -> ids that moved.
+        -> ids, only those, and what is on the device may be copied down to host memory. Returns tier -> ids that moved.
 
         Raises:
           ValueError: the ticket was completed before.
         """
         whole, bytes_read = ticket.whole(), ticket.bytes_read
+        try:
+            whole |= ticket.copies([] if promote is None else promote.get(HOST, ()))
+        except RuntimeError as error:  # lost with the device; a kept traceback would hold its pages
+            logger.warning("what is on the device could not be copied to host memory: %s", str(error))
         ticket.close()
         promoted: dict[str, tuple[str, ...]] = {}
         with self._lock:

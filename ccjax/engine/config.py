@@ -61,6 +61,8 @@ class EngineConfig:
         that some are left for others.
       max_decode_gap_ms: longest time between two tokens of an answer that another request's prefill may cause, as far
         as that is possible: no layer of a prefill is broken off. None: 200, or three decode steps where that is longer.
+      max_retries: how often an answer is tried again whose step failed, or took the device's memory along; 0 for never.
+        Tried again it shares no step with others, so that one that makes steps fail ends nobody else's answer.
       host_cache_bytes, disk_cache_bytes: budgets of the other tiers; None for disk means no limit.
       disk_kv_dtype: how `store` keeps KV: "auto" (as it is), or in 8 bits, "int8" or "fp8", which is read back as
         approximate and never serves mode `exact`.
@@ -105,6 +107,7 @@ class EngineConfig:
     reorder_window: int = 32
     flow_share: float = 4.0
     max_decode_gap_ms: float | None = None
+    max_retries: int = 2
     host_cache_bytes: int = 2 << 30
     disk_cache_bytes: int | None = None
     disk_kv_dtype: str = "auto"
@@ -147,7 +150,7 @@ class EngineConfig:
             raise ConfigError(f"fixes_positions: wanted True with device_cache_bytes, got {self.fixes_positions!r}")
         if self.eviction_policy not in POLICIES:
             raise ConfigError(f"eviction_policy: wanted one of {sorted(POLICIES)}, got {self.eviction_policy!r}")
-        for name in ("device_cache_bytes", "preload_bytes"):
+        for name in ("device_cache_bytes", "preload_bytes", "max_retries"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name}: wanted an integer of at least 0, got {value!r}")

@@ -154,6 +154,7 @@ class Engine(DocumentCalls, CacheCalls):
             self._pool,
             self.rates,
             config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS, self._sizes.context_tokens),
+            max_retries=config.max_retries,
             with_mass=self._sizes.with_mass,
         )
         self._closed = False

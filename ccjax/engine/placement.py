@@ -157,17 +157,21 @@ class Placement:
 
     def complete_load(self, ticket: LoadTicket, metas: Mapping[VariantId, Sized], *, ok: bool = True) -> None:
         """Unpins. With `ok`, what was read whole from a lower tier moves up into each faster one where it is worth more
-        than what makes room for it there."""
+        than what makes room for it there; and what was read on the device and is nowhere else is copied down by the
+        same rule, so that what is in use outlives the device (RAGCache sec. 6)."""
         tiers = self._store.memory_tiers
         promoted: dict[str, list[str]] = {tier: [] for tier in tiers}
         num_bytes = dict.fromkeys(promoted, 0)
-        for variant_id in ticket.whole() if ok else ():
+        only_copies = [key for key in ticket.tiers if len(tiers) > 1 and self._store.tiers_of(key) == tiers[:1]]
+        for variant_id in (*ticket.whole(), *only_copies) if ok else ():
             meta = metas.get(VariantId(variant_id))
             copies = self._store.tiers_of(variant_id)
             if meta is None or not copies:
                 continue
-            faster = tiers[: tiers.index(copies[0])] if copies[0] in tiers else tiers
-            for tier in reversed(faster):  # what a copy saves depends on whether there is one below
+            others = tiers[: tiers.index(copies[0])] if copies[0] in tiers else tiers
+            if variant_id in only_copies:
+                others, copies = tiers[1:], ()
+            for tier in reversed(others):  # what a copy saves depends on whether there is one below
                 charge = self._store.memory_charge(tier, meta.num_tokens)
                 wanted = num_bytes[tier] + charge
                 if self._store.shortfall_bytes(tier, wanted) is None:
@@ -195,6 +199,15 @@ class Placement:
                 return False
             kept |= self._evict(tier, victims)
         return True
+
+    def lose(self, tier: str) -> None:
+        """A tier lost all that it held; what is in use goes at the next call. Pins hold nothing here, and no policy is
+        told of an eviction."""
+        for variant_id in self._store.ids(tier):
+            if self._store.evict(tier, (variant_id,)):
+                self._drop(variant_id, {tier})
+                if self._store.tier_of(variant_id) is None:
+                    self._on_gone(VariantId(variant_id))
 
     def evict(self, victims: Iterable[VariantId]) -> None:
         """Takes variants out of every tier, wherever in a tree they stand."""

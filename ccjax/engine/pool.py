@@ -156,13 +156,13 @@ class DevicePool(MemoryTier[PagedShard]):
                 jax.block_until_ready(self._layers)
             except RuntimeError:  # deleted, or what a failed step gave
                 return True
-        return False
+            return not self._layers  # `renew` found no memory
 
     def renew(self) -> None:
         """Empty pages in place of lost ones.
 
         Raises:
-          RuntimeError: somebody holds pages.
+          RuntimeError: somebody holds pages, or the device has no memory for them.
         """
         if self.num_free < self.num_pages:
             raise RuntimeError(f"device tier: wanted all {self.num_pages} pages free, got {self.num_free}")
@@ -202,7 +202,10 @@ class DevicePool(MemoryTier[PagedShard]):
         (shard,) = self.allocate([num_tokens])
         padded = np.zeros(self.kv_spec.shape(token_bucket(num_tokens)), self.kv_spec.np_dtype)
         padded[:, :, :num_tokens] = kv
-        self._write(padded, shard.slots)
+        try:
+            self._write(padded, shard.slots)
+        except RuntimeError as error:  # the pages are lost, or memory is too short for what is to be written
+            raise TierFullError(f"device tier: {num_tokens} tokens could not be written: {error}") from error
         return shard
 
     def _write(self, kv: np.ndarray, slots: np.ndarray) -> None:

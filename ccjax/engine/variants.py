@@ -220,6 +220,10 @@ class VariantIndex:
         """Evicts from one tier until it has room for so many bytes; False if what may go is less."""
         return self._placement.make_room(tier, num_bytes)
 
+    def lose(self, tier: str) -> None:
+        """One tier lost all that it held."""
+        self._placement.lose(tier)
+
     def complete_load(self, ticket: LoadTicket, *, ok: bool = True) -> None:
         """Unpins what was loaded; with `ok`, what is worth it moves into a faster tier."""
         self._placement.complete_load(ticket, self._by_id, ok=ok)

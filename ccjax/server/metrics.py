@@ -176,6 +176,8 @@ class _BatchCollector:
         yield GaugeMetricFamily("ccjax_num_requests_waiting", "Requests in line", value=counts.waiting)
         text = "Requests that gave their pages back to more important ones and ran again"
         yield CounterMetricFamily("ccjax_num_preemptions", text, value=counts.preemptions)
+        text = "Answers that were tried again because a step of the model failed"
+        yield CounterMetricFamily("ccjax_num_retries", text, value=counts.retries)
         used = counts.num_pages - counts.free_pages
         pages = GaugeMetricFamily(
             "ccjax_kv_cache_pages", "Pages of device memory, cached chunks' as used", labels=["state"]

@@ -10,7 +10,7 @@ import pytest
 
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.batch import loop as loop_module
-from ccjax.engine.batch.loop import CancelledError
+from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.room import Room
 from ccjax.engine.batch.serving import Serving
 from ccjax.engine.pool import PAGE_TOKENS, num_pages

@@ -1,17 +1,24 @@
-"""A device that runs out of memory, or loses what it held: who fails then, what is left behind, and who comes next."""
+"""A device that fails a step, runs out of memory, or loses what it held: who is tried again, who fails, what is left
+behind, and who comes next."""
 
+import collections
+import dataclasses
 import threading
 
 import jax
 import numpy as np
 import pytest
 
+from ccjax.engine import EngineConfig
 from ccjax.engine.batch import decode as decode_module
 from ccjax.engine.batch import pack as pack_module
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.engine.batch import serving as serving_module
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.engine.snapshot.cache import kv_spec_of
-from ccjax.errors import DeviceMemoryError
-from tests.engine.helpers import TinyModel, draw_segments
+from ccjax.errors import ConfigError, DeviceMemoryError
+from store.errors import TierFullError
+from store.usage import DEVICE, HOST
+from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.test_batch_loop import Client, ask, check, settled
 from tests.polling import wait_until
 
@@ -19,11 +26,24 @@ MODEL = TinyModel(seed=23)
 SPEC = kv_spec_of(MODEL.config, "float32")
 PAGE = SPEC.num_bytes(PAGE_TOKENS)
 SEGMENTS = draw_segments(np.random.default_rng(1), [40, 30])
+OTHERS = [draw_segments(np.random.default_rng(seed), [50, 20]) for seed in range(2, 5)]
+LONG = draw_segments(np.random.default_rng(5), [150, 150])
+"""Of another length than all others, by which a step can tell it."""
+
+
+def build(**changes):
+    return MODEL.engine(**{"max_model_len": 512, "max_num_seqs": 4, "device_cache_bytes": 200 * PAGE, **changes})
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with MODEL.engine(max_model_len=512, max_num_seqs=4, device_cache_bytes=200 * PAGE) as engine:
+    with build() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def strict():
+    with build(max_retries=0) as engine:
         yield engine
 
 
@@ -45,13 +65,46 @@ class FailsOnce:
         return self.step(*args, **kwargs)
 
 
-def decoding(engine, tokens=60):
-    client = Client(engine, ask(SEGMENTS, "off", tokens=tokens))
+def decoding(engine, tokens=60, segments=SEGMENTS, reuse="off", **sampling):
+    client = Client(engine, ask(segments, reuse, tokens=tokens, **sampling))
     wait_until(lambda: client.deltas, timeout_s=60)
     return client
 
 
-def test_a_prefill_without_memory_fails_alone(engine, monkeypatch, caplog):
+def lose(pool):
+    """What was in the pool's memory is gone, as after a reset of the device."""
+    for pages in pool._layers:
+        for array in pages:
+            array.delete()
+
+
+def check_pages(engine):
+    """Besides cached chunks nobody holds a page, and each of those holds its own."""
+    settled(engine)
+    summaries = [engine._store.get_summary(key) for key in engine._store.ids(DEVICE)]
+    used = sum(num_pages(one.num_tokens) for one in summaries)
+    assert engine._pool.num_pages - engine._pool.num_free == used
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """All prefills that begin from now on."""
+    begun = []
+
+    class Noted(serving_module.PrefillJob):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            begun.append(self)
+
+    monkeypatch.setattr(serving_module, "PrefillJob", Noted)
+    return begun
+
+
+# -- without retries ---------------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_without_memory_fails_alone(strict, monkeypatch, caplog):
+    engine = strict
     wanted, short = engine.run(ask(SEGMENTS, "off", tokens=60)), engine.run(ask(SEGMENTS, "off"))
     free = engine.batch_counts.free_pages
     step = FailsOnce(pack_module.paged_layer_step)
@@ -71,7 +124,8 @@ def test_a_prefill_without_memory_fails_alone(engine, monkeypatch, caplog):
     assert "1073741824" in caplog.text  # what the device said is for the log
 
 
-def test_a_decode_step_without_memory_fails_those_that_were_in_it(engine, monkeypatch):
+def test_a_decode_step_without_memory_fails_those_that_were_in_it(strict, monkeypatch):
+    engine = strict
     wanted = engine.run(ask(SEGMENTS, "off"))
     free = engine.batch_counts.free_pages
     step = FailsOnce(decode_module.paged_decode_step)
@@ -84,20 +138,21 @@ def test_a_decode_step_without_memory_fails_those_that_were_in_it(engine, monkey
             client.response()
     for client in in_line:
         check(client.response(), wanted)
-    assert step.num_failed == 1
+    assert step.num_failed == 1 and not engine.batch_counts.retries
     settled(engine)
     assert engine.batch_counts.free_pages == free
 
 
-def test_pages_that_a_failed_step_took_along_are_replaced_and_nobody_reads_them(engine, monkeypatch):
+def test_pages_that_a_failed_step_took_along_are_replaced_and_nobody_reads_them(strict, monkeypatch):
+    engine = strict
     wanted = engine.run(ask(SEGMENTS, "exact"))
     assert engine.run(ask(SEGMENTS, "exact")).reuse.reused_tokens > 0
 
-    def lose(layer, x, k_pages, v_pages, *_, **__):
+    def take_along(layer, x, k_pages, v_pages, *_, **__):
         k_pages.delete()
         out_of_memory()
 
-    step = FailsOnce(decode_module.paged_decode_step, lose)
+    step = FailsOnce(decode_module.paged_decode_step, take_along)
     monkeypatch.setattr(decode_module, "paged_decode_step", step)
     running = [decoding(engine, 400) for _ in range(2)]
     step.is_armed.set()
@@ -113,6 +168,311 @@ def test_pages_that_a_failed_step_took_along_are_replaced_and_nobody_reads_them(
     check(engine.run(ask(SEGMENTS, "exact")), wanted)
 
 
+@pytest.mark.parametrize("value", [-1, True, 1.0, None])
+def test_the_number_of_retries_is_checked(value):
+    with pytest.raises(ConfigError, match="max_retries"):
+        EngineConfig(max_retries=value)
+
+
+# -- tried again -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("module", "name"), [(pack_module, "paged_layer_step"), (decode_module, "paged_decode_step")])
+def test_who_was_in_a_failed_step_is_tried_again_and_answers_as_ever(engine, monkeypatch, module, name):
+    requests = [
+        ask(SEGMENTS, "off", tokens=30),
+        ask(OTHERS[0], "exact", tokens=30, temperature=1.0, seed=3),
+        ask(OTHERS[1], "bounded", tokens=30, temperature=0.8, top_p=0.9, seed=4),
+        ask(OTHERS[2], "off", tokens=30, n=3, temperature=1.0, seed=5),
+    ]
+    wanted = [engine.run(request) for request in requests]
+    before = engine.batch_counts.retries
+    step = FailsOnce(getattr(module, name))
+    monkeypatch.setattr(module, name, step)
+    running = decoding(engine, 60)
+    if module is pack_module:
+        step.is_armed.set()
+    clients = [Client(engine, request) for request in requests]
+    if module is decode_module:
+        wait_until(lambda: sum(bool(client.deltas) for client in clients) > 1, timeout_s=60)
+        step.is_armed.set()
+    for client, alone in zip(clients, wanted, strict=True):
+        assert client.done.wait(120) and client.error is None
+        assert [one.token_ids for one in client.deltas[-1].response.choices] == [one.token_ids for one in alone.choices]
+        emitted = collections.defaultdict(list)
+        for delta in client.deltas:
+            emitted[delta.index] += delta.token_ids
+        assert [tuple(emitted[index]) for index in sorted(emitted)] == [one.token_ids for one in alone.choices]
+    assert len(running.response().token_ids) == 60
+    assert step.num_failed == 1 and engine.batch_counts.retries > before
+    check_pages(engine)
+
+
+@pytest.mark.parametrize("takes_pages", [False, True])
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_a_request_that_makes_every_step_fail_ends_alone(engine, monkeypatch, where, takes_pages):
+    """It shares packs and steps with the others, which all get their answers; it gets what the step raised."""
+    wanted = [engine.run(ask(segments, "exact", tokens=20)) for segments in OTHERS]
+    before, num_failed = engine.batch_counts.retries, 0
+
+    def fail():
+        nonlocal num_failed
+        num_failed += 1
+        if takes_pages:
+            lose(engine._pool)
+        raise RuntimeError("a poisoned step")
+
+    if where == "prefill":
+        run_layer = pack_module.Pack.run_layer
+
+        def poisoned(pack):
+            if any(piece.job.plan.num_tokens > 300 for piece in pack._pieces) and pack.layer == 1:
+                fail()
+            run_layer(pack)
+
+        monkeypatch.setattr(pack_module.Pack, "run_layer", poisoned)
+    else:
+        step = decode_module.DecodeBatch.step
+
+        def poisoned_step(self, requests, token_ids):
+            if any(pages.num_tokens > 300 for pages in requests):
+                fail()
+            return step(self, requests, token_ids)
+
+        monkeypatch.setattr(decode_module.DecodeBatch, "step", poisoned_step)
+    with engine._loop.paused():
+        clients = [Client(engine, ask(segments, "exact", tokens=20)) for segments in OTHERS[:2]]
+        poison = Client(engine, ask(LONG, "off", tokens=20))
+        clients.append(Client(engine, ask(OTHERS[2], "exact", tokens=20)))
+    with pytest.raises(RuntimeError, match="a poisoned step"):
+        poison.response()
+    for client, alone in zip(clients, wanted, strict=True):
+        check(client.response(), alone)
+    retries = engine.batch_counts.retries - before
+    assert engine.config.max_retries <= retries <= engine.config.max_retries + len(OTHERS)
+    assert num_failed == engine.config.max_retries + 1
+    assert len(poison.deltas) == (0 if where == "prefill" else num_failed)  # a token with each prefill, none twice
+    check_pages(engine)
+
+
+def test_who_has_no_retry_left_meets_nobody_elses_failure(monkeypatch):
+    """Two requests that fail every decode step, one after the other, beside answers that go on all the while."""
+    with build(max_retries=1) as engine:
+        wanted = [engine.run(ask(segments, "off", tokens=200)) for segments in OTHERS[:2]]
+        step, met = decode_module.DecodeBatch.step, []
+
+        def poisoned(self, requests, token_ids):
+            if any(pages.num_tokens > 300 for pages in requests):
+                met.append(len(requests))
+                raise RuntimeError("a poisoned step")
+            return step(self, requests, token_ids)
+
+        monkeypatch.setattr(decode_module.DecodeBatch, "step", poisoned)
+        clients = [decoding(engine, 200, segments) for segments in OTHERS[:2]]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="poisoned"):
+                Client(engine, ask(LONG, "off", tokens=12)).response()
+        assert not any(client.done.is_set() for client in clients)
+        for client, alone in zip(clients, wanted, strict=True):
+            check(client.response(), alone)
+        assert met == [3, 1, 1, 1]
+        check_pages(engine)
+
+
+def test_whoever_cannot_be_told_is_nobody_elses_concern(engine):
+    wanted = engine.run(ask(SEGMENTS, "off", tokens=40))
+
+    def refuse(event):
+        raise ValueError("the connection is gone")
+
+    running = decoding(engine, 40)
+    engine.submit(ask(SEGMENTS, "off", tokens=5), refuse)
+    check(running.response(), wanted)
+    check(engine.run(ask(SEGMENTS, "off", tokens=40)), wanted)
+    check_pages(engine)
+
+
+# -- the pool is lost --------------------------------------------------------------------------------------------------
+
+
+class LosesPool:
+    """Deletes the pool's arrays before the `number`-th call from when it is armed, which then fails over them."""
+
+    def __init__(self, engine, call, number):
+        self.engine, self.call, self.left, self.is_armed = engine, call, number, False
+
+    def __call__(self, *args, **kwargs):
+        if self.is_armed:
+            self.left -= 1
+            if not self.left:
+                lose(self.engine._pool)
+        return self.call(*args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", ["default", "pgdsf"])
+@pytest.mark.parametrize(("where", "number"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6)])
+def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, number, policy):
+    """With answers under way, a prefill under way and requests in line."""
+    settings = {} if policy == "default" else {"eviction_policy": policy, "strategy": "prefix"}
+    documents = [permuted(OTHERS[0], order) for order in ([0, 1], [1, 0])]
+    asked = [*documents, SEGMENTS, *documents, SEGMENTS, *documents]
+    with build(max_num_seqs=3, **settings) as engine:
+        for segments in (*documents, SEGMENTS):
+            engine.run(ask(segments, "exact", tokens=1))
+        engine._prefill.read_only = True
+        assert all("host" in engine._store.tiers_of(key) for key in engine._store.ids(DEVICE))
+        requests = [
+            ask(segments, "exact", tokens=20, temperature=1.0, seed=number) for number, segments in enumerate(asked)
+        ]
+        wanted = [engine.run(request) for request in requests]
+        assert {one.tier for reply in wanted for one in reply.reuse.per_document} == {"device"}
+        before, promoted = engine.batch_counts.retries, engine.store_usage()[DEVICE].writes
+        module, name = (pack_module.Pack, "run_layer") if where == "prefill" else (decode_module.DecodeBatch, "step")
+        step = LosesPool(engine, getattr(module, name), number)
+        monkeypatch.setattr(module, name, lambda *args: step(*args))
+        running = decoding(engine, 40, LONG)
+        jobs.clear()
+        step.is_armed = True
+        clients = [Client(engine, request) for request in requests]
+        for client, alone in zip(clients, wanted, strict=True):
+            got = client.response()
+            check(got, alone)
+            assert got.reuse.computed_tokens == alone.reuse.computed_tokens == 9
+        check(running.response(), engine.run(ask(LONG, "off", tokens=40)))
+        assert step.left <= 0 < engine.batch_counts.retries - before
+        again = collections.Counter(job.token_ids[: job.plan.num_tokens].tobytes() for job in jobs)
+        assert max(again.values()) > 1
+        for job in jobs:  # of what had a copy in host memory nothing was computed: the question and the answer so far
+            answered = len(job.token_ids) - job.plan.num_tokens
+            assert len(job.offsets) == answered + (9 if job.plan.num_tokens < 300 else job.plan.num_tokens)
+        assert engine.store_usage()[DEVICE].writes > promoted
+        assert engine.run(requests[0]).reuse.per_document[0].tier == "device"
+        check_pages(engine)
+
+
+def test_what_only_the_device_had_is_computed_again(monkeypatch):
+    with build() as engine:
+        wanted = engine.run(ask(SEGMENTS, "exact"))
+        assert engine._store.ids(DEVICE)
+        engine._store.evict(HOST, engine._store.ids(HOST))
+        step = LosesPool(engine, pack_module.Pack.run_layer, 2)
+        monkeypatch.setattr(pack_module.Pack, "run_layer", lambda pack: step(pack))
+        step.is_armed = True
+        got = engine.run(ask(SEGMENTS, "exact"))
+        check(got, wanted)
+        assert got.reuse.computed_tokens == wanted.reuse.computed_tokens == sum(map(len, SEGMENTS))
+        check_pages(engine)
+
+
+@pytest.mark.parametrize("policy", ["pgdsf", "lru", "cost"])
+def test_what_is_in_use_on_the_device_is_copied_to_host_memory_and_outlives_it(monkeypatch, policy):
+    """RAGCache sec. 6: the hot upper nodes of the device have a replica."""
+    policy = EngineConfig.eviction_policy if policy == "cost" else policy
+    with build(eviction_policy=policy) as engine:
+        wanted = engine.run(ask(SEGMENTS, "exact"))
+        for victim in reversed(engine._store.ids(HOST)):  # from the leaf to the root
+            engine._variants._placement._evict(HOST, (victim,))
+        assert not engine._store.ids(HOST) and len(engine._store.ids(DEVICE)) == 3
+        read = engine.store_usage()[DEVICE].bytes_read
+        check(engine.run(ask(SEGMENTS, "exact")), wanted)
+        settled(engine)
+        assert set(engine._store.ids(HOST)) == set(engine._store.ids(DEVICE))
+        assert engine.store_usage()[DEVICE].bytes_read == read  # copies are no uses
+        lose(engine._pool)
+        got = engine.run(ask(SEGMENTS, "exact"))
+        check(got, wanted)
+        assert got.reuse.computed_tokens == 9
+        assert {one.tier for one in got.reuse.per_document} == {"host"}
+        check_pages(engine)
+
+
+def test_a_copy_that_comes_too_late_leaves_no_pin_behind(caplog):
+    with build() as engine:
+        wanted = engine.run(ask(SEGMENTS, "exact"))
+        engine._store.evict(HOST, engine._store.ids(HOST))
+        ticket = engine._store.prepare_load(engine._store.ids(DEVICE))
+        lose(engine._pool)
+        engine._variants.complete_load(ticket)
+        assert "could not be copied" in caplog.text
+        assert not engine._store._pins and not engine._store.ids(HOST)
+        del ticket
+        check(engine.run(ask(SEGMENTS, "exact")), wanted)
+        check_pages(engine)
+
+
+def test_what_host_memory_has_better_use_for_is_not_copied_there(monkeypatch):
+    """Nor is what it has no room for at all."""
+    with build(host_cache_bytes=20 * SPEC.num_bytes(1)) as engine:
+        for _ in range(3):
+            assert engine.run(ask(SEGMENTS, "exact")).reuse.exact
+        settled(engine)
+        assert {engine._store.get_summary(key).num_tokens for key in engine._store.ids(HOST)} <= {7}
+        assert len(engine._store.ids(DEVICE)) == 3
+        check_pages(engine)
+
+
+def test_answers_that_share_a_prompt_share_it_again(engine, monkeypatch):
+    request = ask(SEGMENTS, "exact", tokens=25, n=4, temperature=1.0, seed=1)
+    wanted = engine.run(request)
+    step = LosesPool(engine, decode_module.DecodeBatch.step, 5)
+    monkeypatch.setattr(decode_module.DecodeBatch, "step", lambda *args: step(*args))
+    step.is_armed = True
+    got = engine.run(request)
+    assert step.left <= 0
+    assert [one.token_ids for one in got.choices] == [one.token_ids for one in wanted.choices]
+    assert not engine._loop._room.shared
+    check_pages(engine)
+
+
+def test_pinned_documents_are_no_reason_to_keep_lost_pages(engine, monkeypatch):
+    wanted = engine.run(ask(SEGMENTS, "exact"))
+    engine.run(ask(SEGMENTS, "exact"))
+
+    @dataclasses.dataclass
+    class Pins:
+        ids: frozenset
+
+        def pinned_ids(self, tier):
+            return self.ids
+
+    monkeypatch.setattr(engine._variants._placement, "pins", Pins(frozenset(engine._store.ids(DEVICE))))
+    lose(engine._pool)
+    check(engine.run(ask(SEGMENTS, "exact")), wanted)
+    assert engine.run(ask(SEGMENTS, "exact")).reuse.computed_tokens == 9
+    check_pages(engine)
+
+
+def test_requests_wait_for_whoever_still_reads_what_is_lost(engine):
+    """A snapshot, say; that they wait costs them no further retry."""
+    wanted = engine.run(ask(SEGMENTS, "exact"))
+    engine.run(ask(SEGMENTS, "exact"))
+    before = engine.batch_counts.retries
+    ticket = engine._store.prepare_load(engine._store.ids(DEVICE))
+    assert DEVICE in ticket.tiers.values()
+    lose(engine._pool)
+    client = Client(engine, ask(SEGMENTS, "exact"))
+    wait_until(lambda: engine.batch_counts.retries == before + 1, timeout_s=60)
+    assert not client.done.wait(0.2)
+    engine._store.complete_load(ticket, ok=False)
+    check(client.response(), wanted)
+    assert engine.batch_counts.retries == before + 1
+    check_pages(engine)
+
+
+def test_requests_are_told_when_there_are_no_pages_for_long(engine, monkeypatch):
+    wanted = engine.run(ask(SEGMENTS, "exact"))
+    monkeypatch.setattr("ccjax.engine.batch.seating._RENEW_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(DevicePool, "_empty_layers", out_of_memory)
+        lose(engine._pool)
+        with pytest.raises(DeviceMemoryError):
+            engine.run(ask(SEGMENTS, "exact"))
+        with pytest.raises(DeviceMemoryError):
+            engine.run(ask(SEGMENTS, "exact"))
+    check(engine.run(ask(SEGMENTS, "exact")), wanted)
+    check_pages(engine)
+
+
 def test_a_pool_that_lost_a_page_says_so_and_is_renewed_only_when_free():
     pool = DevicePool(SPEC, 4 * PAGE)
     assert not pool.is_lost()
@@ -124,3 +484,13 @@ def test_a_pool_that_lost_a_page_says_so_and_is_renewed_only_when_free():
     shard.free()
     pool.renew()
     assert not pool.is_lost() and not np.asarray(pool._layers[0][1]).any()
+
+
+def test_a_lost_pool_has_no_room_for_a_chunk_and_keeps_none_of_its_pages():
+    pool = DevicePool(SPEC, 4 * PAGE)
+    lose(pool)
+    with pytest.raises(TierFullError, match="20 tokens could not be written"):
+        pool._take_in(np.zeros(SPEC.shape(20), SPEC.np_dtype))
+    assert pool.num_free == 4
+    pool.renew()
+    pool._take_in(np.zeros(SPEC.shape(20), SPEC.np_dtype))

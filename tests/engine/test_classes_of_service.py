@@ -12,6 +12,7 @@ import pytest
 
 from ccjax.engine import EngineConfig, Request
 from ccjax.engine.batch import loop as loop_module
+from ccjax.engine.batch import seating as seating_module
 from ccjax.engine.batch.line import SharedScheduler, likely_order
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.requests import LONGEST_FLOW, MOST_PRIORITY
@@ -307,5 +308,5 @@ def test_more_are_planned_than_the_usual_few_where_more_wait_than_find_a_seat():
     requests = [ask(draw_segments(np.random.default_rng(seed), [20]), "exact", tokens=1) for seed in range(40, 51)]
     with MODEL.engine(max_model_len=512, max_num_seqs=1) as engine:
         engine.run(requests[-1])
-        assert loop_module._PLANNED_AHEAD < len(requests)
+        assert seating_module._PLANNED_AHEAD < len(requests)
         assert started(engine, requests)[0] == len(requests) - 1

@@ -329,3 +329,70 @@ class TestDecode:
         ends = [job.token_times_s[-1] for job in jobs]
         assert jobs[0].num_preempted == 0 and sum(job.num_preempted for job in jobs) > 0
         assert ends == sorted(ends) and all(len(job.token_times_s) == 27 for job in jobs)
+
+
+class TestAlone:
+    """Requests that share no step with others (`set_alone`)."""
+
+    def test_it_has_packs_to_itself_in_its_turn(self):
+        scheduler = build(max_num_batched_tokens=10)
+        for name, count in (("a", 3), ("alone", 12), ("b", 4), ("c", 3)):
+            scheduler.add(Work(name, count, 1, 5))
+        scheduler.set_alone("alone", True)
+        packs = [start(scheduler) for _ in range(5)]
+        assert [[(piece.request_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
+            [("a", 3)],
+            [("alone", 10)],
+            [("alone", 2)],
+            [("b", 4), ("c", 3)],
+            [],
+        ]
+
+    def test_no_step_runs_between_its_layers(self):
+        scheduler = build(max_num_batched_tokens=10, max_decode_gap_s=0.0)
+        scheduler.add(Work("a", 3, 1, 5))
+        start(scheduler)
+        scheduler.add(Work("b", 3, 1, 5))
+        scheduler.set_alone("b", True)
+        assert [piece.request_id for piece in scheduler.next_pack(0.0, 100, COSTS).pieces] == ["b"]
+        assert not scheduler.after_layer(100.0) and not scheduler.num_decoding
+        scheduler.pack_done(100.0)
+        assert (scheduler.num_decoding, scheduler.decoding_alone) == (1, ("b",))
+
+    def test_it_is_in_no_step_but_its_own(self):
+        scheduler = build()
+        for name in "abcd":
+            scheduler.add(Work(name, 3, 1, 5))
+        for name in "bd":
+            scheduler.set_alone(name, True)
+        for _ in range(4):
+            start(scheduler)
+        assert scheduler.decoding_alone == ("b", "d") and scheduler.num_decoding == 2
+        assert decode(scheduler).request_ids == ("a", "c")
+        assert scheduler.next_decode(100, COSTS, alone="d").request_ids == ("d",)
+        scheduler.decode_done(0.0)
+        scheduler.set_alone("d", False)
+        assert decode(scheduler).request_ids == ("a", "c", "d")
+        with pytest.raises(KeyError, match="'e'"):
+            scheduler.set_alone("e", True)
+
+    def test_it_stays_alone_over_preemptions_and_other_plans(self):
+        scheduler = build()
+        scheduler.add(Work("a", 3, 1, 5))
+        scheduler.set_alone("a", True)
+        start(scheduler)
+        scheduler.replan(Work("a", 2, 1, 5))
+        scheduler.add(Work("b", 3, 1, 5))
+        assert [[one.request_id for one in start(scheduler).pieces] for _ in range(2)] == [["a"], ["b"]]
+        assert scheduler.decoding_alone == ("a",)
+
+    def test_its_step_takes_a_page_from_the_less_important_only(self):
+        scheduler = build()
+        for name in "abc":
+            scheduler.add(Work(name, 4, 1, 5))
+        scheduler.set_alone("b", True)
+        for _ in range(3):
+            start(scheduler)
+        assert scheduler.next_decode(0, COSTS, alone="b") == DecodeStep((Preemption("c", "recompute"),), ("b",), ("b",))
+        scheduler.decode_done(0.0)
+        assert "a" in [record.request_id for record in scheduler._decoding()]

@@ -246,6 +246,22 @@ def test_metrics_tell_of_line_batch_and_pages(narrow: Server) -> None:
     assert after[(queued,)] == before[(queued,)] + 2
 
 
+def test_metrics_tell_of_answers_that_were_tried_again(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = metrics(narrow)
+    step, failed = narrow.engine._loop._decoder.step, []
+
+    def fails_once(*args: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("the device failed a step")
+        return step(*args)
+
+    monkeypatch.setattr(narrow.engine._loop._decoder, "step", fails_once)
+    assert ask(narrow, max_tokens=5, ignore_eos=True, reuse="off").status_code == 200
+    retried = ("ccjax_num_retries_total",)
+    assert metrics(narrow)[retried] == before[retried] + 1
+
+
 class Unread:
     """A client that asks for a long stream and does not read it, with little room for what comes."""
 

@@ -25,11 +25,13 @@ _GUEST_LOOK_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class BatchCounts:
-    """How a loop stands: requests that run and that wait, preemptions so far, pages of the pool."""
+    """How a loop stands: requests that run and that wait, preemptions and retries behind failed steps so far, pages of
+    the pool."""
 
     running: int
     waiting: int
     preemptions: int
+    retries: int
     free_pages: int
     num_pages: int
 
@@ -48,6 +50,7 @@ class Doors(abc.ABC):
         self._servings: dict[str, Serving] = {}
         self._new: collections.deque[Serving] = collections.deque()
         self._num_preemptions = 0
+        self._num_retries = 0
         self._num_guests = 0
         self._has_guest = False
         self._is_standing = True
@@ -77,7 +80,12 @@ class Doors(abc.ABC):
         """Who runs (in prefill or decoding) and waits (in line, preempted ones among them), and what they need."""
         scheduler, pool = self._scheduler, self._pool
         return BatchCounts(
-            scheduler.num_running, scheduler.num_waiting, self._num_preemptions, pool.num_free, pool.num_pages
+            scheduler.num_running,
+            scheduler.num_waiting,
+            self._num_preemptions,
+            self._num_retries,
+            pool.num_free,
+            pool.num_pages,
         )
 
     def check_place(self, flow: str) -> None:

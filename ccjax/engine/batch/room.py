@@ -42,6 +42,11 @@ class Room:
             self._variants.make_room(DEVICE, num_pages * self._pool.page_bytes)
         return dropped
 
+    def lose(self) -> None:
+        """Forgets the cached chunks that nobody uses, pinned documents or not: what their pages held is lost."""
+        if self._caches_chunks:
+            self._variants.lose(DEVICE)
+
     def drop(self, siblings: Siblings) -> SharedPrompt:
         """Frees a shared prompt, which no answer reads."""
         prompt, siblings.prompt = siblings.prompt, None

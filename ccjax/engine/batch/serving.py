@@ -30,6 +30,7 @@ class Serving:
       is_decoding: True once its prompt is through.
       reads_prompt: True while it is admitted and `siblings.prompt` is its prompt.
       planned_at: what the caller of `plan` said last; None before.
+      num_retries: how often it was tried again because a step that it was part of failed.
     """
 
     def __init__(self, request_id: str, siblings: Siblings, *, seed: int, index: int = 0) -> None:
@@ -46,6 +47,7 @@ class Serving:
         self.is_decoding = False
         self.reads_prompt = False
         self.planned_at: int | None = None
+        self.num_retries = 0
         self._name, self._request_seed, self._index = request_id, seed, index
         self._seed = seed_of(seed, index)
         self._prompt = siblings.tokens

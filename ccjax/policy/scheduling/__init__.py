@@ -15,14 +15,16 @@ of all running answers may run. One thread owns the scheduler and the pool, and 
 5. `pack_done`, once the first tokens are drawn: it names those who have one. `remove` those whose answer ends there.
 6. A decode step, also whenever there is no pack and `num_decoding` is not 0: `expire`, `next_decode`; carry out
    `preempted` (those in the pack as in 1), draw a page for each of `draws`, run `request_ids`; `decode_done`; `remove`
-   those whose answer ends. The scheduler counts tokens, but only the engine ends an answer.
+   those whose answer ends. The scheduler counts tokens, but only the engine ends an answer. Likewise a step for each of
+   `decoding_alone`, between two packs.
 7. With neither pack nor decoding: wait for a request, or until the next deadline. If `num_waiting` is not 0 then, what
    keeps the first in line out is held by nobody that is scheduled: free it.
 
 A preempted request comes again by itself, with the answer so far behind its prompt. If a plan fails (a chunk cannot be
 loaded), call `replan`. If what was admitted must wait for something outside, `hold` it, and `replan` later. If a step
-fails, `remove` whom it failed for, then `pack_done` or `decode_done` as ever. Of n answers to one prompt, n - 1 are
-added (`after` the first one) once that has its first token, as requests that share its pages and compute one token;
+fails, `remove` whom it failed for, or `replan` whom it is tried again for, then `pack_done` or `decode_done` as ever;
+`set_alone` keeps steps apart, so that one request's failures become nobody else's. Of n answers to one prompt, n - 1
+are added (`after` the first one) once that has its first token, as requests that share its pages and compute one token;
 `share` tells that its prompt's pages are not its own any more. Pages of a prompt that no admitted request reads are
 free ones, with `shared_pages` to say so; if they are taken, `replan` those that wait.
 

@@ -23,6 +23,7 @@ class Record:
         no service.
       num_answered: tokens of the answer that were drawn.
       last_token_s: when the last one was, or a decode step had no page for it.
+      is_alone: it shares no step with others.
     """
 
     work: Work
@@ -35,6 +36,7 @@ class Record:
     unserved_tokens: int = 0
     num_answered: int = 0
     last_token_s: float = 0.0
+    is_alone: bool = False
 
     def __post_init__(self) -> None:
         self.start_over(self.work)

@@ -58,8 +58,13 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Requests that want a decode step."""
-        return len(self._decoding())
+        """Requests that want a decode step together, 0 while the pack is one request's alone."""
+        return len(self._sharing())
+
+    @property
+    def decoding_alone(self) -> tuple[str, ...]:
+        """Requests that want a decode step of their own, most important first."""
+        return tuple(one.request_id for one in sorted(self._decoding(), key=lambda one: one.rank) if one.is_alone)
 
     def check_place(self, flow: str) -> None:
         """Raises LineFullError where `add` would for a request of that flow."""
@@ -144,6 +149,15 @@ class Scheduler:
         self._withdraw(record)
         self._queue.leave(record)
         record.state = "held"
+
+    def set_alone(self, request_id: str, is_alone: bool) -> None:
+        """Whether a request shares no step with others from the next one on: its pieces have packs to themselves, with
+        no decode step between their layers, and it is in no decode step but those that are asked for it.
+
+        Raises:
+          KeyError: it is not scheduled.
+        """
+        self._record(request_id).is_alone = is_alone
 
     def share(self, work: Work) -> None:
         """The request of that id decodes on as `work` says: its prompt's pages are shared ones now. Raises ValueError
@@ -253,13 +267,14 @@ class Scheduler:
         is when the last of them ends.
         """
         layer_s, self._mark_s = now_s - self._mark_s, now_s
-        oldest_s = min((record.last_token_s for record in self._decoding()), default=None)
+        oldest_s = min((record.last_token_s for record in self._sharing()), default=None)
         if oldest_s is None:
             return False
         return now_s + layer_s + self._step_s > oldest_s + self.settings.decode_gap_s(self._step_s)
 
-    def next_decode(self, free_pages: int, costs: Costs) -> DecodeStep:
-        """Who decodes next, until `decode_done`: all that have their first token and not their last.
+    def next_decode(self, free_pages: int, costs: Costs, *, alone: str | None = None) -> DecodeStep:
+        """Who decodes next, until `decode_done`: all that have their first token and not their last, those left out
+        that share no step; or such a one, `alone`, by itself.
 
         Pages are drawn by the most important first. Where none is free, the least important of all that are admitted
         is preempted, be it in the pack that runs (its rows are dropped), but only in favour of a more important one:
@@ -280,6 +295,8 @@ class Scheduler:
         victims = list(ranked)
         for record in ranked:
             if record.state != "decode":  # in prefill, or preempted just now
+                continue
+            if record.request_id != alone if alone is not None else record.is_alone:
                 continue
             if record.draws_page:
                 while not free_pages and victims[-1] is not record:
@@ -334,6 +351,11 @@ class Scheduler:
     def _decoding(self) -> list[Record]:
         return [one for one in self._admitted.values() if one.state == "decode" and not one.is_complete]
 
+    def _sharing(self) -> list[Record]:
+        if any(self._records[name].is_alone for name in self._pack):
+            return []
+        return [record for record in self._decoding() if not record.is_alone]
+
     def _reserve(self, record: Record) -> int:
         return min(self.settings.reserve_pages, record.growth_pages)
 
@@ -367,6 +389,8 @@ class Scheduler:
         return True
 
     def _piece_tokens(self, record: Record, budget: int) -> int:
+        if self._pack and (record.is_alone or any(self._records[name].is_alone for name in self._pack)):
+            return 0
         most = self.settings.max_num_context_tokens
         if most is not None and self._pack:
             context = sum(self._records[name].context_tokens for name in self._pack)
