@@ -26,7 +26,7 @@ from ccjax.retrieval.catalog import (
     naming_damage,
 )
 from ccjax.retrieval.filters import Filter
-from ccjax.retrieval.segments import Segment, appended, search
+from ccjax.retrieval.segments import Chosen, Segment, appended, search
 from ccjax.retrieval.trained import Progress, Trained, TrainedKind, build, load
 
 __all__ = ["IndexKind", "IndexSettings", "IndexUnusableError", "IndexedDocument", "PassageIndex"]
@@ -73,7 +73,7 @@ class PassageIndex:
         self._lock = threading.RLock()
         self._view = _View()
         self._stamp: int | None = None
-        self._allowed: dict[Filter, np.ndarray] = {}
+        self._filtered: dict[Filter, tuple[_View, list[Chosen]]] = {}
         self._sync()
 
     @classmethod
@@ -156,8 +156,7 @@ class PassageIndex:
                 return
             if vector.shape != (self.settings.dim,):
                 raise ValueError(f"vector: wanted [{self.settings.dim}], got {vector.shape}")
-            allowed = None if where is None else self._rows_of(where, view)
-            found = search(view.segments, vector, top_k, num_stages, allowed)
+            found = search(view.segments, self._chosen(view, where), vector, top_k, num_stages)
             hits = next(found)
             for better in found:
                 if (known := self._passages(hits, view)) is None:
@@ -181,7 +180,7 @@ class PassageIndex:
             best = -np.sort(-np.concatenate([best, vectors @ some.T], axis=1), axis=1)[:, :top_k]
         num_found = 0
         for vector, scores in zip(vectors, best, strict=True):
-            *_, hits = search(view.segments, vector, top_k, 1, None)
+            *_, hits = search(view.segments, self._chosen(view, None), vector, top_k, 1)
             num_found += sum(score >= scores[-1] - 1e-5 for score, _ in hits)
         return num_found / max(1, int(np.isfinite(best).sum()))
 
@@ -195,13 +194,19 @@ class PassageIndex:
                 return None
         return [(score, known[row]) for score, row in hits]
 
-    def _rows_of(self, where: Filter, view: _View) -> np.ndarray:
+    def _chosen(self, view: _View, where: Filter | None) -> list[Chosen]:
+        """What may be found, segment by segment."""
+        if where is None:
+            return [segment.living for segment in view.segments]
         with self._lock:
-            if where not in self._allowed:
-                while len(self._allowed) >= _MOST_FILTERS:
-                    self._allowed.pop(next(iter(self._allowed)))
-                self._allowed[where] = self._catalog.rows(where)
-            return self._allowed[where]
+            known, chosen = self._filtered.pop(where, (None, []))
+            if known is not view:
+                rows = self._catalog.rows(where)
+                chosen = [segment.choose(rows) for segment in view.segments]
+            self._filtered[where] = view, chosen
+            while len(self._filtered) > _MOST_FILTERS:  # the one that was asked for least recently
+                self._filtered.pop(next(iter(self._filtered)))
+            return chosen
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -245,7 +250,6 @@ class PassageIndex:
                 segments = appended(segments, Segment.flat(added, vectors))
                 view = dataclasses.replace(view, last_row=int(added[-1]))
             self._view = dataclasses.replace(view, segments=tuple(one for one in segments if one.num_alive))
-            self._allowed.clear()
 
     def improve(self, progress: Progress = lambda stage, done, total: None) -> Trained | None:
         """Trains what `kind` asks for, where it is missing or too much has changed since; None if nothing was to be
@@ -355,7 +359,6 @@ class PassageIndex:
         segments = tuple(segment for segment in living if segment.num_alive)
         self._view = dataclasses.replace(view, segments=segments, last_row=last_row)
         self._stamp = stamp
-        self._allowed.clear()
 
     def _noted_trained(self) -> Trained | None:
         noted = self._catalog.noted("trained")

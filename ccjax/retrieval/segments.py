@@ -7,6 +7,7 @@ ones, and what was deleted is only marked. One segment may be a trained index (`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,25 @@ _FEW = 0.1
 """Where a search may find no more than this share of a trained segment, it looks at all of these: the neighbourhood of
 a query may hold none of them."""
 _faiss: Any = faiss
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Rows of a segment that may be found.
+
+    Attributes:
+      bits: uint8, a bit a row, lowest first; None where all may.
+    """
+
+    num_rows: int
+    bits: np.ndarray | None
+
+    @classmethod
+    def of(cls, mask: np.ndarray | None, num_rows: int) -> Chosen:
+        """`mask` is bool [num_rows], or None for all."""
+        if mask is None:
+            return cls(num_rows, None)
+        return cls(int(np.count_nonzero(mask)), np.packbits(mask, bitorder="little"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +70,7 @@ class Segment:
     @property
     def num_alive(self) -> int:
         """Rows that were not deleted."""
-        return len(self.rows) if self.alive is None else int(np.count_nonzero(self.alive))
+        return self.living.num_rows
 
     def without(self, rows: np.ndarray) -> Segment:
         """The segment with more rows deleted, those of `rows` (ascending) that it holds."""
@@ -59,30 +79,31 @@ class Segment:
             return self
         return dataclasses.replace(self, alive=~gone if self.alive is None else self.alive & ~gone)
 
-    def stages(
-        self, vector: np.ndarray, top_k: int, num_stages: int, allowed: np.ndarray | None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(scores float32, rows int64) of the best so far, after each of at most `num_stages` stages.
+    @functools.cached_property
+    def living(self) -> Chosen:
+        """All rows that were not deleted."""
+        return Chosen.of(self.alive, len(self.rows))
 
-        Args:
-          allowed: rows that may be found, ascending; None for all.
-        """
-        chosen = self.alive
-        if allowed is not None:
-            chosen = _is_in(self.rows, allowed) if chosen is None else chosen & _is_in(self.rows, allowed)
-        if chosen is None:
-            index, selector, is_few = self.index, None, False
-        else:
-            num_chosen = int(np.count_nonzero(chosen))
-            if not num_chosen:
-                return
-            top_k = min(top_k, num_chosen)
-            index, selector = self.index, _faiss.IDSelectorBitmap(np.packbits(chosen, bitorder="little"))
-            is_few = num_chosen <= _FEW * len(self.rows)
+    def choose(self, allowed: np.ndarray) -> Chosen:
+        """The rows of `allowed` (ascending) that were not deleted."""
+        chosen = _is_in(self.rows, allowed)
+        return Chosen.of(chosen if self.alive is None else chosen & self.alive, len(self.rows))
+
+    def stages(
+        self, vector: np.ndarray, top_k: int, num_stages: int, chosen: Chosen
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(scores float32, rows int64) of the best of the chosen rows so far, after each of at most `num_stages`
+        stages; nothing where none is chosen."""
+        if not chosen.num_rows:
+            return
+        index, selector, is_few = self.index, None, False
+        if chosen.bits is not None:
+            selector = _faiss.IDSelectorBitmap(chosen.bits)
+            is_few = chosen.num_rows <= _FEW * len(self.rows)
         if is_few and isinstance(index, faiss.IndexHNSW):
             index = faiss.downcast_index(index.storage)
         num_probes = index.nlist if is_few and isinstance(index, faiss.IndexIVF) else None
-        top_k = min(top_k, len(self.rows))
+        top_k = min(top_k, chosen.num_rows)
         for found in staged_search(
             index, vector, top_k, num_stages=num_stages, selector=selector, num_probes=num_probes
         ):
@@ -90,23 +111,24 @@ class Segment:
 
 
 def search(
-    segments: Sequence[Segment], vector: np.ndarray, top_k: int, num_stages: int, allowed: np.ndarray | None
+    segments: Sequence[Segment], chosen: Sequence[Chosen], vector: np.ndarray, top_k: int, num_stages: int
 ) -> Iterator[list[tuple[float, int]]]:
     """(score, row) of the best of all segments so far, best first, ties by row, after each of at most `num_stages`
-    stages of the largest segment; the others are searched first. At least one result."""
-    ordered = sorted(segments, key=lambda segment: len(segment.rows))
+    stages of the largest segment; the others are searched first. At least one result.
+
+    Args:
+      chosen: of each segment, the rows that may be found.
+    """
+    *others, largest = sorted(zip(segments, chosen, strict=True), key=lambda pair: len(pair[0].rows))
     known: list[tuple[float, int]] = []
-    for segment in ordered[:-1]:
-        for scores, rows in segment.stages(vector, top_k, 1, allowed):
+    for segment, own in others:
+        for scores, rows in segment.stages(vector, top_k, 1, own):
             known += zip(scores.tolist(), rows.tolist(), strict=True)
     known = _best(known, top_k)
-    is_empty = True
-    for segment in ordered[-1:]:
-        for scores, rows in segment.stages(vector, top_k, num_stages, allowed):
-            is_empty = False
-            yield _best([*known, *zip(scores.tolist(), rows.tolist(), strict=True)], top_k)
-    if is_empty:
+    if not largest[1].num_rows:
         yield known
+    for scores, rows in largest[0].stages(vector, top_k, num_stages, largest[1]):
+        yield _best([*known, *zip(scores.tolist(), rows.tolist(), strict=True)], top_k)
 
 
 def appended(segments: Sequence[Segment], new: Segment) -> tuple[Segment, ...]:

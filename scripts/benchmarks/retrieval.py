@@ -182,19 +182,17 @@ def _embedded(embedder: Any, texts: Sequence[str], progress: Progress, what: str
 
 
 def _vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarray]:
-    """The real vectors, then others: a real one moved towards a second real one and then anywhere, both by a random
-    share, so that a question has near, middling and far passages as in the real collection."""
+    """The real vectors, then others: between three real ones at random and then moved anywhere, so that there are many
+    more subjects than clusters, and questions have near, middling and far passages as in the real collection."""
     rng = np.random.default_rng(0)
     yield real[:num_passages]
     size, left = PASSAGES_PER_DOCUMENT * DOCUMENTS_PER_WRITE, num_passages - len(real)
     spread = real.std(axis=0)
     while left > 0:
         count = min(size, left)
-        one, two = real[rng.integers(0, len(real), (2, count))]
-        share = rng.uniform(0.0, 0.5, (count, 1))
-        made = (
-            (1.0 - share) * one + share * two + rng.normal(size=one.shape) * spread * rng.uniform(0.3, 1.0, (count, 1))
-        )
+        weights = rng.dirichlet(np.ones(3), count).astype(np.float32)
+        made = np.einsum("ns,nsd->nd", weights, real[rng.integers(0, len(real), (count, 3))])
+        made += rng.normal(size=made.shape) * spread * rng.uniform(0.2, 0.6, (count, 1))
         yield (made / np.linalg.norm(made, axis=1, keepdims=True)).astype(np.float32)
         left -= count
 
