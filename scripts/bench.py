@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHMARKS = ("ttft", "eviction", "store", "store_io", "loading", "decode", "serve")
+BENCHMARKS = ("ttft", "eviction", "store", "store_io", "loading", "decode", "serve", "ragcache")
 
 
 def main() -> None:
