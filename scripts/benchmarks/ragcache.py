@@ -33,6 +33,8 @@ from scripts.benchmarks.serve_workload import Question, load_trace, recorded_gap
 
 PARTS = ("policies", "order", "speculation", "scheduling")
 STRATEGIES = ("prefix", "cachecraft")
+HEAD_DIM = 64
+"""Of the model with random weights, as in the small Llama-3.2 models."""
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 _USUAL = {"layers": 2, "width": 256, "requests": 1000, "budgets": [0.025, 0.05, 0.1, 0.2, 0.4], "order_requests": 500}
 _USUAL |= {"order_budgets": [0.05, 0.1, 0.4], "vectors": 1_000_000, "clusters": 1024, "embedded": 1000}
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, help="folder with rag_trace/, arrivals/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
     add("--model", type=Path, help="Hugging Face directory (default: random weights)")
     add("--layers", type=int, help="of the model with random weights (default 2)")
-    add("--width", type=int, help="of that model, a multiple of 32 (default 256)")
+    add("--width", type=int, help=f"of that model, a multiple of {HEAD_DIM} (default 256)")
     add("--max-model-len", type=int, default=1024, help="longest prompt; passages are dropped beyond it (default 1024)")
     add("--passages", type=int, default=2, help="of a request, the best (default 2, as in the paper)")
     add("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="ways to reuse (default: both)")
@@ -97,8 +99,8 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
         _check(name, all(0.0 < value <= 1.0 for value in values), "shares above 0, at most 1", values)
         setattr(options, name, sorted(set(values)))
     shape = f"{options.layers} x {options.width}"
-    is_shape = options.layers >= 1 and options.width >= 32 and options.width % 32 == 0
-    _check("width", is_shape, "at least one layer and a positive multiple of 32", shape)
+    is_shape = options.layers >= 1 and options.width >= HEAD_DIM and options.width % HEAD_DIM == 0
+    _check("width", is_shape, f"at least one layer and a positive multiple of {HEAD_DIM}", shape)
     _check("load", options.load > 0.0, "a positive number", options.load)
     _check("clusters", options.clusters <= options.vectors, "at most as many as --vectors", options.clusters)
     try:
@@ -168,7 +170,11 @@ def _measure_engines(
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     directory = options.model or random_model(
-        options.data / "tokenizer_llama3", options.layers, options.width, cache_folder()
+        options.data / "tokenizer_llama3",
+        options.layers,
+        options.width,
+        cache_folder(),
+        num_heads=max(1, options.width // HEAD_DIM),  # sixteen small ones would cost far more than all else
     )
     model = load_model(directory, dtype="float32")
     bench = Bench(options, model, past, measured, None, distinct_bytes(model, questions), progress)

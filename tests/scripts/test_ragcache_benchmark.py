@@ -401,7 +401,7 @@ def test_one_part_alone(options, tmp_path):
         (["--requests", "3"], ["--requests", "at least 4", "3"]),
         (["--budgets", "0.5", "1.5"], ["--budgets", "at most 1", "1.5"]),
         (["--ratios", "0"], ["--ratios", "above 0", "0.0"]),
-        (["--width", "100"], ["--width", "32", "100"]),
+        (["--width", "100"], ["--width", "64", "100"]),
         (["--clusters", "5000"], ["--clusters", "--vectors", "5000"]),
         (["--markdown", "/no/such/folder/page.md"], ["--markdown", "/no/such/folder/page.md"]),
     ],
