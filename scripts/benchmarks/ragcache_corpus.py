@@ -1,7 +1,9 @@
-"""A large index of vectors that looks like a real one: real passages, and drawn ones around them. Knows no engine.
+"""A large index of vectors that looks like a real one: real passages, and drawn ones. Knows no engine.
 
-No public corpus of vectors is at hand, so all but the real passages' own vectors are synthetic: each is a real
-passage's, moved as another real passage lies from its nearest neighbour.
+No public corpus of vectors is at hand, so all but the real passages' own vectors are synthetic. Topics are the real
+passages and others with their mean and covariance; each vector lies around a topic as a real passage lies from its
+nearest neighbour. Around the real passages alone there would be fewer topics than clusters, and every search would
+find its passages in the first one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from ccjax.types import Document
 from scripts.benchmarks.ragcache_replay import documents_of
 from scripts.benchmarks.serve_workload import Passage
 
+VECTORS_PER_TOPIC = 20
 _TRAINED_PER_CLUSTER = 64
 _TRAINING_ROUNDS = 10
 _DRAWN_AT_ONCE = 50_000
@@ -31,19 +34,19 @@ class Corpus:
 
     Attributes:
       index: real passages first, in their order.
-      parents: [num_vectors] the passage that each row is, or was drawn around.
+      topics: [num_vectors] the topic that each row is, or was drawn around; the first ones are the passages.
     """
 
     index: faiss.IndexIVFFlat
     passages: Sequence[Passage]
-    parents: np.ndarray
+    topics: np.ndarray
 
     def documents(self, rows: Sequence[int]) -> tuple[Document, ...]:
-        """The passages of some rows; a drawn one has the text of the one it was drawn around, under its own number."""
+        """The passages of some rows; a drawn one has the text of a real one, under its own number."""
         return documents_of([self._passage(row) for row in rows])
 
     def _passage(self, row: int) -> Passage:
-        parent = self.passages[self.parents[row]]
+        parent = self.passages[self.topics[row] % len(self.passages)]
         if row < len(self.passages):
             return parent
         return dataclasses.replace(parent, id=-row, title=f"{parent.title} ({row})")
@@ -68,15 +71,25 @@ def differences_to_nearest(real: np.ndarray) -> np.ndarray:
     return (real - real[nearest])[is_other.any(axis=1)]
 
 
+def draw_topics(real: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """[count, dim] unit vectors, normal with mean and covariance of the real ones before they get their length."""
+    mean = real.mean(axis=0)
+    weights = rng.standard_normal((count, len(real)), dtype=np.float32) / np.sqrt(max(1, len(real) - 1))
+    return _unit(mean + weights.astype(np.float32) @ (real - mean))
+
+
 def draw_vectors(
-    real: np.ndarray, differences: np.ndarray, count: int, rng: np.random.Generator
+    topics: np.ndarray, differences: np.ndarray, count: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[count, dim] unit vectors and [count] which real one each lies around: a real vector plus or minus how another
-    one lies from its nearest, so that a drawn one is as far from its own as real passages are from each other."""
-    parents = rng.integers(0, len(real), count)
+    """[count, dim] unit vectors and [count] the topic that each lies around: a topic plus or minus how some real vector
+    lies from its nearest, so that they are as far from their topics as real passages are from each other."""
+    own = rng.integers(0, len(topics), count)
     moves = differences[rng.integers(0, len(differences), count)] * rng.choice((-1.0, 1.0), (count, 1))
-    vectors = real[parents] + moves.astype(np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True), parents
+    return _unit(topics[own] + moves.astype(np.float32)), own
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def build(
@@ -93,17 +106,18 @@ def build(
       real: [len(passages), dim] unit vectors.
     """
     rng = np.random.default_rng(seed)
-    draw = functools.partial(draw_vectors, real, differences_to_nearest(real), rng=rng)
+    topics = np.concatenate([real, draw_topics(real, num_vectors // VECTORS_PER_TOPIC, rng)])
+    draw = functools.partial(draw_vectors, topics, differences_to_nearest(real), rng=rng)
     dim = real.shape[1]
     index: Any = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, num_clusters, faiss.METRIC_INNER_PRODUCT)
     index.cp.niter = _TRAINING_ROUNDS
     index.train(draw(count=min(num_vectors, _TRAINED_PER_CLUSTER * num_clusters))[0])
     index.add(real)
     advance(len(real))
-    parents = [np.arange(len(real))]
+    own = [np.arange(len(real))]
     while index.ntotal < num_vectors:
         vectors, of = draw(count=min(_DRAWN_AT_ONCE, num_vectors - index.ntotal))
         index.add(vectors)
-        parents.append(of)
+        own.append(of)
         advance(len(of))
-    return Corpus(index, passages, np.concatenate(parents))
+    return Corpus(index, passages, np.concatenate(own))

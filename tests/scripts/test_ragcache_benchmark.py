@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ccjax.engine.loading import load_model
 from ccjax.engine.requests import Delta, Request, Response
 from ccjax.types import DocumentReuse, ReuseReport
 from scripts.benchmarks import ragcache_order as order
@@ -25,7 +26,7 @@ from scripts.benchmarks import ragcache_report as report
 from scripts.benchmarks import ragcache_scheduling as scheduling
 from scripts.benchmarks import ragcache_speculation as speculation
 from scripts.benchmarks.common import BenchmarkError
-from scripts.benchmarks.ragcache_corpus import Corpus, build, differences_to_nearest, draw_vectors
+from scripts.benchmarks.ragcache_corpus import Corpus, build, differences_to_nearest, draw_topics, draw_vectors
 from scripts.benchmarks.serve_workload import Passage, Question
 from scripts.benchmarks.store import Cost
 from tests.conftest import ROOT
@@ -50,6 +51,18 @@ def test_hits_are_counted_as_in_the_paper():
     assert replay.count_hits(reused((9, 0, 0), (0, 0, 9))) == (1, 2)
     assert replay.count_hits(reused((6, 3, 0), (0, 9, 0))) == (2, 2)
     assert replay.count_hits(reused()) == (0, 0)
+
+
+def test_budgets_are_shares_of_all_passages_each_once(tmp_path):
+    passages = [Passage(n, f"Town {n}", f"It has {n} bridges.") for n in range(3)]
+    write_tiny_model(tmp_path, [passage.text for passage in passages])
+    model = load_model(tmp_path, dtype="float32")
+    assert model.tokenizer is not None
+    texts = [f"{passage.title}\n{passage.text}\n\n" for passage in passages]
+    num_tokens = sum(len(model.tokenizer.encode(text, allow_special=False)) for text in texts)
+    token_bytes = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, their size, float32
+    questions = [Question("?", (passages[0], passages[1])), Question("?", (passages[2], passages[0]))]
+    assert replay.distinct_bytes(model, questions) == num_tokens * token_bytes
 
 
 QUESTIONS = [Question(f"What about {n}?", (Passage(n, f"Town {n}", f"It has {n} bridges."),)) for n in range(6)]
@@ -210,14 +223,27 @@ def corpus() -> Corpus:
 
 
 def test_rows_are_passages(corpus):
-    assert corpus.index.ntotal == len(corpus.parents) == 3000
+    assert corpus.index.ntotal == len(corpus.topics) == 3000
     real, drawn = corpus.documents([5, 1000])
     assert (real.id, real.title) == ("5", "Town 5")
-    parent = corpus.passages[corpus.parents[1000]]
+    parent = corpus.passages[corpus.topics[1000] % 64]
     assert drawn.id == "-1000" and drawn.text == parent.text and drawn.title == f"{parent.title} (1000)"
     corpus.index.make_direct_map()
-    own, of = (corpus.index.reconstruct(row) for row in (1000, int(corpus.parents[1000])))
-    assert own @ of > 0.3, "the index has it where the corpus says"
+    around_real = np.flatnonzero(corpus.topics < 64)[64:]
+    rows = [
+        corpus.index.reconstruct(int(row)) @ corpus.index.reconstruct(int(corpus.topics[row])) for row in around_real
+    ]
+    assert len(rows) > 500 and np.median(rows) > 0.6, "they are where the corpus says"
+
+
+def test_topics_are_like_real_ones():
+    rng = np.random.default_rng(2)
+    real = unit(rng.standard_normal((500, 8)) * np.asarray([4, 2, 1, 1, 0.1, 0.1, 0.1, 0.1]) + [3, 0, 0, 0, 0, 0, 0, 0])
+    topics = draw_topics(real, 4000, rng)
+    np.testing.assert_allclose(np.linalg.norm(topics, axis=1), 1.0, rtol=1e-5)
+    spread = topics.std(axis=0) / real.std(axis=0)
+    assert 0.6 < spread.min() and spread.max() < 1.6, "where real ones differ, they do, and nowhere else"
+    assert topics.mean(axis=0) @ real.mean(axis=0) > 0.9 * (real.mean(axis=0) @ real.mean(axis=0))
 
 
 def searched(corpus: Corpus, num_stages: int) -> speculation.Searched:
@@ -348,7 +374,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny model, a trace of few passages, so that they recur, and arrivals a second apart."""
     folder = tmp_path_factory.mktemp("ragcache")
     draw = random.Random(0)
-    data = write_trace(folder / "data", [draw.sample(range(5), 3) for _ in range(40)])
+    data = write_trace(folder / "data", [draw.sample(range(7), 3) for _ in range(40)])
     write_tiny_model(folder / "tiny", (data / "rag_trace/musique_docs.jsonl").read_text().splitlines())
     (data / "arrivals").mkdir()
     start = datetime.datetime(2023, 11, 16, 18)
@@ -368,10 +394,13 @@ def test_a_real_run_of_all_parts(options, tmp_path):
     for one in rows.values():
         assert one["documents"] == 24 and one["hits"] == round(24 * one["hit_ratio"])
         assert 0 < one["ttft_ms"]["low"] <= one["ttft_ms"]["mean"] <= one["ttft_ms"]["high"]
-    for policy in policies.POLICIES:  # of five passages all fit; behind others a prefix is another one
-        assert rows["cachecraft", 1.0, policy]["hits"] == 24 > rows["prefix", 1.0, policy]["hits"] > 0
-        for strategy in ("prefix", "cachecraft"):
-            assert rows[strategy, 0.3, policy]["hits"] <= rows[strategy, 1.0, policy]["hits"]
+    hits = {
+        (strategy, share): sum(rows[strategy, share, policy]["hits"] for policy in policies.POLICIES)
+        for strategy in ("prefix", "cachecraft")
+        for share in (0.3, 1.0)
+    }
+    assert hits["cachecraft", 1.0] > hits["prefix", 1.0] > 0, "behind other passages a prefix is another one"
+    assert all(hits[strategy, 0.3] < hits[strategy, 1.0] for strategy in ("prefix", "cachecraft"))
     for one in figures["order"]["cases"]:
         assert one["rate"] == pytest.approx(1.1 * one["saturation"])
         assert one["mean_gain"] == pytest.approx(one["off"]["ttft_ms"]["mean"] / one["on"]["ttft_ms"]["mean"])
