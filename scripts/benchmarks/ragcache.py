@@ -37,7 +37,7 @@ HEAD_DIM = 64
 """Of the model with random weights, as in the small Llama-3.2 models."""
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 _USUAL = {"layers": 2, "width": 256, "requests": 1000, "budgets": [0.025, 0.05, 0.1, 0.2, 0.4], "order_requests": 500}
-_USUAL |= {"order_budgets": [0.05, 0.1, 0.4], "vectors": 1_000_000, "clusters": 1024, "embedded": 1000}
+_USUAL |= {"order_budgets": [0.05, 0.1, 0.4], "vectors": 3_000_000, "clusters": 1024, "embedded": 1000}
 _USUAL |= {"ratios": [0.125, 0.25, 0.5, 1.0], "searches": 60, "nodes": 100_000, "decisions": 1000}
 _QUICK = {"layers": 2, "width": 64, "requests": 8, "budgets": [0.4], "order_requests": 4, "order_budgets": [0.4]}
 _QUICK |= {"vectors": 4000, "clusters": 16, "embedded": 24, "ratios": [0.5, 1.0], "searches": 4}
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load", type=float, default=1.1, help="arrivals, in multiples of the closed loop's answers (default 1.1)")
     add("--seats", type=int, default=4, help="requests that run at once (default 4, as in the paper)")
     add("--arrival-start", type=int, default=0, help="first recorded arrival that is used (default 0)")
-    add("--vectors", type=int, help="in the index (default 1,000,000)")
+    add("--vectors", type=int, help="in the index, 1.5 KB each (default 3,000,000)")
     add("--clusters", type=int, help="of the index (default 1024, as in the paper)")
     add("--embedded", type=int, help="real passages in the index (default 1000)")
     add("--ratios", type=float, nargs="+", help="shares of the clusters to search (default 0.125 0.25 0.5 1)")

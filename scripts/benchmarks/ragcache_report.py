@@ -216,10 +216,10 @@ def _speculation(found: Figures) -> Section:
         f"Searches run over a faiss IVF index of {found['vectors']:,} vectors of {found['dim']} values in "
         f"{found['clusters']} clusters, on one thread, in {found['stages']} stages, {found['searches']} real questions "
         f"one after the other. **Of the vectors {found['real_vectors']:,} are real passages' (MiniLM), the others "
-        "synthetic**: topics with the real ones' mean and covariance, and vectors as far from these as real passages are "
-        "from their nearest neighbours. *Known early*: "
-        "when the final list was first found, and how often before the last stage; *wrong*: answers that were begun "
-        f"and thrown away. At {found['max_pending']} prompts in line none begins early."
+        "synthetic**: topics with the real ones' mean and covariance, and vectors as far from these as real passages "
+        "are from their nearest neighbours. *Known early*: when the final list was first found, and how often before "
+        f"the last stage; *wrong*: answers that were begun and thrown away. At {found['max_pending']} prompts in line "
+        "none begins early."
     )
     title = "Search time that no answer overlaps with (95 % interval)"
     return "Answers that begin during the search", [(title, head, rows)], speculation_lines(found["cases"]), about
