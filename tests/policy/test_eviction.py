@@ -572,4 +572,11 @@ def test_inner_nodes_are_met_once_however_little_they_are_worth():
     assert policy.victims(1) == (expected,) and policy.num_met < 10
     policy.on_remove(expected)
     assert policy.victims(1) == (expected.replace("end", "root"),), "it is a leaf now, and worth least"
-    assert len(policy.victims(1998) or ()) == 1998 and policy.victims(2000) is None
+    for _ in range(5000):  # until the order is made anew
+        policy.on_hit("end 8", EntryInfo(1, 1, 5.0, parent="root 8"), 2)
+    policy.on_hit("root 7", EntryInfo(1, 1, 1.0), 2)  # used, and put in order again, while its end keeps it out
+    for number in (5, 7, 8):
+        policy.on_remove(f"end {number}", evicted=False)
+    assert set(policy.victims(2) or ()) == {"root 0", "root 5"}, "worth least of those that lost their ends"
+    everything = policy.victims(1996) or ()
+    assert len(everything) == len(set(everything)) == 1996 and policy.victims(1997) is None
