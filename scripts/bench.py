@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHMARKS = ("ttft", "eviction", "store", "store_io", "loading", "decode", "retrieval", "serve")
+BENCHMARKS = ("ttft", "eviction", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache")
 
 
 def main() -> None:

@@ -34,10 +34,11 @@ class Passage:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One request of the trace: a question and its passages, best first."""
+    """One request of the trace: a question and its passages, best first; `is_real` unless we made it up."""
 
     text: str
     passages: tuple[Passage, ...]
+    is_real: bool = True
 
     def body(self, *, max_tokens: int) -> dict[str, Any]:
         """Body of a streamed chat with exactly `max_tokens` tokens of answer."""
@@ -73,8 +74,9 @@ def load_trace(data: Path, name: str, num_passages: int) -> list[Question]:
     questions = []
     for row in _rows(folder / f"{name}_trace.jsonl"):
         found = tuple(passages[number] for number in row["docs"])
-        text = known.get(tuple(row["docs"]), f"What do the passages say about {found[0].title}?")
-        questions.append(Question(text, found[:num_passages]))
+        text = known.get(tuple(row["docs"]))
+        own = text or f"What do the passages say about {found[0].title}?"
+        questions.append(Question(own, found[:num_passages], is_real=text is not None))
     return questions
 
 

@@ -548,3 +548,35 @@ def test_hits_leave_nothing_behind(name):
     for now in range(1, 4001):
         policy.on_hit("abcdefg"[now % 7], info(), now)
     assert compared(lambda: policy.victims(80)) < 500
+
+
+def test_inner_nodes_are_met_once_however_little_they_are_worth():
+    """A thousand paths of two, whose ends alone were used again: their roots rank first and may not go."""
+
+    class Counting(Pgdsf):
+        num_met = 0
+
+        def _is_current(self, rank):
+            self.num_met += 1
+            return super()._is_current(rank)
+
+    policy = Counting()
+    for number in range(1000):
+        policy.on_insert(f"root {number}", EntryInfo(1, 1, 1.0), 0)
+        end = EntryInfo(1, 1, 5.0, parent=f"root {number}")
+        policy.on_insert(f"end {number}", end, 0)
+        policy.on_hit(f"end {number}", end, 1)
+    expected = sorted(f"end {number}" for number in range(1000))[0]
+    assert policy.victims(1) == (expected,) and policy.num_met >= 1000
+    policy.num_met = 0
+    assert policy.victims(1) == (expected,) and policy.num_met < 10
+    policy.on_remove(expected)
+    assert policy.victims(1) == (expected.replace("end", "root"),), "it is a leaf now, and worth least"
+    for _ in range(5000):  # until the order is made anew
+        policy.on_hit("end 8", EntryInfo(1, 1, 5.0, parent="root 8"), 2)
+    policy.on_hit("root 7", EntryInfo(1, 1, 1.0), 2)  # used, and put in order again, while its end keeps it out
+    for number in (5, 7, 8):
+        policy.on_remove(f"end {number}", evicted=False)
+    assert set(policy.victims(2) or ()) == {"root 0", "root 5"}, "worth least of those that lost their ends"
+    everything = policy.victims(1996) or ()
+    assert len(everything) == len(set(everything)) == 1996 and policy.victims(1997) is None

@@ -46,6 +46,7 @@ class RankedPolicy:
 
     `worth` is computed at each use and stands until the next. The heap keeps outdated ranks until they surface or
     outnumber the others: an insertion, a hit or a removal costs O(log n) amortised, k victims O((k + pins met) log n).
+    In a tree, what surfaces and has children stays out of the heap until it has none.
 
     A subclass says what a use adds and what an entry is worth. It may remember the uses of keys that left, the last
     `num_remembered` of them, may set `weighs_newcomers`, and `is_tree`, so that no key goes while a child of it is held
@@ -62,6 +63,7 @@ class RankedPolicy:
         self._entries: dict[str, Entry] = {}
         self._num_children: collections.Counter[str | None] = collections.Counter()
         self._heap: list[Rank] = []
+        self._out_of_heap: set[str] = set()
         self._num_ranked = 0
 
     def count(self, uses: Uses, info: EntryInfo, now: float, *, is_hit: bool) -> None:
@@ -106,6 +108,7 @@ class RankedPolicy:
         """See `EvictionPolicy`."""
         entry = self._held(key)
         del self._entries[key]
+        self._out_of_heap.discard(key)
         self._lose_child(entry.info.parent)
         if self._num_remembered:
             self._remember(key, entry.uses)
@@ -125,7 +128,6 @@ class RankedPolicy:
         chosen: list[str] = []
         freed_bytes = 0
         gone: collections.Counter[str | None] = collections.Counter()  # children among the chosen
-        with_children: dict[str | None, Rank] = {}
         while freed_bytes < bytes_wanted and self._heap:
             rank = heapq.heappop(self._heap)
             if not self._is_current(rank):
@@ -135,7 +137,8 @@ class RankedPolicy:
             if key in protected:
                 continue
             if self.is_tree and self._num_children[key] > gone[key]:
-                with_children[key] = rank
+                del met[rank]
+                self._out_of_heap.add(key)
                 continue
             info = self._entries[key].info
             if key == newcomer:  # it ranks before enough others: those that rank before it need not go either
@@ -144,8 +147,8 @@ class RankedPolicy:
                 chosen.append(key)
                 freed_bytes += info.num_bytes
             gone[info.parent] += 1
-            if info.parent in with_children and self._num_children[info.parent] == gone[info.parent]:
-                heapq.heappush(self._heap, with_children.pop(info.parent))
+            if self._num_children[info.parent] == gone[info.parent]:
+                self._put_back(info.parent)
         for rank in met:
             heapq.heappush(self._heap, rank)
         return tuple(chosen) if freed_bytes >= bytes_wanted else None
@@ -177,6 +180,13 @@ class RankedPolicy:
         self._num_children[parent] -= 1
         if not self._num_children[parent]:
             del self._num_children[parent]
+            self._put_back(parent)
+
+    def _put_back(self, key: str | None) -> None:
+        """It has no children any more, or none that are not about to go."""
+        if key is not None and key in self._out_of_heap:
+            self._out_of_heap.remove(key)
+            heapq.heappush(self._heap, self._entries[key].rank)
 
     def _check_new(self, key: str) -> None:
         if key in self._entries:
@@ -203,6 +213,7 @@ class RankedPolicy:
         for entry in entries:
             self._num_ranked += 1
             entry.rank = (self.worth(entry), entry.uses.last_use, entry.key, self._num_ranked)
+            self._out_of_heap.discard(entry.key)
         if len(entries) > _FEW:
             self._heap.extend(entry.rank for entry in entries)
             heapq.heapify(self._heap)
@@ -217,7 +228,7 @@ class RankedPolicy:
 
     def _compact(self) -> None:
         if len(self._heap) > 2 * len(self._entries) + 16:
-            self._heap = [entry.rank for entry in self._entries.values()]
+            self._heap = [entry.rank for key, entry in self._entries.items() if key not in self._out_of_heap]
             heapq.heapify(self._heap)
 
 

@@ -1,0 +1,123 @@
+"""A large index of vectors that looks like a real one: real passages, and drawn ones. Knows no engine.
+
+No public corpus of vectors is at hand, so all but the real passages' own vectors are synthetic. Topics are the real
+passages and others with their mean and covariance; each vector lies around a topic as a real passage lies from its
+nearest neighbour. Around the real passages alone there would be fewer topics than clusters, and every search would
+find its passages in the first one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import faiss
+import numpy as np
+
+from ccjax.retrieval import Embedder
+from ccjax.types import Document
+from scripts.benchmarks.ragcache_replay import documents_of
+from scripts.benchmarks.serve_workload import Passage
+
+VECTORS_PER_TOPIC = 20
+_TRAINED_PER_CLUSTER = 64
+_TRAINING_ROUNDS = 10
+_DRAWN_AT_ONCE = 50_000
+_EMBEDDED_AT_ONCE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """An IVF index by inner product, and what its rows are.
+
+    Attributes:
+      index: real passages first, in their order.
+      topics: [num_vectors] the topic that each row is, or was drawn around; the first ones are the passages.
+    """
+
+    index: faiss.IndexIVFFlat
+    passages: Sequence[Passage]
+    topics: np.ndarray
+
+    def documents(self, rows: Sequence[int]) -> tuple[Document, ...]:
+        """The passages of some rows; a drawn one has the text of a real one, under its own number."""
+        return documents_of([self._passage(row) for row in rows])
+
+    def _passage(self, row: int) -> Passage:
+        parent = self.passages[self.topics[row] % len(self.passages)]
+        if row < len(self.passages):
+            return parent
+        return dataclasses.replace(parent, id=-row, title=f"{parent.title} ({row})")
+
+
+def embed(embedder: Embedder, texts: Sequence[str], advance: Callable[[int], None]) -> np.ndarray:
+    """[len(texts), dim] unit vectors."""
+    parts = []
+    for start in range(0, len(texts), _EMBEDDED_AT_ONCE):
+        parts.append(embedder.embed(texts[start : start + _EMBEDDED_AT_ONCE]))
+        advance(len(parts[-1]))
+    return np.concatenate(parts)
+
+
+def differences_to_nearest(real: np.ndarray) -> np.ndarray:
+    """[n, dim] from the nearest other vector of each to it, by inner product. Copies of a vector do not count."""
+    index = faiss.IndexFlatIP(real.shape[1])
+    index.add(real)  # pyright: ignore[reportCallIssue]
+    scores, found = index.search(real, min(len(real), 16))  # pyright: ignore[reportCallIssue]
+    is_other = scores < 1.0 - 1e-4
+    nearest = found[np.arange(len(real)), is_other.argmax(axis=1)]
+    return (real - real[nearest])[is_other.any(axis=1)]
+
+
+def draw_topics(real: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """[count, dim] unit vectors, normal with mean and covariance of the real ones before they get their length."""
+    mean = real.mean(axis=0)
+    weights = rng.standard_normal((count, len(real)), dtype=np.float32) / np.sqrt(max(1, len(real) - 1))
+    return _unit(mean + weights.astype(np.float32) @ (real - mean))
+
+
+def draw_vectors(
+    topics: np.ndarray, differences: np.ndarray, count: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """[count, dim] unit vectors and [count] the topic that each lies around: a topic plus or minus how some real vector
+    lies from its nearest, so that they are as far from their topics as real passages are from each other."""
+    own = rng.integers(0, len(topics), count)
+    moves = differences[rng.integers(0, len(differences), count)] * rng.choice((-1.0, 1.0), (count, 1))
+    return _unit(topics[own] + moves.astype(np.float32)), own
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def build(
+    passages: Sequence[Passage],
+    real: np.ndarray,
+    num_vectors: int,
+    num_clusters: int,
+    seed: int,
+    advance: Callable[[int], None],
+) -> Corpus:
+    """The index of the real vectors and as many drawn ones as are missing.
+
+    Args:
+      real: [len(passages), dim] unit vectors.
+    """
+    rng = np.random.default_rng(seed)
+    topics = np.concatenate([real, draw_topics(real, num_vectors // VECTORS_PER_TOPIC, rng)])
+    draw = functools.partial(draw_vectors, topics, differences_to_nearest(real), rng=rng)
+    dim = real.shape[1]
+    index: Any = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, num_clusters, faiss.METRIC_INNER_PRODUCT)
+    index.cp.niter = _TRAINING_ROUNDS
+    index.train(draw(count=min(num_vectors, _TRAINED_PER_CLUSTER * num_clusters))[0])
+    index.add(real)
+    advance(len(real))
+    own = [np.arange(len(real))]
+    while index.ntotal < num_vectors:
+        vectors, of = draw(count=min(_DRAWN_AT_ONCE, num_vectors - index.ntotal))
+        index.add(vectors)
+        own.append(of)
+        advance(len(of))
+    return Corpus(index, passages, np.concatenate(own))

@@ -1,0 +1,75 @@
+"""Which passages each eviction policy keeps, and what that does to TTFT (RAGCache fig. 20, table 2). Knows no load."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ccjax.engine import Engine
+from ccjax.evaluation.scores import mean_interval, ratio_interval
+from scripts.benchmarks.ragcache_replay import Bench, Served, ask
+from scripts.benchmarks.serve_workload import Question
+
+POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "saved_seconds")
+REFERENCE = POLICIES[0]
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Hit rate and TTFT of the second half of the requests under every policy, at every budget, by strategy.
+
+    At each budget the policies take turns at every request, each on an engine of its own, so that a machine that gets
+    busier slows them alike.
+    """
+    options = bench.options
+    total = len(options.strategies) * len(options.budgets) * (len(bench.past) + len(bench.measured))
+    task = bench.progress.add_task("", total=total)
+    cases = []
+    for strategy in options.strategies:
+        for share in options.budgets:
+            bench.progress.update(task, description=f"policies: {strategy}, {share:.1%}")
+            with contextlib.ExitStack() as stack:
+                engines = {
+                    policy: stack.enter_context(bench.engine(strategy, policy=policy, share=share))
+                    for policy in POLICIES
+                }
+                in_turns(engines, bench.past, lambda: bench.progress.advance(task))
+                served = in_turns(engines, bench.measured, lambda: bench.progress.advance(task))
+            about = {"strategy": strategy, "budget_share": share, "budget_bytes": bench.budget_bytes(share)}
+            cases += [{**about, "policy": policy, **found} for policy, found in figures(served).items()]
+    bench.progress.remove_task(task)
+    return {"cases": cases}
+
+
+def in_turns(
+    engines: Mapping[str, Engine], questions: Sequence[Question], advance: Any = lambda: None
+) -> dict[str, list[Served]]:
+    """What each engine made of all questions. The one that begins changes: it finds colder processor caches."""
+    names = list(engines)
+    served: dict[str, list[Served]] = {name: [] for name in names}
+    for number, question in enumerate(questions):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            served[name].append(ask(engines[name], question))
+        advance()
+    return served
+
+
+def figures(served: Mapping[str, Sequence[Served]]) -> dict[str, dict[str, Any]]:
+    """Figures by policy; intervals are bootstraps over requests, against the reference in pairs."""
+    reference = [1e3 * one.ttft_s for one in served[REFERENCE]]
+    rows = {}
+    for policy, answers in served.items():
+        ttft_ms = [1e3 * one.ttft_s for one in answers]
+        num_hits, num_documents = (sum(getattr(one, name) for one in answers) for name in ("num_hits", "num_documents"))
+        ratio = None if policy == REFERENCE else ratio_interval(ttft_ms, reference)
+        rows[policy] = {
+            "hits": num_hits,
+            "documents": num_documents,
+            "hit_ratio": num_hits / num_documents,
+            "ttft_ms": dataclasses.asdict(mean_interval(ttft_ms)),
+            "ttft_over_pgdsf": None if ratio is None else dataclasses.asdict(ratio),
+            "computed_share": sum(one.computed_share for one in answers) / len(answers),
+        }
+    return rows

@@ -1,0 +1,359 @@
+"""Shows the figures of the RAGCache benchmark: tables for the terminal and for a page, what they say beside the paper,
+and the plot. Computes nothing but ratios of what is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.benchmarks.ragcache_policies import POLICIES, REFERENCE
+
+Figures = Mapping[str, Any]
+Rows = tuple[str, Sequence[str], list[list[str]]]
+"""Title, head, cells."""
+
+PAPERS_HITS = {"gdsf": "1.02 to 1.32", "lru": "1.06 to 1.62", "lfu": "1.06 to 1.75"}
+ORDER_TARGET = 1.2
+SEARCH_TARGET, FULL_SEARCH_TARGET = 1.5, 4.0
+DECISION_TARGET_MS = 1.0
+_PARTS = {
+    "plan": "match in the tree, plan",
+    "uses": "uses",
+    "insert": "insertion with eviction",
+    "schedule": "scheduler",
+    "total": "all of these",
+    "window": "planning the line anew",
+}
+_COLOURS = {"pgdsf": "tab:blue", "gdsf": "tab:orange", "lru": "tab:red", "lfu": "tab:green", "saved_seconds": "black"}
+
+
+def show(result: Figures) -> None:
+    """Prints every table with what it says."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for title, tables, lines, _ in _sections(result):
+        console.rule(title)
+        for name, head, rows in tables:
+            table = Table(*head, title=name)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+        for line in lines:
+            console.print(line, highlight=False)
+
+
+def markdown(result: Figures, picture: Path | None) -> str:
+    """The same as a page, with how it was measured and the picture."""
+    versions = result["versions"]
+    lines = ["# RAGCache's parts, measured", ""]
+    lines += [
+        f"`python scripts/bench.py ragcache`, {result['machine']} ({result['device']}), jax {versions['jax']}, "
+        f"{result['date']}. The paper's figures are of other models, machines and data; only ratios compare.",
+        "",
+    ]
+    if result["shapes"]:
+        lines += [_setup(result["shapes"]), ""]
+    for title, tables, says, about in _sections(result):
+        lines += [f"## {title}", "", about, ""]
+        for name, head, rows in tables:
+            lines += [f"{name}:", "", _line(head), "|" + "---|" * len(head), *map(_line, rows), ""]
+        lines += [*(f"- {line}" for line in says), ""]
+    if picture is not None:
+        lines += [f"![the four tables as curves and bars]({picture.name})", ""]
+    return "\n".join(lines)
+
+
+def _setup(shapes: Figures) -> str:
+    return (
+        f"Model: random weights, {shapes['num_layers']} layers of width {shapes['width']}, {shapes['dtype']}, with the "
+        f"Llama-3 tokenizer, so that only time and reuse are measured. Requests: the first {shapes['requests']} of a "
+        f"real retrieval trace (MuSiQue), each with its best {shapes['passages']} passages and answered with one "
+        f"token; the first half of them fills the tier, the other {shapes['measured']} are measured. Budgets are "
+        f"shares of the KV of all their passages, {shapes['distinct_bytes'] / 1e6:.1f} MB; behind other passages one "
+        "passage is cached several times over. `prefix` is the paper's reuse, of exact prefixes. `cachecraft` reuses "
+        f"passages at any place and computes {_share(shapes['recompute_ratio'])} of their tokens again, which the "
+        "paper does not have. What prefills cost was profiled on this machine just before (T(cached, new), RAGCache "
+        "sec. 5.1)."
+    )
+
+
+Section = tuple[str, Sequence[Rows], Sequence[str], str]
+"""Title, tables, what they say, how they were measured."""
+
+
+def _sections(result: Figures) -> Iterator[Section]:
+    if "policies" in result:
+        yield _policies(result["policies"]["cases"])
+    if "order" in result:
+        yield _order(result["order"], result["shapes"])
+    if "speculation" in result:
+        yield _speculation(result["speculation"])
+    if "scheduling" in result:
+        yield _scheduling(result["scheduling"])
+
+
+# -- eviction policies -------------------------------------------------------------------------------------------------
+
+
+def _policies(cases: Sequence[Figures]) -> Section:
+    head = ("strategy", "budget", *POLICIES)
+    tables = [
+        ("Hit rate, %", head, _by_policy(cases, lambda one: f"{100 * one['hit_ratio']:.1f}")),
+        ("Mean TTFT, ms (95 % interval)", head, _by_policy(cases, lambda one: _interval(one["ttft_ms"], ".1f"))),
+        ("TTFT over that with PGDSF, same requests", head, _by_policy(cases, _over_reference)),
+    ]
+    about = (
+        "RAGCache fig. 20 and table 2. Hit rate is the share of retrieved passages that were reused. Requests come one "
+        "after the other; at each budget the policies take turns at every one, each on an engine of its own. "
+        "`saved_seconds` is what ccjax takes unless told otherwise. Intervals are bootstraps over requests, ratios "
+        "over requests in pairs."
+    )
+    strategies = list(dict.fromkeys(one["strategy"] for one in cases))
+    return "Eviction policies", tables, [line for name in strategies for line in policy_lines(cases, name)], about
+
+
+def _by_policy(cases: Sequence[Figures], cell: Any) -> list[list[str]]:
+    keys = dict.fromkeys((one["strategy"], one["budget_share"]) for one in cases)
+    found = {(one["strategy"], one["budget_share"], one["policy"]): one for one in cases}
+    return [[key[0], _share(key[1]), *(cell(found[*key, policy]) for policy in POLICIES)] for key in keys]
+
+
+def _over_reference(one: Figures) -> str:
+    return "" if one["ttft_over_pgdsf"] is None else _interval(one["ttft_over_pgdsf"], ".3f")
+
+
+def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
+    """At how many budgets PGDSF has most hits, what they are over the others', and where TTFT is really another."""
+    own = [one for one in cases if one["strategy"] == strategy]
+    hits: dict[float, dict[str, int]] = {}
+    for one in own:
+        hits.setdefault(one["budget_share"], {})[one["policy"]] = one["hits"]
+    most = sum(values[REFERENCE] == max(values.values()) for values in hits.values())
+    lines = [f"{strategy}: no policy has more hits than PGDSF at {most} of {len(hits)} budgets."]
+    spans, times = [], []
+    for policy in POLICIES[1:]:
+        ratios = [values[REFERENCE] / values[policy] for values in hits.values() if values[policy]]
+        paper = f", paper {PAPERS_HITS[policy]}" if policy in PAPERS_HITS else ""
+        if ratios:
+            spans.append(f"{min(ratios):.2f} to {max(ratios):.2f} times those of {policy}{paper}")
+        against = [one["ttft_over_pgdsf"] for one in own if one["policy"] == policy]
+        higher, lower = sum(one["low"] > 1.0 for one in against), sum(one["high"] < 1.0 for one in against)
+        times.append(f"{policy} higher at {higher}, lower at {lower}")
+    if spans:
+        lines.append(f"{strategy}: PGDSF's hits are {'; '.join(spans)}.")
+    lines.append(f"{strategy}: mean TTFT against PGDSF's, beyond what chance explains: {'; '.join(times)}.")
+    return lines
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def _order(order: Figures, shapes: Figures) -> Section:
+    head = (
+        "strategy",
+        "budget",
+        "arrivals a second",
+        "mean off",
+        "mean on",
+        "mean gain",
+        "p99 off",
+        "p99 on",
+        "p99 gain",
+    )
+    rows = []
+    for one in order["cases"]:
+        cells = [one["strategy"], _share(one["budget_share"]), f"{one['rate']:.1f}"]
+        for name in ("mean", "p99"):
+            cells += [f"{one[way]['ttft_ms'][name]:.0f}" for way in ("off", "on")] + [f"{one[f'{name}_gain']:.2f}"]
+        rows.append(cells)
+    about = (
+        f"RAGCache fig. 21: a window of {order['windows']['on']} requests, out of which the one with most cached per "
+        f"computed token goes first, against the order of arrival; {order['seats']} requests run at once, eviction is "
+        f"PGDSF. The passages are the retrieval trace's, the arrivals those recorded in `{shapes['arrivals']}` (Azure, "
+        "2023), rescaled; no public trace has both, so **the combination is ours**. They come "
+        f"{order['load']:g} times as fast as the same engine answers in closed loop over a store filled alike. The "
+        "same requests come at the same times with the order on and off, to a fresh engine that the first half of the "
+        "trace filled. There are no intervals: requests in one line wait for each other."
+    )
+    return "Cache-aware order", [("TTFT from arrival, ms", head, rows)], [order_line(order["cases"])], about
+
+
+def order_line(cases: Sequence[Figures]) -> str:
+    """In how many runs the order made mean TTFT as much lower as it should."""
+    gains = [one["mean_gain"] for one in cases]
+    reached = sum(gain >= ORDER_TARGET for gain in gains)
+    return (
+        f"Mean TTFT is {min(gains):.2f} to {max(gains):.2f} times lower with the order on (paper 1.2 to 2.1); at least "
+        f"{ORDER_TARGET} times in {reached} of {len(gains)} runs."
+    )
+
+
+# -- speculation -------------------------------------------------------------------------------------------------------
+
+
+def _speculation(found: Figures) -> Section:
+    head = ("searched", "off, ms", "on, ms", "gain", "known early", "right", "wrong a request", "TTFT off", "TTFT on")
+    rows = [
+        [
+            _share(one["search_ratio"]),
+            _interval(one["search_ms"], ".1f"),
+            _interval(one["exposed_ms"], ".1f"),
+            _interval(one["gain"], ".2f"),
+            f"{one['known_ms']:.1f} ms, {_share(one['known_early_share'])}",
+            _share(one["right_share"]),
+            f"{one['wrong_per_request']:.2f}",
+            *(_interval(one["ttft_ms"][way], ".0f") for way in ("off", "on")),
+        ]
+        for one in found["cases"]
+    ]
+    about = (
+        "RAGCache table 3 and fig. 22: of the vector search, what does not overlap with the answer from the final "
+        "passages: from its start until that answer was begun, or to its end. *Off* waits for the whole search. "
+        f"Searches run over a faiss IVF index of {found['vectors']:,} vectors of {found['dim']} values in "
+        f"{found['clusters']} clusters, on one thread, in {found['stages']} stages, {found['searches']} real questions "
+        f"one after the other. **Of the vectors {found['real_vectors']:,} are real passages' (MiniLM), the others "
+        "synthetic**: topics with the real ones' mean and covariance, and vectors as far from these as real passages "
+        "are from their nearest neighbours. *Known early*: when the final list was first found, and how often before "
+        f"the last stage; *wrong*: answers that were begun and thrown away. At {found['max_pending']} prompts in line "
+        "none begins early."
+    )
+    title = "Search time that no answer overlaps with (95 % interval)"
+    return "Answers that begin during the search", [(title, head, rows)], speculation_lines(found["cases"]), about
+
+
+def speculation_lines(cases: Sequence[Figures]) -> list[str]:
+    """How much less of the search is waited for, beside the targets."""
+    gains = {one["search_ratio"]: one["gain"]["mean"] for one in cases if one["gain"] is not None}
+    reached = sum(gain >= SEARCH_TARGET for gain in gains.values())
+    lines = [
+        f"The search is waited for {min(gains.values()):.2f} to {max(gains.values()):.2f} times less long (paper 1.5 "
+        f"to 4.3); at least {SEARCH_TARGET} times at {reached} of {len(gains)} ratios."
+    ]
+    if 1.0 in gains:
+        verdict = "reached" if gains[1.0] >= FULL_SEARCH_TARGET else "missed"
+        lines.append(f"Where all is searched, {gains[1.0]:.2f} times: the {FULL_SEARCH_TARGET:g} wanted are {verdict}.")
+    return lines
+
+
+# -- scheduling --------------------------------------------------------------------------------------------------------
+
+
+def _scheduling(found: Figures) -> Section:
+    head = ("decision", "mean, ms", "p99, ms", "processor, mean ms")
+    rows = [
+        [_PARTS[one["part"]], *(f"{one[name]:.3f}" for name in ("mean_ms", "p99_ms", "mean_cpu_ms"))]
+        for one in found["cases"]
+    ]
+    about = (
+        f"RAGCache sec. 7.5, over a knowledge tree of {found['nodes']:,} nodes that fills its tier, so that every "
+        f"newcomer evicts; {found['requests']} requests, of which a third repeat one, a third begin like one, a third "
+        "are new (drawn, not recorded). Index, store, policy and scheduler are the engine's; a node's KV is small, "
+        f"because its size decides nothing here. *{_PARTS['window']}*: {found['window']} requests, before a pack for "
+        "which more wait than find a seat, where what is cached has changed; not part of the sum."
+    )
+    return "What deciding takes", [("Per request", head, rows)], [scheduling_line(found["cases"])], about
+
+
+def scheduling_line(cases: Sequence[Figures]) -> str:
+    """Whether all decisions of a request stay below the bound."""
+    (total,) = (one for one in cases if one["part"] == "total")
+    verdict = "below" if total["mean_ms"] < DECISION_TARGET_MS else "not below"
+    return (
+        f"All decisions for a request take {total['mean_ms']:.3f} ms on average, p99 {total['p99_ms']:.3f} ms: on "
+        f"average {verdict} {DECISION_TARGET_MS:g} ms (paper 0.872 to 0.906 ms)."
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _interval(interval: Mapping[str, float] | None, form: str) -> str:
+    if interval is None:
+        return ""
+    mean, low, high = (format(interval[name], form) for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+# -- plot --------------------------------------------------------------------------------------------------------------
+
+
+def plot(result: Figures, path: Path) -> None:
+    """Four panels, one for each table; the format follows the file's ending."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "ccjax"  # the same bytes for the same figures
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    drawers = {"policies": _draw_policies, "order": _draw_order, "speculation": _draw_search, "scheduling": _draw_parts}
+    for panel, (name, draw) in zip(panels.flat, drawers.items(), strict=True):
+        if name in result:
+            draw(panel, result[name])
+        else:
+            panel.set_axis_off()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _draw_policies(panel: Any, found: Figures) -> None:
+    for strategy, style in (("prefix", "o-"), ("cachecraft", "s--")):
+        for policy in POLICIES:
+            own = [one for one in found["cases"] if (one["strategy"], one["policy"]) == (strategy, policy)]
+            if own:
+                panel.plot(
+                    [100 * one["budget_share"] for one in own],
+                    [100 * one["hit_ratio"] for one in own],
+                    style,
+                    color=_COLOURS[policy],
+                    markersize=3,
+                    linewidth=1,
+                    label=f"{policy}, {strategy}",
+                )
+    panel.set(title="eviction policies", xlabel="budget, % of all passages' KV", ylabel="hit rate, %", xscale="log")
+    panel.legend(fontsize="xx-small")
+
+
+def _draw_order(panel: Any, found: Figures) -> None:
+    names = [f"{one['strategy']}\n{_share(one['budget_share'])}" for one in found["cases"]]
+    for offset, way, colour in ((-0.2, "off", "tab:grey"), (0.2, "on", "tab:blue")):
+        places = [place + offset for place in range(len(names))]
+        for name, alpha in (("p99", 0.35), ("mean", 1.0)):
+            heights = [one[way]["ttft_ms"][name] / 1e3 for one in found["cases"]]
+            panel.bar(places, heights, 0.4, color=colour, alpha=alpha, label=f"{way}, {name}")
+    panel.set_xticks(range(len(names)), names, fontsize="x-small")
+    panel.set(title=f"cache-aware order at {found['load']:g} times saturation", ylabel="TTFT, s")
+    panel.legend(fontsize="x-small")
+
+
+def _draw_search(panel: Any, found: Figures) -> None:
+    ratios = [100 * one["search_ratio"] for one in found["cases"]]
+    for key, name, colour in (("search_ms", "whole search", "tab:grey"), ("exposed_ms", "not overlapped", "tab:blue")):
+        means = [one[key]["mean"] for one in found["cases"]]
+        below = [one[key]["mean"] - one[key]["low"] for one in found["cases"]]
+        above = [one[key]["high"] - one[key]["mean"] for one in found["cases"]]
+        panel.errorbar(ratios, means, yerr=(below, above), fmt="o-", color=colour, markersize=3, label=name)
+    panel.plot(ratios, [one["known_ms"] for one in found["cases"]], "k:", label="until the final list was first found")
+    panel.set(title="answers during the search", xlabel="searched clusters, %", ylabel="ms", ylim=(0, None))
+    panel.legend(fontsize="x-small")
+
+
+def _draw_parts(panel: Any, found: Figures) -> None:
+    own = [one for one in found["cases"] if one["part"] != "window"]
+    for name, alpha in (("p99_ms", 0.35), ("mean_ms", 1.0)):
+        heights = [one[name] for one in own]
+        panel.barh(range(len(own)), heights, color="tab:blue", alpha=alpha, label=name.removesuffix("_ms"))
+    panel.axvline(DECISION_TARGET_MS, color="black", linewidth=1, linestyle=":")
+    panel.set_yticks(range(len(own)), [_PARTS[one["part"]] for one in own], fontsize="x-small")
+    panel.invert_yaxis()
+    panel.set(title=f"deciding over {found['nodes']:,} nodes", xlabel="ms a request")
+    panel.legend(fontsize="x-small")

@@ -1,0 +1,246 @@
+"""What deciding takes per request over a knowledge tree of many nodes (RAGCache sec. 7.5): look-up, plan, uses,
+insertion with eviction, scheduler. Everything is the engine's own but the model, which is not there.
+
+The KV of a node is one small layer: its size decides nothing that is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from ccjax.engine.costs import MeasuredCosts
+from ccjax.engine.prompts import Prompt, chunk_id
+from ccjax.engine.rates import Rates
+from ccjax.engine.variants import VariantIndex
+from ccjax.policy.capture import make_variant_id
+from ccjax.policy.planner import PlannerSettings, plan_prefill
+from ccjax.policy.prefill_cost import PrefillGrid
+from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings, Work
+from ccjax.types import Chunk, ChunkId, PrefillPlan, VariantMeta
+from scripts.benchmarks.ragcache_replay import BATCHED_TOKENS
+from scripts.benchmarks.store import Cost, timed
+from store import KVSpec, StoreIdentity, TieredStore
+
+POLICY = "pgdsf"
+WINDOW = 32
+NUM_TOKENS = 128
+"""Of a passage, about what the trace's have."""
+QUESTION_TOKENS = 32
+KV_SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
+GRID = PrefillGrid((0, 512), (16, 512), ((0.01, 0.1), (0.02, 0.2)))
+"""Costs that eviction goes by; what they are decides nothing that is timed."""
+SETTINGS = PlannerSettings(strategy="prefix")
+_COSTS = Costs(token_s=1e-3, page_copy_s=1e-4, decode_step_s=1e-2)
+_PAGE_TOKENS = 16
+_NEVER_FULL = 1 << 20
+_IDS = range(128_000)
+
+
+@dataclasses.dataclass
+class Spent:
+    """What each kind of decision took, request by request; `window` once for many, the others for one."""
+
+    plan: list[Cost] = dataclasses.field(default_factory=list)
+    uses: list[Cost] = dataclasses.field(default_factory=list)
+    insert: list[Cost] = dataclasses.field(default_factory=list)
+    schedule: list[Cost] = dataclasses.field(default_factory=list)
+    window: list[Cost] = dataclasses.field(default_factory=list)
+
+
+class Tree:
+    """The engine's index over its store in host memory, full of a tree of so many nodes: the system prompt, passages
+    behind it, and passages behind these."""
+
+    def __init__(self, num_nodes: int, num_passages: int, advance: Callable[[int], None]):
+        self._rng = random.Random(0)
+        self._kv = np.zeros(KV_SPEC.shape(NUM_TOKENS), np.float32)
+        self.store = TieredStore.open(
+            None, kv_spec=KV_SPEC, identity=StoreIdentity("benchmark"), host_bytes=num_nodes * self._kv.nbytes
+        )
+        costs = MeasuredCosts(Rates(), GRID)
+        self.index = VariantIndex(self.store, costs, policy=POLICY, alpha=1.0, max_variants=None)
+        self.system = self._new_chunk()
+        self.prompts: list[Prompt] = []
+        while len(self.index) < num_nodes:
+            before = len(self.index)
+            prompt = self.prompt_of([self._new_chunk() for _ in range(num_passages)])
+            self.insert(prompt, self.plan(prompt))
+            self.prompts.append(prompt)
+            advance(len(self.index) - before)
+
+    def prompt_of(self, passages: Sequence[Chunk]) -> Prompt:
+        """A question behind the system prompt and some passages."""
+        return Prompt((self.system, *passages), True, tuple(range(QUESTION_TOKENS)), max_new_tokens=1)
+
+    def drawn(self, number: int) -> Prompt:
+        """In turns: a prompt that was there, one that begins as one that was there, and a new one."""
+        passages = list(self._rng.choice(self.prompts).chunks[1:])
+        kept = (len(passages), len(passages) // 2, 0)[number % 3]
+        return self.prompt_of(passages[:kept] + [self._new_chunk() for _ in passages[kept:]])
+
+    def plan(self, prompt: Prompt) -> PrefillPlan:
+        """Match in the tree, and what to reuse."""
+        candidates = self.index.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
+        return plan_prefill(
+            "", prompt.planned_chunks, len(prompt.question), candidates, mode="bounded", settings=SETTINGS
+        )
+
+    def use(self, plan: PrefillPlan) -> None:
+        """Tells the policy what a prefill computed, and credits what it reused."""
+        num_new = computed_tokens(plan)
+        self.index.describe_prefill(plan.num_tokens - num_new, num_new)
+        self.index.credit([(one.variant_id, one.cfo or 0.0) for one in plan.segments if one.variant_id is not None])
+
+    def insert(self, prompt: Prompt, plan: PrefillPlan) -> None:
+        """Stores what was computed; what is worth least makes room."""
+        ids = [chunk.chunk_id for chunk in prompt.chunks]
+        pinned = set(plan.pin)
+        for place, (segment, chunk) in enumerate(zip(plan.segments, prompt.chunks, strict=False)):
+            if segment.action == "compute":
+                meta = _meta(chunk, ids[:place])
+                if self.index.add(meta, self._kv, prompt, pinned=pinned, seen=frozenset(ids[: place + 1])):
+                    pinned.add(meta.variant_id)
+
+    def _new_chunk(self) -> Chunk:
+        ids = tuple(self._rng.choices(_IDS, k=NUM_TOKENS))
+        return Chunk(chunk_id(ids), ids)
+
+
+def _meta(chunk: Chunk, prefix: Sequence[ChunkId]) -> VariantMeta:
+    num_tokens = len(chunk.token_ids)
+    return VariantMeta(
+        variant_id=make_variant_id(chunk.chunk_id, prefix, "exact"),
+        chunk_id=chunk.chunk_id,
+        prefix_ids=tuple(prefix),
+        inter_by_prefix=(0.1,) * len(prefix),
+        a_mean=0.1,
+        b_mean=0.2,
+        cci=0.6,
+        token_ranking=tuple(range(num_tokens)),
+        num_tokens=num_tokens,
+        num_bytes=KV_SPEC.num_bytes(num_tokens),
+    )
+
+
+def computed_tokens(plan: PrefillPlan) -> int:
+    """Tokens that a plan runs through the model."""
+    return sum(one.num_tokens if one.action == "compute" else len(one.recompute_offsets) for one in plan.segments)
+
+
+def work_of(request_id: str, plan: PrefillPlan) -> Work:
+    """A planned request as the scheduler knows it."""
+    num_new = computed_tokens(plan)
+    num_pages = -(-plan.num_tokens // _PAGE_TOKENS)
+    return Work(request_id, num_new, num_pages, max_new_tokens=1, cached_tokens=plan.num_tokens - num_new)
+
+
+class Line:
+    """The engine's scheduler with `WINDOW` requests in line at all times."""
+
+    def __init__(self, tree: Tree, seats: int) -> None:
+        self._tree = tree
+        self._numbers = itertools.count()
+        self.scheduler = Scheduler(
+            SchedulerSettings(
+                num_pages=_NEVER_FULL,
+                page_tokens=_PAGE_TOKENS,
+                max_num_batched_tokens=BATCHED_TOKENS,
+                max_num_seqs=seats,
+                max_queue=_NEVER_FULL,
+                reorder_window=WINDOW,
+            )
+        )
+        self.waiting: dict[str, Prompt] = {}
+        self.fill()
+
+    def fill(self) -> None:
+        """Puts requests in line until it is as long as it should be."""
+        while len(self.waiting) < WINDOW:
+            prompt = self._tree.drawn(next(self._numbers))
+            self.come(prompt, self._tree.plan(prompt))
+
+    def come(self, prompt: Prompt, plan: PrefillPlan) -> None:
+        """A request comes and is planned."""
+        request_id = str(next(self._numbers))
+        self.scheduler.add(Work(request_id, plan.num_tokens, -(-plan.num_tokens // _PAGE_TOKENS), max_new_tokens=1))
+        self.scheduler.replan(work_of(request_id, plan))
+        self.waiting[request_id] = prompt
+
+    def serve(self) -> None:
+        """A pack is put together and done; the answers in it end."""
+        self.scheduler.expire(0.0)
+        self.scheduler.next_pack(0.0, _NEVER_FULL, _COSTS)
+        self.scheduler.after_layer(0.0)
+        for request_id in self.scheduler.pack_done(0.0):
+            self.scheduler.remove(request_id)
+            del self.waiting[request_id]
+
+    def plan_window(self) -> None:
+        """Plans all that wait anew, as the engine does before a pack where what is cached has changed."""
+        for request_id, prompt in self.waiting.items():
+            self.scheduler.replan(work_of(request_id, self._tree.plan(prompt)))
+
+
+def spend(tree: Tree, num_requests: int, seats: int, advance: Callable[[int], None]) -> Spent:
+    """Decides for so many requests, in the order of the engine's loop."""
+    line, spent = Line(tree, seats), Spent()
+    for number in range(num_requests):
+        prompt = tree.drawn(number)
+        planned, plan = timed(lambda prompt=prompt: tree.plan(prompt))
+        spent.plan.append(planned)
+        spent.uses.append(timed(lambda plan=plan: tree.use(plan))[0])
+        spent.insert.append(timed(lambda prompt=prompt, plan=plan: tree.insert(prompt, plan))[0])
+        came = timed(lambda prompt=prompt, plan=plan: line.come(prompt, plan))[0]
+        spent.window.append(timed(line.plan_window)[0])
+        served = timed(line.serve)[0]
+        spent.schedule.append(Cost(came.wall_s + served.wall_s, came.cpu_s + served.cpu_s))
+        line.fill()
+        advance(1)
+    return spent
+
+
+def figures(spent: Spent) -> list[dict[str, Any]]:
+    """Milliseconds of each kind of decision, and of all that one request needs (`window` left out)."""
+    parts = {name: getattr(spent, name) for name in ("plan", "uses", "insert", "schedule")}
+    total = [
+        Cost(sum(one.wall_s for one in costs), sum(one.cpu_s for one in costs))
+        for costs in zip(*parts.values(), strict=True)
+    ]
+    rows = []
+    for name, costs in {**parts, "total": total, "window": spent.window}.items():
+        wall_ms = [1e3 * one.wall_s for one in costs]
+        rows.append(
+            {
+                "part": name,
+                "mean_ms": float(np.mean(wall_ms)),
+                "p99_ms": float(np.percentile(wall_ms, 99)),
+                "mean_cpu_ms": float(np.mean([1e3 * one.cpu_s for one in costs])),
+            }
+        )
+    return rows
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Decides over a full tree and says what that took."""
+    task = progress.add_task(f"scheduling: tree of {options.nodes} nodes", total=options.nodes + options.decisions)
+
+    def advance(count: int) -> None:
+        progress.advance(task, count)
+
+    tree = Tree(options.nodes, options.passages, advance)
+    try:
+        spent = spend(tree, options.decisions, options.seats, advance)
+        num_nodes = len(tree.index)
+    finally:
+        tree.store.close()
+    progress.remove_task(task)
+    about = {"nodes": num_nodes, "requests": options.decisions, "window": WINDOW, "policy": POLICY}
+    return {**about, "cases": figures(spent)}

@@ -1,0 +1,219 @@
+"""How much of a vector search an answer waits for that begins on what was found so far (RAGCache table 3, fig. 22).
+
+Searches and answers are real, one request after the other; of the index only the real passages' vectors are
+(`ragcache_corpus`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import faiss
+import numpy as np
+
+from ccjax.engine import Engine
+from ccjax.engine.batch.siblings import Emit
+from ccjax.engine.requests import Delta, Request
+from ccjax.engine.speculation import SpeculativeAnswer
+from ccjax.evaluation.scores import mean_interval, ratio_interval
+from ccjax.retrieval import default_embedder
+from ccjax.retrieval.staged import staged_search
+from ccjax.types import Document
+from scripts.benchmarks.common import BenchmarkError
+from scripts.benchmarks.ragcache_corpus import Corpus, build, embed
+from scripts.benchmarks.ragcache_replay import Bench, request_of
+from scripts.benchmarks.serve_workload import Passage, Question
+
+MAX_PENDING = 4
+"""RAGCache's `max_prefill_bs`."""
+_TIMEOUT_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Searched:
+    """One search with its answer.
+
+    Attributes:
+      search_s: from its start to its last stage.
+      exposed_s: the part of it that did not overlap with an answer from the final passages.
+      known_s: from its start until the final passages were first found and stayed; nobody knows that then.
+      is_early: they were known before the last stage.
+      num_begun: answers that were begun before the search was through. was_right: the last of them was the one.
+      ttft_s: from the start of the search to the first token.
+    """
+
+    search_s: float
+    exposed_s: float
+    known_s: float
+    is_early: bool
+    num_begun: int
+    was_right: bool
+    ttft_s: float
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Searches of every ratio, with and without answers that begin early, in turns; each way on an engine of its own,
+    which keeps what it computed."""
+    options = bench.options
+    questions = sorted((*bench.measured, *bench.past), key=lambda one: not one.is_real)[: options.searches]
+    corpus, vectors = corpus_of(bench, questions)
+    task = bench.progress.add_task("", total=2 * len(options.ratios) * len(questions))
+    cases = []
+    with _single_threaded(), contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(bench.engine("prefix", policy="pgdsf", share=1.0)) for name in ("off", "on")
+        }
+        for ratio in options.ratios:
+            bench.progress.update(task, description=f"speculation: {ratio:.1%} of the clusters")
+            corpus.index.nprobe = max(1, round(ratio * corpus.index.nlist))
+            found: dict[str, list[Searched]] = {name: [] for name in engines}
+            for number, (question, vector) in enumerate(zip(questions, vectors, strict=True)):
+                for name in ("off", "on") if number % 2 else ("on", "off"):
+                    num_stages = options.stages if name == "on" else 1
+                    found[name].append(search(engines[name], corpus, question.text, vector, options, num_stages))
+                    bench.progress.advance(task)
+            cases.append({"search_ratio": ratio, "num_probes": corpus.index.nprobe, **figures(**found)})
+    bench.progress.remove_task(task)
+    return {
+        "vectors": corpus.index.ntotal,
+        "real_vectors": len(corpus.passages),
+        "clusters": corpus.index.nlist,
+        "dim": corpus.index.d,
+        "stages": options.stages,
+        "searches": len(questions),
+        "max_pending": MAX_PENDING,
+        "cases": cases,
+    }
+
+
+def corpus_of(bench: Bench, questions: Sequence[Question]) -> tuple[Corpus, np.ndarray]:
+    """The index, and the questions' vectors. Of the real passages it has those of the questions, then as many others as
+    are to be embedded."""
+    options = bench.options
+    first = {passage: None for question in questions for passage in question.passages}
+    others = {passage: None for question in (*bench.past, *bench.measured) for passage in question.passages}
+    passages: list[Passage] = list({**first, **others})[: max(options.embedded, len(first))]
+    embedder = default_embedder()
+    task = bench.progress.add_task("speculation: embed", total=len(questions) + len(passages) + options.vectors)
+
+    def advance(count: int) -> None:
+        bench.progress.advance(task, count)
+
+    vectors = embed(embedder, [question.text for question in questions], advance)
+    real = embed(embedder, [f"{passage.title}\n{passage.text}" for passage in passages], advance)
+    bench.progress.update(task, description=f"speculation: index of {options.vectors} vectors")
+    corpus = build(passages, real, options.vectors, options.clusters, options.seed, advance)
+    bench.progress.remove_task(task)
+    return corpus, vectors
+
+
+class Starts:
+    """`Engine.submit` that notes when each answer left the line."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.last: list[float] = []
+        """Of the answer that was submitted last: when it began; empty while it did not."""
+
+    def submit(self, request: Request, emit: Emit, *, on_start: Callable[[], None]) -> Callable[[], None]:
+        own = self.last = []
+
+        def begin() -> None:
+            own.append(time.perf_counter())
+            on_start()
+
+        return self._engine.submit(request, emit, on_start=begin)
+
+
+def search(engine: Engine, corpus: Corpus, text: str, vector: np.ndarray, options: Any, num_stages: int) -> Searched:
+    """Searches and answers; with one stage the answer begins when the search is through."""
+    starts = Starts(engine)
+    events: queue.SimpleQueue[tuple[float, Delta | Exception]] = queue.SimpleQueue()
+
+    def emit(event: Delta | Exception) -> None:
+        events.put((time.perf_counter(), event))
+
+    def request(documents: Sequence[Document]) -> Request:
+        return request_of(text, documents)
+
+    answer = SpeculativeAnswer(starts.submit, request, lambda: engine.batch_counts.waiting, max_pending=MAX_PENDING)
+    stages: list[tuple[float, tuple[int, ...]]] = []
+    documents: tuple[Document, ...] = ()
+    started_s = time.perf_counter()
+    for found in staged_search(corpus.index, vector, options.passages, num_stages=num_stages):
+        stages.append((time.perf_counter(), tuple(found.rows.tolist())))
+        documents = corpus.documents(stages[-1][1])
+        if not found.is_final:
+            answer.offer(documents)
+    ended_s = stages[-1][0]
+    begun_s = list(starts.last)
+    answer.start(request(documents), emit, on_start=lambda: None)
+    try:
+        first_s, event = events.get(timeout=_TIMEOUT_S)
+    except queue.Empty:
+        raise BenchmarkError(f"an answer took more than {_TIMEOUT_S:g} s") from None
+    if isinstance(event, Exception):
+        raise BenchmarkError(f"a request failed: {type(event).__name__}: {event}")
+    known_s, is_early = known_at(stages)
+    return Searched(
+        search_s=ended_s - started_s,
+        exposed_s=exposed_until(begun_s, ended_s, was_right=bool(answer.was_right)) - started_s,
+        known_s=known_s - started_s,
+        is_early=is_early,
+        num_begun=answer.num_begun,
+        was_right=bool(answer.was_right),
+        ttft_s=first_s - started_s,
+    )
+
+
+def exposed_until(begun_s: Sequence[float], ended_s: float, *, was_right: bool) -> float:
+    """When the search stopped being waited for: the answer from the final passages had begun, or it was through."""
+    return min(begun_s[0], ended_s) if was_right and begun_s else ended_s
+
+
+def known_at(stages: Sequence[tuple[float, tuple[int, ...]]]) -> tuple[float, bool]:
+    """When the final list was first found and stayed, and whether that was before the last stage."""
+    first = len(stages) - 1
+    while first and stages[first - 1][1] == stages[-1][1]:
+        first -= 1
+    return stages[first][0], first < len(stages) - 1
+
+
+def figures(off: Sequence[Searched], on: Sequence[Searched]) -> dict[str, Any]:
+    """Figures of one ratio; intervals are bootstraps over searches, in pairs for gains."""
+    searches = [1e3 * one.search_s for one in off]
+    exposed = [1e3 * one.exposed_s for one in on]
+    ttft = {name: [1e3 * one.ttft_s for one in found] for name, found in (("off", off), ("on", on))}
+    gain, ttft_gain = ratio_interval(searches, exposed), ratio_interval(ttft["off"], ttft["on"])
+    return {
+        "search_ms": dataclasses.asdict(mean_interval(searches)),
+        "exposed_ms": dataclasses.asdict(mean_interval(exposed)),
+        "gain": None if gain is None else dataclasses.asdict(gain),
+        "staged_search_ms": _mean([1e3 * one.search_s for one in on]),
+        "known_ms": _mean([1e3 * one.known_s for one in on]),
+        "known_early_share": _mean([one.is_early for one in on]),
+        "right_share": _mean([one.was_right for one in on]),
+        "wrong_per_request": _mean([one.num_begun - one.was_right for one in on]),
+        "ttft_ms": {name: dataclasses.asdict(mean_interval(values)) for name, values in ttft.items()},
+        "ttft_gain": None if ttft_gain is None else dataclasses.asdict(ttft_gain),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@contextlib.contextmanager
+def _single_threaded() -> Iterator[None]:
+    """A search takes one core, so that there is one left to answer on."""
+    num_threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(num_threads)

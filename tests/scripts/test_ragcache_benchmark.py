@@ -1,0 +1,441 @@
+"""The RAGCache benchmark: what it counts and computes, by hand, its drawn vectors, its tree, and a real run."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ccjax.engine.loading import load_model
+from ccjax.engine.requests import Delta, Request, Response
+from ccjax.types import DocumentReuse, ReuseReport
+from scripts.benchmarks import ragcache_order as order
+from scripts.benchmarks import ragcache_policies as policies
+from scripts.benchmarks import ragcache_replay as replay
+from scripts.benchmarks import ragcache_report as report
+from scripts.benchmarks import ragcache_scheduling as scheduling
+from scripts.benchmarks import ragcache_speculation as speculation
+from scripts.benchmarks.common import BenchmarkError
+from scripts.benchmarks.ragcache_corpus import Corpus, build, differences_to_nearest, draw_topics, draw_vectors
+from scripts.benchmarks.serve_workload import Passage, Question
+from scripts.benchmarks.store import Cost
+from tests.conftest import ROOT
+from tests.scripts.test_serve_benchmark import write_trace
+from tests.server.tiny_model import write_tiny_model
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def reused(*documents: tuple[int, int, int]) -> ReuseReport:
+    """The report of a prompt behind a reused system prompt; of each passage (reused, recomputed, computed) tokens."""
+    rows = [
+        DocumentReuse("system", None, 10, 10, 0, 0),
+        *(DocumentReuse("document", None, 9, *one) for one in documents),
+    ]
+    question = DocumentReuse("question", None, 5, 0, 0, 5)
+    return ReuseReport("bounded", "prefix", 42, 0, 0, 0, 0.5, True, per_document=(*rows, question))
+
+
+def test_hits_are_counted_as_in_the_paper():
+    """Behind cached [D1, D2], [D1, D3] hits half. What was partly computed again is one; the system prompt is none."""
+    assert replay.count_hits(reused((9, 0, 0), (0, 0, 9))) == (1, 2)
+    assert replay.count_hits(reused((6, 3, 0), (0, 9, 0))) == (2, 2)
+    assert replay.count_hits(reused()) == (0, 0)
+
+
+def test_budgets_are_shares_of_all_passages_each_once(tmp_path):
+    passages = [Passage(n, f"Town {n}", f"It has {n} bridges.") for n in range(3)]
+    write_tiny_model(tmp_path, [passage.text for passage in passages])
+    model = load_model(tmp_path, dtype="float32")
+    assert model.tokenizer is not None
+    texts = [f"{passage.title}\n{passage.text}\n\n" for passage in passages]
+    num_tokens = sum(len(model.tokenizer.encode(text, allow_special=False)) for text in texts)
+    token_bytes = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, their size, float32
+    questions = [Question("?", (passages[0], passages[1])), Question("?", (passages[2], passages[0]))]
+    assert replay.distinct_bytes(model, questions) == num_tokens * token_bytes
+
+
+QUESTIONS = [Question(f"What about {n}?", (Passage(n, f"Town {n}", f"It has {n} bridges."),)) for n in range(6)]
+
+
+class ScriptedEngine:
+    """Answers on a thread of its own, each request after `work_s`; `slow_s` is what handing one in takes."""
+
+    def __init__(self, work_s: float = 0.0, slow_s: float = 0.0, error: Exception | None = None) -> None:
+        self.under_way = self.most_under_way = 0
+        self._lock = threading.Lock()
+        self._work_s, self._slow_s, self._error = work_s, slow_s, error
+
+    def submit(self, request: Request, emit: Any, *, on_start: Any = lambda: None) -> Any:
+        time.sleep(self._slow_s)
+        with self._lock:
+            self.under_way += 1
+            self.most_under_way = max(self.most_under_way, self.under_way)
+        threading.Timer(self._work_s, self._answer, (emit, on_start)).start()
+        return lambda: None
+
+    def _answer(self, emit: Any, on_start: Any) -> None:
+        on_start()
+        with self._lock:
+            self.under_way -= 1
+        emit(
+            self._error or Delta("x", response=Response("x", (1,), "length", reused((9, 0, 0), (0, 0, 9)), 9, 0.0, 0.0))
+        )
+
+
+def test_ttft_in_line_counts_from_the_planned_arrival():
+    engine = ScriptedEngine(slow_s=0.05)
+    served = replay.open_loop(engine, QUESTIONS[:4], [0.0, 0.0, 0.0, 0.5], lambda: None)  # type: ignore[arg-type]
+    for number, one in enumerate(served[:3]):
+        assert one.ttft_s >= 0.05 * (number + 1), "the ones before were handed in first"
+    assert 0.05 <= served[3].ttft_s < 0.45, "it came later"
+    assert [(one.num_hits, one.num_documents) for one in served] == [(1, 2)] * 4
+
+
+def test_a_closed_loop_keeps_as_many_under_way():
+    engine = ScriptedEngine(work_s=0.05)
+    rate = replay.closed_loop(engine, QUESTIONS, 3, lambda: None)  # type: ignore[arg-type]
+    assert engine.most_under_way == 3 and rate <= 6 / 0.1
+
+
+def test_a_failed_request_ends_the_run():
+    engine = ScriptedEngine(error=RuntimeError("no device"))
+    with pytest.raises(BenchmarkError, match="RuntimeError: no device"):
+        replay.open_loop(engine, QUESTIONS[:2], [0.0, 0.0], lambda: None)  # type: ignore[arg-type]
+
+
+def served(*ttfts_s: float, hits: int = 0) -> list[replay.Served]:
+    return [replay.Served(seconds, hits, 2, 0.5) for seconds in ttfts_s]
+
+
+def test_figures_of_policies_by_hand():
+    found = policies.figures({"pgdsf": served(0.1, 0.2, 0.3, hits=1), "lru": served(0.2, 0.4, 0.6)})
+    assert (found["pgdsf"]["hits"], found["pgdsf"]["documents"], found["pgdsf"]["hit_ratio"]) == (3, 6, 0.5)
+    assert found["pgdsf"]["ttft_ms"]["mean"] == pytest.approx(200.0)
+    assert 100.0 <= found["pgdsf"]["ttft_ms"]["low"] < 200.0 < found["pgdsf"]["ttft_ms"]["high"] <= 300.0
+    assert found["pgdsf"]["ttft_over_pgdsf"] is None
+    # In pairs every request takes twice as long, so chance has no part in it.
+    assert found["lru"]["ttft_over_pgdsf"] == pytest.approx({"mean": 2.0, "low": 2.0, "high": 2.0})
+
+
+def test_policies_take_turns_at_every_request():
+    asked: list[str] = []
+
+    class Asked:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def run(self, request: Request) -> Response:
+            asked.append(self._name)
+            return Response("x", (1,), "length", reused((9, 0, 0)), 9, 0.1, 0.1)
+
+    found = policies.in_turns({"a": Asked("a"), "b": Asked("b")}, QUESTIONS[:3])  # type: ignore[dict-item]
+    assert asked == ["a", "b", "b", "a", "a", "b"]
+    assert {name: len(answers) for name, answers in found.items()} == {"a": 3, "b": 3}
+
+
+def test_gains_of_the_order():
+    off, on = order.figures(served(0.2, 0.6, hits=1)), order.figures(served(0.1, 0.3))
+    assert off["ttft_ms"]["mean"] == pytest.approx(400.0) and (off["hit_ratio"], on["hit_ratio"]) == (0.5, 0.0)
+    assert order.gains(off, on) == pytest.approx({"mean_gain": 2.0, "p99_gain": 2.0})
+
+
+# -- speculation -------------------------------------------------------------------------------------------------------
+
+
+def test_the_search_is_waited_for_until_the_right_answer_begins():
+    assert speculation.exposed_until([3.0], 8.0, was_right=True) == 3.0
+    assert speculation.exposed_until([9.0], 8.0, was_right=True) == 8.0, "it left the line after the search"
+    assert speculation.exposed_until([], 8.0, was_right=True) == 8.0, "it is still in line"
+    assert speculation.exposed_until([3.0], 8.0, was_right=False) == 8.0
+
+
+def test_known_is_from_when_the_list_stays():
+    assert speculation.known_at([(1.0, (1, 2)), (2.0, (2, 1)), (3.0, (1, 2)), (4.0, (1, 2))]) == (3.0, True)
+    assert speculation.known_at([(1.0, (1, 2)), (2.0, (2, 1))]) == (2.0, False)
+    assert speculation.known_at([(1.0, (1,))]) == (1.0, False)
+
+
+def test_only_the_start_of_the_last_answer_counts():
+    begins: list[Any] = []
+
+    class Waiting:
+        def submit(self, request: Request, emit: Any, *, on_start: Any) -> Any:
+            begins.append(on_start)
+            return lambda: None
+
+    starts = speculation.Starts(Waiting())  # type: ignore[arg-type]
+    heard: list[str] = []
+    request = replay.request_of("?", ())
+    starts.submit(request, None, on_start=lambda: heard.append("first"))  # type: ignore[arg-type]
+    starts.submit(request, None, on_start=lambda: heard.append("second"))  # type: ignore[arg-type]
+    begins[0]()
+    assert starts.last == [] and heard == ["first"]
+    begins[1]()
+    assert len(starts.last) == 1 and heard == ["first", "second"]
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def clustered(count: int, dim: int, rng: np.random.Generator) -> np.ndarray:
+    """Vectors in groups of four, so that neighbours are much nearer than others."""
+    centres = np.repeat(rng.standard_normal((count // 4, dim)), 4, axis=0)
+    return unit(centres + 0.4 * rng.standard_normal((count, dim)))
+
+
+def test_drawn_vectors_lie_as_near_as_real_ones():
+    rng = np.random.default_rng(0)
+    real = clustered(400, 32, rng)
+    drawn, parents = draw_vectors(real, differences_to_nearest(real), 4000, rng)
+    np.testing.assert_allclose(np.linalg.norm(drawn, axis=1), 1.0, rtol=1e-5)
+    similar = real @ real.T
+    np.fill_diagonal(similar, -1.0)
+    wanted = np.quantile(similar.max(axis=1), (0.1, 0.5, 0.9))
+    found = np.quantile((drawn * real[parents]).sum(axis=1), (0.1, 0.5, 0.9))
+    np.testing.assert_allclose(found, wanted, atol=0.05)
+    noise = unit(rng.standard_normal((4000, 32)))
+    assert abs(np.median((noise * real[parents]).sum(axis=1)) - wanted[1]) > 0.3, "and not just anywhere"
+
+
+def test_a_copy_is_no_neighbour():
+    real = unit(np.asarray([[1.0, 0.0], [1.0, 0.0], [0.8, 0.6]]))
+    found = differences_to_nearest(real)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), np.linalg.norm(real[0] - real[2]), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    real = clustered(64, 16, np.random.default_rng(1))
+    passages = [Passage(number, f"Town {number}", f"It has {number} bridges.") for number in range(64)]
+    return build(passages, real, 3000, 8, seed=0, advance=lambda count: None)
+
+
+def test_rows_are_passages(corpus):
+    assert corpus.index.ntotal == len(corpus.topics) == 3000
+    real, drawn = corpus.documents([5, 1000])
+    assert (real.id, real.title) == ("5", "Town 5")
+    parent = corpus.passages[corpus.topics[1000] % 64]
+    assert drawn.id == "-1000" and drawn.text == parent.text and drawn.title == f"{parent.title} (1000)"
+    corpus.index.make_direct_map()
+    around_real = np.flatnonzero(corpus.topics < 64)[64:]
+    rows = [
+        corpus.index.reconstruct(int(row)) @ corpus.index.reconstruct(int(corpus.topics[row])) for row in around_real
+    ]
+    assert len(rows) > 500 and np.median(rows) > 0.6, "they are where the corpus says"
+
+
+def test_topics_are_like_real_ones():
+    rng = np.random.default_rng(2)
+    real = unit(rng.standard_normal((500, 8)) * np.asarray([4, 2, 1, 1, 0.1, 0.1, 0.1, 0.1]) + [3, 0, 0, 0, 0, 0, 0, 0])
+    topics = draw_topics(real, 4000, rng)
+    np.testing.assert_allclose(np.linalg.norm(topics, axis=1), 1.0, rtol=1e-5)
+    spread = topics.std(axis=0) / real.std(axis=0)
+    assert 0.6 < spread.min() and spread.max() < 1.6, "where real ones differ, they do, and nowhere else"
+    assert topics.mean(axis=0) @ real.mean(axis=0) > 0.9 * (real.mean(axis=0) @ real.mean(axis=0))
+
+
+def searched(corpus: Corpus, num_stages: int) -> speculation.Searched:
+    engine = ScriptedEngine()
+    engine.batch_counts = argparse.Namespace(waiting=0)  # type: ignore[attr-defined]
+    corpus.index.nprobe = 8
+    corpus.index.make_direct_map()
+    vector = corpus.index.reconstruct(3)
+    return speculation.search(engine, corpus, "?", vector, argparse.Namespace(passages=2), num_stages)  # type: ignore
+
+
+def test_a_search_in_one_stage_is_waited_for(corpus):
+    one = searched(corpus, 1)
+    assert one.exposed_s == one.search_s == one.known_s and one.num_begun == 0
+    assert not one.was_right and not one.is_early and one.ttft_s >= one.search_s
+
+
+def test_a_search_in_stages_begins_answers(corpus):
+    one = searched(corpus, 8)
+    assert one.num_begun >= 1 and one.is_early and one.was_right and one.known_s < one.search_s
+    assert one.exposed_s <= one.search_s and one.ttft_s >= one.search_s, "nobody gets it before it is known to be right"
+
+
+def test_figures_of_searches_by_hand():
+    def one(search_s, exposed_s, num_begun, was_right, ttft_s):
+        return speculation.Searched(search_s, exposed_s, exposed_s, was_right, num_begun, was_right, ttft_s)
+
+    off = [one(0.2, 0.2, 0, False, 0.5), one(0.4, 0.4, 0, False, 0.7)]
+    on = [one(0.3, 0.1, 2, True, 0.2), one(0.5, 0.2, 1, False, 0.4)]
+    found = speculation.figures(off, on)
+    assert found["search_ms"]["mean"] == pytest.approx(300.0) and found["exposed_ms"]["mean"] == pytest.approx(150.0)
+    assert found["gain"]["mean"] == pytest.approx(2.0), "against the baseline's search, not the slower staged one"
+    assert found["wrong_per_request"] == 1.0 and found["right_share"] == found["known_early_share"] == 0.5
+    assert found["ttft_gain"]["mean"] == pytest.approx(2.0) and found["staged_search_ms"] == pytest.approx(400.0)
+
+
+# -- scheduling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tree():
+    tree = scheduling.Tree(101, 2, lambda count: None)
+    yield tree
+    tree.store.close()
+
+
+def test_the_tree_is_full_and_stays_so(tree):
+    assert len(tree.index) == 101
+    for number in range(12):
+        prompt = tree.drawn(number)
+        plan = tree.plan(prompt)
+        tree.use(plan)
+        tree.insert(prompt, plan)
+        assert 98 <= len(tree.index) <= 101
+        assert scheduling.computed_tokens(tree.plan(prompt)) == scheduling.QUESTION_TOKENS, "all of it is held now"
+    held = {meta.variant_id for meta in tree.index}
+    parents = {
+        scheduling.make_variant_id(m.prefix_ids[-1], m.prefix_ids[:-1], "exact") for m in tree.index if m.prefix_ids
+    }
+    assert parents <= held, "only leaves were evicted"
+
+
+def test_requests_repeat_begin_alike_and_are_new_in_turns(tree):
+    known = {chunk.chunk_id for prompt in tree.prompts for chunk in prompt.chunks}
+    kept = [[chunk.chunk_id in known for chunk in tree.drawn(number).chunks] for number in range(3)]
+    assert kept == [[True, True, True], [True, True, False], [True, False, False]]
+
+
+def test_every_decision_is_timed(tree):
+    spent = scheduling.spend(tree, 5, 2, lambda count: None)
+    rows = {row["part"]: row for row in scheduling.figures(spent)}
+    assert list(rows) == ["plan", "uses", "insert", "schedule", "total", "window"]
+    assert all(row["mean_ms"] > 0 and row["p99_ms"] >= 0.9 * row["mean_ms"] for row in rows.values())
+    parts = sum(rows[name]["mean_ms"] for name in ("plan", "uses", "insert", "schedule"))
+    assert rows["total"]["mean_ms"] == pytest.approx(parts)
+
+
+def test_p99_of_a_sum_is_not_the_sum_of_p99s():
+    costs = [[Cost(1e-3 * (number == slow), 0.0) for number in range(4)] for slow in range(4)]
+    rows = {row["part"]: row for row in scheduling.figures(scheduling.Spent(*costs, window=[Cost(5.0, 0.0)] * 4))}
+    assert rows["total"]["mean_ms"] == rows["total"]["p99_ms"] == pytest.approx(1.0)
+    assert rows["plan"]["mean_ms"] == pytest.approx(0.25)
+
+
+# -- what the page says ------------------------------------------------------------------------------------------------
+
+
+def case(policy: str, share: float, hits: int, low: float = 0.9, high: float = 1.1) -> dict[str, Any]:
+    over = None if policy == "pgdsf" else {"mean": (low + high) / 2, "low": low, "high": high}
+    return {"strategy": "prefix", "budget_share": share, "policy": policy, "hits": hits, "ttft_over_pgdsf": over}
+
+
+def test_the_page_says_where_pgdsf_loses():
+    others = ("lfu", "saved_seconds")
+    cases = [case("pgdsf", 0.1, 10), case("gdsf", 0.1, 20, 0.8, 0.9), case("lru", 0.1, 5, 1.1, 1.3)]
+    cases += [case(name, 0.1, 10, 0.95, 1.2) for name in others]
+    cases += [case("pgdsf", 0.2, 30), case("gdsf", 0.2, 20), case("lru", 0.2, 30)] + [case(n, 0.2, 0) for n in others]
+    most, hits, times = report.policy_lines(cases, "prefix")
+    assert most == "prefix: no policy has more hits than PGDSF at 1 of 2 budgets."
+    assert "0.50 to 1.50 times those of gdsf, paper 1.02 to 1.32; 1.00 to 2.00 times those of lru" in hits
+    assert "1.00 to 1.00 times those of lfu" in hits
+    assert "gdsf higher at 0, lower at 1; lru higher at 1, lower at 0; lfu higher at 0, lower at 0" in times
+
+
+def test_the_page_says_which_targets_are_missed():
+    line = report.order_line([{"mean_gain": gain} for gain in (0.9, 1.1, 1.2, 2.0)])
+    assert "0.90 to 2.00 times lower" in line and "at least 1.2 times in 2 of 4 runs" in line
+    cases = [{"search_ratio": ratio, "gain": {"mean": gain}} for ratio, gain in ((0.5, 1.4), (1.0, 3.9))]
+    first, whole = report.speculation_lines(cases)
+    assert "1.40 to 3.90 times" in first and "at 1 of 2 ratios" in first and "missed" in whole
+    cases[1]["gain"]["mean"] = 4.0
+    assert "reached" in report.speculation_lines(cases)[1]
+    total = {"part": "total", "mean_ms": 0.99, "p99_ms": 3.0}
+    assert ": on average below 1 ms" in report.scheduling_line([total])
+    assert "not below 1 ms" in report.scheduling_line([{**total, "mean_ms": 1.0}])
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/bench.py", "ragcache", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env={**os.environ})
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny model, a trace of few passages, so that they recur, and arrivals a second apart."""
+    folder = tmp_path_factory.mktemp("ragcache")
+    draw = random.Random(0)
+    data = write_trace(folder / "data", [draw.sample(range(7), 3) for _ in range(40)])
+    write_tiny_model(folder / "tiny", (data / "rag_trace/musique_docs.jsonl").read_text().splitlines())
+    (data / "arrivals").mkdir()
+    start = datetime.datetime(2023, 11, 16, 18)
+    stamps = [f"{start + datetime.timedelta(seconds=number)}.0000000,1,1" for number in range(60)]
+    (data / "arrivals/azure_2023_conv.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]))
+    return ["--quick", "--json", "--data", str(data), "--model", str(folder / "tiny"), "--max-model-len", "512"]
+
+
+def test_a_real_run_of_all_parts(options, tmp_path):
+    page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
+    more = ["--requests", "24", "--budgets", "0.3", "1", "--order-requests", "8", "--ratios", "1"]
+    done = bench(*options, *more, "--markdown", str(page), "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    rows = {(one["strategy"], one["budget_share"], one["policy"]): one for one in figures["policies"]["cases"]}
+    assert list(rows) == [(s, b, p) for s in ("prefix", "cachecraft") for b in (0.3, 1.0) for p in policies.POLICIES]
+    for one in rows.values():
+        assert one["documents"] == 24 and one["hits"] == round(24 * one["hit_ratio"])
+        assert 0 < one["ttft_ms"]["low"] <= one["ttft_ms"]["mean"] <= one["ttft_ms"]["high"]
+    hits = {
+        (strategy, share): sum(rows[strategy, share, policy]["hits"] for policy in policies.POLICIES)
+        for strategy in ("prefix", "cachecraft")
+        for share in (0.3, 1.0)
+    }
+    assert hits["cachecraft", 1.0] > hits["prefix", 1.0] > 0, "behind other passages a prefix is another one"
+    assert all(hits[strategy, 0.3] < hits[strategy, 1.0] for strategy in ("prefix", "cachecraft"))
+    for one in figures["order"]["cases"]:
+        assert one["rate"] == pytest.approx(1.1 * one["saturation"])
+        assert one["mean_gain"] == pytest.approx(one["off"]["ttft_ms"]["mean"] / one["on"]["ttft_ms"]["mean"])
+    assert figures["speculation"]["vectors"] == 4000
+    (searched,) = figures["speculation"]["cases"]
+    assert searched["num_probes"] == 16 and 0 <= searched["known_early_share"] <= 1
+    assert searched["gain"]["mean"] == pytest.approx(searched["search_ms"]["mean"] / searched["exposed_ms"]["mean"])
+    assert [one["part"] for one in figures["scheduling"]["cases"]][-2:] == ["total", "window"]
+    assert figures["scheduling"]["nodes"] == 300 and len(figures["profile"]["seconds"]) > 1
+    text = page.read_text()
+    for words in ("the combination is ours", "the others synthetic", "drawn, not recorded", "](picture.svg)"):
+        assert words in text
+    assert text.count("\n## ") == 4 and picture.read_text().count("</svg>") == 1
+
+
+def test_one_part_alone(options, tmp_path):
+    done = bench("--quick", "--json", "--only", "scheduling", "--data", "/no/such/folder", "--nodes", "50")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert "scheduling" in figures and not {"policies", "order", "speculation"} & figures.keys()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--data", "/no/such/folder"], ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]),
+        (["--requests", "3"], ["--requests", "at least 4", "3"]),
+        (["--budgets", "0.5", "1.5"], ["--budgets", "at most 1", "1.5"]),
+        (["--ratios", "0"], ["--ratios", "above 0", "0.0"]),
+        (["--width", "100"], ["--width", "64", "100"]),
+        (["--clusters", "5000"], ["--clusters", "--vectors", "5000"]),
+        (["--markdown", "/no/such/folder/page.md"], ["--markdown", "/no/such/folder/page.md"]),
+    ],
+)
+def test_bad_options_end_with_one_line(arguments, words):
+    done = bench("--quick", *arguments)
+    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
