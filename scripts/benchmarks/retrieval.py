@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     add = parser.add_argument
     add("--data", type=Path, help="folder with rag_trace/ and qa/ (default $CCJAX_TEST_DATA)")
-    add("--passages", type=int, default=1_000_000, help="passages of the index (default 1000000)")
+    add("--passages", type=int, help="passages of the index (default 1000000)")
     add("--kind", choices=("ivf", "hnsw"), default="ivf", help="of the trained index (default ivf)")
     add("--recall", type=float, default=0.95, help="asked of it (default 0.95)")
     add("--top-k", type=int, default=5, help="passages of a search (default 5)")
@@ -48,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Makes an index, measures, prints a table."""
     data = Path(arguments.data or os.environ.get("CCJAX_TEST_DATA") or _DATA)
-    num_passages = 20_000 if arguments.quick else arguments.passages
+    num_passages = (20_000 if arguments.quick else 1_000_000) if arguments.passages is None else arguments.passages
+    if num_passages < 1000:
+        sys.exit(f"bench.py retrieval: --passages: wanted at least 1000, got {num_passages}")
     with (
         Progress(console=Console(stderr=True)) as progress,
         tempfile.TemporaryDirectory(dir=arguments.directory) as name,

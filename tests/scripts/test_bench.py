@@ -88,3 +88,19 @@ def test_decode_prints_every_way():
     for case in figures["cases"]:
         assert len(case["seconds_per_token"]) == figures["repetitions"] == 2
         assert case["tokens_per_s"] == 2 / sum(case["seconds_per_token"])
+
+
+def test_retrieval_measures_an_index_that_finds_changes_and_filters(test_data):
+    command = [sys.executable, "scripts/bench.py", "retrieval", "--quick", "--json", "--passages", "4000"]
+    command += ["--data", str(test_data())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["passages"] == 4000 and figures["trained"]["kind"] == "ivf"
+    assert figures["trained"]["recall_of_own_rows"] >= 0.95 and 0.8 < figures["recall_of_questions"] <= 1.0
+    assert [one["per_mille"] for one in figures["filtered"]] == [1, 10, 100, 500]
+    assert figures["changed"]["documents"] == 8 and figures["changed"]["trains_again"] is False
+    assert 0.0 < figures["staged"]["mean_known_after_share"] <= 1.0
+    for one in (figures["flat"], figures["searched"], figures["changed"], *figures["filtered"]):
+        assert 0.0 < one["p50_ms"] <= one["p99_ms"]
+    assert figures["bytes"]["faiss"] > 4000 * 384 * 4
