@@ -318,11 +318,16 @@ class Placement:
 
 
 def _merged(ours: dict[str, Any], earlier: Any, held: Collection[str]) -> dict[str, Any]:
-    """Of each key's uses, the longer list of the two; everything else as we have it."""
-    before = earlier.get("uses") if isinstance(earlier, dict) else None
+    """Of each key's uses, the longer list of the two, and what either knows of parents; all else as we have it."""
+    earlier = earlier if isinstance(earlier, dict) else {}
+    before = earlier.get("uses")
     uses = dict(ours["uses"])
     for key, values in before.items() if isinstance(before, dict) else ():
         is_sound = isinstance(values, list) and values and isinstance(values[0], int)
         if is_sound and key in held and values[0] > uses.get(key, [0])[0]:
             uses[key] = values
-    return {**ours, "uses": uses}
+    merged = {**ours, "uses": uses}
+    if "parents" in ours and isinstance(earlier.get("parents"), dict):
+        known = {key: parent for key, parent in earlier["parents"].items() if key in held}
+        merged["parents"] = known | ours["parents"]
+    return merged

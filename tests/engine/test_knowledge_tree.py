@@ -59,3 +59,21 @@ def test_only_the_first_documents_of_a_prompt_are_kept(most, reused):
     documents = [one for one in report.per_document if one.role == "document"]
     assert tuple(place for place, one in enumerate(documents) if one.reused_tokens) == reused
     assert next(one for one in report.per_document if one.role == "system").reused_tokens
+
+
+def test_after_a_restart_ends_of_paths_go_first_though_no_record_was_looked_into(tmp_path):
+    def opened(**more):
+        return MODEL.engine(strategy="prefix", eviction_policy="pgdsf", store=f"file://{tmp_path}/store", **more)
+
+    with opened() as engine:
+        for order in ([0, 1, 2], [3, 1]):
+            answer(engine, permuted(SEGMENTS, order), "bounded", tokens=1)
+        depths = {key: len(meta.prefix_ids) for key, meta in held(engine).items()}
+    with opened() as engine:
+        policy = engine._variants._placement._policies["disk"]
+        order = policy.victims(sum(engine._store.charges("disk", list(depths)).values()))
+        assert order is not None and set(order) == set(depths)
+        place = {key: number for number, key in enumerate(order)}
+        parents = policy.state(0)["parents"]
+        assert len(parents) == sum(depth > 0 for depth in depths.values())
+        assert all(place[key] < place[parent] for key, parent in parents.items())

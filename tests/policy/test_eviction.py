@@ -272,6 +272,21 @@ class TestTree:
         policy.on_insert("a", info(10, 0.0), 0)
         assert policy.victims(40) == ("c", "b", "e", "d")
 
+    def test_parents_are_known_after_a_restart_to_who_does_not_look_for_them(self):
+        policy = self.filled(Pgdsf())
+        fresh = reopened(policy, 1, {key: info(10, self.COST[key]) for key in "abcde"}, Pgdsf())
+        assert fresh.victims(50) == policy.victims(50) == tuple("edcba")
+        fresh.on_hit("c", info(10, parent="d"), 2)  # what a record says counts
+        assert fresh.is_leaf("b") and not fresh.is_leaf("d")
+        assert "parents" not in self.filled(Gdsf()).state(1)
+
+    @pytest.mark.parametrize("damage", [None, [], {"a": None}, {"a": 3}, {"a": "a"}, {"stranger": "a"}])
+    def test_damaged_parents_are_none(self, damage):
+        fresh = Pgdsf()
+        fresh.restore({"uses": {}, "parents": damage}, {"a", "b"})
+        fresh.on_adopt({key: info(10) for key in "ab"})
+        assert set(fresh.victims(20)) == {"a", "b"} and fresh.state(1)["parents"] == {}
+
 
 @given(st.data())
 def test_of_a_tree_the_least_leaf_goes_again_and_again(data):

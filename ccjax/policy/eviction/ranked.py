@@ -60,6 +60,7 @@ class RankedPolicy:
         check_count("num_remembered", num_remembered, least=0)
         self._num_remembered = num_remembered
         self._past: collections.OrderedDict[str, Uses] = collections.OrderedDict()
+        self._parents: dict[str, str] = {}
         self._entries: dict[str, Entry] = {}
         self._num_children: collections.Counter[str | None] = collections.Counter()
         self._heap: list[Rank] = []
@@ -91,9 +92,12 @@ class RankedPolicy:
         """See `EvictionPolicy`."""
         for key in self._entries.keys() & infos.keys():
             self._check_new(key)
-        adopted = {key: Entry(key, info, self._past.pop(key, None) or Uses()) for key, info in infos.items()}
+        adopted = {
+            key: Entry(key, self._with_parent(key, info), self._past.pop(key, None) or Uses())
+            for key, info in infos.items()
+        }
         self._entries.update(adopted)
-        self._num_children.update(info.parent for info in infos.values())
+        self._num_children.update(entry.info.parent for entry in adopted.values())
         self._order(adopted.values())
 
     def on_hit(self, key: str, info: EntryInfo, now: float) -> None:
@@ -163,7 +167,11 @@ class RankedPolicy:
     def state(self, now: float) -> dict[str, Any]:
         """See `EvictionPolicy`."""
         uses = self._past | {key: entry.uses for key, entry in self._entries.items()}
-        return {"uses": {key: _as_json(self.rebased(one, now)) for key, one in uses.items() if one.num_uses}}
+        state = {"uses": {key: _as_json(self.rebased(one, now)) for key, one in uses.items() if one.num_uses}}
+        if self.is_tree:  # whoever adopts them may not have looked that far
+            parents = {key: entry.info.parent for key, entry in self._entries.items()}
+            state["parents"] = {key: parent for key, parent in parents.items() if parent is not None}
+        return state
 
     def restore(self, state: Any, held: Collection[str]) -> None:
         """See `EvictionPolicy`."""
@@ -171,10 +179,19 @@ class RankedPolicy:
         for key, values in uses.items() if isinstance(uses, dict) else ():
             if (self._num_remembered or key in held) and (one := _uses_from_json(values)) is not None:
                 self._past[key] = one
+        parents = state.get("parents") if isinstance(state, dict) and self.is_tree else None
+        for key, parent in parents.items() if isinstance(parents, dict) else ():
+            if key in held and isinstance(parent, str) and parent != key:
+                self._parents[key] = parent
 
     def rebased(self, uses: Uses, now: float) -> Uses:
         """The same uses with times counted from `now`."""
         return dataclasses.replace(uses, last_use=uses.last_use - now)
+
+    def _with_parent(self, key: str, info: EntryInfo) -> EntryInfo:
+        """With the parent that `restore` brought, where none is known."""
+        parent = self._parents.pop(key, None)
+        return info if parent is None or info.parent is not None else dataclasses.replace(info, parent=parent)
 
     def _lose_child(self, parent: str | None) -> None:
         self._num_children[parent] -= 1
