@@ -167,7 +167,9 @@ class RankedPolicy:
     def state(self, now: float) -> dict[str, Any]:
         """See `EvictionPolicy`."""
         uses = self._past | {key: entry.uses for key, entry in self._entries.items()}
-        state = {"uses": {key: _as_json(self.rebased(one, now)) for key, one in uses.items() if one.num_uses}}
+        state: dict[str, Any] = {
+            "uses": {key: _as_json(self.rebased(one, now)) for key, one in uses.items() if one.num_uses}
+        }
         if self.is_tree:  # whoever adopts them may not have looked that far
             parents = {key: entry.info.parent for key, entry in self._entries.items()}
             state["parents"] = {key: parent for key, parent in parents.items() if parent is not None}
