@@ -26,8 +26,6 @@ from store.tickets import LoadTicket, Source, StoreTicket
 from store.usage import DISK, HOST
 from store.write_behind import MAX_PENDING_BYTES, WriteBehind
 
-logger = logging.getLogger(__name__)
-
 _log = logging.getLogger(__name__)
 
 
@@ -207,7 +205,7 @@ class TieredStore(Levels):
         try:
             whole |= ticket.copies([] if promote is None else promote.get(HOST, ()))
         except RuntimeError as error:  # lost with the device; a kept traceback would hold its pages
-            logger.warning("what is on the device could not be copied to host memory: %s", str(error))
+            _log.warning("what is on the device could not be copied to host memory: %s", str(error))
         ticket.close()
         promoted: dict[str, tuple[str, ...]] = {}
         with self._lock:
