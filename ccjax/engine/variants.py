@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.engine.changes import Changes
 from ccjax.engine.chunk_tokens import ChunkTokens
 from ccjax.engine.documents import DocumentRegistry, Origin
 from ccjax.engine.placement import Costs, Pinned, Placement
@@ -49,7 +50,7 @@ class VariantIndex:
     Attributes:
       tokens: token ids of the chunks that the variants looked into are made of, as far as they are known.
       documents: which documents the chunks belong to, and which of these were erased.
-      num_changes: grows with every variant that comes or goes.
+      changes: counts the variants that come and go.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class VariantIndex:
         self._with_system: set[VariantId] = set()
         self._origins: dict[VariantId, Origin] = {}
         self._maybe_approximate: dict[VariantId, None] = {}
-        self.num_changes = 0
+        self.changes = Changes()
         hints = store.read_hints()
         frequencies = _frequencies(hints)
         with uncollected():
@@ -210,7 +211,7 @@ class VariantIndex:
         record = with_origin(record_from_meta(meta, prompt), origin)
         if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned):
             return False
-        self.num_changes += 1
+        self.changes.note(meta.chunk_id)
         self._put(meta, has_system=prompt.has_system, origin=origin)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
@@ -241,7 +242,7 @@ class VariantIndex:
     def _drop(self, variant_id: VariantId) -> None:
         meta = self._by_id.pop(variant_id, None)
         if meta is not None:
-            self.num_changes += 1
+            self.changes.note(meta.chunk_id)
             self._with_system.discard(variant_id)
             self._origins.pop(variant_id, None)
             self._maybe_approximate.pop(variant_id, None)
@@ -386,7 +387,7 @@ class VariantIndex:
 
     def _put_known(self, summaries: Sequence[ShardSummary], frequencies: Mapping[str, float]) -> None:
         known = [KnownVariant.of(one, frequencies.get(one.variant_id, 0.0)) for one in summaries]
-        self.num_changes += len(known)
+        self.changes.note_all(len(known))
         self._by_id.update((one.variant_id, one) for one in known)
         self._maybe_approximate.update(dict.fromkeys(one.variant_id for one in known))
         with self._siblings_lock:

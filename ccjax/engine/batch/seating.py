@@ -128,7 +128,7 @@ class Seating(Doors):
     # -- plans and pages -----------------------------------------------------------------------------------------------
 
     def _plan_first(self) -> None:
-        """Plans the first in line, anew where the cached chunks are others than when it was planned last."""
+        """Plans the first in line, anew where variants of their chunks came or went since they were planned last."""
         servings = [one for one in self._servings.values() if one.siblings.prompt is None]
         waiting = [one for one in servings if one.job is None and one not in self._held]
         num_seats = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
@@ -138,14 +138,15 @@ class Seating(Doors):
         if 0 < num_seats < len(waiting):  # who goes first is also for what is cached to say
             num_planned = max(num_planned, self._scheduler.settings.reorder_window)
         for serving in likely_order(waiting)[:num_planned]:
-            if serving.planned_at != self._variants.num_changes:
+            changed_at = self._variants.changes.last(serving.chunk_ids)
+            if serving.planned_at is None or serving.planned_at < changed_at:
                 self._plan(serving)
 
     def _admit(self, serving: Serving) -> None:
         """Draws pages and starts to load; a request whose plan had to change goes back in line."""
         try:
             if serving.planned_at is None:
-                serving.plan(self._variants.num_changes)
+                serving.plan(self._variants.changes.count)
             serving.start()
             if not serving.agree():
                 self._scheduler.hold(serving.request_id)
@@ -180,7 +181,7 @@ class Seating(Doors):
     def _plan(self, serving: Serving) -> None:
         """Plans a request anew that has no pages."""
         try:
-            serving.plan(self._variants.num_changes)
+            serving.plan(self._variants.changes.count)
         except Exception as error:
             self._fail(serving, error)
         else:

@@ -16,7 +16,7 @@ from ccjax.engine.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
 from ccjax.engine.requests import Choice, Delta
 from ccjax.engine.sampling import Draw, Drawn, seed_of
 from ccjax.policy.scheduling import Work
-from ccjax.types import PrefillPlan, VariantId
+from ccjax.types import ChunkId, PrefillPlan, VariantId
 from store.usage import DEVICE
 
 
@@ -136,6 +136,11 @@ class Serving:
         if self.siblings.prompt is None:
             self.admission.settle()
         self.planned_at = at
+
+    @property
+    def chunk_ids(self) -> tuple[ChunkId, ...]:
+        """The chunks of its prompt."""
+        return tuple(chunk.chunk_id for chunk in self.admission.prompt.chunks)
 
     @property
     def _plan(self) -> PrefillPlan | None:

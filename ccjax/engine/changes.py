@@ -1,0 +1,39 @@
+"""When the variants of each chunk last changed. Knows no variant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ccjax.types import ChunkId
+
+_MOST_CHUNKS = 100_000
+
+
+class Changes:
+    """Counts changes, and remembers of each chunk which was its last, or a later one.
+
+    Attributes:
+      count: changes so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._of_all = 0
+        self._of_chunk: dict[ChunkId, int] = {}
+
+    def note(self, chunk_id: ChunkId) -> None:
+        """A variant of this chunk came or went."""
+        self.count += 1
+        self._of_chunk[chunk_id] = self.count
+        if len(self._of_chunk) > _MOST_CHUNKS:
+            self.note_all(0)
+
+    def note_all(self, num_changes: int) -> None:
+        """Variants of many chunks came or went."""
+        self.count += num_changes
+        self._of_all = self.count
+        self._of_chunk.clear()
+
+    def last(self, chunk_ids: Iterable[ChunkId]) -> int:
+        """The number of the latest change that any of these chunks may have seen; 0 for none."""
+        return max((self._of_all, *(self._of_chunk.get(chunk_id, 0) for chunk_id in chunk_ids)))

@@ -1,0 +1,73 @@
+"""When a chunk's variants last changed, and that only who has the chunk is planned again for it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ccjax.engine import changes as changes_module
+from ccjax.engine.batch.serving import Serving
+from ccjax.engine.changes import Changes
+from ccjax.engine.requests import Delta, Request, SamplingParams
+from ccjax.types import ChunkId
+from tests.engine.helpers import TinyModel, draw_segments
+
+
+@given(st.lists(st.one_of(st.sampled_from("abc"), st.integers(0, 3)), max_size=12), st.sets(st.sampled_from("abcd")))
+def test_the_last_change_is_that_of_a_chunk_or_of_all(steps, asked):
+    changes, count, last = Changes(), 0, dict.fromkeys("abcd", 0)
+    for step in steps:
+        if isinstance(step, int):
+            changes.note_all(step)
+            count += step
+            last = dict.fromkeys("abcd", count)
+        else:
+            changes.note(ChunkId(step))
+            count += 1
+            last[step] = count
+    assert changes.count == count
+    assert changes.last(map(ChunkId, asked)) == max((last[key] for key in asked), default=min(last.values()))
+
+
+def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(changes_module, "_MOST_CHUNKS", 3)
+    changes = Changes()
+    for key in "abcd":
+        changes.note(ChunkId(key))
+    assert changes.last([ChunkId("a")]) == 4  # later than it was, never earlier
+    changes.note(ChunkId("e"))
+    assert changes.last([ChunkId("a")]) == 4 and changes.last([ChunkId("e")]) == 5
+
+
+def test_requests_in_line_are_planned_again_for_changes_of_their_own_chunks_only(monkeypatch: pytest.MonkeyPatch):
+    model = TinyModel(seed=5)
+    own, others = (draw_segments(np.random.default_rng(seed), (24, 20)) for seed in (1, 2))
+    planned: list[str] = []
+    plan = Serving.plan
+
+    def counted(serving: Serving, at: int) -> None:
+        planned.append(serving.request_id)
+        plan(serving, at)
+
+    with model.engine(max_num_seqs=1, reorder_window=8) as engine:
+        engine.generate_from_tokens(own, max_new_tokens=1)
+        monkeypatch.setattr(Serving, "plan", counted)
+        ended = [threading.Event() for _ in range(5)]
+        with engine._loop.paused() as is_paused:
+            assert is_paused
+            for number, segments in enumerate((others, own, own, own, own)):
+
+                def emit(event: Delta | Exception, number: int = number) -> None:
+                    if isinstance(event, Exception) or event.response is not None:
+                        ended[number].set()
+
+                sampling = SamplingParams(max_new_tokens=1)
+                request = Request(segments=segments, sampling=sampling, priority=min(number, 1))
+                engine.submit(request, emit, on_start=lambda: None)
+        assert all(event.wait(60) for event in ended)
+    # All five once; what the first one stored is nobody else's, and the others store nothing.
+    assert len(planned) == len(set(planned)) == 5
