@@ -249,7 +249,7 @@ class PassageIndex:
             if len(added):
                 segments = appended(segments, Segment.flat(added, vectors))
                 view = dataclasses.replace(view, last_row=int(added[-1]))
-            self._view = dataclasses.replace(view, segments=tuple(one for one in segments if one.num_alive))
+            self._show(dataclasses.replace(view, segments=tuple(one for one in segments if one.num_alive)))
 
     def improve(self, progress: Progress = lambda stage, done, total: None) -> Trained | None:
         """Trains what `kind` asks for, where it is missing or too much has changed since; None if nothing was to be
@@ -317,6 +317,10 @@ class PassageIndex:
 
     # -- in step with the catalog ------------------------------------------------------------------------------
 
+    def _show(self, view: _View) -> None:
+        self._view = view
+        self._filtered.clear()  # what they chose of earlier segments would only keep these
+
     def _read(self, function: Callable[[], Result]) -> Result:
         with self._lock:
             return function()
@@ -357,7 +361,7 @@ class PassageIndex:
             segments, last_row = appended(segments, Segment.flat(rows, vectors)), int(rows[-1])
         living = (one.without(np.setdiff1d(one.rows, alive, assume_unique=True)) for one in segments)
         segments = tuple(segment for segment in living if segment.num_alive)
-        self._view = dataclasses.replace(view, segments=segments, last_row=last_row)
+        self._show(dataclasses.replace(view, segments=segments, last_row=last_row))
         self._stamp = stamp
 
     def _noted_trained(self) -> Trained | None:
