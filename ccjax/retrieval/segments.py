@@ -85,9 +85,8 @@ class Segment:
         return Chosen.of(self.alive, len(self.rows))
 
     def choose(self, allowed: np.ndarray) -> Chosen:
-        """The rows of `allowed` (ascending) that were not deleted."""
-        chosen = _is_in(self.rows, allowed)
-        return Chosen.of(chosen if self.alive is None else chosen & self.alive, len(self.rows))
+        """The rows of `allowed` (ascending), none of which is deleted."""
+        return Chosen.of(_is_in(self.rows, allowed), len(self.rows))
 
     def stages(
         self, vector: np.ndarray, top_k: int, num_stages: int, chosen: Chosen

@@ -231,6 +231,14 @@ def test_a_filter_is_obeyed_and_forgotten_once_documents_change() -> None:
     assert all("d0.md" != passage.document_id for some, _ in before for _, passage in some)
 
 
+def test_a_search_that_began_before_a_change_leaves_no_filter_of_its_own_behind() -> None:
+    index, where = make(counts=(3, 1, 4)), {"type": "gte", "key": "n", "value": 1}
+    before = index._view
+    index.write([IndexedDocument("d9.md", "t", "v", ("new",) * 9, "", {"n": 9})], unit_vectors(9), removed=["d0.md"])
+    index._chosen(before, parse_filter(where))
+    assert len(names(index, unit_vectors(1)[0], where=where)) == 1 + 4 + 9
+
+
 # -- on disk ---------------------------------------------------------------------------------------------------
 
 
