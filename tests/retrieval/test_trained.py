@@ -203,3 +203,14 @@ def test_stages_of_a_trained_index_end_with_what_a_search_finds(tmp_path: Path) 
         assert last == (index.search(query, 5), True)
         num_early += any(hits == last[0] for hits, _ in before[: len(before) // 2])
     assert num_early > 12
+
+
+def test_many_deletions_alone_are_a_reason_to_make_it_again(tmp_path: Path) -> None:
+    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.9)
+    fill(index, 3000)
+    index.improve()
+    index.write(removed=[f"d{n}" for n in range(290)])
+    assert index.improve() is None
+    index.write(removed=[f"d{n}" for n in range(290, 310)])
+    again = index.improve()
+    assert again is not None and again.num_rows == 2690
