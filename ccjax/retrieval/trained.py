@@ -136,7 +136,6 @@ def load(trained: Trained, directory: Path) -> Segment:
     rows = faiss.vector_to_array(mapped.id_map).copy()
     index: Any = faiss.downcast_index(mapped.index)
     index.referenced_objects = [mapped]  # which owns it
-    _widen(index, trained.width)
     return Segment(index, rows)
 
 
