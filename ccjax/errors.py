@@ -37,6 +37,10 @@ class OverloadError(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaError(OverloadError):
+    """Who asks has used up what it may."""
+
+
 class DeadlineError(RuntimeError):
     """The answer was not complete within the time after which it is of no use."""
 

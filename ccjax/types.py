@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NewType
 
 ChunkId = NewType("ChunkId", str)
-"""sha256 (hex) of a chunk's token ids: the same in every process and for every model with that tokenizer."""
+"""sha256 (hex) of a chunk's token ids: the same in every process and for every model with that tokenizer. Where a
+request has a cache salt, the salt is hashed with them and its tag stands behind (`ccjax.engine.prompts.chunk_id`)."""
 VariantId = NewType("VariantId", str)
 """sha256 (hex) of chunk id, ordered prefix chunk ids and fidelity; the store adds model fingerprint and tenant salt."""
 
@@ -66,6 +67,7 @@ class VariantMeta:
       token_received: softmax mass that each token drew from all tokens of the prompt, mean over layers and heads; empty
         unless the engine was asked to measure it (strategy "h2o").
       start: position of the first token in the prompt that the variant was computed in; None in older stores.
+      platform: JAX's name of what computed it, such as "cpu"; None for this process's own, and in older stores.
       frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum of 1/CFO over uses.
       fidelity: `exact` when every KV row is what a full prefill would give, else `approx`.
     """
@@ -85,6 +87,7 @@ class VariantMeta:
     token_deviations: tuple[float, ...] = ()
     token_received: tuple[float, ...] = ()
     start: int | None = None
+    platform: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Prints a table; with --json, one object of raw figures as the last line (keys: d
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import os
@@ -14,7 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHMARKS = ("ttft", "eviction", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache")
+BENCHMARKS = (
+    *("ttft", "eviction", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache", "cluster"),
+    "gpu",
+)
 
 
 def main() -> None:
@@ -22,8 +26,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parsers = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in BENCHMARKS:
+        one = parsers.add_parser(name, help=_summary(name))
+        if name not in sys.argv[1:]:
+            continue  # others may need packages that this machine does not have
         module = importlib.import_module(f"scripts.benchmarks.{name}")
-        one = parsers.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         one.add_argument("--json", action="store_true", help="print raw figures as one JSON object on the last line")
         one.add_argument("--quick", action="store_true", help="small sizes, under a minute: does it run at all")
         module.add_arguments(one)
@@ -37,6 +43,12 @@ def main() -> None:
         print(json.dumps(figures))
     if figures.get("failures"):
         sys.exit("\n".join(figures["failures"]))
+
+
+def _summary(name: str) -> str:
+    """The first line of a benchmark's docstring."""
+    source = (Path(__file__).parent / "benchmarks" / f"{name}.py").read_text("utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
 
 
 if __name__ == "__main__":

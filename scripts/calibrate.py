@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.worlds and args.questions != "demo":
         raise ValueError(f"--worlds: wanted the demo's questions, which there are any number of, got {args.questions}")
     questions, others = questions_and_others(args)
-    model = load_model(args.model, dtype=args.dtype)
+    model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=args.tokenizer)
     calibration = Calibration(
         model=model.fingerprint,
         questions=fingerprint(questions),
@@ -232,7 +232,7 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="Hugging Face directory, or demo (default)")
+    parser.add_argument("--model", default="demo", help="as with serve.py (default demo)")
     sources.add_arguments(parser, seed="validation")
     add_arguments(parser)
     parser.add_argument("--strategies", nargs="+", default=["auto", "cachecraft"], help="default: auto cachecraft")

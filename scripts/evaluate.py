@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from ccjax.engine.loading import load_model
+    from ccjax.engine.weights import RANDOM
     from ccjax.evaluation.ways import expand
     from scripts.benchmarks.common import environment
     from scripts.evaluation.run import check_writable, run
@@ -51,7 +52,10 @@ def _run(args: argparse.Namespace) -> int:
     questions, others = questions_and_others(args)
     if len(questions) < 2:
         raise ValueError(f"--limit: wanted at least two questions, for intervals, got {len(questions)}")
-    model = load_model(_model(args), dtype=args.dtype)
+    tokenizer = args.tokenizer
+    if tokenizer is None and args.model.startswith(RANDOM) and args.data is not None:
+        tokenizer = args.data / "tokenizer_llama3"
+    model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=tokenizer)
     with Progress(console=Console(stderr=True)) as progress:
         outcomes = run(args, model, questions, others, ways, progress)
     result: dict[str, Any] = {
@@ -80,27 +84,12 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args: argparse.Namespace) -> str | Path:
-    """The model's directory; for `random:LAYERSxWIDTH` one with such weights and the real Llama-3 tokenizer."""
-    name, _, shape = args.model.partition(":")
-    if name != "random" or not shape:
-        return args.model
-    from scripts.benchmarks.serve_model import cache_folder, random_model
-
-    layers, _, width = shape.partition("x")
-    if not (layers.isdecimal() and width.isdecimal() and int(layers) > 0 and int(width) > 0 and int(width) % 32 == 0):
-        raise ValueError(f"--model: wanted random:LAYERSxWIDTH, the width a multiple of 32, got {args.model!r}")
-    if args.data is None:
-        raise ValueError("--data: wanted the folder that has tokenizer_llama3/ (or CCJAX_TEST_DATA) for a random model")
-    return random_model(args.data / "tokenizer_llama3", int(layers), int(width), cache_folder())
-
-
 def _parser() -> argparse.ArgumentParser:
     from scripts.evaluation import run, sources
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default="demo", help="Hugging Face directory, demo (default), or random:LAYERSxWIDTH for a shape"
+        "--model", default="demo", help="as with serve.py: a directory, demo (default), or random:LAYERSxWIDTH"
     )
     sources.add_arguments(parser)
     run.add_arguments(parser)

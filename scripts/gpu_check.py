@@ -1,31 +1,31 @@
 """Checks and times the kernels on this machine's NVIDIA GPU: `python scripts/gpu_check.py [--quick] [--out DIR]`.
 
-Needs jax with its CUDA plugin, numpy and jaxtyping; PyTorch with CUDA joins the comparison if it is installed. Writes
-`<device>-<date>.json` as results come and `<device>-<date>.md`, the tables, at the end. Exit status: 0 if every number
-is right, 1 if one is not, 2 without such a GPU.
+Needs jax with its CUDA plugin and the packages of scripts/gpucheck/needs.py; PyTorch with CUDA joins the comparison if
+it is installed. Writes `<device>-<date>.json` as results come and `<device>-<date>.md`, the tables, at the end. Exit
+status: 0 if every number is right, 1 if one is not or packages are missing, 77 (skipped) without such a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from scripts.gpucheck.needs import missing_packages  # noqa: E402
 
 SUITES = (
     "attention_numerics",
     "rope_numerics",
     "decode_numerics",
+    "engine_identities",
     "ceilings",
     "rope_timing",
     "decode_timing",
@@ -33,7 +33,7 @@ SUITES = (
 )
 """Modules of scripts/gpucheck in the order they run: a kernel's checks belong before the ceilings, its timings behind
 them. Each has `run(record)`, which adds rows, and `tables(record)`, which shows them."""
-PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "triton")
+SKIPPED = 77
 LIMIT_S = {"full": 420.0, "quick": 50.0}
 
 
@@ -57,26 +57,6 @@ def device_kind() -> str:
     return device.device_kind
 
 
-def header() -> dict[str, Any]:
-    """Machine, versions and state of the GPU."""
-    from scripts.benchmarks.common import environment
-
-    found = environment()
-    for package in PACKAGES:
-        try:
-            found["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    fields = "driver_version,power.limit,clocks.max.sm,clocks.max.mem,memory.total"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-        gpu = dict(zip(fields.split(","), answer.split(", "), strict=True))
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-        gpu = {}
-    return {"benchmark": "gpu_check", **found, "gpu": gpu}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs every suite; the exit status is in the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,17 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no further measurement after so long")
     options = parser.parse_args(arguments)
+    missing = missing_packages()
+    if missing:
+        print(f"gpu_check: not installed: {', '.join(missing)}", file=sys.stderr)
+        return 1
     # JAX would take three quarters of the memory at once, and PyTorch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         kind = device_kind()
     except RuntimeError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
-        return 2
+        return SKIPPED
 
+    from scripts.gpucheck.machine import machine
     from scripts.gpucheck.record import Record
 
-    found = header()
+    found = {"benchmark": "gpu_check", **machine()}
     name = f"{re.sub('[^a-z0-9]+', '-', kind.lower())}-{found['date']}{'-quick' * options.quick}"
     limit_s = options.limit or LIMIT_S["quick" if options.quick else "full"]
     record = Record(options.out / f"{name}.json", found, is_quick=options.quick, limit_s=limit_s)

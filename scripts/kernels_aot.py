@@ -1,9 +1,10 @@
-"""Compiles every kernel for chips that are not at hand: `python scripts/kernels_aot.py tpu|gpu [--only PART]`.
+"""Compiles every kernel and step for chips that are not at hand: `python scripts/kernels_aot.py tpu|gpu [--only PART]`.
 
 Needs no TPU and no GPU, only their compilers: `pip install -e .[aot-tpu]` or `.[aot-gpu]`, each in its own environment.
-Each kernel is compiled at serving shapes; a kernel over a chip's limits, a register spill on a GPU, or a figure more
-than 5 % above pallas_kernels/aot_table.json fails, and so does a control that ought to fail and does not. `--update`
-writes the table. What compiles is neither right nor fast: tests/pallas_kernels show the one, only the chip the other.
+Kernels and the engine's steps are compiled at serving shapes; a kernel over a chip's limits, a register spill on a GPU,
+or a figure more than 5 % above pallas_kernels/aot_table.json fails, and so does a control that ought to fail and does
+not. `--only step:` takes the steps alone. `--update` writes the table. What compiles is neither right nor fast:
+tests/pallas_kernels show the one, only the chip the other.
 """
 
 from __future__ import annotations
@@ -84,13 +85,15 @@ def _compile_all(target: Any, dump: Path, only: str, known: dict[str, Any] | Non
     from pallas_kernels.decode import decode_attention
     from scripts.kernels.cases import ALL_CASES, STEP
     from scripts.kernels.compiling import compile_case, compile_layer_step
+    from scripts.kernels.steps import STEP_CASES, compile_step, step_controls, step_figures
 
     operations = {"partial_prefill": attention, "paged_decode": decode_attention}
     cases = [case for case in ALL_CASES if only in case.name]
     found: dict[str, Any] = {chip: {} for chip in target.CHIPS}
     wrong: list[str] = []
     for chip in target.CHIPS:
-        device, implementation = target.device_of(chip), target.implementation(chip)
+        devices, implementation = target.devices_of(chip), target.implementation(chip)
+        device = devices[0]
         for case in cases:
             _empty(dump)
             memory = {}
@@ -104,20 +107,47 @@ def _compile_all(target: Any, dump: Path, only: str, known: dict[str, Any] | Non
             found[chip][case.name] = figures
             earlier = figures if known is None else known.get(chip, {}).get(case.name)
             wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
-            print(f"{chip:5} {case.name:34}", *(f"{name} {value:>10,} " for name, value in figures.items()), flush=True)
+            _print_row(chip, case.name, figures)
+        for case in (case for case in STEP_CASES if only in case.name):
+            _empty(dump)
+            executable = compile_step(case, implementation, devices, target.PLATFORM, target.options())
+            figures = found[chip][case.name] = step_figures(executable)
+            earlier = figures if known is None else known.get(chip, {}).get(case.name)
+            wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
+            _print_row(chip, case.name, figures)
+        for name, case, other, message in step_controls(implementation):
+            if case.name not in found[chip]:
+                continue  # `only` left its case out
+            _empty(dump)
+            try:
+                executable = compile_step(case, other, devices, target.PLATFORM, target.options())
+                outcome = str(violations(chip, name, step_figures(executable), target.LIMITS, found[chip][case.name]))
+            except Exception as error:
+                outcome = str(error)
+            wrong += _judge(chip, name, outcome, message)
     for name, chip, case, operation, message in target.controls():
+        if only and only not in case.name:
+            continue
         _empty(dump)
         try:
-            executable = compile_case(operation, case, target.device_of(chip), target.PLATFORM, target.options())
+            executable = compile_case(operation, case, target.devices_of(chip)[0], target.PLATFORM, target.options())
             figures = target.figures(executable, case.kernel, dump, chip)
             outcome = str(violations(chip, name, figures, target.LIMITS, figures))
         except Exception as error:  # the compilers raise JaxRuntimeError, lowering ValueError and others
             outcome = str(error)
-        failed = re.search(message, outcome) is not None
-        print(f"{chip:5} {name:50} {'fails, as it must' if failed else 'DOES NOT FAIL'}", flush=True)
-        if not failed:
-            wrong.append(f"{chip}, control {name!r}: wanted an error matching {message!r}, got {outcome[:200]!r}")
+        wrong += _judge(chip, name, outcome, message)
     return found, wrong
+
+
+def _judge(chip: str, name: str, outcome: str, message: str) -> list[str]:
+    """What is wrong where a control did not fail as it must; prints its row."""
+    failed = re.search(message, outcome) is not None
+    print(f"{chip:5} {name:50} {'fails, as it must' if failed else 'DOES NOT FAIL'}", flush=True)
+    return [] if failed else [f"{chip}, control {name!r}: wanted an error matching {message!r}, got {outcome[:200]!r}"]
+
+
+def _print_row(chip: str, name: str, figures: dict[str, int]) -> None:
+    print(f"{chip:5} {name:42}", *(f"{figure} {value:>10,} " for figure, value in figures.items()), flush=True)
 
 
 def _empty(folder: Path) -> None:

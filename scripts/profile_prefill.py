@@ -43,10 +43,12 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.repetitions < 1:
         raise ValueError(f"--repetitions: wanted a positive integer, got {args.repetitions}")
-    model = load_model(args.model, dtype=args.dtype)
+    model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=args.tokenizer)
     output = args.output or (model.directory or Path()) / PROFILE_FILE
     check_writable("output", output)
-    config = EngineConfig(dtype=args.dtype, attention=args.attention, max_model_len=args.max_model_len)
+    config = EngineConfig(
+        dtype=args.dtype, quantization=args.quantization, attention=args.attention, max_model_len=args.max_model_len
+    )
     with Progress(console=Console(stderr=True)) as progress, Engine(model, config) as engine:
         cached, new = (_within(values, engine.max_model_len) for values in (CACHED, NEW))
         task = progress.add_task("prefills")
@@ -76,7 +78,9 @@ def _within(values: Sequence[int], longest: int) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="Hugging Face directory, or demo (default)")
+    parser.add_argument("--model", default="demo", help="as with serve.py (default demo)")
+    parser.add_argument("--quantization", choices=("int8", "fp8"), help="as it will be served")
+    parser.add_argument("--tokenizer", metavar="DIR", help="as with serve.py")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="as it will be served")
     parser.add_argument("--attention", help="as it will be served (default: the platform's own)")
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")

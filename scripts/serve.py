@@ -8,60 +8,42 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import hashlib
-import json
 import logging
-import os
-import re
-import shlex
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ccjax.server.logs import configure_logging
+from scripts.serving.cluster import check_no_cluster_flags, serve_cluster_of
+from scripts.serving.config_file import config_lines, parse_arguments
+from scripts.serving.hosts import check_host_flags, follow_of, join_hosts
+from scripts.serving.memory import memory_lines, print_memory_plan
+from scripts.serving.messages import Display, StartupError, Stopped, bars, final_line, naming, url_of
+from scripts.serving.options import document_options, engine_settings, parser, server_settings
+from scripts.serving.values import AUTO
 
 if TYPE_CHECKING:
     import uvicorn
 
     from ccjax.engine import Engine
     from ccjax.retrieval import Retriever
-    from ccjax.server import ServerSettings, Service
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_STAGES = {
-    "weights": "Loading weights",
-    "read": "Reading documents",
-    "embed": "Embedding passages",
-    "train": "Finding clusters of passages",
-    "add": "Adding passages to them",
-    "compile": "Compiling for every prompt size",
-}
-
-
-def _engine_fields() -> set[str]:
-    """Names of the engine's settings; each flag of such a name is passed on."""
-    from ccjax.engine import EngineConfig
-
-    return {field.name for field in dataclasses.fields(EngineConfig)}
-
-
-class StartupError(Exception):
-    """The server cannot start; the message is one line that names the argument."""
-
-
-class _Stopped(Exception):
-    """The server is told to end while it still loads."""
+    from ccjax.server import Service
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until SIGTERM or SIGINT; returns the exit code."""
-    args = _parser().parse_args(argv)
+    options = parser(__doc__)
     try:
+        args = parse_arguments(options, argv)
+        if args.print_config:
+            print(*config_lines(options, args), sep="\n")
+            return 0
         return _serve(args)
     except StartupError as error:
         print(f"serve.py: error: {error}", file=sys.stderr)
@@ -69,22 +51,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    listener = _listen(
-        args.host, args.port, args.stall_timeout_s
-    )  # before the slow imports: a port in use shows at once
-    with _naming(args, ""):
-        settings = _server_settings(args)
+    if args.print_memory_plan:
+        return print_memory_plan(args)
+    check_host_flags(args)
+    is_auto = args.coordinator_address == AUTO  # who this process is shows once it has joined
+    if args.process_id or (is_auto and join_hosts(args)):
+        configure_logging(args.log_level.upper(), args.log_format)
+        _use_compile_cache(args.compile_cache_dir)
+        join_hosts(args)
+        return follow_of(args)
+    # Before the slow imports: a port in use shows at once.
+    listener = _listen(args.host, args.port, args.stall_timeout_s)
+    from ccjax.server.keys import Keys
+    from ccjax.server.quotas import Quotas
+    from ccjax.server.tracing import check_installed
+
+    with naming(args, ""):
+        settings = server_settings(args)
+        _ = Keys(settings), Quotas(settings.quota_file)  # files that cannot be used show at once
+        if settings.otlp_traces_endpoint is not None:
+            check_installed()
     if args.docs is not None and not args.docs.is_dir():
         raise StartupError(f"--docs: wanted a directory, got {str(args.docs)!r}")
+
+    configure_logging(args.log_level.upper(), args.log_format)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if args.cluster is not None:
+        return serve_cluster_of(args, settings, listener)
+    check_no_cluster_flags(args)
 
     import uvicorn
 
     from ccjax.server import Service, create_app
     from ccjax.server.draining import DrainingServer
 
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    _use_compile_cache(args.compile_cache_dir or _user_cache() / "compile")
+    _use_compile_cache(args.compile_cache_dir)
     service = Service(settings)
     config = uvicorn.Config(
         create_app(service), log_config=None, access_log=False, ws="none", server_header=False, timeout_keep_alive=30
@@ -92,8 +93,7 @@ def _serve(args: argparse.Namespace) -> int:
     server = DrainingServer(config, service)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn puts these back when it is done
         signal.signal(number, server.handle_exit)
-    url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{listener.getsockname()[1]}"
-    loader = _Loader(args, service, server, url)
+    loader = _Loader(args, service, server, url_of(args, listener))
     loader.start()
     try:
         server.run(sockets=[listener])
@@ -116,11 +116,7 @@ class _Loader(threading.Thread):
 
     def run(self) -> None:
         """Loads; on failure keeps the error and ends the server."""
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        display = _Display(Progress(*columns, console=Console(stderr=True)), self._service, self._stopping)
+        display = Display(bars(), self._service.progress, self._stopping)
         try:
             with contextlib.closing(display):
                 engine, retriever = self._load(display)
@@ -128,9 +124,11 @@ class _Loader(threading.Thread):
                 self._service.open(engine, retriever)
             except RuntimeError:  # ended in the meantime
                 engine.close()
-                raise _Stopped from None
-            print(_final_line(self._args, self._service, self._url), flush=True)
-        except _Stopped:
+                raise Stopped from None
+            for line in memory_lines(engine.memory_plan()):
+                print(line, file=sys.stderr)
+            print(final_line(self._args, self._service, self._url), flush=True)
+        except Stopped:
             pass
         except Exception as error:
             self.error = error
@@ -141,98 +139,29 @@ class _Loader(threading.Thread):
         self._stopping.set()
         self.join()
 
-    def _load(self, progress: _Display) -> tuple[Engine, Retriever | None]:
-        import jax
-
-        from ccjax.engine import Engine
+    def _load(self, progress: Display) -> tuple[Engine, Retriever | None]:
+        from ccjax.engine.hosts import LostHostError
+        from ccjax.server.loading import load_engine, open_documents
 
         args = self._args
-        settings = {field: getattr(args, field) for field in _engine_fields() if hasattr(args, field)}
-        if settings.get("dtype", "auto") == "auto":
-            settings["dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        with _naming(args, "--model"):
-            engine = Engine.from_pretrained(args.model, progress=progress, **settings)
+        if args.coordinator_address is not None:
+            progress("hosts", 0, 1)
+            join_hosts(args)
+            progress("hosts", 1, 1)
+        with naming(args, "--model"):
+            try:
+                engine = load_engine(args.model, engine_settings(args), progress)
+            except LostHostError as error:
+                raise StartupError(f"--num-processes: {error}") from error
         try:
-            retriever = self._open_documents(engine, progress)
+            with naming(args, "--docs"):
+                retriever = open_documents(args.model, document_options(args), engine.tokenizer, progress)
             if args.warmup:
                 engine.warmup(progress)
         except BaseException:
             engine.close()
             raise
         return engine, retriever
-
-    def _open_documents(self, engine: Engine, progress: _Display) -> Retriever | None:
-        from ccjax.engine.loading import DEMO_CORPUS
-        from ccjax.retrieval import Retriever, default_embedder
-
-        args, tokenizer = self._args, engine.tokenizer
-        docs = args.docs if args.docs is not None else DEMO_CORPUS if args.model == "demo" else None
-        if docs is None or args.no_docs:
-            return None
-        if tokenizer is None:
-            raise StartupError("--docs: wanted a model with tokenizer files, to cut documents into passages")
-        with _naming(args, "--embedder"):
-            embedder = default_embedder(args.embedder)
-        with _naming(args, "--docs"):
-            key = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
-            retriever = Retriever.open(
-                docs,
-                index_dir=args.index_dir or _user_cache() / "index" / key,
-                embedder=embedder,
-                count_tokens=lambda text: len(tokenizer.encode(text, allow_special=False)),
-                chunk_tokens=args.chunk_tokens,
-                overlap_tokens=args.overlap_tokens,
-                index_kind=args.index_kind,
-                index_recall=args.index_recall,
-                progress=progress,
-            )
-            if not retriever.num_passages:
-                failed = retriever.report.failed
-                why = f"; the first of {len(failed)} unusable files: {': '.join(failed[0])}" if failed else ""
-                raise StartupError(f"--docs: wanted a directory with documents, got none in {docs}{why}")
-        return retriever
-
-
-class _Display:
-    """Shows (stage, done, total) as one bar a stage, tells the service, and breaks off when the server ends."""
-
-    def __init__(self, bars: Any, service: Service, stopping: threading.Event) -> None:
-        self._bars, self._service, self._stopping = bars, service, stopping
-        self._tasks: dict[str, Any] = {}
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._stopping.is_set():
-            raise _Stopped
-        self._service.progress(stage, done, total)
-        if stage not in self._tasks:
-            self._bars.start()
-            self._tasks[stage] = self._bars.add_task(_STAGES.get(stage, stage.capitalize()), total=total)
-        # A stage may turn out to have nothing to do; without a total its bar would seem to run on for ever.
-        self._bars.update(self._tasks[stage], completed=done if total else 1, total=total or 1)
-
-    def close(self) -> None:
-        """Leaves the bars as they are."""
-        if self._tasks:  # without any, rich would print an empty line
-            self._bars.stop()
-
-
-@contextlib.contextmanager
-def _naming(args: argparse.Namespace, default: str) -> Iterator[None]:
-    """Turns a refusal into a `StartupError` that names the command-line argument: the one the message begins with,
-    else `default`."""
-    from store.errors import StoreError
-
-    try:
-        yield
-    except (ValueError, OSError, StoreError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        argument, colon, rest = message.partition(": ")
-        renamed = {"docs_dir": "docs", "directory": "embedder"}.get(argument, argument)
-        if colon and (renamed in vars(args) or renamed in _engine_fields()):
-            message = f"--{renamed.replace('_', '-')}: {rest}"
-        else:
-            message = f"{'--store' if isinstance(error, StoreError) else default}: {message}"
-        raise StartupError(message) from error
 
 
 def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
@@ -248,187 +177,14 @@ def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
         raise StartupError(f"--port: cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
-def _server_settings(args: argparse.Namespace) -> ServerSettings:
-    from ccjax.server import ServerSettings
+def _use_compile_cache(directory: Path | None) -> None:
+    from ccjax.server.loading import use_compile_cache, user_cache
 
-    return ServerSettings(
-        served_model_name=args.served_model_name,
-        api_key=args.api_key if args.api_key is not None else os.environ.get("CCJAX_API_KEY"),
-        admin_key=args.admin_key if args.admin_key is not None else os.environ.get("CCJAX_ADMIN_KEY"),
-        reuse=args.reuse,
-        top_k=args.top_k,
-        retrieval_stages=args.retrieval_stages,
-        max_prefill_bs=args.max_prefill_bs,
-        request_timeout_s=args.request_timeout_s,
-        max_body_bytes=args.max_body_bytes,
-        refresh_interval_s=args.refresh_interval_s,
-        store_refresh_interval_s=args.store_refresh_interval_s or None,
-        repair_when_idle=args.repair,
-    )
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ccjax"
-
-
-def _use_compile_cache(directory: Path) -> None:
-    """Lets JAX keep compiled steps between runs. Quick compiles count too: there are hundreds of them."""
-    import jax
-
+    directory = directory or user_cache() / "compile"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        use_compile_cache(directory)
     except OSError as error:
         raise StartupError(f"--compile-cache-dir: cannot use {directory}: {error.strerror or error}") from error
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _final_line(args: argparse.Namespace, service: Service, url: str) -> str:
-    backend = service.backend
-    documents = ""
-    if backend.retriever is not None:
-        documents = f" over {backend.retriever.num_passages} passages of {backend.retriever.num_documents} documents"
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if service.settings.api_key else ""
-    body = json.dumps({"messages": [{"role": "user", "content": _example_question(args)}], "max_tokens": 64})
-    return (
-        f"Ready: {backend.model}{documents} on {url}  Try: curl -s {url}/v1/chat/completions"
-        f"{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    )
-
-
-def _example_question(args: argparse.Namespace) -> str:
-    from ccjax.engine.loading import ASSETS
-
-    questions = ASSETS / "demo_questions.jsonl"
-    if args.model != "demo" or args.docs is not None or args.no_docs or not questions.is_file():
-        return "YOUR QUESTION"
-    with questions.open(encoding="utf-8") as lines:
-        return json.loads(next(lines))["question"]
-
-
-def num_bytes(text: str) -> int:
-    """The number in "2GiB", "500MB" or "1073741824"; the type of arguments that are sizes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"wanted a size such as 2GiB or 500MB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def layer_list(text: str) -> tuple[int, ...]:
-    """The numbers in "0,1"."""
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"wanted layers such as 0,1, got {text!r}")
-    return tuple(map(int, text.split(",")))
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"wanted 0 (any free port) to 65535, got {text!r}")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    from ccjax.policy.eviction import POLICIES
-
-    parser = argparse.ArgumentParser(
-        prog="serve.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    add("--port", type=_port, default=8000, help="port to listen on, 0 for any free one (default 8000)")
-    add("--served-model-name", metavar="NAME", help="the model's name in the API (default: that of its directory)")
-    add("--api-key", metavar="KEY", help="ask clients for this bearer token (default: $CCJAX_API_KEY, else none)")
-    admin_text = "open /v1/cache/... to whoever has this bearer token (default: $CCJAX_ADMIN_KEY, else closed)"
-    add("--admin-key", metavar="KEY", help=admin_text)
-    add("--max-queue", type=int, default=128, metavar="N", help="requests that may wait, more get 429 (default 128)")
-    text = "requests that name no timeout_s end with 504 after so long (default never)"
-    add("--request-timeout-s", type=float, metavar="S", help=text)
-    text = "connections end whose client takes nothing for so long (default 60)"
-    add("--stall-timeout-s", type=float, default=60.0, metavar="S", help=text)
-    add("--max-body-bytes", type=num_bytes, default=10_000_000, metavar="SIZE", help="longest body (default 10MB)")
-    add("--no-warmup", dest="warmup", action="store_false", help="compile when a request first needs it")
-    add("--compile-cache-dir", type=Path, metavar="DIR", help="compiled steps (default ~/.cache/ccjax/compile)")
-    add("--log-level", default="warning", choices=["debug", "info", "warning", "error"], help="(default warning)")
-
-    add = parser.add_argument_group("documents").add_argument
-    add("--docs", type=Path, metavar="DIR", help="documents to answer from (default with --model demo: its own corpus)")
-    add("--no-docs", action="store_true", help="retrieve nothing, also with --model demo")
-    add("--index-dir", type=Path, metavar="DIR", help="where the index is kept (default below ~/.cache/ccjax/index)")
-    kinds = "flat, ivf or hnsw; auto, the default, is ivf for 50,000 passages and more"
-    add("--index-kind", default="auto", metavar="KIND", help=kinds)
-    text = "share of the nearest passages that ivf and hnsw are to find (default 0.95)"
-    add("--index-recall", type=float, default=0.95, metavar="SHARE", help=text)
-    add("--embedder", default="auto", metavar="NAME", help="auto, lexical, or a sentence-transformers directory")
-    add("--top-k", type=int, default=5, metavar="N", help="passages for a question (default 5)")
-    text = "parts of a search; answers may begin from what each of them found (default 1: when all is found)"
-    add("--retrieval-stages", type=int, default=1, metavar="N", help=text)
-    add("--max-prefill-bs", type=int, default=4, metavar="N", help="they do not while so many wait (default 4)")
-    add("--chunk-tokens", type=int, default=200, metavar="N", help="longest passage (default 200)")
-    add("--overlap-tokens", type=int, default=0, metavar="N", help="tokens that neighbours may share (default 0)")
-    add("--refresh-interval-s", type=float, metavar="S", help="look for changed documents this often (default never)")
-
-    group = parser.add_argument_group("model and reuse", "Defaults not given here are those of ccjax.EngineConfig.")
-    add = group.add_argument
-    add("--model", default="demo", metavar="DIR", help='Hugging Face model directory, or "demo" (the default)')
-    add("--reuse", default="bounded", help="mode of requests that name none: off, exact, bounded (default), fast")
-    add("--no-repair", dest="repair", action="store_false", help="leave approximate variants as they are in idle time")
-    text = "look this often for what others did to the store, 0 for never (default 10)"
-    add("--store-refresh-interval-s", type=float, default=10.0, metavar="S", help=text)
-    store_text = (
-        "URL of the lasting chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, for others "
-        "than AWS s3://BUCKET/PREFIX?endpoint=http://HOST:PORT&region=NAME; credentials as the clouds' own tools "
-        "find them, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (default: memory only)"
-    )
-    metavars = {str: "TEXT", int: "N", float: "X", num_bytes: "SIZE", layer_list: "L,L"}
-    # Left out of the namespace where not given, so that EngineConfig alone holds the defaults.
-    for flag, kind, text in (
-        ("--dtype", str, "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere (default auto)"),
-        ("--attention", str, "implementation of the attention kernel (default: the platform's own)"),
-        ("--max-model-len", int, "longest prompt plus answer in tokens"),
-        (
-            "--strategy",
-            str,
-            "how chunks are reused: cachecraft, auto, cacheblend, reuse, set, prefix, full, legolink, random",
-        ),
-        ("--alpha", float, "scales the share of tokens that is recomputed"),
-        ("--recompute-ratio", float, "forces that share, 0 to 1"),
-        ("--max-deviation", float, "strategy auto: recompute what was seen to deviate more, instead of that share"),
-        ("--calibration", str, "file of scripts/calibrate.py (default: calibration.json beside the model, if there)"),
-        ("--prefill-profile", str, "file of scripts/profile_prefill.py (default: the one beside the model, if there)"),
-        ("--ranking-layers", layer_list, "layers that rank a passage's tokens, such as 0,1 (default: all)"),
-        ("--focus-window", int, "layers after which unfocused passages are dropped"),
-        ("--focus-rule", str, "entropy or largest_gap"),
-        ("--store", str, store_text),
-        ("--reorder-window", int, "of so many in line the one with most in the cache goes first (1: by arrival)"),
-        ("--flow-share", float, "of the places in line, a user may have so many times as many as are left"),
-        ("--max-num-seqs", int, "requests that run at once"),
-        ("--max-num-batched-tokens", int, "tokens that prefills compute together; longer ones are cut into pieces"),
-        ("--max-decode-gap-ms", float, "longest time that a prefill may keep running answers from their next token"),
-        ("--max-retries", int, "how often an answer is tried again whose step failed on the device, 0 for never (2)"),
-        ("--device-cache-bytes", num_bytes, "device memory for requests and chunk-caches, such as 8GiB"),
-        ("--host-cache-bytes", num_bytes, "host memory for chunk-caches, such as 2GiB"),
-        ("--disk-cache-bytes", num_bytes, "room in the store"),
-        ("--disk-kv-dtype", str, "auto: stored as it is; int8 or fp8: less room, read back as approximate"),
-        ("--disk-compression", str, "none or zstd, which pays for a slow link only"),
-        ("--preload-bytes", num_bytes, "memory for what requests in line will need from the store, 0 for none"),
-        ("--eviction-policy", str, f"which variants leave a full tier: {', '.join(sorted(POLICIES))}"),
-        ("--max-variants", int, "chunk variants kept, however much room there is"),
-        ("--cached-documents", int, "keep only the first so many passages of a prompt"),
-        ("--pin-share", float, "share of every budget that pinned documents may keep, 0 to 1"),
-        (
-            "--shadow-ratio",
-            float,
-            "share of the answers over approximate reuse to compare with a full prefill when idle",
-        ),
-        ("--shadow-target", float, "share of those that should be the same; while fewer are, more is recomputed (0.9)"),
-        ("--tenant-salt", str, "separates the chunk-caches of tenants that share a store"),
-        ("--system-prompt", str, "used where a request brings no system message"),
-    ):
-        add(flag, type=kind, default=argparse.SUPPRESS, metavar=metavars[kind], help=text)
-    text = "wait for chunks that another process on the same store is computing, instead of computing them too"
-    add("--share-computation", action="store_true", default=argparse.SUPPRESS, help=text)
-    return parser
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from scripts.serve import num_bytes
+from scripts.serving.values import num_bytes
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import ModelFiles
@@ -53,8 +53,8 @@ def save(args: argparse.Namespace) -> int:
     from ccjax.engine.loading import read_model_files
     from ccjax.engine.snapshot import save_snapshot
 
-    files = read_model_files(args.model)
-    identities = _identities(files, args.tenant_salt)
+    files = read_model_files(args.model, tokenizer=args.tokenizer)
+    identities = _identities(files, args)
     dtype = _stored_dtype(args, identities)
     with _open(args, files, dtype) as cache, _bar("Saving") as progress:
         report = save_snapshot(cache, args.to, overwrite=args.overwrite, progress=progress)
@@ -73,7 +73,7 @@ def restore(args: argparse.Namespace) -> int:
     from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot
 
     dtype = inspect_snapshot(args.source).kv_spec.dtype  # before the model, whose weights may take a minute
-    files = read_model_files(args.model)
+    files = read_model_files(args.model, tokenizer=args.tokenizer)
     with _open(args, files, dtype) as cache, _bar("Restoring") as progress:
         report = restore_snapshot(cache, args.source, max_bytes=args.max_bytes, progress=progress)
         cache.store.flush()
@@ -100,7 +100,7 @@ def inspect(args: argparse.Namespace) -> int:
 
     index = inspect_snapshot(args.source)
     chunks = _hottest_chunks(index, args.top)
-    tokenizer = _tokenizer(args.model)
+    tokenizer = _tokenizer(args.model, args.tokenizer)
     for chunk in chunks:
         token_ids = chunk.pop("token_ids")
         if tokenizer is not None:
@@ -161,25 +161,23 @@ def _hottest_chunks(index: SnapshotIndex, top: int) -> list[dict[str, Any]]:
     return sorted(chunks.values(), key=lambda chunk: (-chunk["frequency_reuse"], -chunk["num_bytes"]))[:top]
 
 
-def _tokenizer(model: str | None) -> Any:
-    from ccjax.engine.loading import DEMO_MODEL
-    from ccjax.text import load_tokenizer
+def _tokenizer(model: str | None, directory: str | None) -> Any:
+    from ccjax.engine.loading import model_tokenizer
 
     if model is None:
         return None
-    directory = DEMO_MODEL if model == "demo" else Path(model)
-    tokenizer = load_tokenizer(directory) if directory.is_dir() else None
+    tokenizer = model_tokenizer(model, directory)
     if tokenizer is None:
         raise ValueError(f'--model: wanted "demo" or a directory with tokenizer files, got {model!r}')
     return tokenizer
 
 
-def _identities(files: ModelFiles, tenant_salt: str) -> dict[str, StoreIdentity]:
+def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreIdentity]:
     """By dtype: a store never mixes them, so that one model is two."""
-    from ccjax.engine.config import DTYPES
-    from store.spec import StoreIdentity
+    from ccjax.engine.config import DTYPES, identity_of
 
-    return {dtype: StoreIdentity(files.fingerprint(dtype), tenant_salt) for dtype in DTYPES}
+    fingerprints = {dtype: files.fingerprint(dtype, args.quantization) for dtype in DTYPES}
+    return {dtype: identity_of(one, args.tenant_salt, args.store_key_file) for dtype, one in fingerprints.items()}
 
 
 def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]) -> str:
@@ -206,7 +204,7 @@ def _open(args: argparse.Namespace, files: ModelFiles, dtype: str) -> Iterator[C
     with open_cache(
         args.store,
         kv_spec=kv_spec_of(files.config, dtype),
-        identity=_identities(files, args.tenant_salt)[dtype],
+        identity=_identities(files, args)[dtype],
         model=files.name,
         disk_bytes=getattr(args, "disk_cache_bytes", None),
     ) as cache:
@@ -280,8 +278,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def of_store(added: argparse.ArgumentParser) -> None:
         add = added.add_argument
-        add("--model", default="demo", metavar="DIR", help='Hugging Face model directory, or "demo" (the default)')
+        add("--model", default="demo", metavar="DIR", help='as with serve.py (default "demo")')
+        add("--quantization", choices=["int8", "fp8"], help="as with serve.py")
+        add("--tokenizer", metavar="DIR", help="as with serve.py")
         add("--store", required=True, metavar="URL", help="URL of the chunk store, as with serve.py")
+        add("--store-key-file", metavar="FILE", help="keys that the store is sealed with, as with serve.py")
         add("--tenant-salt", default="", metavar="TEXT", help="tenant whose chunk-caches these are, as with serve.py")
 
     added = command("save", save)
@@ -301,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("inspect", inspect)
     added.add_argument("source", metavar="PLACE", help=place)
     added.add_argument("--model", metavar="DIR", help="shows the chunks' text with this model's tokenizer")
+    added.add_argument("--tokenizer", metavar="DIR", help="or with this one")
     added.add_argument("--top", type=_positive_int, default=10, metavar="N", help="hottest chunks to show (default 10)")
     return parser
 

@@ -8,18 +8,20 @@ way it was read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
-import xxhash
 
+from store.encryption import OVERHEAD_BYTES, KVCipher
 from store.formats import ObjectLayout, StorageFormat, object_bytes
 from store.local import LocalObject, shard_index, write_object
+from store.signing import SealError, digest_of
 from store.spec import KVSpec
 
 OnRead = Callable[[Any, int], Any]
@@ -27,27 +29,42 @@ OnRead = Callable[[Any, int], Any]
 
 _NO_CACHE = {"cache_pool": {"total_bytes_limit": 0}}
 _OBJECT_KEY = "c.0.0.0.0.0"  # zarr3's name of the only chunk
+_NOTHING = np.empty(0, np.uint8)
 
 
 class ArrayDriver:
-    """Writes and opens the data objects of one root; see `store.objects.Root` for `context` and `longest_wait_s`."""
+    """Writes and opens the data objects of one root; see `store.objects.Root` for `context` and `longest_wait_s`,
+    `store.formats.ObjectLayout` for the `digest` of what is written. `cipher` is for objects that are encrypted."""
 
-    def __init__(self, kv_spec: KVSpec, context: ts.Context | None, longest_wait_s: float | None):
+    def __init__(
+        self,
+        kv_spec: KVSpec,
+        context: ts.Context | None,
+        longest_wait_s: float | None,
+        digest: str = "xxh3",
+        cipher: KVCipher | None = None,
+    ):
         self.kv_spec = kv_spec
+        self._cipher = cipher
+        self._digest = digest
         self._longest_wait_s = longest_wait_s
         # No cache: it would keep decoded layers beside the buffers, outside every budget, and serve what is deleted.
         # Reading the shard index again for every layer costs nothing measurable on a file (1.2 ms per 2 MiB layer).
         self._context = ts.Context(_NO_CACHE, parent=context)
 
     def prepare(
-        self, kv: np.ndarray, head_groups: int, storage: StorageFormat
+        self, kv: np.ndarray, head_groups: int, storage: StorageFormat, object_id: str = ""
     ) -> tuple[ObjectLayout, np.ndarray | bytes]:
         """The layout of the object that `kv` `[L, 2, T, K, H]` becomes, and what `write` wants of it; in `storage`
-        as far as that is possible (`StorageFormat.encode`)."""
+        as far as that is possible (`StorageFormat.encode`). What is encrypted can be read under `object_id` only."""
         storage, stored = storage.encode(self.kv_spec, kv)
         num_bytes = object_bytes(self.kv_spec, kv.shape[2], head_groups, storage)
-        checksums = tuple(checksum(chunk) for layer in stored for chunk in _inner_chunks(layer, head_groups))
-        layout = ObjectLayout(head_groups, storage, num_bytes, checksums)
+        chunks = (chunk for layer in stored for chunk in _inner_chunks(layer, head_groups))
+        checksums = tuple(checksum(chunk, self._digest) for chunk in chunks)
+        layout = ObjectLayout(head_groups, storage, num_bytes, checksums, self._digest)
+        if storage.is_encrypted:
+            assert self._cipher is not None
+            return layout, self._cipher.encrypt(object_id, stored)
         if storage.compression == "none":
             return layout, stored
         # Compressed bytes are counted before they are written: the record says how many there are.
@@ -71,7 +88,7 @@ class ArrayDriver:
         """
         if folder is not None:
             packed = isinstance(prepared, bytes)
-            chunks = [] if packed else [one for layer in prepared for one in _inner_chunks(layer, layout.head_groups)]
+            chunks = [] if packed else [one for layer in prepared for one in _inner_chunks(layer, _groups(layout))]
             write_object(folder / _OBJECT_KEY, [prepared] if packed else [*chunks, shard_index(chunks)])
             return
         if isinstance(prepared, bytes):
@@ -92,18 +109,32 @@ class ArrayDriver:
         failure: Exception | None = None,
         *,
         folder: Path | None = None,
+        object_id: str = "",
     ) -> ShardReader:
-        """A reader of an object; see there for `explain` and `failure`, `write` for `folder`. Reads no byte yet: the
-        metadata comes from the arguments."""
+        """A reader of an object; see there for `explain` and `failure`, `write` for `folder`, `prepare` for
+        `object_id`. Reads no byte yet: the metadata comes from the arguments."""
         shape = layout.storage.shape(self.kv_spec, num_tokens)
         buffer = np.empty(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)  # no memory before a layer arrives
         stored = np.empty(shape, np.uint8) if layout.storage.is_lossy else buffer
-        if folder is not None and layout.storage.compression == "none" and layout.head_groups == 1:
-            read_layer = LocalObject(folder / _OBJECT_KEY, stored).read
+        target, decrypt = list(stored), None
+        if layout.storage.is_encrypted:
+            assert self._cipher is not None
+            shape = (len(stored), 1, 1, 1, stored[0].nbytes + OVERHEAD_BYTES)
+            target = [np.empty(shape[1:], np.uint8) for _ in range(len(stored))]
+            decrypt = functools.partial(_decrypt, self._cipher, object_id, target, stored)
+        if folder is not None and layout.storage.compression == "none" and _groups(layout) == 1:
+            read_layer = LocalObject(folder / _OBJECT_KEY, target).read
         else:
-            read_layer = _ts_reader(self._open(kvstore, shape, layout, {"read": True}), stored)
+            read_layer = _ts_reader(self._open(kvstore, shape, layout, {"read": True}), target)
         return ShardReader(
-            read_layer, layout, stored, buffer, explain, longest_wait_s=self._longest_wait_s, failure=failure
+            read_layer,
+            layout,
+            stored,
+            buffer,
+            explain,
+            longest_wait_s=self._longest_wait_s,
+            failure=failure,
+            decrypt=decrypt,
         )
 
     def _open(
@@ -116,7 +147,7 @@ class ArrayDriver:
     ) -> ts.TensorStore:
         to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
         sharding = {
-            "chunk_shape": [1, *shape[1:3], shape[3] // layout.head_groups, shape[4]],
+            "chunk_shape": [1, *shape[1:3], shape[3] // _groups(layout), shape[4]],
             "codecs": [to_bytes, *layout.storage.codecs],
             "index_codecs": [to_bytes],
             "index_location": "end",
@@ -125,7 +156,7 @@ class ArrayDriver:
             "zarr_format": 3,
             "node_type": "array",
             "shape": list(shape),
-            "data_type": layout.storage.dtype(self.kv_spec),
+            "data_type": "uint8" if layout.storage.is_encrypted else layout.storage.dtype(self.kv_spec),
             "fill_value": 0,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
@@ -142,15 +173,23 @@ class ArrayDriver:
         return ts.open(spec, open=True, assume_metadata=True, context=context or self._context, **mode).result()
 
 
-def _ts_reader(array: ts.TensorStore, stored: np.ndarray) -> Callable[[int], Any]:
-    target = ts.array(stored, copy=False, write=True)
-    return lambda layer: target[layer].write(array[layer])
+def _ts_reader(array: ts.TensorStore, target: Sequence[np.ndarray]) -> Callable[[int], Any]:
+    return lambda layer: ts.array(target[layer], copy=False, write=True).write(array[layer])
 
 
-def checksum(chunk: np.ndarray) -> int:
-    """xxh3 of the bytes of a contiguous array, 64 bits: at the speed of memory, where zlib's crc32 would be the slowest
-    part of a read."""
-    return xxhash.xxh3_64_intdigest(chunk.view(np.uint8).data)
+def _groups(layout: ObjectLayout) -> int:
+    """How many parts of a layer the object has: what is encrypted is whole."""
+    return 1 if layout.storage.is_encrypted else layout.head_groups
+
+
+def _decrypt(cipher: KVCipher, object_id: str, frames: list[np.ndarray], stored: np.ndarray, layer: int) -> None:
+    cipher.decrypt(object_id, layer, frames[layer], stored[layer])
+    frames[layer] = _NOTHING  # a reader lives as long as its request
+
+
+def checksum(chunk: np.ndarray, digest: str) -> int:
+    """The digest of the bytes of a contiguous array (`store.signing.digest_of`)."""
+    return digest_of(digest, chunk.view(np.uint8).data)
 
 
 def _inner_chunks(layer: np.ndarray, head_groups: int) -> list[np.ndarray]:
@@ -165,14 +204,15 @@ class ShardReader:
     waits for it, after its check: no byte that is not the record's is ever decoded.
 
     Args:
-      read_layer: starts to read a layer of the data object into `stored`; returns a future.
+      read_layer: starts to read a layer of the data object into `stored`, or for `decrypt`; returns a future.
       layout: how the KV is stored in it, and what each inner chunk must hash to.
-      stored: what `read_layer` fills.
+      stored: what `read_layer` fills, or `decrypt`.
       buffer: is filled, in the KV's own dtype; `stored` itself where that is stored as it is.
       explain: turns the ValueError of a read, the TimeoutError of a read that took `longest_wait_s`, or None where the
         checksum differs, into the error to raise.
       longest_wait_s: a layer that is not there after it has failed; None waits for ever.
       failure: raised by every `wait`; nothing is read then.
+      decrypt: fills a layer of `stored` from what was read, where that is encrypted; raises SealError.
     """
 
     def __init__(
@@ -185,8 +225,10 @@ class ShardReader:
         *,
         longest_wait_s: float | None = None,
         failure: Exception | None = None,
+        decrypt: Callable[[int], None] | None = None,
     ):
         self._read_layer = read_layer
+        self._decrypt = decrypt
         self._layout = layout
         self._explain = explain
         self._longest_wait_s = longest_wait_s
@@ -243,11 +285,15 @@ class ShardReader:
         is_ours = timeout_s is None or (limit_s is not None and limit_s < timeout_s)  # else it is the caller who leaves
         try:
             self._futures[layer].result(timeout=limit_s if is_ours else timeout_s)
+            if self._decrypt is not None:
+                self._decrypt(layer)
             failure = None if self._is_sound(layer) else self._explain(None)
         except TimeoutError:
             if not is_ours:
                 raise
             failure = self._explain(TimeoutError(f"no answer within {limit_s:g} s"))
+        except SealError:
+            failure = self._explain(None)
         except ValueError as error:
             failure = self._explain(error)
         if failure is not None:
@@ -259,7 +305,8 @@ class ShardReader:
 
     def _is_sound(self, layer: int) -> bool:
         groups = self._layout.head_groups
-        found = tuple(checksum(chunk) for chunk in _inner_chunks(self._stored[layer], groups))
+        digest = self._layout.digest
+        found = tuple(checksum(chunk, digest) for chunk in _inner_chunks(self._stored[layer], groups))
         return found == self._layout.checksums[layer * groups : (layer + 1) * groups]
 
     def _num_done(self, first: int, last: int) -> int:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterable
 
 from store.objects import Root, for_each
 from store.records import KnownShard
+from store.signing import SealError
+from store.spec import StoreIdentity, is_id
 
 CATALOG_VERSION = 1
 
@@ -71,27 +73,32 @@ def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
         ends = _cumulated(start + num_bytes, lengths)
         if ends[-1] != len(raw):
             raise CatalogError(f"wanted {ends[-1]} bytes, got {len(raw)}")
+        for name in ("variant_id", "chunk_id", "object_id"):
+            if not all(map(is_id, columns[name])):
+                raise CatalogError(f"one {name} is no id")
         raws = [raw[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
         return list(map(KnownShard, *(columns[name] for name in _COLUMNS), raws))
     except CatalogError:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CatalogError(f"cannot make sense of it: {error}") from error
 
 
-def read_catalog(root: Root, namespace: str) -> tuple[list[KnownShard], list[str]]:
+def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard], list[str]]:
     """All shards of all usable parts, and what is wrong with the others. A variant may occur twice.
 
     Raises:
       OSError: the root refused.
     """
-    wrong = []
+    wrong, namespace = [], identity.namespace
 
     def read(name: str) -> list[KnownShard]:
         raw = root.read(_key(namespace, name))
         try:
-            return [] if raw is None else decode_part(raw, namespace)  # None: another process just took it away
-        except CatalogError as error:
+            if raw is None:  # another process just took it away
+                return []
+            return decode_part(identity.unseal("catalog", name, raw), namespace)
+        except (CatalogError, SealError) as error:
             wrong.append(f"{name}: {error}")
             return []
 
@@ -99,13 +106,13 @@ def read_catalog(root: Root, namespace: str) -> tuple[list[KnownShard], list[str
     return list(itertools.chain.from_iterable(for_each(root, read, names))), wrong
 
 
-def write_catalog(root: Root, namespace: str, shards: Collection[KnownShard]) -> None:
+def write_catalog(root: Root, identity: StoreIdentity, shards: Collection[KnownShard]) -> None:
     """Replaces the catalog, part by part; whoever reads meanwhile finds old parts and new ones, which does no harm.
 
     Raises:
       OSError: the root refused; some parts may be new.
     """
-    num_parts = 1
+    namespace, num_parts = identity.namespace, 1
     while num_parts * RECORDS_PER_PART < len(shards):
         num_parts *= 2
     parts: list[list[KnownShard]] = [[] for _ in range(num_parts)]
@@ -115,7 +122,8 @@ def write_catalog(root: Root, namespace: str, shards: Collection[KnownShard]) ->
     names = [f"{number}-of-{num_parts}.bin" for number in range(num_parts)]
 
     def write(number: int) -> None:
-        root.replace(_key(namespace, names[number]), encode_part(parts[number], namespace), durable=False)
+        raw = identity.seal("catalog", names[number], encode_part(parts[number], namespace))
+        root.replace(_key(namespace, names[number]), raw, durable=False)
 
     for_each(root, write, range(num_parts))
     outdated = set(root.names(f"{namespace}/catalog")) - set(names)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from store.budget import ByteBudget
 from store.bulk import uncollected
 from store.catalog import delete_catalog, read_catalog, write_catalog
-from store.errors import ShardCorruptError
+from store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
+from store.foreign import ForeignRecords
+from store.news import News
 from store.objects import Root, for_each
-from store.records import KnownShard, StoredShard, decode_known, known_from_raw
+from store.records import KnownShard, StoredShard, decode_known, has_known_version, known_from_raw
 from store.spec import KVSpec, StoreIdentity
 
 _log = logging.getLogger(__name__)
@@ -31,23 +33,36 @@ _VERIFY_AT_ONCE = 1024
 
 
 class CommittedShards:
-    """The known variants of `identity` below `root`. Thread-safe.
+    """The known variants of `identity` below `root`. Thread-safe. `news` are told what is committed and deleted here.
 
     Attributes:
       lock: guards `budget`, in which every known variant is charged, too.
+      foreign: records that are there in formats which are not known here.
       num_corrupt: failed checks; whoever finds one counts it.
+      num_forged: those of them that were records which nobody with our keys wrote.
       num_unread: records that were listed and could not be read, so far.
     """
 
-    def __init__(self, root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpec, budget: ByteBudget):
+    def __init__(
+        self,
+        root: Root,
+        url: str,
+        identity: StoreIdentity,
+        kv_spec: KVSpec,
+        budget: ByteBudget,
+        news: News | None = None,
+    ):
         self.lock = threading.RLock()
+        self.foreign = ForeignRecords(url)
         self.num_corrupt = 0
+        self.num_forged = 0
         self.num_unread = 0
         self._root = root
         self._url = url
         self._identity = identity
         self._kv_spec = kv_spec
         self._budget = budget
+        self._news = news
         self._namespace = identity.namespace
         self._shards: dict[str, KnownShard] = {}
         self._unverified: set[str] = set()
@@ -71,15 +86,22 @@ class CommittedShards:
         with self.lock:
             return list(self._shards.values())
 
+    def decoded(self, known: KnownShard) -> StoredShard | None:
+        """What our copy of a record says; None, which is logged, if that is damaged."""
+        try:
+            return decode_known(known, identity=self._identity, kv_spec=self._kv_spec)
+        except ShardCorruptError as error:
+            _log.warning("store: copy of a record in %s: %s; its original is read instead", self._url, error)
+            return None
+
     def details(self, variant_id: str) -> StoredShard | None:
         """What the variant's record says, or None. If our copy of the record is damaged, the record itself is read."""
         known = self.get(variant_id)
         if known is None:
             return None
-        try:
-            return decode_known(known, identity=self._identity, kv_spec=self._kv_spec)
-        except ShardCorruptError as error:
-            _log.warning("store: copy of a record in %s: %s; its original is read instead", self._url, error)
+        shard = self.decoded(known)
+        if shard is not None:
+            return shard
         self.forget(variant_id, known.object_id)
         self._is_catalog_damaged = True
         fresh = self._read_quietly(variant_id)
@@ -100,7 +122,8 @@ class CommittedShards:
             known = dict(self._shards)  # before the listing: what this process commits meanwhile is no removal
         names = self._root.names(f"{self._namespace}/records")
         listed = {name.removesuffix(".json") for name in names if name.endswith(".json")}
-        new = sorted(listed - known.keys())
+        self.foreign.keep(listed)
+        new = sorted(listed - known.keys() - self.foreign.objects().keys())
         is_worthwhile = len(new) >= max(LEAST_CHANGES, int(COPIED_SHARE * len(listed)))
         with uncollected():
             copies = self._copies(set(new)) if is_worthwhile else {}
@@ -113,6 +136,35 @@ class CommittedShards:
         for variant_id in removed:
             self.forget(variant_id, known[variant_id].object_id)
         return tuple(key for key in new if key in copies or key in singles), removed
+
+    def follow(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
+        """Takes in what another process says it committed, by the record where that came along and is sound; those that
+        are known now. News may be old: of a variant that is known by another record, the root is asked."""
+        found = []
+        for variant_id, raw in added.items():
+            known = self.get(variant_id)
+            told = None if raw is None else self._told(variant_id, raw)
+            if told is None or (known is not None and known.object_id != told.object_id):
+                told = self._read_quietly(variant_id)
+            if told is not None:
+                self._adopt(told)
+                found.append(variant_id)
+        return tuple(found)
+
+    def outdated_object(self, variant_id: str) -> str | None:
+        """The data object by which a variant is known here, if its record does not commit that any more, or cannot be
+        read now."""
+        known = self.get(variant_id)
+        try:
+            return None if known is None or self.names(variant_id, known.object_id) else known.object_id
+        except OSError:
+            return None if known is None else known.object_id
+
+    def forget_gone(self, variant_id: str, object_id: str | None) -> None:
+        """Another process took out a variant, whose data was that object. What took the place of that stays."""
+        self.foreign.discard(variant_id)  # the next listing finds the one that is there
+        if object_id is not None:
+            self.forget(variant_id, object_id)
 
     def take_in(self, variant_id: str) -> bool:
         """Reads the record on disk into memory and says whether there is a sound one; a bad one goes to quarantine."""
@@ -129,6 +181,17 @@ class CommittedShards:
         """
         raw = self._root.read(self.record_key(variant_id))
         return None if raw is None else self._known(variant_id, raw)
+
+    def names(self, variant_id: str, object_id: str) -> bool:
+        """True unless the record on disk commits another object: then another process wrote the variant anew. Raises
+        OSError."""
+        try:
+            current = self.read(variant_id)
+        except UnknownFormatError:
+            return False
+        except ShardCorruptError:
+            return True
+        return current is not None and current.object_id == object_id
 
     def verify(self, is_cancelled: Callable[[], bool] | None = None) -> bool:
         """Reads the record of every variant that is known from the catalog alone, so that afterwards each known variant
@@ -164,7 +227,7 @@ class CommittedShards:
                     shards = [shard for shard in self.all() if f"{shard.variant_id}.json" in listed]
                     self._cataloged = frozenset(shard.object_id for shard in shards)
                     self._num_changes, self._is_catalog_damaged = 0, False
-                write_catalog(self._root, self._namespace, shards)
+                write_catalog(self._root, self._identity, shards)
             except OSError as error:
                 self.warn("store: cannot write the catalog of %s: %s", self._url, error)
                 self._is_catalog_damaged = is_damaged
@@ -203,12 +266,15 @@ class CommittedShards:
         mine = self._known(variant_id, raw)
         for _ in range(2):
             if self._root.create(self.record_key(variant_id), raw):
+                self.foreign.discard(variant_id)
                 with self.lock:
                     known = self._shards.get(variant_id)
                     if known is not None:  # another process evicted that one, and no refresh saw it yet
                         self.forget(variant_id, known.object_id)
                     self._shards[variant_id] = mine
                     self._num_changes += 1
+                if self._news is not None:
+                    self._news.committed(variant_id, mine.object_id, raw)
                 return True
             if self.take_in(variant_id):
                 return False
@@ -222,6 +288,12 @@ class CommittedShards:
             hidden = [shard for key in variant_ids if (shard := self._shards.pop(key, None)) is not None]
             self._num_changes += len(hidden)
             return hidden
+
+    def deleted(self, variant_id: str, object_id: str | None) -> None:
+        """The record of a variant is no longer there, by this process's doing; None where nobody can say which object
+        it was of."""
+        if self._news is not None:
+            self._news.deleted(variant_id, object_id)
 
     def restore(self, shard: KnownShard) -> None:
         """Undoes `hide`."""
@@ -257,17 +329,32 @@ class CommittedShards:
         return known_from_raw(raw, variant_id=variant_id, identity=self._identity, kv_spec=self._kv_spec)
 
     def _read_sound(self, variant_id: str) -> KnownShard | None:
-        """What the record on disk commits; None where there is none, or a damaged one, which goes to quarantine. Raises
-        OSError."""
+        """What the record on disk commits; None where there is none, one of another release, or a damaged one, which
+        goes to quarantine. Raises OSError."""
         try:
             return self.read(variant_id)
+        except UnknownFormatError as error:
+            self.foreign.add(variant_id, error)
+            return None
         except ShardCorruptError as error:
             _log.warning("store: %s; moved to quarantine", error)
-        with self.lock:
-            self.num_corrupt += 1
+            with self.lock:
+                self.num_corrupt += 1
+                self.num_forged += isinstance(error, ShardForgedError)
         aside = f"{self._namespace}/quarantine/{variant_id}.{self._root.new_id()}.json"
         self._root.move(self.record_key(variant_id), aside)
+        self.deleted(variant_id, None)
         return None
+
+    def _told(self, variant_id: str, raw: bytes) -> KnownShard | None:
+        """What a record says that came along with news; None where it does not pass its check."""
+        try:
+            return self._known(variant_id, raw)
+        except UnknownFormatError:
+            return None
+        except ShardCorruptError as error:
+            _log.warning("store: news from another process: %s; the record itself is read", error)
+            return None
 
     def _read_quietly(self, variant_id: str) -> KnownShard | None:
         try:
@@ -292,6 +379,7 @@ class CommittedShards:
 
     def _adopt(self, shard: KnownShard) -> None:
         """Takes in what was read from the record itself."""
+        self.foreign.discard(shard.variant_id)
         with self.lock:
             known = self._shards.get(shard.variant_id)
             self._unverified.discard(shard.variant_id)
@@ -313,7 +401,7 @@ class CommittedShards:
     def _copies(self, wanted: set[str]) -> dict[str, KnownShard]:
         """What the catalog says of `wanted`."""
         try:
-            shards, wrong = read_catalog(self._root, self._namespace)
+            shards, wrong = read_catalog(self._root, self._identity)
         except OSError as error:
             self.warn("store: cannot read the catalog of %s: %s", self._url, error)
             return {}
@@ -322,4 +410,4 @@ class CommittedShards:
         self._cataloged = frozenset(shard.object_id for shard in shards)
         self._num_changes = len(shards) + len(self._shards)  # more than there are: counted when it matters
         self._is_catalog_damaged = bool(wrong)
-        return {shard.variant_id: shard for shard in shards if shard.variant_id in wanted}
+        return {one.variant_id: one for one in shards if one.variant_id in wanted and has_known_version(one.raw)}

@@ -4,22 +4,27 @@ with other processes. Knows no host memory, no pins, no queue and no eviction or
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from store.arrays import ArrayDriver, ShardReader
 from store.budget import ByteBudget
 from store.commits import CommittedShards
+from store.encryption import KVCipher
 from store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
 from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, expected_layout
 from store.hints import Hints
+from store.index.api import LeaseTable
+from store.index.leases import PreferredLeases
 from store.leases import Leases
 from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
+from store.news import News
 from store.objects import Root, for_each, open_root
 from store.records import KnownShard, encode_record
-from store.spec import KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
+from store.spec import Condemns, KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
 from store.sweep import sweep
 
 # How tensorstore's errors begin when the stored bytes are wrong; others (permissions, I/O, timeouts) do not mean that.
@@ -38,6 +43,7 @@ class TensorStoreTier:
       exclusive: refuse a store that holds another model's variants and none of ours.
       head_groups: inner chunks per layer along K, so that a reader of some heads need not read the others.
       storage: how to store new variants; what is there is read however it is stored.
+      news: is told of what is committed and deleted here; its index has the leases then, as long as it answers.
 
     Raises:
       ValueError: a bad URL or argument.
@@ -55,6 +61,7 @@ class TensorStoreTier:
         exclusive: bool = False,
         head_groups: int = 1,
         storage: StorageFormat = AS_IT_IS,
+        news: News | None = None,
     ):
         if kv_spec.num_kv_heads % positive_int("head_groups", head_groups):
             raise ValueError(f"head_groups: wanted a divisor of {kv_spec.num_kv_heads} KV heads, got {head_groups}")
@@ -63,15 +70,18 @@ class TensorStoreTier:
         self.identity = identity
         self.head_groups = head_groups
         self._bytes_per_token = kv_spec.num_bytes(1)
-        self.storage = storage
+        self.storage = dataclasses.replace(storage, is_encrypted=identity.cipher is not None)
         self.budget = ByteBudget("disk", budget_bytes)
         self._root = open_root(url)
-        self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s)
         self._namespace = identity.namespace
-        self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget)
+        cipher = None if identity.cipher is None else KVCipher(identity.cipher, self._namespace)
+        self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s, identity.digest, cipher)
+        self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget, news)
         self._lock = self._commits.lock
-        self.leases = Leases(self._root, self._namespace)
-        self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn)
+        leases = Leases(self._root, identity)
+        self._index = None if news is None else news.index
+        self.leases: LeaseTable = leases if news is None else PreferredLeases(news.index.leases, leases)
+        self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn, identity)
         self._suspects: list[str] = []
         try:
             open_namespace(self._root, url, identity, kv_spec, exclusive=exclusive)
@@ -88,8 +98,13 @@ class TensorStoreTier:
 
     @property
     def num_corrupt(self) -> int:
-        """Failed checks of records and data since open."""
-        return self._commits.num_corrupt
+        """Failed checks of records and data since open, and `num_forged`."""
+        return self._commits.num_corrupt + self._num_forged_in_index
+
+    @property
+    def num_forged(self) -> int:
+        """Records, and leases and orders of the shared index, that were found without a seal of ours."""
+        return self._commits.num_forged + self._num_forged_in_index
 
     def summaries(self) -> list[ShardSummary]:
         """Of all committed variants this process knows of; reads nothing."""
@@ -120,13 +135,16 @@ class TensorStoreTier:
         return known is not None and known.is_lossy
 
     def takes(self, variant_id: str) -> bool:
-        """True where `write` stores the variant: it is not here, or is a lossy copy and would not be one now."""
-        return variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy)
+        """True where `write` stores the variant: it is not here, or is a lossy copy and would not be one now. What
+        another release stored in a format of its own keeps its place."""
+        is_foreign = variant_id in self._commits.foreign
+        return not is_foreign and (variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy))
 
     def charge_bytes(self, record: ShardRecord) -> int:
         """Bytes on disk that `record` will take, with compression at most: object, checksums, index, the record itself.
         Where 8 bits cannot hold the KV it is more; `write` charges that when it finds out."""
-        layout = expected_layout(self.kv_spec, record.num_tokens, self.head_groups, self.storage)
+        digest = self.identity.digest
+        layout = expected_layout(self.kv_spec, record.num_tokens, self.head_groups, self.storage, digest)
         return layout.num_bytes + len(self._encode(record, uuid.uuid4().hex, layout))
 
     def charged(self, variant_id: str) -> int | None:
@@ -165,7 +183,7 @@ class TensorStoreTier:
         object_id = self._root.new_id()  # never two writers on one data object
         committed = is_kept = False
         try:
-            layout, prepared = self._arrays.prepare(kv, self.head_groups, self.storage)
+            layout, prepared = self._arrays.prepare(kv, self.head_groups, self.storage, object_id)
             raw = self._encode(record, object_id, layout)
             with self._lock:
                 charged = self.budget.recharge(charged, len(raw) + layout.num_bytes)
@@ -208,15 +226,23 @@ class TensorStoreTier:
             lambda error: self._explain(variant_id, shard.object_id, error),
             self._root.outage(),
             folder=self._root.folder(place),
+            object_id=shard.object_id,
         )
 
     def remove(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
         """Evicts; returns what went. A variant that could not be deleted stays."""
         return self.erase(self.hide(variant_ids))
 
-    def hide(self, variant_ids: Iterable[str]) -> list[KnownShard]:
-        """First, instant half of an eviction: the variants that were here are unknown now; `erase` must follow."""
-        return self._commits.hide(variant_ids)
+    def hide(self, variant_ids: Iterable[str], condemns: Condemns | None = None) -> list[KnownShard]:
+        """First, instant half of an eviction: the variants that were here, and whose records `condemns`, are unknown
+        now; `erase` must follow."""
+        hidden = self._commits.hide(variant_ids)
+        if condemns is None:
+            return hidden
+        spared = [shard for shard in hidden if (found := self._commits.decoded(shard)) and not condemns(found.record)]
+        for shard in spared:
+            self._commits.restore(shard)
+        return [shard for shard in hidden if shard not in spared]
 
     def erase(self, shards: Iterable[KnownShard], *, condemned: bool = False) -> tuple[str, ...]:
         """Second half, milliseconds per variant: the record goes first, so that no reader begins what the deletion of
@@ -228,8 +254,9 @@ class TensorStoreTier:
         """The variant's id if it went."""
         variant_id = shard.variant_id
         try:
-            if self._record_names(variant_id, shard.object_id):
+            if self._commits.names(variant_id, shard.object_id):
                 self._root.delete(self._commits.record_key(variant_id))
+                self._commits.deleted(variant_id, shard.object_id)
         except OSError as error:
             self._commits.warn("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
             if not condemned:
@@ -241,6 +268,11 @@ class TensorStoreTier:
             self.budget.release(shard.charge_bytes)
         return variant_id
 
+    def erase_foreign(self) -> tuple[str, ...]:
+        """Deletes what other releases stored in formats of their own, as far as `refresh` saw it: for who must be sure
+        that nothing of a text is left, and cannot look into these. Returns the keys that could not be deleted."""
+        return self._commits.foreign.erase(self._root, self._namespace, self._delete_quietly, self._commits.deleted)
+
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Takes in what other processes committed and evicted since: `(added, removed)` variant ids.
 
@@ -248,6 +280,19 @@ class TensorStoreTier:
           OSError: the directory or bucket cannot be listed.
         """
         return self._commits.refresh()
+
+    def follow(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
+        """Takes in what another process says it committed, see `store.index.api.Changes`; those that are known now.
+        Reads records that did not come along."""
+        return self._commits.follow(added)
+
+    def outdated_object(self, variant_id: str) -> str | None:
+        """The data object by which a variant is known here and that is not what its record commits; reads that."""
+        return self._commits.outdated_object(variant_id)
+
+    def forget_gone(self, variant_id: str, object_id: str | None) -> None:
+        """Another process says that it evicted a variant with that data object; another one of it stays known."""
+        self._commits.forget_gone(variant_id, object_id)
 
     def look_up(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
         """Those that are committed now, by whomever; reads the record of each that was not known. Much less than
@@ -298,11 +343,15 @@ class TensorStoreTier:
         self._commits.renew_catalog()
 
     @property
-    def notes_place(self) -> tuple[Root, str]:
-        """Where the notes of this identity are kept: root and prefix."""
-        return self._root, self._key("notes")
+    def notes_place(self) -> tuple[Root, str, StoreIdentity]:
+        """Where the notes of this identity are kept: root and prefix, and whose they are."""
+        return self._root, self._key("notes"), self.identity
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_forged_in_index(self) -> int:
+        return 0 if self._index is None else self._index.num_forged
 
     def _summary(self, known: KnownShard) -> ShardSummary:
         num_tokens = known.num_tokens
@@ -311,15 +360,6 @@ class TensorStoreTier:
     def _encode(self, record: ShardRecord, object_id: str, layout: ObjectLayout) -> bytes:
         return encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id=object_id, layout=layout)
 
-    def _record_names(self, variant_id: str, object_id: str) -> bool:
-        """True unless the record on disk commits another object: then another process wrote the variant anew. Raises
-        OSError."""
-        try:
-            current = self._commits.read(variant_id)
-        except ShardCorruptError:
-            return True
-        return current is not None and current.object_id == object_id
-
     def _explain(self, variant_id: str, object_id: str, error: ValueError | TimeoutError | None) -> Exception:
         """What a failed read of a variant's object means; `error` is tensorstore's, None where the bytes are not what
         the record says."""
@@ -327,7 +367,7 @@ class TensorStoreTier:
             self._root.note_failure(error)
             return StoreUnavailableError(f"store: cannot read variant {variant_id} from {self.url}: {error}")
         try:
-            is_outdated = not self._record_names(variant_id, object_id)
+            is_outdated = not self._commits.names(variant_id, object_id)
         except OSError as record_error:
             return StoreUnavailableError(f"store: cannot read {self.url}: {record_error}")
         if is_outdated:
@@ -364,5 +404,5 @@ class TensorStoreTier:
         self._suspects = []
 
     def _uncommitted(self, object_ids: list[str]) -> list[str]:
-        committed = {known.object_id for known in self._commits.all()}
+        committed = {known.object_id for known in self._commits.all()} | {*self._commits.foreign.objects().values()}
         return [name for name in object_ids if name not in committed]

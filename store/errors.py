@@ -18,6 +18,22 @@ class ShardCorruptError(StoreError):
     """Stored bytes are not what was written, or belong to another variant or model: `discard` the variant."""
 
 
+class UnknownFormatError(ShardCorruptError):
+    """The record is sound and in a format that this program does not know: another release's, which has use for it.
+
+    Attributes:
+      object_id: its data object.
+    """
+
+    def __init__(self, message: str, object_id: str) -> None:
+        super().__init__(message)
+        self.object_id = object_id
+
+
+class ShardForgedError(ShardCorruptError):
+    """Nobody who has this store's keys wrote these bytes as what they are read as."""
+
+
 class StoreIdentityError(StoreError, ValueError):
     """The store belongs to another model, another KV shape or another format version."""
 
@@ -32,3 +48,7 @@ class StoreUnavailableError(StoreError, OSError):
 
 class CommitUnknownError(StoreUnavailableError):
     """No answer came to the write that commits: it may have happened, or may still happen."""
+
+
+class IndexUnavailableError(StoreError, OSError):
+    """The shared index did not answer, or refused. Nothing is lost by that: the store holds the truth."""

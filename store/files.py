@@ -8,7 +8,7 @@ import shutil
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,7 @@ class FileRoot:
     def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         final = self.path / key
         try:
-            with self._temporary(final, data, durable) as temporary:
-                os.link(temporary, final)  # atomic, and refuses to replace: rename would let the second writer win
+            self._place(final, data, os.link, durable)  # atomic, and refuses: rename would let the second writer win
         except FileExistsError:
             return False
         if not durable:
@@ -93,13 +92,23 @@ class FileRoot:
 
     def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
         final = self.path / key
-        with self._temporary(final, data, durable) as temporary:
-            os.replace(temporary, final)
+        self._place(final, data, os.replace, durable)
         if durable:
             self.sync(os.path.dirname(key))
 
+    def _place(self, final: Path, data: bytes, place: Callable[[Path, Path], object], durable: bool) -> None:
+        """Writes a file beside `final` and has `place` make it that."""
+        for is_last in (False, False, True):
+            with self._temporary(final, data, durable) as temporary:
+                try:
+                    place(temporary, final)
+                    return
+                except FileNotFoundError:  # an erasure of another process sweeps temporary files, however young
+                    if is_last:
+                        raise
+
     @contextlib.contextmanager
-    def _temporary(self, final: Path, data: bytes, durable: bool = True) -> Iterator[Path]:
+    def _temporary(self, final: Path, data: bytes, durable: bool) -> Iterator[Path]:
         """A file beside `final` that holds `data`; gone afterwards, under this name."""
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}.tmp")
         try:

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+from store.encryption import OVERHEAD_BYTES
 from store.quantize import SCALE_ROWS, dequantize, quantize
 from store.spec import KVSpec
 
@@ -26,6 +27,8 @@ class StorageFormat:
       kv_dtype: "auto", the KV's own, bit for bit; or 8 bits with scales (`store.quantize`), which cannot be undone:
         "int8", or "fp8", float8_e4m3fn.
       compression: "none", or "zstd" for a link slower than some 0.3 GB/s; never changes a bit.
+      is_encrypted: each layer lies in the object as `store.encryption` makes it; without compression, whose sizes would
+        tell of what is in there.
 
     Raises:
       ValueError: another value.
@@ -33,11 +36,16 @@ class StorageFormat:
 
     kv_dtype: str = "auto"
     compression: str = "none"
+    is_encrypted: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("kv_dtype", KV_DTYPES), ("compression", COMPRESSIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if not isinstance(self.is_encrypted, bool):
+            raise ValueError(f"is_encrypted: wanted True or False, got {self.is_encrypted!r}")
+        if self.is_encrypted and self.compression != "none":
+            raise ValueError(f"compression: wanted none in a store that is encrypted, got {self.compression!r}")
 
     @property
     def is_lossy(self) -> bool:
@@ -88,32 +96,38 @@ class ObjectLayout:
       head_groups: how many inner chunks a layer has along K.
       storage: how the KV is stored.
       num_bytes: size of the object.
-      checksums: of each inner chunk's bytes (`store.arrays.checksum`), layer by layer: with their scales, before
+      checksums: of each inner chunk's bytes (`store.signing.digest_of`), layer by layer: with their scales, before
         compression. They also bind the object to the record: checksums inside the object would accept another
         variant's that was moved in its place. Of the stored bytes, because they are fewer, and because other
         processors may decode to other last bits.
+      digest: what they are, one of `store.signing.DIGESTS`.
     """
 
     head_groups: int
     storage: StorageFormat
     num_bytes: int
     checksums: tuple[int, ...]
+    digest: str = "xxh3"
 
 
 def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
     """Size of a data object, with compression the most that it can be: the stored array, and 16 bytes of shard index
-    per inner chunk; 4 of crc32c where it is compressed."""
-    num_chunks = kv_spec.num_layers * head_groups
+    per inner chunk; 4 of crc32c where it is compressed. A layer that is encrypted is one chunk."""
+    num_chunks = kv_spec.num_layers * (1 if storage.is_encrypted else head_groups)
     itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
     chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks
     if storage.compression == "zstd":
         chunk_bytes += chunk_bytes // 256 + 64 + 4  # ZSTD_compressBound, crc32c
+    if storage.is_encrypted:
+        chunk_bytes += OVERHEAD_BYTES
     return num_chunks * (chunk_bytes + 16)
 
 
-def expected_layout(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat) -> ObjectLayout:
+def expected_layout(
+    kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat, digest: str = "xxh3"
+) -> ObjectLayout:
     """The layout that a variant of so many tokens will get, before its KV is there: with no checksums, and with
     compression the largest it can be. Only KV that 8 bits cannot hold gets a larger one."""
     storage = storage.of(kv_spec, num_tokens)
     num_bytes = object_bytes(kv_spec, num_tokens, head_groups, storage)
-    return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups))
+    return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups), digest)

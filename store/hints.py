@@ -7,20 +7,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from store.objects import Root
+from store.spec import StoreIdentity
 
 
 class Hints:
-    """One object that is replaced as a whole; `warn(message, key, error)` logs what the disk refuses."""
+    """One object that is replaced as a whole, sealed by the keys of `identity`, if it has some; `warn(message, key,
+    error)` logs what the disk refuses."""
 
-    def __init__(self, root: Root, key: str, warn: Callable[..., None]):
+    def __init__(self, root: Root, key: str, warn: Callable[..., None], identity: StoreIdentity):
         self._root = root
+        self._identity = identity
         self._key = key
         self._warn = warn
 
     def read(self) -> dict[str, Any]:
         """What `write` noted last; empty where there is nothing or it cannot be read."""
         try:
-            hints = json.loads(self._root.read(self._key) or b"{}")
+            raw = self._root.read(self._key)
+            hints = {} if raw is None else json.loads(self._identity.unseal("hints", "", raw) or b"{}")
         except (OSError, ValueError, RecursionError) as error:
             self._warn("store: cannot read the hints in %s: %s", self._key, error)
             return {}
@@ -30,6 +34,6 @@ class Hints:
         """Replaces JSON values that may be lost, or be another process's, without harm. A refusal of the disk is
         logged."""
         try:
-            self._root.replace(self._key, json.dumps(dict(hints)).encode())
+            self._root.replace(self._key, self._identity.seal("hints", "", json.dumps(dict(hints)).encode()))
         except OSError as error:
             self._warn("store: cannot write the hints in %s: %s", self._key, error)

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 
 from store.objects import Root, for_each
+from store.spec import StoreIdentity
 
 LEFT_OVER_S = 3600.0
 """Leases go at open once they expired so long ago."""
@@ -28,7 +29,8 @@ _NAME = re.compile(r"(.+)\.(\d{8})")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease that this process holds, until `expires_s` (seconds of the wall clock)."""
+    """A lease that this process holds, until `expires_s` (seconds of the wall clock). `epoch` is at least 1; 0 for a
+    lease of a shared index (`store.index`), which has no epochs."""
 
     key: str
     epoch: int
@@ -40,12 +42,14 @@ class Leases:
     """The leases of one namespace. Thread-safe; every method may raise OSError.
 
     Args:
+      identity: whose namespace it is; its keys, if it has some, seal the leases.
       clock: seconds, the same for all processes.
     """
 
-    def __init__(self, root: Root, namespace: str, clock: Callable[[], float] = time.time):
+    def __init__(self, root: Root, identity: StoreIdentity, clock: Callable[[], float] = time.time):
         self._root = root
-        self._folder = f"{namespace}/leases"
+        self._identity = identity
+        self._folder = f"{identity.namespace}/leases"
         self._clock = clock
         self._is_ready = False
 
@@ -108,7 +112,8 @@ class Leases:
     def _read(self, key: str, epoch: int) -> Lease:
         """What is there; a lease that expired long ago where it is gone or damaged."""
         try:
-            value = json.loads(self._root.read(self._key(key, epoch)) or b"")
+            raw = self._root.read(self._key(key, epoch)) or b""
+            value = json.loads(self._identity.unseal("lease", f"{key}.{epoch}", raw))
             return Lease(key, epoch, str(value["holder"]), float(value["expires_s"]))
         except (ValueError, TypeError, KeyError, RecursionError):
             return Lease(key, epoch, "", 0.0)
@@ -116,7 +121,8 @@ class Leases:
     def _create(self, key: str, latest: Lease | None, seconds: float) -> Lease | None:
         epoch = 1 if latest is None else latest.epoch + 1
         lease = Lease(key, epoch, uuid.uuid4().hex, self._clock() + seconds)
-        return lease if self._root.create(self._key(key, epoch), _encode(lease), durable=False) else None
+        raw = self._identity.seal("lease", f"{key}.{epoch}", _encode(lease))
+        return lease if self._root.create(self._key(key, epoch), raw, durable=False) else None
 
     def _checked(self, keys: Sequence[str], held: Sequence[Lease]) -> list[Lease]:
         """The leases that may be kept: up to the first key that was lost, and none beside another live lease, which can

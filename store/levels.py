@@ -1,11 +1,11 @@
-"""The tiers of a store in order, the fastest first: which of them holds a variant, what they hold and what they count.
-Knows no tickets and no pins."""
+"""The tiers of a store in order, the fastest first: which of them holds a variant, what they hold and count, and what
+lies beside them. Knows no tickets and no pins."""
 
 from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from store.disk import TensorStoreTier
@@ -46,6 +46,11 @@ class Levels:
         with self._lock:
             return tuple(one.variant_id for one in self._tier(tier).summaries())
 
+    def chunk_ids(self, tiers: Collection[str]) -> frozenset[str]:
+        """The chunks of which one of these tiers holds a variant. Reads nothing."""
+        with self._lock:
+            return frozenset(one.chunk_id for name in tiers for one in self._tier(name).summaries())
+
     def get_summary(self, variant_id: str) -> ShardSummary | None:
         """Of a committed variant of any tier, or None. Reads nothing."""
         with self._lock:
@@ -57,8 +62,11 @@ class Levels:
         found = (self.get_record(one.variant_id) for one in self.summaries())
         return [record for record in found if record is not None]
 
-    def get_record(self, variant_id: str) -> ShardRecord | None:
-        """The record of a committed variant of any tier; None where there is none, or none that is sound."""
+    def get_record(self, variant_id: str, tier: str | None = None) -> ShardRecord | None:
+        """The record of a committed variant in that tier, or in the fastest one that has it; None where there is none,
+        or none that is sound."""
+        if tier is not None:
+            return self._tier(tier).get_record(variant_id)
         with self._lock:
             held = next(filter(None, (tier.get_record(variant_id) for tier in self._memory.values())), None)
         return held or (None if self._disk is None else self._disk.get_record(variant_id))
@@ -87,6 +95,7 @@ class Levels:
             counts = {name: collections.Counter(self._counts[name]) for name in self._levels}
             if self._disk is not None and self._writer is not None:
                 counts[DISK]["corrupt"] = self._disk.num_corrupt
+                counts[DISK]["forged"] = self._disk.num_forged
                 counts[DISK]["writes"] = self._writer.num_written
                 counts[DISK]["bytes_written"] = self._writer.bytes_written
                 counts[DISK]["failed_writes"] = self._writer.num_failed
@@ -113,6 +122,25 @@ class Levels:
     def foreign_fingerprints(self) -> frozenset[str]:
         """Other models that have variants under the same URL."""
         return frozenset() if self._disk is None else self._disk.foreign_fingerprints()
+
+    def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
+        """Work for idle time, and for the end: keeps the disk tier quick to open (`TensorStoreTier.tidy`)."""
+        if self._disk is not None:
+            self._disk.tidy(is_cancelled)
+
+    def renew_catalog(self) -> None:
+        """The next `tidy` is to leave no copy of a record that is gone, not even one, which it may else."""
+        if self._disk is not None:
+            self._disk.renew_catalog()
+
+    def read_hints(self) -> dict[str, Any]:
+        """What `write_hints` noted last; empty without a disk."""
+        return {} if self._disk is None else self._disk.hints.read()
+
+    def write_hints(self, hints: Mapping[str, Any]) -> None:
+        """Notes JSON values beside the disk tier, if there is one (`store.hints.Hints`)."""
+        if self._disk is not None:
+            self._disk.hints.write(hints)
 
     def _tier(self, name: str) -> MemoryTier[Any] | TensorStoreTier:
         if name not in self._levels:

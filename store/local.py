@@ -55,10 +55,10 @@ class LocalObject:
     be deleted meanwhile.
 
     Args:
-      stored: `[L, ...]`, one inner chunk per layer; `read` fills it, each layer once.
+      stored: one inner chunk per layer; `read` fills them, each once.
     """
 
-    def __init__(self, path: Path, stored: np.ndarray) -> None:
+    def __init__(self, path: Path, stored: Sequence[np.ndarray]) -> None:
         self._path = path
         self._stored = stored
         self._lock = threading.Lock()

@@ -85,6 +85,6 @@ def foreign_fingerprints(root: Root, identity: StoreIdentity) -> frozenset[str]:
 def _read_json(root: Root, key: str) -> dict[str, Any] | None:
     try:
         value = json.loads(root.read(key) or b"null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

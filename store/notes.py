@@ -13,8 +13,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from store.objects import Root, for_each
+from store.signing import SealError
+from store.spec import StoreIdentity
 
 _log = logging.getLogger(__name__)
+
+_KIND = "note"
 
 
 class Notes:
@@ -22,6 +26,7 @@ class Notes:
 
     Args:
       root, prefix: where they are kept, as `PREFIX/NAME.json`.
+      identity: whose they are; its keys, if it has some, seal them.
       run: runs a function on a thread that may wait for the disk; in order, and before variants that are stored later.
     """
 
@@ -29,10 +34,12 @@ class Notes:
         self,
         root: Root | None = None,
         prefix: str = "",
+        identity: StoreIdentity | None = None,
         run: Callable[[Callable[[], None]], Future[None]] | None = None,
     ):
         self._root = root
         self._prefix = prefix
+        self._identity = identity
         self._run = run
         self._lock = threading.Lock()
         self._disk_lock = threading.Lock()  # one change of the disk at a time, so that no write undoes a deletion
@@ -101,7 +108,7 @@ class Notes:
             known = self._values.keys() - self._unwritten.keys()
         listed = {name.removesuffix(".json") for name in root.names(self._prefix) if name.endswith(".json")}
         new = sorted(listed - known)
-        values = for_each(root, lambda name: _decoded(root.read(self._key(name))), new)
+        values = for_each(root, lambda name: self._decoded(name, root.read(self._key(name))), new)
         added = {name: value for name, value in zip(new, values, strict=True) if value is not None}
         removed = tuple(sorted(known - listed))
         with self._lock:
@@ -117,7 +124,12 @@ class Notes:
                 value = self._unwritten.get(name)
             if value is None:  # written, or taken away meanwhile
                 return
-            self._root.create(self._key(name), json.dumps(dict(value)).encode())
+            raw = json.dumps(dict(value)).encode()
+            sealed = raw if self._identity is None else self._identity.seal(_KIND, name, raw)
+            if not self._root.create(self._key(name), sealed) and self._is_forged(
+                name, self._root.read(self._key(name))
+            ):
+                self._root.replace(self._key(name), sealed)
             with self._lock:
                 del self._unwritten[name]
 
@@ -130,13 +142,24 @@ class Notes:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}.json"
 
+    def _is_forged(self, name: str, raw: bytes | None) -> bool:
+        """True for a note that nobody with our keys wrote under this name."""
+        try:
+            if raw is not None and self._identity is not None:
+                self._identity.unseal(_KIND, name, raw)
+        except SealError as error:
+            _log.warning("store: %s; the note is not believed", error)
+            return True
+        return False
 
-def _decoded(raw: bytes | None) -> dict[str, Any] | None:
-    """The note; an empty one where it is damaged, None where it is gone."""
-    if raw is None:
-        return None
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    def _decoded(self, name: str, raw: bytes | None) -> dict[str, Any] | None:
+        """The note; an empty one where it is damaged or not ours, None where it is gone."""
+        if raw is None:
+            return None
+        if self._is_forged(name, raw):
+            return {}
+        try:
+            value = json.loads(raw if self._identity is None else self._identity.body_of(_KIND, name, raw))
+        except (ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}

@@ -5,16 +5,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import zlib
 from typing import Any, NamedTuple
 
-from store.errors import ShardCorruptError
+from store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
 from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, object_bytes
-from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity
+from store.signing import DIGESTS, SealError
+from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
 
 CODED_VERSION = 2
-"""`format_version` of records whose KV is not stored as it is. Programs that know only 1 refuse these as damaged,
-instead of taking the codes for KV; all other records stay at 1, which every program reads."""
+"""`format_version` of records whose KV is not stored as it is. Programs that know only 1 leave these alone, instead of
+taking the codes for KV; all other records stay at 1, which every program reads.
+
+Whatever a later format has, it keeps canonical JSON with `checksum`, `format_version`, `namespace`, `variant_id` and
+`object_id`: by these a program sees that a record it cannot read is sound, and which data belong to it."""
+
+_KIND = "record"
+_VERSIONS = (FORMAT_VERSION, CODED_VERSION)
+_VERSION = re.compile(rb'"format_version":(\d+)')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +64,9 @@ class KnownShard(NamedTuple):
 def encode_record(
     record: ShardRecord, *, identity: StoreIdentity, kv_spec: KVSpec, object_id: str, layout: ObjectLayout
 ) -> bytes:
-    """Canonical JSON with a sha256 of itself. Its length does not depend on the digits of ids and checksums; a larger
-    object never makes it shorter."""
+    """Canonical JSON with a sha256 of itself, sealed where `identity` has keys. Its length does not depend on the
+    digits of ids and checksums; a larger object never makes it shorter."""
+    width = DIGESTS[layout.digest]
     body: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "namespace": identity.namespace,
@@ -69,13 +79,18 @@ def encode_record(
         "dtype": kv_spec.dtype,
         "head_groups": layout.head_groups,
         "object_id": object_id,
-        "checksums": [f"{one:016x}" for one in layout.checksums],
+        "checksums": [f"{one:0{width}x}" for one in layout.checksums],
         "meta": record.meta,
     }
     if layout.storage != AS_IT_IS:
-        how = dataclasses.asdict(layout.storage)
+        how: dict[str, Any] = {"kv_dtype": layout.storage.kv_dtype, "compression": layout.storage.compression}
+        if layout.storage.is_encrypted:
+            how["is_encrypted"] = True
         body |= {"format_version": CODED_VERSION, "object_bytes": layout.num_bytes, **how}
-    return _canonical({**body, "checksum": hashlib.sha256(_canonical(body)).hexdigest()})
+    if layout.digest != "xxh3":  # what every version writes
+        body["digest"] = layout.digest
+    raw = _canonical({**body, "checksum": hashlib.sha256(_canonical(body)).hexdigest()})
+    return identity.seal(_KIND, record.variant_id, raw)
 
 
 def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec) -> StoredShard:
@@ -83,19 +98,28 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
 
     Raises:
       ShardCorruptError: a byte differs from what was written, it is the record of another variant, model or shape, or
-        a newer program wrote it in a format that this one does not know.
+        it cannot be made sense of.
+      UnknownFormatError: it is sound, and another release wrote it in a format that this one does not know.
+      ShardForgedError: `identity` has keys, and none of them sealed it as the record of this variant.
     """
     try:
-        body = json.loads(raw)
+        content = identity.unseal(_KIND, variant_id, raw)
+    except SealError as error:
+        raise ShardForgedError(str(error)) from None
+    try:
+        body = json.loads(content)
         checksum = body.pop("checksum")
         # Comparing the bytes again leaves no byte unchecked: not a space, not a second key of the same name.
-        whole = _canonical({**body, "checksum": checksum}) == raw
+        whole = _canonical({**body, "checksum": checksum}) == content
         sound = whole and checksum == hashlib.sha256(_canonical(body)).hexdigest()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise ShardCorruptError(f"record of variant {variant_id}: checksum failed")
-    return _shard(body, len(raw), variant_id, identity, kv_spec)
+    try:
+        return _shard(body, len(raw), variant_id, identity, kv_spec)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ShardCorruptError(f"record of variant {variant_id}: {error}") from error
 
 
 def known_from_raw(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec) -> KnownShard:
@@ -113,13 +137,20 @@ def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec)
     if zlib.crc32(known.raw) != known.crc32:
         raise ShardCorruptError(f"record of variant {known.variant_id}: checksum failed")
     try:
-        shard = _shard(json.loads(known.raw), len(known.raw), known.variant_id, identity, kv_spec)
+        content = identity.body_of(_KIND, known.variant_id, known.raw)
+        shard = _shard(json.loads(content), len(known.raw), known.variant_id, identity, kv_spec)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ShardCorruptError(f"record of variant {known.variant_id}: {error}") from error
     found = _known_fields(shard)
     if found != known[: len(found)]:
         raise ShardCorruptError(f"record of variant {known.variant_id}: it is {found}, wanted {known[: len(found)]}")
     return shard
+
+
+def has_known_version(raw: bytes) -> bool:
+    """Whether this program reads the format of the record `raw`; looks at nothing else."""
+    found = _VERSION.search(raw)
+    return found is not None and int(found[1]) in _VERSIONS
 
 
 def _known_fields(shard: StoredShard) -> tuple[str, str, int, str, int, bool]:
@@ -132,8 +163,8 @@ def _shard(
     body: dict[str, Any], record_bytes: int, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec
 ) -> StoredShard:
     version = body["format_version"]
-    if version not in (FORMAT_VERSION, CODED_VERSION):
-        raise ShardCorruptError(f"record of variant {variant_id}: format_version {version!r} is not known here")
+    if version not in _VERSIONS:
+        raise _unknown(body, variant_id, identity, f"format_version {version!r} is not known here")
     expected = {
         "namespace": identity.namespace,
         "model_fingerprint": identity.model_fingerprint,
@@ -145,19 +176,40 @@ def _shard(
         if body[name] != want:
             raise ShardCorruptError(f"record of variant {variant_id}: {name} is {body[name]!r}, wanted {want!r}")
     record = ShardRecord.of_json(variant_id, body["chunk_id"], body["num_tokens"], body["num_bytes"], body["meta"])
-    layout = _layout(body, kv_spec)
+    if not is_id(body["object_id"]):
+        raise ShardCorruptError(f"record of variant {variant_id}: object_id is {body['object_id']!r:.80}, wanted an id")
+    layout = _layout(body, kv_spec, identity)
+    if layout.storage.is_encrypted != (identity.cipher is not None):
+        raise ShardCorruptError(f"record of variant {variant_id}: is_encrypted is not as this store has it")
     return StoredShard(record, body["object_id"], layout, record_bytes + layout.num_bytes)
 
 
-def _layout(body: dict[str, Any], kv_spec: KVSpec) -> ObjectLayout:
+def _unknown(body: dict[str, Any], variant_id: str, identity: StoreIdentity, message: str) -> ShardCorruptError:
+    """What to raise for a format that is not known: the record may be another release's, or nonsense."""
+    version, object_id = body["format_version"], body["object_id"]
+    is_number = isinstance(version, int) and not isinstance(version, bool)
+    is_ours = body["namespace"] == identity.namespace and body["variant_id"] == variant_id
+    if is_number and is_ours and is_id(object_id):
+        return UnknownFormatError(f"record of variant {variant_id}: {message}", object_id)
+    return ShardCorruptError(f"record of variant {variant_id}: {message}")
+
+
+def _layout(body: dict[str, Any], kv_spec: KVSpec, identity: StoreIdentity) -> ObjectLayout:
+    digest = identity.digest
+    if body.get("digest", "xxh3") != digest:
+        raise ShardCorruptError(f"record of variant {body['variant_id']}: wanted digests by {digest}")
     groups, checksums = body["head_groups"], tuple(int(one, 16) for one in body["checksums"])
+    positive_int("head_groups", groups)
+    if len(checksums) != kv_spec.num_layers * groups:
+        raise ValueError(f"checksums: wanted {kv_spec.num_layers * groups}, got {len(checksums)}")
     if body["format_version"] == FORMAT_VERSION:
-        return ObjectLayout(groups, AS_IT_IS, object_bytes(kv_spec, body["num_tokens"], groups), checksums)
+        return ObjectLayout(groups, AS_IT_IS, object_bytes(kv_spec, body["num_tokens"], groups), checksums, digest)
     try:
-        storage = StorageFormat(body["kv_dtype"], body["compression"])
+        storage = StorageFormat(body["kv_dtype"], body["compression"], body.get("is_encrypted", False))
     except ValueError as error:
-        raise ShardCorruptError(f"record of variant {body['variant_id']}: {error}") from error
-    return ObjectLayout(groups, storage, body["object_bytes"], checksums)
+        raise _unknown(body, body["variant_id"], identity, str(error)) from error
+    positive_int("object_bytes", body["object_bytes"])
+    return ObjectLayout(groups, storage, body["object_bytes"], checksums, digest)
 
 
 def _canonical(value: Any) -> bytes:

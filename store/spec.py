@@ -7,18 +7,21 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from store.encryption import StoreCipher
+from store.signing import StoreKeys, without_seal
 
 FORMAT_VERSION = 1
 """Version of everything that is written to disk; part of every namespace, record and marker. (Only records of coded KV
 have another one: `store.records.CODED_VERSION`.)"""
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")  # ids become file names
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
@@ -30,6 +33,11 @@ def positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name}: wanted an int >= {minimum}, got {value!r}")
     return value
+
+
+def is_id(value: Any) -> bool:
+    """True for what may be the id of a variant, a chunk or a data object: ids become file names."""
+    return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,12 +76,19 @@ class StoreIdentity:
     Attributes:
       model_fingerprint: digest of all that decides KV values: weights, tokenizer, RoPE, dtype.
       tenant_salt: separates tenants of one model. It is hashed into the namespace and never written down.
+      keys: seal what is written, and what has no such seal is not believed; None believes all that is sound. Which keys
+        they are makes no other identity, that there are some does: processes without keys never see these variants.
+      cipher: encrypts what is written, in place of seals, by the same keys; the same holds of it.
     """
 
     model_fingerprint: str
     tenant_salt: str = ""
+    keys: StoreKeys | None = dataclasses.field(default=None, repr=False)
+    cipher: StoreCipher | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if self.cipher is not None and self.cipher.keys != self.keys:
+            raise ValueError("cipher: wanted one of the same keys")
         if not isinstance(self.model_fingerprint, str) or not self.model_fingerprint:
             raise ValueError(f"model_fingerprint: wanted a non-empty string, got {self.model_fingerprint!r}")
         if not isinstance(self.tenant_salt, str):
@@ -81,9 +96,39 @@ class StoreIdentity:
 
     @property
     def namespace(self) -> str:
-        """sha256 (hex) of format version, model fingerprint and tenant salt."""
-        whole = json.dumps([FORMAT_VERSION, self.model_fingerprint, self.tenant_salt])
-        return hashlib.sha256(whole.encode()).hexdigest()
+        """sha256 (hex) of format version, model fingerprint and tenant salt, and of "sealed" where there are keys, or
+        "encrypted"."""
+        how = ["encrypted"] if self.cipher else ["sealed"] if self.keys else []
+        whole = [FORMAT_VERSION, self.model_fingerprint, self.tenant_salt, *how]
+        return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """How KV is bound to its record, one of `store.signing.DIGESTS`: with keys so that nobody can make other KV
+        of the same digest. What is encrypted is bound by its tag."""
+        return "sha256" if self.keys and not self.cipher else "xxh3"
+
+    def seal(self, kind: str, name: str, data: bytes) -> bytes:
+        """`data` as it is written under that name; sealed, where there are keys, or encrypted."""
+        what = (kind, self.namespace, name)
+        if self.cipher:
+            return self.cipher.encrypt(what, data)
+        return self.keys.seal(what, data) if self.keys else data
+
+    def unseal(self, kind: str, name: str, raw: bytes) -> bytes:
+        """The `data` of `seal`.
+
+        Raises:
+          SealError: there are keys, and none of them sealed this as that.
+        """
+        what = (kind, self.namespace, name)
+        if self.cipher:
+            return self.cipher.decrypt(what, raw)
+        return self.keys.unseal(what, raw) if self.keys else raw
+
+    def body_of(self, kind: str, name: str, raw: bytes) -> bytes:
+        """The same of bytes whose seal was checked once. Raises SealError where they are encrypted and it is not so."""
+        return self.unseal(kind, name, raw) if self.cipher else without_seal(raw) if self.keys else raw
 
 
 class ShardSummary(NamedTuple):
@@ -115,7 +160,7 @@ class ShardRecord:
     def __post_init__(self) -> None:
         for name in ("variant_id", "chunk_id"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not _ID.fullmatch(value):
+            if not is_id(value):
                 raise ValueError(f"{name}: wanted 1 to 128 letters, digits, '_' or '-', got {value!r}")
         positive_int("num_tokens", self.num_tokens)
         positive_int("num_bytes", self.num_bytes)
@@ -141,6 +186,10 @@ class ShardRecord:
     def summary(self) -> ShardSummary:
         """All but `meta`."""
         return ShardSummary(self.variant_id, self.chunk_id, self.num_tokens, self.num_bytes)
+
+
+Condemns = Callable[[ShardRecord], bool]
+"""Whether a variant has to go that was stored with that record."""
 
 
 def check_kv(kv: Any, record: ShardRecord, kv_spec: KVSpec) -> np.ndarray:

@@ -4,6 +4,7 @@ Knows no policy: which variants go is decided by the caller, and `meta` is opaqu
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,13 +16,16 @@ from store.arrays import OnRead
 from store.disk import TensorStoreTier
 from store.erasure import erase_from_disk
 from store.errors import ShardNotFoundError, TierFullError
+from store.following import Following
 from store.formats import StorageFormat
 from store.host import HostTier
+from store.index import open_index
 from store.levels import Levels
 from store.memory import MemoryTier
+from store.news import News
 from store.notes import Notes
 from store.sharing import SharedReaders
-from store.spec import KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+from store.spec import Condemns, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from store.tickets import LoadTicket, Source, StoreTicket
 from store.usage import DISK, HOST
 from store.write_behind import MAX_PENDING_BYTES, WriteBehind
@@ -34,7 +38,7 @@ class TieredStore(Levels):
 
     A variant is stored in every tier that has room; one that was read whole is promoted to the faster tiers.
     `notes` are small JSON objects beside the variants, shared with other processes; `claims` is what this process and
-    others say they compute, None without a disk.
+    others say they compute, None without a disk; `news` of them come through a shared index, None without one.
     """
 
     def __init__(
@@ -44,16 +48,20 @@ class TieredStore(Levels):
         disk: TensorStoreTier | None,
         max_pending_bytes: int,
         on_read: OnRead | None = None,
+        news: News | None = None,
     ):
         super().__init__(memory, disk, None if disk is None else WriteBehind(disk, max_pending_bytes))
         self.kv_spec = kv_spec
         self._readers = SharedReaders(disk, on_read)
-        self.notes = Notes() if self._writer is None or disk is None else Notes(*disk.notes_place, self._writer.call)
+        self.notes = Notes()
+        if self._writer is not None and disk is not None:
+            self.notes = Notes(*disk.notes_place, run=self._writer.call)
         self.claims = None if self._writer is None else self._writer.claims
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
         self._open = True
-        self._refresh_fails = False
+        self.news = news
+        self._following = None if disk is None else Following(disk, news, self._pins, self._lock)
 
     @classmethod
     def open(
@@ -71,6 +79,7 @@ class TieredStore(Levels):
         kv_dtype: str = "auto",
         compression: str = "none",
         on_read: OnRead | None = None,
+        index: str | None = None,
     ) -> TieredStore:
         """A store of one model's variants; `url=None` keeps them in memory only.
 
@@ -80,17 +89,24 @@ class TieredStore(Levels):
           max_pending_bytes: KV that may wait for the disk before stores skip it.
           kv_dtype, compression: how the disk tier stores new variants, see `StorageFormat`.
           on_read: sees, and may delay, every read of the disk tier.
+          index: URL of what its processes share besides, see `store.index.open_index`; needs `url`.
 
         Raises:
           ValueError, StoreUnavailableError, StoreIdentityError: as `TensorStoreTier`.
         """
         positive_int("max_pending_bytes", max_pending_bytes)
         storage, host, disk = StorageFormat(kv_dtype, compression), HostTier(kv_spec, host_bytes), None
-        if url is not None:
-            disk = TensorStoreTier(
-                url, kv_spec, identity, disk_bytes, exclusive=exclusive, head_groups=head_groups, storage=storage
-            )
-        return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read)
+        if index is not None and url is None:
+            raise ValueError("store_index: wanted a store that it is the index of, got none")
+        news = None
+        with contextlib.ExitStack() as undo:
+            if index is not None:
+                news = undo.enter_context(contextlib.closing(News(open_index(index, identity.namespace, identity))))
+            if url is not None:
+                how: dict[str, Any] = {"exclusive": exclusive, "head_groups": head_groups, "storage": storage}
+                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, news=news, **how)
+            undo.pop_all()
+        return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read, news)
 
     def __enter__(self) -> TieredStore:
         return self
@@ -119,37 +135,7 @@ class TieredStore(Levels):
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Takes in what other processes did to the disk tier: `(added, removed)` variant ids; both empty while the disk
         cannot be listed. The first failure of a row is logged as a warning, so is the recovery."""
-        changes: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
-        if self._disk is None:
-            return changes
-        failure = None
-        try:
-            changes = self._disk.refresh()
-        except OSError as error:
-            failure = error
-        if (failure is None) == self._refresh_fails:
-            _log.warning("store: refresh of %s: %s", self._disk.url, failure or "succeeds again")
-        self._refresh_fails = failure is not None
-        return changes
-
-    def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
-        """Work for idle time, and for the end: keeps the disk tier quick to open (`TensorStoreTier.tidy`)."""
-        if self._disk is not None:
-            self._disk.tidy(is_cancelled)
-
-    def renew_catalog(self) -> None:
-        """The next `tidy` is to leave no copy of a record that is gone, not even one, which it may else."""
-        if self._disk is not None:
-            self._disk.renew_catalog()
-
-    def read_hints(self) -> dict[str, Any]:
-        """What `write_hints` noted last; empty without a disk."""
-        return {} if self._disk is None else self._disk.hints.read()
-
-    def write_hints(self, hints: Mapping[str, Any]) -> None:
-        """Notes JSON values beside the disk tier, if there is one (`store.hints.Hints`)."""
-        if self._disk is not None:
-            self._disk.hints.write(hints)
+        return ((), ()) if self._following is None else self._following.list_all()
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -302,21 +288,26 @@ class TieredStore(Levels):
             self._counts[tier]["evicted"] += len(gone)
         return gone
 
-    def discard(self, variant_id: str) -> None:
+    def discard(self, variant_id: str, condemns: Condemns | None = None) -> None:
         """Takes the variant out of every tier, pinned or not, for ever: the end of a corrupt or outdated one. Readers
-        that hold views keep them; later reads of the disk miss."""
+        that hold views keep them; later reads of the disk miss. With `condemns`, tiers whose record of it is another
+        one, say of a process that wrote it anew, keep it."""
         with self._lock:
             for name, tier in self._memory.items():
-                self._counts[name]["discarded"] += tier.remove(variant_id)
+                record = tier.get_record(variant_id)
+                if record is not None and (condemns is None or condemns(record)):
+                    self._counts[name]["discarded"] += tier.remove(variant_id)
             if self._writer is not None:
-                self._writer.cancel(variant_id)
-            hidden = [] if self._disk is None else self._disk.hide([variant_id])
+                self._writer.cancel(variant_id, condemns)
+            hidden = [] if self._disk is None else self._disk.hide([variant_id], condemns)
             if hidden:
                 self._counts[DISK]["discarded"] += len(hidden)
         if hidden and self._disk is not None:
             self._disk.erase(hidden, condemned=True)
 
-    def erase(self, variant_ids: Iterable[str], *, uncommitted: bool) -> tuple[str, ...]:
+    def erase(
+        self, variant_ids: Iterable[str], *, uncommitted: bool, condemns: Condemns | None = None
+    ) -> tuple[str, ...]:
         """`discard`s variants and looks whether they are gone, behind the write queue; returns the keys and variant ids
         that could not be deleted. It refreshes, so `records` may know more. Raises OSError: the disk cannot be listed.
         With `uncommitted` also goes what lies on disk without a sound record, of any age: parts of killed writes,
@@ -324,15 +315,27 @@ class TieredStore(Levels):
         """
         condemned = tuple(variant_ids)
         for variant_id in condemned:
-            self.discard(variant_id)
+            self.discard(variant_id, condemns)
         if self._disk is None or self._writer is None:
             return ()
-        erase = functools.partial(erase_from_disk, self._disk, condemned, uncommitted=uncommitted)
-        return self._writer.call(erase).result()  # on the writing thread: none of our own writes is under way then
+        erase = functools.partial(erase_from_disk, self._disk, condemned, uncommitted=uncommitted, condemns=condemns)
+        try:
+            return self._writer.call(erase).result()  # on the writing thread: none of our own writes is under way then
+        finally:
+            self.tell_others()  # what was erased is not only on disk
+
+    def tell_others(self) -> None:
+        """Through the index, if there is one: more happened than was stored and discarded, they had better look."""
+        if self.news is not None:
+            self.news.something()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that."""
-        return self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
+        """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that. For
+        the index to know it waits a second more at most."""
+        is_done = self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
+        if self.news is not None:
+            self.news.flush()
+        return is_done
 
     def close(self) -> None:
         """Writes what is queued, gives memory back and refuses further use. May be called twice."""
@@ -340,6 +343,8 @@ class TieredStore(Levels):
             self._open = False
         if self._writer is not None:
             self._writer.close()
+        if self.news is not None:
+            self.news.close()
         with self._lock:
             for tier in self._memory.values():
                 tier.close()

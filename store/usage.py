@@ -20,7 +20,9 @@ class TierUsage:
       hits, misses: look-ups of `prepare_load` that this tier answered, or could not; the fastest is asked first.
       writes: variants taken in, by store or promotion. failed_writes: refused by the disk. skipped_writes: no room in
         the budget or in the write queue.
-      corrupt: failed checks of data or records. evicted, discarded: by the caller's order.
+      corrupt: failed checks of data or records. forged: those of records, and of a shared index's
+        leases and orders, that none of this store's keys sealed.
+      evicted, discarded: by the caller's order.
       bytes_read: KV bytes handed out by completed loads. bytes_written: bytes taken in, on disk with checksums and
         record.
     """
@@ -34,6 +36,7 @@ class TierUsage:
     failed_writes: int = 0
     skipped_writes: int = 0
     corrupt: int = 0
+    forged: int = 0
     evicted: int = 0
     discarded: int = 0
     bytes_read: int = 0

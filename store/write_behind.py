@@ -14,7 +14,7 @@ import numpy as np
 
 from store.claims import Claims
 from store.disk import TensorStoreTier
-from store.spec import ShardRecord
+from store.spec import Condemns, ShardRecord
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -86,13 +86,18 @@ class WriteBehind:
         """
         return self._executor.submit(function)
 
-    def cancel(self, variant_id: str) -> None:
+    def cancel(self, variant_id: str, condemns: Condemns | None = None) -> None:
         """Makes a queued variant never readable from disk: it leaves the queue at once, or the disk as soon as the
-        write that is under way is over. Does nothing when it is not queued."""
+        write that is under way is over. Does nothing when it is not queued, or when its record is not what `condemns`
+        asks for."""
         with self._changed:
+            pending = self._pending.get(variant_id)
+            if pending is None or (condemns is not None and not condemns(pending[0])):
+                return
             if variant_id == self._writing:
                 self._cancelled.add(variant_id)
-            elif (pending := self._pending.pop(variant_id, None)) is not None:
+            else:
+                del self._pending[variant_id]
                 self._tier.release(pending[0])
                 self._changed.notify_all()
 

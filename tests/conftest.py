@@ -5,29 +5,34 @@ Settings travel in environment variables, so that the subprocesses of tests inhe
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jaxtyping
 import pytest
 
 from tests.data import data_path
+from tests.redis_server import RedisServer, redis_server
 
 ROOT = Path(__file__).resolve().parent.parent
+_MOST_MAPPINGS = 20_000
 
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Some virtual machines report AMX and then stop a process that uses it: torch's bfloat16 would end the test run.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# `params` is left out: jax rebuilds its dataclasses with leaves that are no arrays (shapes, None, shardings).
-_STEMS = {path.stem for path in (ROOT / "models/llama3").glob("[a-z]*.py")} - {"params"}
+# Two are left out: jax rebuilds their dataclasses with leaves that are no arrays (shapes, None, shardings).
+_STEMS = {path.stem for path in (ROOT / "models/llama3").glob("[a-z]*.py")} - {"params", "quantized"}
 _CHECKED = [f"models.llama3.{stem}" for stem in sorted(_STEMS)]
 jaxtyping.install_import_hook([*_CHECKED, "pallas_kernels"], "beartype.beartype")
 
@@ -35,6 +40,13 @@ jaxtyping.install_import_hook([*_CHECKED, "pallas_kernels"], "beartype.beartype"
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in (config.getoption("markexpr") or "").replace("not gpu", ""):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    if not hasattr(config, "workerinput"):  # once for all workers: most files compile the same small models' steps
+        folder = tempfile.mkdtemp(prefix="ccjax-test-compiled-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,7 +61,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_enough_mappings() -> Iterator[None]:
+    """Every compiled step takes some memory mappings, of which Linux gives a process 65,530: XLA aborts beyond. So what
+    the modules before have compiled is dropped in time."""
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        gc.collect()
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+
+
 @pytest.fixture
 def test_data() -> Callable[..., Path]:
     """`test_data("qa", "file.jsonl")` is the path of a data file, or skips the test."""
     return data_path
+
+
+@pytest.fixture(scope="session")
+def common_redis() -> Iterator[RedisServer]:
+    """A server for tests that leave it as it is."""
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """A server for one test, which may do anything to it."""
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def index_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a shared index, in which other tests may have left namespaces of their own."""
+    return f"sqlite://{tmp_path}/index.db" if request.param == "sqlite" else request.getfixturevalue("common_redis").url

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,33 @@ def llama_forward(
             attended[:, head] = attention[head] @ value[:, kv_head]
         x = x + attended.reshape(len(at), -1) @ weight(block + "self_attn.o_proj.weight").T
         normed = norm(x, block + "post_attention_layernorm.weight")
-        gate = normed @ weight(block + "mlp.gate_proj.weight").T
-        up = normed @ weight(block + "mlp.up_proj.weight").T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weight(block + "mlp.down_proj.weight").T
+        if config["model_type"] == "mixtral":
+            x = x + mixture(normed, weight, block + "block_sparse_moe.", config["num_experts_per_tok"])
+        else:
+            x = x + gated(normed, *(weight(f"{block}mlp.{name}_proj.weight") for name in ("gate", "up", "down")))
         layers.append(OracleLayer(key, value, attention))
     head_name = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
     return norm(x, "model.norm.weight") @ weight(head_name).T, layers
+
+
+def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """The gated MLP of rows `x`."""
+    gated = x @ gate.T
+    return (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+
+
+def mixture(x: np.ndarray, weight: Callable[[str], np.ndarray], block: str, num_chosen: int) -> np.ndarray:
+    """Mixtral's MLP, token by token: sum of softmax(top-k(x W_g))_i SwiGLU_i(x) (Jiang et al. 2024, sec. 2.1)."""
+    router = weight(block + "gate.weight")
+    out = np.zeros_like(x)
+    for token, row in enumerate(x):
+        logits = router @ row
+        chosen = sorted(range(len(logits)), key=lambda expert: -logits[expert])[:num_chosen]
+        shares = np.exp(logits[chosen] - logits[chosen].max())
+        for expert, share in zip(chosen, shares / shares.sum(), strict=True):
+            parts = (weight(f"{block}experts.{expert}.{name}.weight") for name in ("w1", "w3", "w2"))
+            out[token] += share * gated(row, *parts)
+    return out
 
 
 def random_llama(seed: int, **changes: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -151,6 +172,13 @@ def random_llama(seed: int, **changes: Any) -> tuple[dict[str, np.ndarray], dict
         weights |= {block + f"{name}.weight": norm() for name in ("input_layernorm", "post_attention_layernorm")}
         shapes = {"q": (q, d), "k": (k, d), "v": (k, d), "o": (d, q)}
         weights |= {block + f"self_attn.{name}_proj.weight": linear(*shape) for name, shape in shapes.items()}
+        if config["model_type"] == "mixtral":
+            block += "block_sparse_moe."
+            weights[block + "gate.weight"] = linear(config["num_local_experts"], d)
+            for expert in range(config["num_local_experts"]):
+                shapes = {"w1": (f, d), "w2": (d, f), "w3": (f, d)}
+                weights |= {f"{block}experts.{expert}.{name}.weight": linear(*shape) for name, shape in shapes.items()}
+            continue
         shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
         weights |= {block + f"mlp.{name}_proj.weight": linear(*shape) for name, shape in shapes.items()}
     if not config["tie_word_embeddings"]:

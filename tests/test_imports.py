@@ -12,16 +12,41 @@ ROOT = Path(__file__).resolve().parent.parent
 # Package -> our packages that it may import besides itself; the longest matching name counts.
 ALLOWED = {
     "scripts": {"ccjax", "models", "store", "pallas_kernels"},
-    "scripts.gpucheck": {"pallas_kernels", "scripts", "tests"},  # runs the kernels' test cases on a GPU
+    # Runs the kernels' test cases, and a small engine, on a GPU.
+    "scripts.gpucheck": {"pallas_kernels", "scripts", "tests", "ccjax.engine", "ccjax.types", "models"},
     "ccjax": {"ccjax.types", "ccjax.errors"},
     "ccjax.server": {"ccjax.engine", "ccjax.retrieval", "ccjax.types", "ccjax.errors", "ccjax.text"},
+    "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.retrieval", "ccjax.policy", "ccjax.text", "ccjax.types"}
+    | {"ccjax.errors"},
     "ccjax.engine": {"ccjax.policy", "ccjax.text", "ccjax.types", "ccjax.errors", "store", "models", "pallas_kernels"},
     "ccjax.retrieval": {"models.minilm", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},
     "ccjax.demo": {"ccjax.engine", "ccjax.text", "ccjax.types", "ccjax.errors", "models", "pallas_kernels"},
     "ccjax.evaluation": {"ccjax.engine", "ccjax.policy", "ccjax.demo", "ccjax.types", "ccjax.errors"},
-    "models.llama3": {"pallas_kernels"},
+    # Virtual time over the engine's index, placement and prompts; no batch loop, which has a device.
+    "ccjax.simulation": {
+        "ccjax.engine",
+        "ccjax.policy",
+        "ccjax.types",
+        "ccjax.errors",
+        "store",
+        "models.llama3.config",
+    },
+    "ccjax.precompute": {
+        *(
+            "ccjax.engine",
+            "ccjax.evaluation",
+            "ccjax.policy",
+            "ccjax.retrieval",
+            "ccjax.types",
+            "ccjax.errors",
+            "store",
+        ),
+        "ccjax.server.loading",  # documents are read as a server reads them
+    },
+    "models.llama3": {"pallas_kernels", "models.lockstep"},
+    "models.lockstep": set(),
     "models.minilm": set(),
     "pallas_kernels": set(),
     "store": set(),
@@ -75,6 +100,8 @@ def test_imports_follow_the_arrows(module, path):
         ("ccjax.retrieval.index", "store.spec"),
         ("models.llama3.steps", "ccjax.policy.focus"),
         ("ccjax.engine.engine", "ccjax.server.app"),
+        ("ccjax.engine.engine", "ccjax.simulation.run"),
+        ("ccjax.simulation.run", "models.llama3.steps"),
     ],
 )
 def test_a_wrong_arrow_is_seen(module, imported):
@@ -102,16 +129,21 @@ def test_a_foreign_package_of_the_same_name_is_named(tmp_path, package):
 
 
 def test_jit_lives_in_steps_only():
-    """Serving compiles in one place per model; the demo's training and the kernels' checks do so elsewhere."""
+    """Serving compiles in one place per model; random weights, the demo's training and the kernels' checks do so
+    elsewhere."""
     found = set()
     for module, path in _modules():
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             is_jit = isinstance(node, ast.Attribute) and node.attr == "jit"
+            if isinstance(node, ast.ImportFrom) and node.module == "models.lockstep":
+                is_jit = bool({"step", "Step"} & {alias.name for alias in node.names})
             if is_jit and not module.startswith(("scripts.kernels.", "scripts.gpucheck.")):
                 found.add(module)
     assert found <= {
+        "models.llama3.params",
         "models.llama3.steps",
         "models.llama3.paged_steps",
+        "models.lockstep.steps",
         "models.minilm.encoder",
         "models.minilm.model",
         "ccjax.demo.training",

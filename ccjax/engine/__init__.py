@@ -5,6 +5,7 @@ from ccjax.engine.document_cache import CachedDocument, Removal, WarmedDocument,
 from ccjax.engine.documents import Pin
 from ccjax.engine.engine import Engine
 from ccjax.engine.requests import MOST_ANSWERS, Choice, Delta, Request, Response, SamplingParams, TokenLogprob
+from ccjax.engine.trace import RequestTrace
 
 __all__ = [
     "MOST_ANSWERS",
@@ -16,6 +17,7 @@ __all__ = [
     "Pin",
     "Removal",
     "Request",
+    "RequestTrace",
     "Response",
     "SamplingParams",
     "TokenLogprob",

@@ -4,6 +4,7 @@ no other request, no page and no step."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.contexts import LayerLoader
@@ -34,14 +35,17 @@ class Admission:
         settings: PlannerSettings | None = None,
         is_shared: bool = False,
         is_cancelled: IsCancelled | None = None,
+        on_load: Callable[[int, float, float], None] | None = None,
     ) -> None:
         """
         Args:
           settings: to plan by; None for the engine's own.
           is_shared: agree with other processes on the store who computes what (`ccjax.engine.sharing`).
           is_cancelled: ends waits for loads, with PrefillCancelledError, when it returns True.
+          on_load: of `LayerLoader`, its `on_layer`.
         """
         self._is_cancelled = is_cancelled
+        self._on_load = on_load
         self.prompt = prompt
         self.mode: ReuseMode = mode
         self.plan: PrefillPlan | None = None
@@ -56,6 +60,11 @@ class Admission:
         self._given_up: frozenset[VariantId] = frozenset()
         self._plan_s = self._waited_s = self._planned_at = 0.0
         self._disk_bytes = self._preloaded_bytes = 0
+
+    @property
+    def settings(self) -> PlannerSettings:
+        """What it plans by."""
+        return self._settings
 
     @property
     def collects(self) -> bool:
@@ -126,7 +135,12 @@ class Admission:
         assert self._ticket is not None
         self._patience.expect(wanted)
         self._loader = self._prefill.loader(
-            self._ticket, self.plan, self._patience, skip=shared, is_cancelled=self._is_cancelled
+            self._ticket,
+            self.plan,
+            self._patience,
+            skip=shared,
+            is_cancelled=self._is_cancelled,
+            on_layer=self._on_load,
         )
         return self._loader.__enter__()
 

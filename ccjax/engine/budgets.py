@@ -21,17 +21,20 @@ _SPARE_PAGES = 64
 """Pages of a request that may be part full: one for each segment of its prompt."""
 
 
-def check_budgets(config: EngineConfig) -> None:
+def check_budgets(config: EngineConfig, num_shards: int = 1) -> None:
     """Nothing, unless a budget is larger than what it is a share of: then it would end in a killed process or a full
     disk, long after the start.
+
+    Args:
+      num_shards: devices that the kv heads are split over.
 
     Raises:
       ConfigError: names the budget, what there is, and what was asked for.
     """
-    device, memory = free_device_bytes(), memory_bytes()
+    device, memory = free_device_bytes(num_shards), memory_bytes()
     if device is not None and config.device_cache_bytes > device:
         raise ConfigError(
-            f"device_cache_bytes: wanted at most {device} (what the model leaves free on the device), "
+            f"device_cache_bytes: wanted at most {device} (what the model leaves free on devices), "
             f"got {config.device_cache_bytes}"
         )
     if memory is not None and config.host_cache_bytes > memory:
@@ -52,14 +55,17 @@ def check_budgets(config: EngineConfig) -> None:
         )
 
 
-def pool_bytes(config: EngineConfig, kv_spec: KVSpec, max_model_len: int) -> int:
+def pool_bytes(config: EngineConfig, kv_spec: KVSpec, max_model_len: int, num_shards: int = 1) -> int:
     """Device memory for KV: what `config` says, or room for four of the longest requests, as far as a quarter of the
     free memory holds those.
+
+    Args:
+      num_shards: devices that the kv heads are split over.
 
     Raises:
       ConfigError: it is less than the longest request needs.
     """
-    least = kv_spec.num_bytes((num_pages(max_model_len) + _SPARE_PAGES) * PAGE_TOKENS)
+    least = least_pool_bytes(kv_spec, max_model_len)
     if config.device_cache_bytes:
         if config.device_cache_bytes < least:
             raise ConfigError(
@@ -67,16 +73,26 @@ def pool_bytes(config: EngineConfig, kv_spec: KVSpec, max_model_len: int) -> int
                 f"(max_model_len) needs, or 0, got {config.device_cache_bytes}"
             )
         return config.device_cache_bytes
-    free = free_device_bytes() or memory_bytes()
+    return usual_pool_bytes(least, free_device_bytes(num_shards) or memory_bytes())
+
+
+def least_pool_bytes(kv_spec: KVSpec, max_model_len: int) -> int:
+    """Pages of a request of that many tokens."""
+    return kv_spec.num_bytes((num_pages(max_model_len) + _SPARE_PAGES) * PAGE_TOKENS)
+
+
+def usual_pool_bytes(least: int, free: int | None) -> int:
+    """Pages of four of the longest requests, as far as a quarter of the free memory holds those."""
     return max(least, 4 * least if free is None else min(4 * least, free // 4))
 
 
-def free_device_bytes() -> int | None:
-    """Memory of the default device that nothing has taken yet; None where it has none of its own, or does not say."""
+def free_device_bytes(num_shards: int) -> int | None:
+    """Memory that nothing has taken yet, on so many devices like the first; None where it has none of its own, or does
+    not say."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return num_shards * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
 
 
 def memory_bytes() -> int | None:

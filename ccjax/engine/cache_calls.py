@@ -8,22 +8,29 @@ from pathlib import Path
 
 from ccjax.engine.batch.doors import BatchCounts, Doors
 from ccjax.engine.config import EngineConfig
+from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.loading import Progress
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
 from ccjax.engine.prefill import IsCancelled
+from ccjax.engine.rates import Rates
 from ccjax.engine.shadow import ShadowChecks, ShadowCounts
 from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ConfigError
+from ccjax.policy.routing import ChunkFilter, Summary, load_cost
+from ccjax.types import ChunkId
+from store.news import NewsCounts
 from store.tiered import TieredStore
-from store.usage import TierUsage
+from store.usage import DISK, TierUsage
 
 
 class CacheCalls:
     """The part of `Engine` for all that it keeps."""
 
     config: EngineConfig
+    rates: Rates
+    _costs: MeasuredCosts
     _store: TieredStore
     _variants: VariantIndex
     _documents: DocumentCache
@@ -44,6 +51,10 @@ class CacheCalls:
         """Pages of device memory, and the requests that want them: who runs, who waits, how many were preempted."""
         return self._loop.counts
 
+    def full_prefill_s(self, num_tokens: int) -> float:
+        """Seconds that computing a prompt of so many tokens usually takes here, with nothing cached."""
+        return self._costs.usual_prefill_s(num_tokens)
+
     @property
     def num_variants(self) -> int:
         """Chunk variants that can be reused now."""
@@ -53,6 +64,11 @@ class CacheCalls:
     def maintenance_counts(self) -> MaintenanceCounts:
         """What `repair_one` and `refresh` did so far."""
         return self._maintenance.counts
+
+    @property
+    def news_counts(self) -> NewsCounts | None:
+        """Whether the shared index answers, and what came through it; None without one."""
+        return None if self._store.news is None else self._store.news.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
         """Uses idle time: computes one approximate variant anew and puts the exact one in its place.
@@ -116,6 +132,13 @@ class CacheCalls:
                 if is_due:
                     self._documents.tend()
         self._tidy()
+
+    def summary(self) -> Summary:
+        """What a router should know of this engine; looks at no disk."""
+        rates, disk = self.rates, self.rates.tiers[DISK].cost
+        load_s = None if disk is None else disk.unit_s * self._store.kv_spec.num_bytes(1)
+        held = ChunkFilter.of(map(ChunkId, self._store.chunk_ids(self._store.memory_tiers)))
+        return Summary(held, self.batch_counts.unserved_tokens, load_cost(load_s, rates.seconds_per_token))
 
     def save_snapshot(
         self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None

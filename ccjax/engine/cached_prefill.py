@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from ccjax.engine.capture import ReadLayers, capture_variants, context_deviations
@@ -21,11 +22,12 @@ from ccjax.engine.prompts import Prompt
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.engine.sharing import SharedPrefill
+from ccjax.engine.variant_records import own_platform
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.policy.variants import choose_other_context
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
-from store.errors import ShardCorruptError, ShardNotFoundError
+from store.errors import ShardCorruptError, ShardNotFoundError, StoreError
 from store.tickets import LoadTicket
 from store.tiered import TieredStore
 from store.usage import DEVICE, DISK, HOST
@@ -126,6 +128,7 @@ class CachedPrefill:
         *,
         skip: Collection[int] = (),
         is_cancelled: IsCancelled | None = None,
+        on_layer: Callable[[int, float, float], None] | None = None,
     ) -> LayerLoader:
         """What loads a plan's variants layer by layer, once it is entered; without the segments in `skip`."""
         num_layers = self._prefiller.config.num_layers
@@ -142,6 +145,8 @@ class CachedPrefill:
             lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
             on_merge=self.rates.tiers[HOST].add,
             turn=self._prefiller.turned,
+            placement=self._prefiller.context_placement,
+            on_layer=on_layer,
         )
         self._loaders = [
             *(one for one in self._loaders if one() is not None),
@@ -184,15 +189,37 @@ class CachedPrefill:
         finally:
             self._variants.complete_load(prefilled.ticket)
 
-    def store_new(self, prefilled: Prefilled, kept: set[VariantId], other: np.ndarray | None = None) -> None:
+    def store_new(
+        self,
+        prefilled: Prefilled,
+        kept: set[VariantId],
+        other: np.ndarray | None = None,
+        *,
+        only_last: bool = False,
+        wait: bool = False,
+    ) -> None:
         """Stores what is new of a prefill ahead of any question and unpins; nothing is credited. None of `kept` goes
-        for it, and what is stored joins them. `other` is KV of its last chunk to compare with (`last_kv`)."""
+        for it, and what is stored joins them.
+
+        Args:
+          other: KV of its last chunk to compare with (`last_kv`).
+          only_last: of its chunks, store the last alone.
+          wait: for the disk's queue where that is full, instead of leaving the disk out.
+        """
         assert prefilled.ticket is not None
         try:
             self._variants.documents.learn(prefilled.prompt.chunks)
-            self._capture(prefilled, only_replacing=False, kept=kept, other=other)
+            self._capture(prefilled, only_replacing=False, kept=kept, other=other, only_last=only_last, wait=wait)
         finally:
             self._variants.complete_load(prefilled.ticket)
+
+    def stored_kv(self, variant_id: VariantId) -> np.ndarray | None:
+        """KV [L, 2, T, K, H] of a stored variant, to compare with; None where it cannot be read."""
+        try:
+            return self._read(variant_id)
+        except StoreError as error:
+            logger.warning("variant %s: %s; nothing is compared with it", variant_id, error)
+            return None
 
     def last_kv(self, prefilled: Prefilled) -> np.ndarray | None:
         """KV [L, 2, T, K, H] of the last chunk of a prefill, to compare with, and unpins; stores nothing. None if it
@@ -212,6 +239,8 @@ class CachedPrefill:
         only_replacing: bool,
         kept: set[VariantId] | None = None,
         other: np.ndarray | None = None,
+        only_last: bool = False,
+        wait: bool = False,
     ) -> int:
         """Stores variants of a prefill; how many."""
         prompt, plan = prefilled.prompt, prefilled.plan
@@ -228,6 +257,8 @@ class CachedPrefill:
             plan, prefilled.result, known, prefilled.read_layers, ranking_layers=self._ranking_layers
         )
         for meta, kv in found:
+            if only_last and len(meta.prefix_ids) < len(prompt.chunks) - 1:
+                continue
             place = len(meta.prefix_ids) - prompt.has_system  # among the documents, from 0
             if self._cached_documents is not None and place >= self._cached_documents:
                 continue
@@ -241,7 +272,7 @@ class CachedPrefill:
             if received is not None:
                 first = plan.segments[len(meta.prefix_ids)].start
                 meta = with_received(meta, received[first : first + meta.num_tokens])
-            if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)]):
+            if self._variants.add(meta, kv, prompt, pinned=kept, seen=seen[len(meta.prefix_ids)], wait=wait):
                 kept.add(meta.variant_id)
                 count += 1
         return count
@@ -253,11 +284,12 @@ class CachedPrefill:
     def _other_kv(self, meta: VariantMeta, variants: Sequence[VariantMeta]) -> np.ndarray | None:
         """What memory holds to compare an exact variant with."""
         other = choose_other_context(filter(self._is_at_hand, variants), meta) if meta.fidelity == "exact" else None
-        if other is None:
-            return None
-        ticket = self._store.prepare_load((other.variant_id,), counted=False)
+        return None if other is None else self._read(other.variant_id)
+
+    def _read(self, variant_id: VariantId) -> np.ndarray:
+        ticket = self._store.prepare_load((variant_id,), counted=False)
         try:
-            return ticket.read_layers(other.variant_id, 0, self._prefiller.config.num_layers)
+            return ticket.read_layers(variant_id, 0, self._prefiller.config.num_layers)
         finally:
             self._store.complete_load(ticket, ok=False)
 
@@ -287,12 +319,16 @@ class CachedPrefill:
         known: KnownVariants | None = None,
     ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """The known variants but the `failed` ones. One of which a load would read a lossy copy, or read one (`lossy`),
-        is approximate there, unless it is among `as_stored`: a lossy copy must not pass for a full prefill. `known`
-        asks the index, None for `VariantIndex.of_chunks`."""
+        is approximate there, unless it is among `as_stored`: a lossy copy must not pass for a full prefill. Neither
+        does float32 KV that another platform computed, whose rounding differs; in bfloat16 that is less than what
+        shapes of prefills make. `known` asks the index, None for `VariantIndex.of_chunks`."""
+
+        platform = own_platform()
 
         def seen(meta: VariantMeta) -> VariantMeta:
             is_lossy = meta.variant_id in lossy or self._store.is_lossy(meta.variant_id)
-            is_approx = is_lossy and meta.variant_id not in as_stored
+            is_foreign = meta.platform not in (None, platform) and self._prefiller.dtype == jnp.float32
+            is_approx = (is_lossy or is_foreign) and meta.variant_id not in as_stored
             return dataclasses.replace(meta, fidelity="approx") if is_approx else meta
 
         found = (known or self._variants.of_chunks)({chunk.chunk_id for chunk in prompt.chunks})

@@ -12,6 +12,7 @@ import numpy as np
 from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.policy.capture import should_capture, variant_meta
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId, VariantMeta
+from models.lockstep import fetch
 
 ReadLayers = Callable[[VariantId, int, int], np.ndarray]
 """(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""
@@ -122,6 +123,6 @@ def _kv(result: PrefillOutcome, segment: Segment, read_layers: ReadLayers | None
     for rows in result.layers:
         low, high = np.searchsorted(rows.offsets, (segment.start, segment.start + segment.num_tokens))
         inside = rows.offsets[low:high] - segment.start
-        kv[rows.layer, 0, inside] = np.asarray(rows.k)[rows.first + low : rows.first + high]
-        kv[rows.layer, 1, inside] = np.asarray(rows.v)[rows.first + low : rows.first + high]
+        kv[rows.layer, 0, inside] = fetch(rows.k)[rows.first + low : rows.first + high]
+        kv[rows.layer, 1, inside] = fetch(rows.v)[rows.first + low : rows.first + high]
     return kv

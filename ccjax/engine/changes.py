@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ccjax.types import ChunkId
 
 _MOST_CHUNKS = 100_000
+_MOST_AT_ONCE = 1000
 
 
 class Changes:
@@ -27,6 +28,14 @@ class Changes:
         self._of_chunk[chunk_id] = self.count
         if len(self._of_chunk) > _MOST_CHUNKS:
             self.note_all(0)
+
+    def note_each(self, chunk_ids: Collection[ChunkId]) -> None:
+        """A variant of each of these chunks came or went."""
+        if len(chunk_ids) > _MOST_AT_ONCE:
+            self.note_all(len(chunk_ids))
+            return
+        for chunk_id in chunk_ids:
+            self.note(chunk_id)
 
     def note_all(self, num_changes: int) -> None:
         """Variants of many chunks came or went."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, KeysView, Sequence
 
 import numpy as np
 
-from ccjax.engine.prompts import chunk_id
+from ccjax.engine.prompts import chunk_id, tenant_of
 from ccjax.types import Chunk, ChunkId, VariantMeta
 
 
@@ -32,7 +32,7 @@ class ChunkTokens:
 
     def learn(self, key: ChunkId, token_ids: Sequence[int]) -> None:
         """Keeps the ids of a chunk that is in use; ids that are not the chunk's are passed over."""
-        if key in self._num_uses and key not in self._ids and chunk_id(token_ids) == key:
+        if key in self._num_uses and key not in self._ids and chunk_id(token_ids, tenant_of(key)) == key:
             self._ids[key] = np.asarray(token_ids, np.int32)
 
     def known(self) -> KeysView[ChunkId]:

@@ -20,6 +20,7 @@ class Compilations:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # the warm-up compiles on several threads
         self._count = 0
+        self._seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @property
@@ -27,10 +28,16 @@ class Compilations:
         """Executables so far."""
         return self._count
 
+    @property
+    def seconds(self) -> float:
+        """Seconds that making them took, of all threads together; less where the persistent cache had them."""
+        return self._seconds
+
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self._count += 1
+                self._seconds += duration_secs
 
 
 @functools.cache

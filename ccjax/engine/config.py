@@ -10,7 +10,11 @@ from ccjax.errors import ConfigError
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.planner import PlannerSettings
 from ccjax.policy.scheduling import SchedulerSettings
+from models.llama3.quantized import WEIGHT_FORMATS
+from store.encryption import StoreCipher
 from store.formats import COMPRESSIONS, KV_DTYPES
+from store.signing import StoreKeys
+from store.spec import StoreIdentity
 
 _COUNTS = ("host_cache_bytes", "disk_cache_bytes", "max_variants", "cached_documents")
 _BATCH = ("max_num_batched_tokens", "max_num_seqs", "max_queue", "reorder_window")
@@ -27,9 +31,16 @@ class EngineConfig:
 
     Attributes:
       dtype: of weights, activations and stored KV: "float32" (best on CPU) or "bfloat16" (accelerators).
+      tensor_parallel_size: devices that the model is split over, the first so many (`models.llama3.sharding`).
+      quantization: of the weights of products, rounded as they load: "int8" or "fp8" with a scale per output channel,
+        or None. Embedding, norms and `lm_head` stay in `dtype`, and so does KV.
+      tokenizer: directory with other tokenizer files than the model's own; None takes those.
       attention: implementation of `pallas_kernels.attention.attention`; None takes the platform's own.
       store: URL of the lasting chunk store, such as "file:///var/cache/ccjax" or "s3://bucket/prefix"; None keeps
         chunk-caches in memory only.
+      store_index: URL of what the processes on one `store` share besides, so that each knows at once what the others
+        stored, erased and compute: "sqlite:///var/cache/ccjax-index.db" on one host, "redis://HOST:PORT/DB" on several
+        (`store.index.open_index`). It may be lost, or away, at any time; without it the store is listed now and then.
       strategy: how chunks are reused: "auto" (as much is recomputed as by "cachecraft", where KV was seen to change
         with the context), "cachecraft", "cacheblend" (the tokens whose KV deviates most, 15 % or
         `recompute_ratio`), "reuse" (naive), "set" (the longest prefix in any order), "prefix" (exact prefixes only),
@@ -49,9 +60,12 @@ class EngineConfig:
       focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks.
       focus_rule: gap rule of alg. 1, "entropy" (as printed) or "largest_gap".
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
-      device_cache_bytes: device memory for the KV of running requests and of chunk-caches, all of it taken at once; 0
-        takes what requests usually need and caches no chunk there. What is cached there is kept in host memory as well,
-        as far as that has room.
+      device_cache_bytes: device memory for the KV of running requests and of chunk-caches, all of it taken at once, on
+        all devices (counted once where these outnumber the kv heads); 0 takes what requests usually need and caches no
+        chunk there. What is cached there is kept in host memory as well, as far as that has room.
+      gpu_memory_utilization: share of each device's memory that the model may take; what weights and steps leave of it
+        becomes `device_cache_bytes`, unless that is given (`ccjax.engine.memory`). vLLM's name; it holds for TPUs, too.
+      device_memory_bytes: memory of each device; None asks the device, or, for a CPU, the machine.
       max_num_batched_tokens: tokens that prefills compute together; longer ones are cut into pieces.
       max_num_seqs: requests that run at once; others wait in line.
       max_queue: requests that wait for that, those that came this moment included; more are refused. None for no limit.
@@ -73,6 +87,8 @@ class EngineConfig:
       read_only: reuse what the store holds and add nothing to it.
       share_computation: agree with other processes on the same store who computes which chunk; a request then waits for
         what another one is computing, no longer than computing it here would take and a second.
+      order_after_s: what a request that waits longer in line will have to compute is ordered from whoever has time, by
+        `store_index`; None for never. Those who have it call `Engine.compute_ahead`.
       eviction_policy: which variants leave a full tier, a name of `ccjax.policy.eviction.POLICIES`.
       max_variants: CacheCraft sec. 3.3 `N x M`: chunk variants kept before the least reused is dropped; None for as
         many as the budgets have room for.
@@ -82,13 +98,20 @@ class EngineConfig:
       shadow_ratio: share of the answers over approximate reuse that `Engine.check_one` compares with a full prefill, in
         idle time.
       shadow_target: share of these that should be full prefill's; while fewer are, reuse recomputes more.
+      store_key_file: file of the secret keys, one a line, that seal what is written to `store` (the first one) and that
+        what is read must be sealed with (any of them); None writes no seals and wants none (`store.signing`).
+      encrypt_store: encrypts what is written to `store` by keys made of those, in place of seals (`store.encryption`).
       tenant_salt: separates the chunk-caches of tenants that share a store.
       system_prompt: used where a request brings no system message; None takes the built-in one.
     """
 
     dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    quantization: str | None = None
+    tokenizer: str | None = None
     attention: str | None = None
     store: str | None = None
+    store_index: str | None = dataclasses.field(default=None, repr=False)  # may have a password
     strategy: str = "auto"
     alpha: float = 1.0
     recompute_ratio: float | None = None
@@ -101,6 +124,8 @@ class EngineConfig:
     focus_rule: str = "entropy"
     max_model_len: int | None = None
     device_cache_bytes: int = 0
+    gpu_memory_utilization: float | None = None
+    device_memory_bytes: int | None = None
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 32
     max_queue: int | None = None
@@ -120,21 +145,28 @@ class EngineConfig:
     pin_share: float = 0.5
     read_only: bool = False
     share_computation: bool = False
+    order_after_s: float | None = None
     shadow_ratio: float = 0.0
     shadow_target: float = 0.9
+    store_key_file: str | None = None
+    encrypt_store: bool = False
     tenant_salt: str = ""
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: wanted one of {DTYPES}, got {self.dtype!r}")
+        if self.quantization is not None and self.quantization not in WEIGHT_FORMATS:
+            raise ConfigError(f"quantization: wanted one of {tuple(WEIGHT_FORMATS)} or None, got {self.quantization!r}")
         for name, known in (("disk_kv_dtype", KV_DTYPES), ("disk_compression", COMPRESSIONS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}: wanted one of {known}, got {getattr(self, name)!r}")
-        for name in ("max_model_len", *_COUNTS, *_BATCH):
+        for name in ("max_model_len", "tensor_parallel_size", "device_memory_bytes", *_COUNTS, *_BATCH):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: wanted a positive integer, got {value!r}")
+        if self.tensor_parallel_size is None:
+            raise ConfigError("tensor_parallel_size: wanted a positive integer, got None")
         layers = self.ranking_layers
         if layers is not None:
             is_sequence = isinstance(layers, tuple | list) and len(layers) > 0
@@ -143,7 +175,7 @@ class EngineConfig:
         gap_ms = self.max_decode_gap_ms
         if gap_ms is not None and (not _is_number(gap_ms) or not 0.0 <= gap_ms < math.inf):
             raise ConfigError(f"max_decode_gap_ms: wanted a number of at least 0, got {self.max_decode_gap_ms!r}")
-        for name in ("share_computation", "fixes_positions"):
+        for name in ("share_computation", "fixes_positions", "encrypt_store"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: wanted True or False, got {getattr(self, name)!r}")
         if self.device_cache_bytes and not self.fixes_positions:
@@ -154,6 +186,9 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name}: wanted an integer of at least 0, got {value!r}")
+        share = self.gpu_memory_utilization
+        if share is not None and (not _is_number(share) or not 0.0 < share <= 1.0):
+            raise ConfigError(f"gpu_memory_utilization: wanted a share above 0, at most 1, got {share!r}")
         if not _is_number(self.flow_share) or not 0.0 < self.flow_share < math.inf:
             raise ConfigError(f"flow_share: wanted a number above 0, got {self.flow_share!r}")
         if self.loading not in LOADINGS:
@@ -163,10 +198,34 @@ class EngineConfig:
                 raise ConfigError(f"{name}: wanted a share from 0 to 1, got {getattr(self, name)!r}")
         if self.store is not None and not isinstance(self.store, str):
             raise ConfigError(f"store: wanted a URL such as 'file:///path', got {self.store!r}")
+        if self.store_index is not None and (not isinstance(self.store_index, str) or self.store is None):
+            got = "none" if self.store is None else type(self.store_index).__name__
+            wanted = "a store that it is the index of" if self.store is None else "a URL such as 'redis://HOST:PORT/DB'"
+            raise ConfigError(f"store_index: wanted {wanted}, got {got}")
+        if self.store_key_file is not None and self.store is None:
+            raise ConfigError("store_key_file: wanted a store whose entries its keys seal, got none")
+        if self.encrypt_store and self.store_key_file is None:
+            raise ConfigError("encrypt_store: wanted a store_key_file, of whose keys it makes its own, got none")
+        if self.order_after_s is not None:
+            if not _is_number(self.order_after_s) or not 0.0 <= self.order_after_s < math.inf:
+                raise ConfigError(f"order_after_s: wanted seconds of at least 0, got {self.order_after_s!r}")
+            if self.store_index is None:
+                raise ConfigError("order_after_s: wanted a store_index, by which orders are placed, got none")
         try:
             self.planner_settings()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def store_identity(self, model_fingerprint: str) -> StoreIdentity:
+        """Whose variants an engine of these settings stores and reads; reads the key file.
+
+        Raises:
+          ConfigError: the key file cannot be read, or has no usable keys; a package that encrypts is missing; what is
+            encrypted should be compressed.
+        """
+        if self.encrypt_store and self.disk_compression != "none":
+            raise ConfigError(f"disk_compression: wanted 'none' with encrypt_store, got {self.disk_compression!r}")
+        return identity_of(model_fingerprint, self.tenant_salt, self.store_key_file, self.encrypt_store)
 
     def planner_settings(self, num_layers: int = 1) -> PlannerSettings:
         """The part of the settings that policy decides by, for a model of so many layers."""
@@ -195,6 +254,18 @@ class EngineConfig:
             flow_share=self.flow_share,
             reorder_window=self.reorder_window,
         )
+
+
+def identity_of(
+    model_fingerprint: str, tenant_salt: str, store_key_file: str | None, encrypt_store: bool = False
+) -> StoreIdentity:
+    """As `EngineConfig.store_identity`, for programs that have no engine."""
+    try:
+        keys = None if store_key_file is None else StoreKeys.of_file(store_key_file)
+        cipher = StoreCipher(keys) if encrypt_store and keys is not None else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return StoreIdentity(model_fingerprint, tenant_salt, keys, cipher)
 
 
 def _is_layer(value: object) -> bool:

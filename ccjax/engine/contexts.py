@@ -18,6 +18,7 @@ import numpy as np
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
 from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.types import PrefillPlan, Segment, VariantId
+from models.lockstep import put
 from store.errors import StoreError
 from store.tickets import LoadTicket
 from store.usage import DEVICE
@@ -35,6 +36,10 @@ class Pool(Protocol):
     @property
     def num_slots(self) -> int:
         """Slots of the pool; a slot number from here on means none."""
+        ...
+
+    def put_slots(self, slots: np.ndarray) -> jax.Array:
+        """Slots [S] int32 where `gather` wants them."""
         ...
 
     def gather(
@@ -71,6 +76,8 @@ class LayerLoader:
         lead: int = 1,
         on_merge: Callable[[int, float], Any] = lambda num_bytes, seconds: None,
         turn: Callable[[np.ndarray, int], np.ndarray] | None = None,
+        placement: jax.sharding.Sharding | None = None,
+        on_layer: Callable[[int, float, float], None] | None = None,
     ) -> None:
         """
         Args:
@@ -83,6 +90,9 @@ class LayerLoader:
           lead: layers whose KV must be there before the first context is handed out.
           on_merge: called, from the thread, with the bytes of each layer and the seconds that merging them took.
           turn: keys [T, K, H] turned by so many positions, for plans whose segments have a `key_shift`.
+          placement: of the contexts on the devices; None for a single one.
+          on_layer: called, from the thread, with each layer and when its load began and ended (`time.perf_counter`),
+            reads included that had to be waited for.
         """
         self.waited_s = 0.0
         self._ticket = ticket
@@ -102,6 +112,8 @@ class LayerLoader:
         self._is_cancelled = is_cancelled
         self._on_merge = on_merge
         self._turn = turn
+        self._placement = placement
+        self._on_layer = on_layer
         self._changed = threading.Condition()
         self._contexts: dict[int, tuple[jax.Array, jax.Array]] = {}
         self._failure: BaseException | None = None
@@ -118,7 +130,7 @@ class LayerLoader:
         for variant_id, segment in reused:
             slots[segment.start : segment.start + segment.num_tokens] = self._ticket.slots(variant_id)
             self._paged_bytes += segment.num_tokens * 2 * self._shape[1] * self._shape[2] * self._dtype.itemsize
-        return jax.device_put(slots)
+        return self._pool.put_slots(slots)
 
     def __enter__(self) -> LayerLoader:
         if self._variants:
@@ -195,11 +207,14 @@ class LayerLoader:
     def _work(self) -> None:
         try:
             for layer in range(self._num_layers):
+                started_s = time.perf_counter()
                 self._start_reads(max(layer + 1 + self._depth, self._lead))
                 for other in range(layer, max(layer + 1, self._lead)):
                     for variant_id in self._late(other, other + 1):
                         self._read(variant_id, other)
                 context = self._merge(layer)
+                if self._on_layer is not None:
+                    self._on_layer(layer, started_s, time.perf_counter())
                 with self._changed:
                     self._contexts[layer] = context
                     self._changed.notify_all()
@@ -242,7 +257,7 @@ class LayerLoader:
                 k_buffer[where] = self._turn(kv[0], segment.key_shift)
             num_bytes += kv.nbytes
         # A numpy buffer may be aliased by the CPU device; the copy makes the values the caller's to donate.
-        context = jax.numpy.asarray(k_buffer), jax.numpy.array(v_buffer, copy=True)
+        context = put(k_buffer, self._placement), put(v_buffer, self._placement, may_alias=False)
         jax.block_until_ready(context)
         self._merged_bytes += num_bytes
         self._on_merge(num_bytes, time.perf_counter() - started)

@@ -27,6 +27,15 @@ class MeasuredCosts:
             return num_tokens * self._grid.prefill_s(cached_tokens, new_tokens) / new_tokens
         return num_tokens * (self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN)
 
+    def full_prefill_s(self, num_tokens: int) -> float | None:
+        """Seconds of a prefill that computes a whole prompt; None while nothing like it was measured."""
+        return self._rates.compute.like_s(num_tokens) if self._grid is None else self._grid.prefill_s(0, num_tokens)
+
+    def usual_prefill_s(self, num_tokens: int) -> float:
+        """The same, or by all prefills that were measured; as usual, until there are some."""
+        known_s = self.full_prefill_s(num_tokens) or self._rates.compute_s(num_tokens)
+        return num_tokens * _UNMEASURED_S_PER_TOKEN if known_s is None else known_s
+
     def load_s(self, tier: str, num_bytes: int) -> float:
         """Seconds to load so many bytes of KV out of a tier."""
         rate = self._rates.tiers.get(tier)  # reads on the device are never waited for, so nobody can time them

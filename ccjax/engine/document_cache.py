@@ -9,12 +9,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.documents import Erasure, Link
+from ccjax.engine.plan_rows import computed_offsets
 from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.variant_records import origin_of_record
@@ -22,11 +24,13 @@ from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler
 from ccjax.errors import EraseIncompleteError
 from ccjax.types import Chunk, ChunkId, Document, VariantId
+from store.spec import ShardRecord
 from store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
 _TEND_INTERVAL_S = 600.0
+_ERASE_PAUSES_S = (0.05, 0.1, 0.2)  # others hear of an erasure within some looks at the index
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,12 +88,25 @@ class WarmedDocument:
 
 
 class Warming:
-    """Documents to warm, and how far that is; `done` grows document by document."""
+    """Documents to warm, and how far that is; `done` grows document by document.
 
-    def __init__(self, documents: Sequence[Document], prompts: Sequence[Prompt], *, compare: bool) -> None:
+    Args:
+      prompts: the last chunk of each is the document, what stands before it is its prefix.
+      companion: what a document is compared behind where none of the others was warmed before it.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        prompts: Sequence[Prompt],
+        *,
+        compare: bool,
+        companion: Chunk | None = None,
+    ) -> None:
         self.total = len(documents)
         self.compare = compare
-        self._prompts = tuple(prompts)
+        self.prompts = tuple(prompts)
+        self.companion = () if companion is None else (companion,)
         self.done: list[WarmedDocument] = []
         self._left = collections.deque(zip(documents, prompts, strict=True))
         self._kept: set[VariantId] = set()
@@ -97,10 +114,16 @@ class Warming:
     def _beside(self, prompt: Prompt) -> Prompt | None:
         """The next document behind another one of these, the one warmed last if it can be; None if there is none."""
         done = len(self.done)
-        others = (*reversed(self._prompts[:done]), *self._prompts[done + 1 :])
+        earlier, later = ([one.chunks[-1] for one in some] for some in (self.prompts[:done], self.prompts[done + 1 :]))
         own = prompt.chunks[-1]
-        neighbour = next((one.chunks[-1] for one in others if one.chunks[-1].chunk_id != own.chunk_id), None)
+        others = (*reversed(earlier), *self.companion, *later)
+        neighbour = next((one for one in others if one.chunk_id != own.chunk_id), None)
         return None if neighbour is None else dataclasses.replace(prompt, chunks=(*prompt.chunks[:-1], neighbour, own))
+
+    @property
+    def next_prompt(self) -> Prompt:
+        """That of the next document; there is one unless `is_finished`."""
+        return self._left[0][1]
 
     @property
     def is_finished(self) -> bool:
@@ -141,23 +164,47 @@ class DocumentCache:
         Raises:
           PrefillCancelledError: `is_cancelled` returned True; the document is still to be done.
         """
-        document, prompt = warming._left[0]
+        prompt = warming.next_prompt
         status: WarmStatus = "present"
-        if self._warm_id(prompt) is None:
-            other = None
-            beside = warming._beside(prompt) if warming.compare else None
-            if beside is not None and beside.num_tokens <= self._max_model_len:
-                other = self._prefill.last_kv(self._computed(beside, is_cancelled))
-            self._prefill.store_new(self._computed(prompt, is_cancelled), warming._kept, other)
-            status = "no_room" if self._warm_id(prompt) is None else "computed"
+        if self.held_id(prompt) is None:
+            self.compute(warming, is_cancelled)
+            status = "no_room" if self.held_id(prompt) is None else "computed"
         else:
             self.registry.learn(prompt.chunks)
-        found = self._warm_id(prompt)
+        self.pass_over(warming, status)
+
+    def compute(self, warming: Warming, is_cancelled: IsCancelled | None, *, wait: bool = False) -> int:
+        """Computes the next document's variant and stores it where there is room; how many tokens were computed.
+
+        Of a prompt with other documents before it, only the last one is stored. `wait` as `CachedPrefill.store_new`.
+
+        Raises:
+          PrefillCancelledError: as `warm_one`.
+        """
+        prompt = warming.next_prompt
+        other, num_tokens = None, 0
+        is_alone = len(prompt.chunks) == 1 + prompt.has_system
+        beside = warming._beside(prompt) if warming.compare and is_alone else None
+        if beside is not None and beside.num_tokens <= self._max_model_len:
+            compared = self._computed(beside, is_cancelled)
+            num_tokens += len(computed_offsets(compared.plan))
+            other = self._prefill.last_kv(compared)
+        elif warming.compare and not is_alone:
+            alone_id = self.held_id(dataclasses.replace(prompt, chunks=_without_others(prompt)))
+            other = None if alone_id is None else self._prefill.stored_kv(alone_id)
+        prefilled = self._computed(prompt, is_cancelled)
+        num_tokens += len(computed_offsets(prefilled.plan))
+        self._prefill.store_new(prefilled, warming._kept, other, only_last=not is_alone, wait=wait)
+        return num_tokens
+
+    def pass_over(self, warming: Warming, status: WarmStatus) -> None:
+        """Ends the next document of a warming, which came to that."""
+        document, prompt = warming._left.popleft()
+        found = self.held_id(prompt)
         if found is not None:
             warming._kept.add(found)
         name = document.source_id or document.id
         warming.done.append(WarmedDocument(name, document.version, len(prompt.chunks[-1].token_ids), status))
-        warming._left.popleft()
 
     def _computed(self, prompt: Prompt, is_cancelled: IsCancelled | None) -> Prefilled:
         self._compiler.wait_for(self._alone.size_of(prompt, "exact"), is_cancelled)
@@ -174,7 +221,7 @@ class DocumentCache:
           RequestError, UnknownDocumentError: as `DocumentRegistry.select`.
           EraseIncompleteError: not everything could be deleted, or noted; nothing of it is used any more.
         """
-        self._take_in_all()
+        self.take_in_all()
         self._variants.look_into_all()  # before the erasure begins, after which what it takes would only be dropped
         stays = self.registry.learn([chunk for chunk in keep if self.registry.knows(chunk.chunk_id)])
         links = {name: link for name, link in self.registry.select(document_id, version).items() if name not in stays}
@@ -284,7 +331,7 @@ class DocumentCache:
             erasing=any(name in going for name, _ in links),
         )
 
-    def _warm_id(self, prompt: Prompt) -> VariantId | None:
+    def held_id(self, prompt: Prompt) -> VariantId | None:
         """The exact variant that warming a prompt's last chunk is about, if it is held."""
         *before, last = (chunk.chunk_id for chunk in prompt.chunks)
         for meta in self._variants.of_chunks({last}).get(last, ()):
@@ -292,7 +339,7 @@ class DocumentCache:
                 return meta.variant_id
         return None
 
-    def _take_in_all(self) -> None:
+    def take_in_all(self) -> None:
         """Learns what other processes noted and stored, as far as the disk answers."""
         self.follow(*self.fetch())
         self._store.refresh()
@@ -314,8 +361,7 @@ class DocumentCache:
         condemned = {str(meta.variant_id) for meta in held}
         condemned |= self._taken_by(erasure)  # of an earlier attempt: no longer in the index
         try:
-            remaining = self._store.erase(sorted(condemned), uncommitted=erasure.whole and not erasure.is_done)
-            remaining += tuple(self._taken_by(erasure))  # what that found on disk, and could not be deleted earlier
+            remaining = self._erase(erasure, condemned)
         except OSError as error:
             remaining = (f"the disk cannot be listed: {error}",)
         for meta in held:
@@ -324,13 +370,28 @@ class DocumentCache:
         self._variants.save_hints()
         return len(held), num_bytes, remaining
 
+    def _erase(self, erasure: Erasure, condemned: set[str]) -> tuple[str, ...]:
+        """Deletes these variants, and what more of the erasure's it finds on disk: others write until they have heard
+        of it, and an earlier attempt may have failed. Returns what could not be deleted. Raises OSError: the disk
+        cannot be listed."""
+
+        def condemns(record: ShardRecord) -> bool:  # others who have heard of it compute the same variants anew
+            return _takes(erasure, record)
+
+        for pause_s in (*_ERASE_PAUSES_S, 0.0):
+            self._store.tell_others()
+            uncommitted = erasure.whole and not erasure.is_done
+            remaining = self._store.erase(sorted(condemned), uncommitted=uncommitted, condemns=condemns)
+            found = self._taken_by(erasure)
+            if remaining or not found:
+                break
+            condemned = condemned | found
+            time.sleep(pause_s)
+        return (*remaining, *sorted(found))
+
     def _taken_by(self, erasure: Erasure) -> set[str]:
         """Variants in the store that an erasure takes; reads all records."""
-        return {
-            record.variant_id
-            for record in self._store.records()
-            if erasure.takes(ChunkId(record.chunk_id), origin_of_record(record))
-        }
+        return {record.variant_id for record in self._store.records() if _takes(erasure, record)}
 
     def _forget(self, erasure: Erasure) -> None:
         try:
@@ -344,4 +405,14 @@ class DocumentCache:
             self.registry.finish(erasure)
         except OSError as error:
             return (f"its notes: {error}",)
+        self._store.tell_others()  # that it is over: the notes of the document are gone
         return ()
+
+
+def _takes(erasure: Erasure, record: ShardRecord) -> bool:
+    return erasure.takes(ChunkId(record.chunk_id), origin_of_record(record))
+
+
+def _without_others(prompt: Prompt) -> tuple[Chunk, ...]:
+    """The system prompt, if any, and the last document."""
+    return (*prompt.chunks[: int(prompt.has_system)], prompt.chunks[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ccjax.engine.config import EngineConfig
@@ -13,11 +13,16 @@ from ccjax.engine.document_cache import CachedDocument, DocumentCache, Removal, 
 from ccjax.engine.documents import Pin, check_id
 from ccjax.engine.pins import DocumentPins
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
-from ccjax.engine.prompts import Prompt, as_chunk
+from ccjax.engine.prompts import Prompt, as_chunk, tenant_tag
+from ccjax.engine.pruning import Pruned, prune
+from ccjax.engine.rates import Rates
 from ccjax.engine.requests import Request, SamplingParams, documents_from
+from ccjax.engine.shared_warming import SharedVariant, SharedWarming
+from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ContextLengthError, ReadOnlyError, RequestError
 from ccjax.text import PromptBuilder
-from ccjax.types import Document
+from ccjax.types import Chunk, ChunkId, Document
+from store.tiered import TieredStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,9 +41,12 @@ class DocumentCalls:
     """
 
     config: EngineConfig
+    rates: Rates
     _builder: PromptBuilder | None
     _documents: DocumentCache
     _pins: DocumentPins
+    _store: TieredStore
+    _variants: VariantIndex
 
     def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
         raise NotImplementedError
@@ -76,28 +84,116 @@ class DocumentCalls:
         self,
         documents: Sequence[Document | Mapping[str, Any]],
         *,
+        behind: Sequence[Sequence[Document | Mapping[str, Any]]] = (),
+        companion: Document | Mapping[str, Any] | None = None,
         system_prompt: str | None = None,
         compare: bool | None = None,
+        cache_salt: str = "",
     ) -> Warming:
-        """What `warm` begins with, for callers that go on with `warm_one` whenever there is time; raises as `warm`."""
+        """What `warm` begins with, for callers that go on with `warm_one` whenever there is time; raises as `warm`.
+
+        Args:
+          behind: for each document what stands between it and the system prompt; empty for nothing. A document with
+            something before it is compared with how it is alone, where that is stored.
+          companion: what a document is compared behind where none of the others was warmed before it.
+          cache_salt: `Request.cache_salt` of the requests to come: only those find what is warmed.
+        """
         self._check_writable()
         checked = documents_from(documents)
         if not checked:
             raise RequestError("documents", "wanted at least one document, got none")
-        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        if behind and len(behind) != len(checked):
+            raise RequestError("behind", f"wanted one list for each of {len(checked)} documents, got {len(behind)}")
         prompts = []
         for number, document in enumerate(checked):
-            messages = [*system, {"role": "user", "content": "?"}]
-            request = Request(messages=messages, documents=[document], sampling=SamplingParams(max_new_tokens=None))
+            before = documents_from(behind[number]) if behind else ()
             try:
-                prompt = self._assemble(request, answer=False)
+                prompt = self._warm_prompt([*before, document], system_prompt, cache_salt)
             except ContextLengthError as error:
                 message = str(error).removeprefix(f"{error.argument}: ").partition(";")[0]
                 raise ContextLengthError(f"documents[{number}]", message) from error
             # One token in place of a question: a prefill ends with one.
             prompts.append(dataclasses.replace(prompt, question=prompt.chunks[-1].token_ids[-1:], max_new_tokens=1))
-        is_compared = self.config.strategy in ("auto", "deviation") if compare is None else compare
-        return Warming(checked, prompts, compare=is_compared)
+        beside = None if companion is None else self._passage_chunks([companion], tenant_tag(cache_salt))[0]
+        return Warming(checked, prompts, compare=self.compares(compare), companion=beside)
+
+    def compares(self, compare: bool | None) -> bool:
+        """What `compare` of `warm` comes to here."""
+        return self.config.strategy in ("auto", "deviation") if compare is None else compare
+
+    def _warm_prompt(self, documents: Sequence[Document], system_prompt: str | None, cache_salt: str = "") -> Prompt:
+        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        messages = [*system, {"role": "user", "content": "?"}]
+        sampling = SamplingParams(max_new_tokens=None)
+        request = Request(messages=messages, documents=documents, sampling=sampling, cache_salt=cache_salt)
+        return self._assemble(request, answer=False)
+
+    def passage_chunks(self, documents: Sequence[Document | Mapping[str, Any]]) -> tuple[Chunk, ...]:
+        """The documents as prompts have them, with their token ids; computes nothing.
+
+        Raises:
+          RequestError: a document cannot be used, or the model has no tokenizer.
+        """
+        return self._passage_chunks(documents, "")
+
+    def _passage_chunks(self, documents: Sequence[Document | Mapping[str, Any]], tenant: str) -> tuple[Chunk, ...]:
+        if self._builder is None:
+            raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
+        return tuple(as_chunk(self._builder.document_ids(one), one, tenant) for one in documents_from(documents))
+
+    def warming_frame(self, *, system_prompt: str | None = None) -> tuple[Chunk | None, int]:
+        """The system prompt that warmed documents stand behind, None for none, and the tokens that a prompt has besides
+        its documents: with those it may have `max_model_len`."""
+        prompt = self._warm_prompt([Document("?")], system_prompt)
+        system = prompt.chunks[0] if prompt.has_system else None
+        return system, prompt.num_tokens - len(prompt.chunks[-1].token_ids)
+
+    def warm_shared(
+        self,
+        documents: Sequence[Document | Mapping[str, Any]],
+        *,
+        behind: Sequence[Sequence[Document | Mapping[str, Any]]] = (),
+        companion: Document | Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+        compare: bool | None = None,
+        is_cancelled: IsCancelled | None = None,
+    ) -> tuple[SharedVariant, ...]:
+        """As `warm`, as part of a job that other processes on the same store take part in: what another one computes is
+        left to it, and what was computed is on disk when this returns. Arguments are those of `begin_warming`.
+
+        Raises:
+          RequestError, ContextLengthError, ReadOnlyError: as `warm`.
+          ValueError: the engine has no store.
+        """
+        warming = self.begin_warming(
+            documents, behind=behind, companion=companion, system_prompt=system_prompt, compare=compare
+        )
+        shared = SharedWarming(
+            self._documents, self._variants, self._store, self.rates, warming, lambda: self._exclusive()
+        )
+        return shared.run(is_cancelled)
+
+    def note_passages(self, chunks: Sequence[Chunk]) -> None:
+        """Notes to which documents chunks belong whose variants are there, so that these can be erased by their names.
+
+        Raises:
+          ReadOnlyError: as `warm`.
+        """
+        self._check_writable()
+        with self._exclusive():
+            self._documents.registry.learn(chunks)
+
+    def prune(self, keep: Collection[ChunkId]) -> Pruned:
+        """Drops the variants of all passages that are not among `keep` (`ccjax.engine.pruning`).
+
+        Raises:
+          ReadOnlyError: as `warm`.
+          OSError: the disk cannot be listed, or a note cannot be deleted.
+        """
+        self._check_writable()
+        with self._exclusive():
+            self._documents.take_in_all()
+            return prune(self._variants, self._documents.registry, self._store, keep)
 
     def warm_one(self, warming: Warming, *, is_cancelled: IsCancelled | None = None) -> bool:
         """Deals with the next document of a warming; False if `is_cancelled` returned True first."""

@@ -24,6 +24,9 @@ from store.notes import Notes
 ERASURE_AGE_S = 3600.0
 """How long a finished erasure stays noted, for variants that other processes computed before it and store later."""
 
+PIN_NOTE_S = 3600.0
+"""How long the note of a pin stays after it ran out: by the clock of the host that pinned it may still last."""
+
 _LONGEST_ID = 1024
 
 
@@ -202,9 +205,9 @@ class DocumentRegistry:
         return [pin for pin in tuple(self._pins.values()) if pin.until > now]  # metrics ask from another thread
 
     def drop_expired_pins(self) -> None:
-        """Deletes the notes of pins that have run out. Raises OSError."""
+        """Deletes the notes of pins that have long run out. Raises OSError."""
         now = self.clock()
-        for name in [name for name, pin in self._pins.items() if pin.until <= now]:
+        for name in [name for name, pin in self._pins.items() if pin.until + PIN_NOTE_S <= now]:
             self._drop(name)
 
     def pinned_chunks(self, extra: Pin | None = None) -> dict[ChunkId, bool]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ccjax.engine.admission import Admission
+from ccjax.engine.ahead_calls import AheadCalls
 from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.failures import CancelledError
@@ -31,10 +32,15 @@ from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.calibration import calibration_of
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
+from ccjax.engine.device_memory import longest, memory_plan, sizes_of, with_pool
+from ccjax.engine.devices import split_params
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.document_calls import DocumentCalls
-from ccjax.engine.loading import LoadedModel, Progress, load_model
+from ccjax.engine.following import Following
+from ccjax.engine.hosts import lead
+from ccjax.engine.loading import LoadedModel, Progress, prompt_builder
 from ccjax.engine.maintenance import Maintenance
+from ccjax.engine.memory import MemoryPlan, kv_shards
 from ccjax.engine.pins import DocumentPins
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
 from ccjax.engine.prefill import IsCancelled, Prefiller
@@ -47,22 +53,22 @@ from ccjax.engine.requests import Delta, Request, Response, SamplingParams, docu
 from ccjax.engine.shadow import ShadowChecks
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.engine.startup import load_configured
+from ccjax.engine.trace import Tracer
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import BackgroundCompiler, BatchSizes, warm_up
+from ccjax.engine.warmup import BackgroundCompiler, warm_up
 from ccjax.errors import ConfigError, RequestError
 from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
+from models.llama3.sharding import num_kv_shards
 from pallas_kernels.attention import check_implementation
-from store.spec import StoreIdentity
 from store.throttle import Link
 from store.tiered import TieredStore
 
-_LONGEST_DEFAULT = 8192
 
-
-class Engine(DocumentCalls, CacheCalls):
+class Engine(DocumentCalls, CacheCalls, AheadCalls):
     """A loaded model with its chunk-caches. Thread-safe; requests run together, in one batch.
 
     Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
@@ -70,23 +76,18 @@ class Engine(DocumentCalls, CacheCalls):
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: Link | None = None) -> None:
+        config = with_pool(model.config, config)
         self.config = config
         self.rates = Rates()
         self.model_name = model.name
         self.tokenizer: Tokenizer | None = model.tokenizer
         self.model_config: LlamaConfig = model.config
-        limit = config.max_model_len or min(model.config.max_position_embeddings, _LONGEST_DEFAULT)
-        if limit > model.config.max_position_embeddings:
-            raise ConfigError(
-                f"max_model_len: wanted at most {model.config.max_position_embeddings} (the model's own limit), "
-                f"got {limit}"
-            )
+        limit = longest(model.config, config)
         self.max_model_len = limit
         self._eos_ids = model.eos_ids
         self._builder: PromptBuilder | None = None
         if model.tokenizer is not None and model.template is not None:
-            wording = {} if config.system_prompt is None else {"system_prompt": config.system_prompt}
-            self._builder = PromptBuilder(model.tokenizer, model.template, **wording)
+            self._builder = prompt_builder(model.tokenizer, model.template, config.system_prompt)
         try:
             check_implementation(config.attention)
         except NotImplementedError as error:
@@ -94,14 +95,19 @@ class Engine(DocumentCalls, CacheCalls):
         if max(config.ranking_layers or (0,)) >= model.config.num_layers:
             wanted = f"layers below {model.config.num_layers}, the model's number"
             raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")
-        self._prefiller = Prefiller(model.params, model.config, implementation=config.attention)
+        params = split_params(model.params, model.config, config.tensor_parallel_size)
+        self._prefiller = Prefiller(params, model.config, implementation=config.attention)
+        self._group = lead(self._prefiller)
         self._settings = config.planner_settings(model.config.num_layers)
         self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
         profile = profile_of(model.fingerprint, model.directory, config.prefill_profile)
-        check_budgets(config)
-        identity = StoreIdentity(model.fingerprint, config.tenant_salt)
+        self._costs = MeasuredCosts(self.rates, None if profile is None else profile.grid)
+        mesh = self._prefiller.mesh
+        num_shards = 1 if mesh is None else num_kv_shards(mesh)
+        check_budgets(config, num_shards)
+        identity = config.store_identity(model.fingerprint)
         kv_spec = kv_spec_of(model.config, config.dtype)
-        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit))
+        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh)
         self._store = TieredStore.open(
             config.store,
             kv_spec=kv_spec,
@@ -112,10 +118,11 @@ class Engine(DocumentCalls, CacheCalls):
             kv_dtype=config.disk_kv_dtype,
             compression=config.disk_compression,
             on_read=self.rates.on_disk_read(disk_link),
+            index=config.store_index,
         )
         self._variants = VariantIndex(
             self._store,
-            MeasuredCosts(self.rates, None if profile is None else profile.grid),
+            self._costs,
             policy=config.eviction_policy,
             alpha=config.alpha,
             max_variants=config.max_variants,
@@ -140,12 +147,7 @@ class Engine(DocumentCalls, CacheCalls):
         self._variants.spare(self._pins)
         if not config.read_only:
             self._documents.tend_erasures()
-        self._sizes = BatchSizes(
-            limit,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            with_mass=self._settings.strategy != "full",
-        )
+        self._sizes = sizes_of(model.config, config)
         self._loop = BatchLoop(
             self._prefiller,
             self._prefill,
@@ -156,28 +158,28 @@ class Engine(DocumentCalls, CacheCalls):
             config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS, self._sizes.context_tokens),
             max_retries=config.max_retries,
             with_mass=self._sizes.with_mass,
+            take_in_news=lambda: self._following.take_in(),
         )
+        self._following = Following(self._store.news, self._maintenance, self._exclusive, self.refresh)
         self._closed = False
+        self._following.start()
 
     @classmethod
     def from_pretrained(cls, model: str | Path, *, progress: Progress | None = None, **settings: Any) -> Engine:
-        """The engine of a Hugging Face model directory, or of the embedded model for "demo".
+        """The engine of a Hugging Face model directory, of the embedded model for "demo", or of random weights for
+        "random:NAME" (`ccjax.engine.loading.load_model`).
 
         Args:
           progress: called with (stage, done, total) while weights load.
           settings: fields of `EngineConfig`.
 
         Raises:
-          ConfigError: a setting is unknown or out of range, or the directory does not exist.
+          ConfigError: a setting is unknown or out of range, there is no such directory or preset, or the model does not
+            fit into the device's memory.
           CheckpointError: model files are missing, damaged or do not fit together.
           StoreIdentityError, StoreUnavailableError: the store belongs to another model, or cannot be opened.
         """
-        known = {field.name for field in dataclasses.fields(EngineConfig)}
-        unknown = sorted(settings.keys() - known)
-        if unknown:
-            raise ConfigError(f"{unknown[0]}: no such setting; wanted one of {sorted(known)}")
-        config = EngineConfig(**settings)
-        return cls(load_model(model, dtype=config.dtype, progress=progress), config)
+        return cls(*load_configured(model, settings, progress))
 
     def generate(
         self,
@@ -321,6 +323,9 @@ class Engine(DocumentCalls, CacheCalls):
             return is_given_up.is_set() or is_cancelled()
 
         is_shared = self.config.share_computation
+        tracer = None
+        if request.trace:
+            tracer = Tracer(self.model_config.num_layers, self._variants.peek, self._costs.full_prefill_s)
         siblings = Siblings(
             request,
             prompt,
@@ -335,9 +340,11 @@ class Engine(DocumentCalls, CacheCalls):
                 settings=contract.settings,
                 is_shared=is_shared,
                 is_cancelled=gives_up,
+                on_load=None if tracer is None else tracer.load,
             ),
             new_answer=lambda index: Answer(sampling, self.tokenizer, self._eos_ids, prompt.question, index=index),
             report=lambda prefilled: self._report(prefilled, contract, request.reuse),
+            tracer=tracer,
         )
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         serving = Serving(uuid.uuid4().hex, siblings, seed=seed)
@@ -368,9 +375,13 @@ class Engine(DocumentCalls, CacheCalls):
         finally:
             cancel()
 
-    def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
+    @contextlib.contextmanager
+    def _exclusive(self, *, wait: bool = True) -> Iterator[bool]:
         """No prefill runs meanwhile; without `wait`, False where any request would have to be waited for."""
-        return self._loop.paused(wait=wait)
+        with self._loop.paused(wait=wait) as is_ours:
+            if is_ours:
+                self._following.take_in()
+            yield is_ours
 
     def prefill_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits [num_tokens, vocab], float32, of a plain full prefill; no chunk-cache is read or written.
@@ -387,6 +398,11 @@ class Engine(DocumentCalls, CacheCalls):
             result = self._prefiller.run(prompt.token_ids, self._prefill.plan(prompt, "off", {}))
             return self._prefiller.all_logits(result)
 
+    def memory_plan(self) -> MemoryPlan:
+        """What of a device's memory goes where, by the shapes of model and steps."""
+        plan = memory_plan(self.model_config, self.config)
+        return dataclasses.replace(plan, pool=self._pool.num_pages * self._pool.page_bytes // kv_shards(plan.shapes))
+
     def warmup(self, progress: Progress | None = None) -> None:
         """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it."""
         with self._exclusive():
@@ -399,12 +415,15 @@ class Engine(DocumentCalls, CacheCalls):
         if self._closed:
             return
         self._closed = True
+        self._following.close()
         self._loop.close()
         self._preloader.close()
         self._store.close()
         self._save_hints()
         self._tidy()
         self._pool.close()
+        if self._group is not None:
+            self._group.end()
 
     def __enter__(self) -> Engine:
         return self

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 
 from ccjax.engine.buckets import token_bucket
@@ -16,6 +15,7 @@ from ccjax.engine.plan_rows import padded_to
 from ccjax.engine.prefill import Prefiller
 from ccjax.types import VariantMeta
 from models.llama3.steps import embed_step, received_step
+from models.lockstep import fetch
 
 
 def received_mass(model: Prefiller, token_ids: np.ndarray) -> np.ndarray:
@@ -24,8 +24,8 @@ def received_mass(model: Prefiller, token_ids: np.ndarray) -> np.ndarray:
     x = embed_step(model.top, padded_to(token_ids, token_bucket(count), 0))
     total = np.zeros(count)
     for layer in model.params.layers:
-        x, received = received_step(layer, x, jnp.int32(count), config=model.config)
-        total += np.asarray(received, np.float64)[:count]
+        x, received = received_step(layer, x, np.int32(count), config=model.config)
+        total += fetch(received).astype(np.float64)[:count]
     return total / len(model.params.layers)
 
 

@@ -1,21 +1,25 @@
-"""Finds and loads a model directory: weights, tokenizer, chat template, limits. Knows no store and no request."""
+"""Finds and loads a model: weights, tokenizer, chat template, limits. Knows no store and no request."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import jax.numpy as jnp
-
+from ccjax.engine.devices import mesh_for
+from ccjax.engine.weights import RANDOM, Weights, random_weights, weights_in
 from ccjax.errors import ConfigError
-from ccjax.text import ChatTemplate, Tokenizer, load_tokenizer
+from ccjax.text import BYTE_TEMPLATE, ByteTokenizer, ChatTemplate, PromptBuilder, Tokenizer, load_tokenizer
 from models.llama3.config import LlamaConfig
-from models.llama3.convert import fingerprint, load_config, load_params
+from models.llama3.convert import load_config
 from models.llama3.params import Params
+from models.llama3.sharding import param_sharding
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) while something long runs."""
 
@@ -41,67 +45,178 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFiles:
-    """What a model directory holds beside the weights, and who it is; `tokenizer` is None where there are no files.
-
-    Attributes:
-      weights_fingerprint: digest of configuration and weights, see `models.llama3.convert.fingerprint`.
-    """
+    """What a model is, its weights not loaded yet; `tokenizer` and `template` are None where there are no files."""
 
     name: str
-    directory: Path
-    config: LlamaConfig
+    weights: Weights
     tokenizer: Tokenizer | None
-    weights_fingerprint: str
+    template: ChatTemplate | None
 
-    def fingerprint(self, dtype: str) -> str:
-        """sha256 (hex) of all that decides the KV that this model computes in `dtype`."""
+    @property
+    def config(self) -> LlamaConfig:
+        """The architecture."""
+        return self.weights.config
+
+    def fingerprint(self, dtype: str, quantization: str | None = None) -> str:
+        """sha256 (hex) of all that decides the KV that this model computes in `dtype`, its weights in that format."""
         tokenizer = self.tokenizer.fingerprint if self.tokenizer else ""
-        identity = (self.weights_fingerprint, tokenizer, dtype, repr(self.config))
+        quantization = self.weights.format_of(quantization)
+        identity = (self.weights.fingerprint(dtype, quantization), tokenizer, dtype, repr(self.config))
+        if quantization is not None:
+            identity += (f"{quantization}-1",)
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def read_model_files(path: str | Path) -> ModelFiles:
-    """The files of a Hugging Face directory, or of the embedded model for "demo". Every byte of the weights is hashed,
-    but none is kept.
+def read_model_files(path: str | Path, *, tokenizer: str | Path | None = None) -> ModelFiles:
+    """The files of a Hugging Face directory, or of the embedded model for "demo"; none for "random:NAME[:SEED]". Every
+    byte of the weights is hashed, but none is kept.
+
+    Args:
+      tokenizer: directory with other tokenizer files than the model's own.
 
     Raises:
       ConfigError, CheckpointError: as `load_model`.
     """
-    directory = DEMO_MODEL if str(path) == "demo" else Path(path)
-    if not directory.is_dir():
-        raise ConfigError(f'model: wanted "demo" or a directory with a Hugging Face model, got {str(path)!r}')
-    config = load_config(directory)
-    tokenizer = load_tokenizer(directory)
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+    words, template = _text_of(path, tokenizer)
+    if _is_random(path):
+        assert words is not None
+        weights, name = random_weights(str(path), words.vocab_size), str(path)
+    else:
+        directory = model_directory(path)
+        weights = weights_in(directory)
+        name = "demo" if str(path) == "demo" else directory.resolve().name
+    if words is not None and words.vocab_size > weights.config.vocab_size:
+        where = tokenizer or path
         raise ConfigError(
-            f"model: the tokenizer in {directory} has {tokenizer.vocab_size} tokens, config.json only "
-            f"{config.vocab_size}"
+            f"model: the tokenizer of {where} has {words.vocab_size} tokens, the model only {weights.config.vocab_size}"
         )
-    name = "demo" if str(path) == "demo" else directory.resolve().name
-    return ModelFiles(name, directory, config, tokenizer, fingerprint(directory))
+    return ModelFiles(name, weights, words, template)
 
 
-def load_model(path: str | Path, *, dtype: str, progress: Progress | None = None) -> LoadedModel:
-    """The model in a Hugging Face directory, or the embedded one for "demo".
+def model_config(path: str | Path, *, tokenizer: str | Path | None = None) -> LlamaConfig:
+    """The architecture of a model as `load_model` takes it; no weight is read.
 
     Raises:
-      ConfigError: there is no such directory.
+      ConfigError, CheckpointError: as `load_model`.
+    """
+    if _is_random(path):
+        words = ByteTokenizer() if tokenizer is None else _text_of(path, tokenizer)[0]
+        assert words is not None
+        return random_weights(str(path), words.vocab_size).config
+    return load_config(model_directory(path))
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str,
+    quantization: str | None = None,
+    tokenizer: str | Path | None = None,
+    tensor_parallel_size: int = 1,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """The model in a directory (Hugging Face's, or a checkpoint of scripts/convert.py), the embedded one for "demo", or
+    one with random weights.
+
+    "random:NAME" or "random:NAME:SEED" is a preset of `models.llama3.presets`, or LAYERSxWIDTH[xHEADS], filled at
+    random on the device. Without `tokenizer` its tokens are bytes, which a warning says.
+
+    Args:
+      quantization: of `models.llama3.quantized.WEIGHT_FORMATS`; None keeps weights in `dtype`, or in the format that a
+        checkpoint is in.
+      tokenizer: directory with other tokenizer files than the model's own.
+      tensor_parallel_size: devices that the weights are split over.
+
+    Raises:
+      ConfigError: there is no such directory or preset, or the model cannot be split so.
       CheckpointError: files are missing or do not fit; the message names file and tensor.
     """
-    files = read_model_files(path)
-    on_tensor = None if progress is None else lambda done, total: progress("weights", done, total)
-    params = load_params(files.directory, files.config, dtype=jnp.dtype(dtype), progress=on_tensor)
-    tokenizer = files.tokenizer
+    files = read_model_files(path, tokenizer=tokenizer)
+    mesh = mesh_for(files.config, tensor_parallel_size)
+    sharding = None if mesh is None else functools.partial(param_sharding, mesh)
+    quantization = files.weights.format_of(quantization)
+    on_load = None if progress is None else lambda done, total: progress("weights", done, total)
+    words, directory = files.tokenizer, files.weights.directory
+    if words is not None:
+        eos_ids = words.eos_ids
+    else:
+        eos_ids = frozenset() if directory is None else _eos_ids(directory)
     return LoadedModel(
         name=files.name,
         config=files.config,
-        params=params,
-        tokenizer=tokenizer,
-        template=_template(files.directory) if tokenizer is not None else None,
-        eos_ids=tokenizer.eos_ids if tokenizer is not None else _eos_ids(files.directory),
-        fingerprint=files.fingerprint(dtype),
-        directory=files.directory,
+        params=files.weights.load(dtype, quantization, sharding, on_load),
+        tokenizer=words,
+        template=files.template,
+        eos_ids=eos_ids,
+        fingerprint=files.fingerprint(dtype, quantization),
+        directory=directory,
     )
+
+
+def load_prompt_builder(
+    path: str | Path, system_prompt: str | None = None, *, tokenizer: str | Path | None = None
+) -> PromptBuilder | None:
+    """What turns messages and passages into the token ids that an engine of this model has, without its weights; None
+    for a directory without tokenizer files.
+
+    Raises:
+      ConfigError, CheckpointError: as `load_model`.
+    """
+    words, template = _text_of(path, tokenizer)
+    return None if words is None or template is None else prompt_builder(words, template, system_prompt)
+
+
+def model_tokenizer(path: str | Path, tokenizer: str | Path | None = None) -> Tokenizer | None:
+    """The tokenizer of a model as `load_model` takes it, without the weights; None where there are no files.
+
+    Raises:
+      ConfigError: there is no such directory.
+      ValueError: a tokenizer file cannot be used.
+    """
+    return _text_of(path, tokenizer)[0]
+
+
+def prompt_builder(tokenizer: Tokenizer, template: ChatTemplate, system_prompt: str | None) -> PromptBuilder:
+    """`system_prompt` None takes the built-in one."""
+    wording = {} if system_prompt is None else {"system_prompt": system_prompt}
+    return PromptBuilder(tokenizer, template, **wording)
+
+
+def model_directory(path: str | Path) -> Path:
+    """The directory of a model, that of the embedded one for "demo".
+
+    Raises:
+      ConfigError: there is no such directory.
+    """
+    directory = DEMO_MODEL if str(path) == "demo" else Path(path)
+    if not directory.is_dir():
+        wanted = f'"demo", a directory with a Hugging Face model, or {RANDOM}NAME'
+        raise ConfigError(f"model: wanted {wanted}, got {str(path)!r}")
+    return directory
+
+
+def _is_random(path: str | Path) -> bool:
+    return isinstance(path, str) and path.startswith(RANDOM)
+
+
+def _text_of(path: str | Path, tokenizer: str | Path | None) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Tokenizer and template of a model, of `tokenizer` where that is named."""
+    if tokenizer is not None:
+        directory = Path(tokenizer)
+        words = load_tokenizer(directory) if directory.is_dir() else None
+        if words is None:
+            raise ConfigError(f"tokenizer: wanted a directory with tokenizer files, got {str(tokenizer)!r}")
+        return words, _template(directory)
+    if _is_random(path):
+        logger.warning(
+            "%s has no tokenizer: its tokens are bytes, so that texts are about four times as many as with a real one. "
+            "Name a directory with tokenizer files (tokenizer=, --tokenizer) for lengths as in use",
+            path,
+        )
+        return ByteTokenizer(), BYTE_TEMPLATE
+    directory = model_directory(path)
+    words = load_tokenizer(directory)
+    return words, None if words is None else _template(directory)
 
 
 def _template(directory: Path) -> ChatTemplate:
@@ -120,7 +235,7 @@ def _eos_ids(directory: Path) -> frozenset[int]:
         file = directory / name
         try:
             value = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"model: wanted a JSON object in {file}, got {error}") from error
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])

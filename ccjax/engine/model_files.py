@@ -23,7 +23,7 @@ def read_model_file(path: Path, argument: str, script: str, parse: Callable[[Any
     """
     try:
         return parse(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{argument}: wanted a file that scripts/{script} wrote, got {path}: {error}") from error
 
 

@@ -131,12 +131,21 @@ class Placement:
             use = policy.on_hit if meta.variant_id in policy else policy.on_insert
             use(meta.variant_id, info, self._num_requests)
 
-    def store(self, record: ShardRecord, kv: np.ndarray, *, expected_cfo: float, pinned: Collection[VariantId]) -> bool:
+    def store(
+        self,
+        record: ShardRecord,
+        kv: np.ndarray,
+        *,
+        expected_cfo: float,
+        pinned: Collection[VariantId],
+        wait: bool = False,
+    ) -> bool:
         """Stores a variant in every tier where it is worth more than what makes room for it; False if there is none.
 
         Args:
           expected_cfo: what a later use is likely to recompute, behind a prefix that is not known yet.
           pinned: never evicted for it.
+          wait: for room in the disk's queue, instead of leaving the disk out.
         """
         ticket = self._store.prepare_store(record)
         if ticket.exists:  # written anew by another process, which a failed read showed
@@ -151,7 +160,7 @@ class Placement:
             info = self._info(record, tier, expected_cfo, willing, num_bytes=ticket.charge_bytes[tier])
             if self._make_room(tier, record, info, shortfall, pinned):
                 willing = (tier, *willing)
-        took = self._store.complete_store(ticket, kv, tiers=willing)
+        took = self._store.complete_store(ticket, kv, wait=wait, tiers=willing)
         self._drop(record.variant_id, set(willing).difference(took))
         return bool(took)
 

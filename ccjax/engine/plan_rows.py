@@ -38,6 +38,7 @@ class PrefillOutcome:
       focus_cut_layer: first layer that ran without the unfocused tokens.
       unrepaired: segments of which not all tokens to recompute were computed in every layer.
       repaired_tokens: of the segments where deviation chose, how many tokens it kept first.
+      not_repaired: where deviation chose, prompt offsets of the tokens that it left as they were.
       has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
     """
 
@@ -47,6 +48,7 @@ class PrefillOutcome:
     focus_cut_layer: int | None = None
     unrepaired: frozenset[int] = frozenset()
     repaired_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+    not_repaired: list[np.ndarray] = dataclasses.field(default_factory=list)
     has_new_sizes: bool = False
     loaded_bytes: int = 0
     load_wait_s: float = 0.0

@@ -7,17 +7,20 @@ A chunk is a list of pages, anywhere in the pool; who reuses it reads them where
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ccjax.engine.buckets import slot_bucket, token_bucket
+from models.llama3.sharding import EVERYWHERE, PAGES, VARIANT, placement
 from models.llama3.steps import read_pages_step, write_pages_step
+from models.lockstep import fetch, put, zeros
 from store.budget import ByteBudget
 from store.errors import TierFullError
 from store.memory import MemoryTier
@@ -98,12 +101,13 @@ class DevicePool(MemoryTier[PagedShard]):
 
     Args:
       budget_bytes: what all pages together may take; at least one page of every layer.
+      mesh: that the kv heads are split over; None for a single device.
 
     Raises:
       ValueError: the budget is smaller than that.
     """
 
-    def __init__(self, kv_spec: KVSpec, budget_bytes: int) -> None:
+    def __init__(self, kv_spec: KVSpec, budget_bytes: int, mesh: Mesh | None = None) -> None:
         self.page_bytes = kv_spec.num_bytes(PAGE_TOKENS)
         self.num_pages = budget_bytes // self.page_bytes
         if self.num_pages < 1:
@@ -114,6 +118,7 @@ class DevicePool(MemoryTier[PagedShard]):
         self._free = collections.deque(range(self.num_pages))
         super().__init__(DEVICE, PageBudget(self.num_pages, self.page_bytes, self._free))
         self.kv_spec = kv_spec
+        self._mesh = mesh
         self._layers = self._empty_layers()
         self._pages_lock = threading.Lock()
 
@@ -173,7 +178,8 @@ class DevicePool(MemoryTier[PagedShard]):
     def _empty_layers(self) -> list[tuple[jax.Array, jax.Array]]:
         spec = self.kv_spec
         shape = (spec.num_kv_heads, self.num_pages, PAGE_TOKENS, spec.head_dim)
-        return [(jnp.zeros(shape, spec.np_dtype), jnp.zeros(shape, spec.np_dtype)) for _ in range(spec.num_layers)]
+        empty = functools.partial(zeros, shape, spec.np_dtype, placement(self._mesh, PAGES))
+        return [(empty(), empty()) for _ in range(spec.num_layers)]
 
     def close(self) -> None:
         """Gives the memory back; the pool is of no use any more. May be called twice."""
@@ -194,7 +200,7 @@ class DevicePool(MemoryTier[PagedShard]):
 
     def compile_gather(self, num_slots: int) -> None:
         """Compiles what contexts of so many slots are read with."""
-        slots = jnp.full(num_slots, self.num_slots, jnp.int32)
+        slots = self.put_slots(np.full(num_slots, self.num_slots, np.int32))
         jax.block_until_ready(self.gather(0, slots, self.gather(0, slots)))
 
     def _take_in(self, kv: np.ndarray) -> PagedShard:
@@ -212,7 +218,7 @@ class DevicePool(MemoryTier[PagedShard]):
         """Rows of `kv` `[L, 2, N, K, H]` to `slots`, the first rows first; rows beyond the slots are dropped."""
         padded = np.full(kv.shape[2], self.num_slots, np.int32)
         padded[: len(slots)] = slots
-        on_device, on_device_slots = jax.device_put((kv, padded))
+        on_device, on_device_slots = put(kv, placement(self._mesh, VARIANT)), self.put_slots(padded)
         with self._pages_lock:
             for layer, (k_pages, v_pages) in enumerate(self._layers):
                 number = np.int32(layer)
@@ -233,5 +239,10 @@ class DevicePool(MemoryTier[PagedShard]):
         """KV `[last - first, 2, T, K, H]` in some slots, on the host."""
         padded = np.full(slot_bucket(len(slots)), self.num_slots, np.int32)  # a size that contexts have as well
         padded[: len(slots)] = slots
-        layers = [self.gather(layer, jnp.asarray(padded)) for layer in range(first, last)]
-        return np.stack([np.stack([np.asarray(part)[: len(slots)] for part in layer]) for layer in layers])
+        on_device = self.put_slots(padded)
+        layers = [self.gather(layer, on_device) for layer in range(first, last)]
+        return np.stack([np.stack([fetch(part)[: len(slots)] for part in layer]) for layer in layers])
+
+    def put_slots(self, slots: np.ndarray) -> jax.Array:
+        """Slots [S] int32 on every device of the pool."""
+        return put(slots, placement(self._mesh, EVERYWHERE))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -27,7 +28,9 @@ from ccjax.policy.focus import FocusState, observe
 from ccjax.types import PrefillPlan
 from models.llama3.config import LlamaConfig
 from models.llama3.params import Params
+from models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
+from models.lockstep import fetch, put, zeros
 
 IsCancelled = Callable[[], bool]
 """True once nobody wants the result any more; asked often, from the thread that works."""
@@ -87,8 +90,16 @@ class Prefiller:
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
         self.implementation = implementation
+        self.mesh = mesh_of(params)
+        """What the weights lie on; None for a single device."""
+        self.context_placement = placement(self.mesh, KV_ROWS)
+        """Of [S, K, H], a layer's context: for `models.lockstep.put`."""
         self._sizes: set[Size] = set()
         self._packed_sizes: set[Size] = set()
+
+    def put(self, values: Any) -> Any:
+        """Arrays of the host, on every device that the model is on."""
+        return put(values, placement(self.mesh, EVERYWHERE))
 
     def size_of(self, plan: PrefillPlan) -> Size:
         """The size that a collecting run of the plan begins with."""
@@ -145,12 +156,12 @@ class Prefiller:
             segment_of_slot[segment.start : segment.start + segment.num_tokens] = index
 
         offsets = computed_offsets(plan)
-        rows = _Rows(offsets, first_pos, num_slots)
-        x = embed_step(self.top, padded_to(token_ids[offsets], rows.size, 0))
+        rows = self._rows(offsets, first_pos, num_slots)
+        x = embed_step(self.top, self.put(padded_to(token_ids[offsets], rows.size, 0)))
         result = PrefillResult(hidden=x, num_rows=rows.count)
         focus = FocusState()
         pending: collections.deque[LayerRows] = collections.deque()
-        slot_positions, slot_segments = jax.numpy.asarray(positions), jax.numpy.asarray(segment_of_slot)
+        slot_positions, slot_segments = self.put((positions, segment_of_slot))
         sizes: set[Size] = set()
         under_way: collections.deque[jax.Array] = collections.deque()
         for layer in range(self.config.num_layers):
@@ -178,6 +189,7 @@ class Prefiller:
                 config=self.config,
                 num_segments=num_segments,
                 implementation=self.implementation,
+                mesh=self.mesh,
             )
             sizes.add((rows.size, num_slots, num_segments))
             x = out.x
@@ -200,8 +212,8 @@ class Prefiller:
                 kept = rows_outside(plan, offsets, result.unrepaired)
                 if len(kept) < len(offsets):
                     offsets, result.focus_cut_layer = offsets[kept], layer + 1
-                    rows = _Rows(offsets, first_pos, num_slots)
-                    x = select_step(x, padded_to(kept, rows.size, int(kept[-1])))
+                    rows = self._rows(offsets, first_pos, num_slots)
+                    x = select_step(x, self.put(padded_to(kept, rows.size, int(kept[-1]))))
         result.hidden, result.num_rows, result.focused = x, rows.count, focus.decided
         if contexts is not None:
             result.loaded_bytes, result.load_wait_s = contexts.loaded_bytes, contexts.waited_s
@@ -211,8 +223,8 @@ class Prefiller:
 
     def last_logits(self, result: PrefillResult) -> np.ndarray:
         """Logits [V], float32, of the prompt's last token."""
-        row = select_step(result.hidden, np.asarray([result.num_rows - 1], np.int32))
-        return np.asarray(logits_step(self.top, row, config=self.config))[0]
+        row = select_step(result.hidden, self.put(np.asarray([result.num_rows - 1], np.int32)))
+        return fetch(logits_step(self.top, row, config=self.config))[0]
 
     def turned(self, k: np.ndarray, shift: int) -> np.ndarray:
         """Keys before RoPE [T, K, H], turned by so many positions, which may be negative."""
@@ -220,22 +232,29 @@ class Prefiller:
 
     def all_logits(self, result: PrefillResult) -> np.ndarray:
         """Logits [n, V], float32, of every row of the last layer."""
-        return np.asarray(logits_step(self.top, result.hidden, config=self.config))[: result.num_rows]
+        return fetch(logits_step(self.top, result.hidden, config=self.config))[: result.num_rows]
 
     def _context(self, layer: int, contexts: Contexts | None, slot_positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rotated keys and values [S, K, H] of one layer with the reused variants in place, zeros elsewhere."""
         if contexts is None:
             shape = (len(slot_positions), self.config.num_kv_heads, self.config.head_dim)
-            return jax.numpy.zeros(shape, self.dtype), jax.numpy.zeros(shape, self.dtype)
+            empty = functools.partial(zeros, shape, self.dtype, self.context_placement)
+            return empty(), empty()
         k_context, v_context = contexts.take(layer)
         return rotate_step(k_context, slot_positions, config=self.config), v_context
 
+    def _rows(self, offsets: np.ndarray, first_pos: int, num_slots: int) -> _Rows:
+        size = token_bucket(len(offsets))
+        positions = padded_to((offsets + first_pos).astype(np.int32), size, int(offsets[-1]) + first_pos)
+        slots = padded_to(offsets.astype(np.int32), size, num_slots)  # past the end: dropped
+        return _Rows(len(offsets), size, *self.put((positions, slots)))
 
+
+@dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Positions and slots of the computed tokens, padded to a bucket."""
+    """Positions and slots of the `count` computed tokens, padded to a bucket."""
 
-    def __init__(self, offsets: np.ndarray, first_pos: int, num_slots: int) -> None:
-        self.count = len(offsets)
-        self.size = token_bucket(self.count)
-        self.positions = padded_to((offsets + first_pos).astype(np.int32), self.size, int(offsets[-1]) + first_pos)
-        self.slots = padded_to(offsets.astype(np.int32), self.size, num_slots)  # past the end: dropped
+    count: int
+    size: int
+    positions: jax.Array
+    slots: jax.Array

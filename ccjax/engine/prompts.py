@@ -53,9 +53,21 @@ class Prompt:
         ]
 
 
-def chunk_id(token_ids: Sequence[int]) -> ChunkId:
-    """sha256 of the ids as little-endian int32."""
-    return ChunkId(hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()).hexdigest())
+def chunk_id(token_ids: Sequence[int], tenant: str = "") -> ChunkId:
+    """sha256 of the ids as little-endian int32; of a tenant's, of its tag before them, and `-` and the tag behind."""
+    digest = hashlib.sha256(tenant.encode() + np.asarray(token_ids, "<i4").tobytes()).hexdigest()
+    return ChunkId(f"{digest}-{tenant}" if tenant else digest)
+
+
+def tenant_tag(cache_salt: str) -> str:
+    """32 hex digits that stand for a salt in chunk ids; none for "". All that is stored is named by chunk ids, so a
+    chunk of one salt is found under no other."""
+    return hashlib.sha256(b"ccjax cache_salt\0" + cache_salt.encode()).hexdigest()[:32] if cache_salt else ""
+
+
+def tenant_of(key: ChunkId) -> str:
+    """The tag in a chunk id."""
+    return key.partition("-")[2]
 
 
 def assemble(
@@ -76,8 +88,9 @@ def assemble(
     else:
         system, passages, question = _from_text(request, builder)
         documents = request.documents
-    chunks = [as_chunk(ids, document) for ids, document in zip(passages, documents, strict=True)]
-    head = [Chunk(chunk_id(system), system)] if system else []
+    tenant = tenant_tag(request.cache_salt)
+    chunks = [as_chunk(ids, document, tenant) for ids, document in zip(passages, documents, strict=True)]
+    head = [as_chunk(system, None, tenant)] if system else []
     fixed = len(system) + len(question)
     wanted = request.sampling.max_new_tokens
     reserve = wanted if wanted is not None else int(answer)
@@ -97,12 +110,12 @@ def assemble(
     return Prompt((*head, *chunks), bool(system), question, wanted if wanted is not None else max_model_len - total)
 
 
-def as_chunk(token_ids: tuple[int, ...], document: Document | None) -> Chunk:
-    """The chunk with these ids, and the document that it is, if that is known."""
+def as_chunk(token_ids: tuple[int, ...], document: Document | None, tenant: str = "") -> Chunk:
+    """The chunk with these ids, the document that it is, if that is known, and the tag of whose it is."""
     if document is None:
-        return Chunk(chunk_id(token_ids), token_ids)
+        return Chunk(chunk_id(token_ids, tenant), token_ids)
     return Chunk(
-        chunk_id(token_ids),
+        chunk_id(token_ids, tenant),
         token_ids,
         document.text,
         document.id,

@@ -86,6 +86,11 @@ class ComputeRate:
         """The fit; None until a run was measured."""
         return self._samples.cost
 
+    def like_s(self, num_tokens: int) -> float | None:
+        """Seconds of a run of so many tokens, judged by those of half to twice as many alone, as `cost` is not: runs of
+        11 tokens told a server eight times what one of 250 took. None where there was none lately."""
+        return self._samples.like(num_tokens)
+
     def observe(self, result: PrefillOutcome, num_layers: int, seconds: float) -> None:
         """Takes in a finished run of `seconds`, waits for KV left out; one that may have compiled says nothing."""
         if not result.has_new_sizes:
@@ -169,6 +174,11 @@ class _Samples:
 
     def __len__(self) -> int:
         return len(self._recent)
+
+    def like(self, count: int) -> float | None:
+        with self._lock:
+            near = [count * seconds / other for other, seconds in self._recent if count <= 2 * other <= 4 * count]
+        return statistics.median(near) if near else None
 
     def add(self, count: int, seconds: float) -> None:
         with self._lock:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ccjax.errors import RequestError
 from ccjax.types import REUSE_MODES, Document, ReuseMode, ReuseReport, document_from_mapping
+
+if TYPE_CHECKING:
+    from ccjax.engine.trace import RequestTrace
 
 FinishReason = Literal["stop", "length"]
 MOST_ANSWERS = 16
@@ -84,6 +87,9 @@ class Request:
         (`ccjax.policy.contract`); None for the calibration's own.
       timeout_s: seconds from `Engine.submit` after which the answer is of no use; the request then ends with
         DeadlineError, wherever it is. None for never.
+      cache_salt: chunks of requests with different salts are different chunks, in every tier: none is reused for the
+        other. "" is a salt like any other, the one of who names none.
+      trace: the response is to tell token by token what was reused, and where the time went.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -98,8 +104,12 @@ class Request:
     flow: str = ""
     quality_target: float | None = None
     timeout_s: float | None = None
+    cache_salt: str = ""
+    trace: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cache_salt, str):
+            raise RequestError("cache_salt", f"wanted a string, got {type(self.cache_salt).__name__}")
         if sum(value is not None for value in (self.messages, self.prompt, self.segments)) != 1:
             raise RequestError("messages", "wanted exactly one of messages, prompt and segments")
         if self.reuse not in REUSE_MODES:
@@ -109,6 +119,8 @@ class Request:
             raise RequestError("priority", message)
         if not isinstance(self.flow, str) or len(self.flow) > LONGEST_FLOW:
             raise RequestError("flow", f"wanted a string of at most {LONGEST_FLOW} characters, got {self.flow!r:.80}")
+        if not isinstance(self.trace, bool):
+            raise RequestError("trace", f"wanted true or false, got {self.trace!r}")
         if self.timeout_s is not None and not (_is_number(self.timeout_s) and 0.0 < self.timeout_s < math.inf):
             raise RequestError("timeout_s", f"wanted a positive number of seconds, got {self.timeout_s!r}")
         target = self.quality_target
@@ -149,6 +161,7 @@ class Response:
       total_s: seconds to the last token of all answers.
       others: the answers besides the first.
       first_logits: [V] float32, those that the first token was drawn from, if they were asked for.
+      trace: what happened, if that was asked for.
     """
 
     text: str
@@ -161,6 +174,7 @@ class Response:
     logprobs: tuple[TokenLogprob, ...] | None = None
     others: tuple[Choice, ...] = ()
     first_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    trace: RequestTrace | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def choices(self) -> tuple[Choice, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from ccjax.engine.requests import SamplingParams
 from models.llama3.sampling import SampleOutput, seed_words
 from models.llama3.steps import sample_step
+from models.lockstep import fetch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,10 +56,10 @@ def draw(logits: jax.Array, draws: Sequence[Draw]) -> list[Drawn]:
         seeds[row], index[row] = seed_words(one.seed), one.index
     out = sample_step(logits, temperature, top_p, seeds, index, num_top=_top_bucket(num_top))
     wanted = [row for row, one in enumerate(draws) if one.sampling.first_logits and one.index == 0]
-    kept = np.asarray(logits, np.float32) if wanted else None
+    kept = fetch(logits).astype(np.float32) if wanted else None
     return [
         dataclasses.replace(drawn, logits=kept[row].copy()) if kept is not None and row in wanted else drawn
-        for row, drawn in enumerate(_drawn(jax.device_get(out), draws))
+        for row, drawn in enumerate(_drawn(fetch(out), draws))
     ]
 
 

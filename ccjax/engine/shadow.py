@@ -19,6 +19,7 @@ from ccjax.engine.requests import Delta, Response, SamplingParams
 from ccjax.engine.warmup import BackgroundCompiler
 from ccjax.policy.shadow import ShareControl
 from models.llama3.steps import logits_step, select_step
+from models.lockstep import fetch
 
 MOST_WAITING = 32
 """Answers that wait for their check; each holds a row of logits. Beyond that the oldest goes unchecked."""
@@ -132,7 +133,7 @@ class ShadowChecks:
         rows = np.arange(prompt.num_tokens - 1, whole.num_tokens, dtype=np.int32)
         padded = padded_to(rows, 1 << (len(rows) - 1).bit_length(), int(rows[0]))
         logits = logits_step(self._model.top, select_step(result.hidden, padded), config=self._model.config)
-        return np.asarray(logits)[: len(rows)]
+        return fetch(logits)[: len(rows)]
 
     def _note(self, sampling: SamplingParams, response: Response, logits: np.ndarray) -> None:
         assert response.first_logits is not None

@@ -9,6 +9,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 from ccjax.engine.documents import Origin
 from ccjax.engine.prompts import Prompt
 from ccjax.policy.capture import make_variant_id
@@ -16,7 +18,7 @@ from ccjax.types import ChunkId, VariantId, VariantMeta
 from store.spec import ShardRecord, ShardSummary
 
 _STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
-_STORED_FIELDS += ("token_deviations", "token_received", "start")
+_STORED_FIELDS += ("token_deviations", "token_received", "start", "platform")
 """Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
 
 
@@ -41,6 +43,7 @@ def record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
     lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
     lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
     lasting["has_system"] = prompt.has_system
+    lasting["platform"] = meta.platform or own_platform()
     return ShardRecord(
         variant_id=meta.variant_id,
         chunk_id=meta.chunk_id,
@@ -70,6 +73,9 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
             return None
         if fidelity not in ("exact", "approx"):
             return None
+        platform = meta.get("platform")
+        if platform is not None and not isinstance(platform, str):
+            return None
         return VariantMeta(
             variant_id=VariantId(record.variant_id),
             chunk_id=ChunkId(record.chunk_id),
@@ -84,6 +90,7 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
             frequency_reuse=frequency_reuse,
             fidelity=fidelity,
             start=start,
+            platform=platform,
             **by_token,
         )
     except (KeyError, TypeError, ValueError):
@@ -126,6 +133,11 @@ def token_ids(record: ShardRecord) -> list[int]:
     if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
         return []
     return ids
+
+
+def own_platform() -> str:
+    """JAX's name of what this process computes on."""
+    return jax.default_backend()
 
 
 def is_frequency(value: Any) -> bool:

@@ -39,6 +39,7 @@ from store.bulk import uncollected
 from store.spec import ShardRecord, ShardSummary
 from store.tickets import LoadTicket
 from store.tiered import TieredStore
+from store.usage import DISK
 
 logger = logging.getLogger(__name__)
 
@@ -190,10 +191,12 @@ class VariantIndex:
         *,
         pinned: Collection[VariantId],
         seen: frozenset[ChunkId] = frozenset(),
+        wait: bool = False,
     ) -> bool:
         """Stores a variant computed in `prompt`, evicting what is worth less; False if no tier took it. An exact
         variant takes the place of the approximate one behind the same prefix, its `f_r` and its uses, or of a lossy
-        copy of itself. `seen` are chunks besides its own and its prefix that had a part in its KV."""
+        copy of itself. `seen` are chunks besides its own and its prefix that had a part in its KV. `wait` for room in
+        the disk's queue, instead of leaving the disk out."""
         meta = self._in_place_of_approximate(meta)
         known = self._by_id.get(meta.variant_id)
         if known is not None:
@@ -208,14 +211,17 @@ class VariantIndex:
         expected_cfo = cache_fix_overhead(meta.cci, 0.0, self._alpha)
         seen = seen.union((meta.chunk_id, *meta.prefix_ids))
         origin = Origin(seen, self.documents.after(meta.chunk_id, seen))
-        record = with_origin(record_from_meta(meta, prompt), origin)
-        if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned):
+        record = self._record(meta, prompt, origin)
+        if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned, wait=wait):
             return False
         self.changes.note(meta.chunk_id)
         self._put(meta, has_system=prompt.has_system, origin=origin)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
         return True
+
+    def _record(self, meta: VariantMeta, prompt: Prompt, origin: Origin) -> ShardRecord:
+        return with_origin(record_from_meta(meta, prompt), origin)
 
     def make_room(self, tier: str, num_bytes: int) -> bool:
         """Evicts from one tier until it has room for so many bytes; False if what may go is less."""
@@ -271,10 +277,10 @@ class VariantIndex:
     def follow(self, added: Collection[str], removed: Collection[str]) -> tuple[int, int]:
         """Takes in what the disk gained and lost by other processes; the numbers of variants that became known and
         unknown here by that."""
-        before = set(self._by_id)
-        found = filter(None, map(self._store.get_summary, added))
-        self._put_known([summary for summary in found if summary.variant_id not in self._by_id], {})
-        self._placement.adopt([self._by_id[VariantId(key)] for key in added if key in self._by_id])
+        before = {key: key in self._by_id for key in (*added, *removed)}
+        for key in added:
+            self._learn_origin(VariantId(key))
+        self._adopt(added)
         for key in added if self.documents.has_erasures else ():
             if key in self._by_id:
                 self._look_into(self._by_id[VariantId(key)])
@@ -282,7 +288,8 @@ class VariantIndex:
             self._placement.follow(variant_id)
             if self._store.tier_of(variant_id) is None:
                 self.forget(VariantId(variant_id))
-        return len(self._by_id.keys() - before), len(before - self._by_id.keys())
+        changed = [was_known for key, was_known in before.items() if was_known != (key in self._by_id)]
+        return changed.count(False), changed.count(True)
 
     def is_erased(self, record: ShardRecord) -> bool:
         """True for a variant, held or not, that an erasure has to take."""
@@ -369,8 +376,11 @@ class VariantIndex:
         return meta
 
     def _discard_erased(self, variant_id: VariantId) -> None:
-        self.discard(variant_id)
+        """Drops every copy of the variant that an erasure takes; what was computed anew after it is still there."""
+        self._store.discard(variant_id, self.is_erased)
+        self.forget(variant_id)
         self._store.renew_catalog()  # it may have a copy of the record
+        self._adopt([variant_id])
 
     def _learn_tokens(self, chunk_ids: Collection[ChunkId]) -> None:
         """Makes the ids of these chunks known, where a held variant's record has them."""
@@ -387,12 +397,26 @@ class VariantIndex:
 
     def _put_known(self, summaries: Sequence[ShardSummary], frequencies: Mapping[str, float]) -> None:
         known = [KnownVariant.of(one, frequencies.get(one.variant_id, 0.0)) for one in summaries]
-        self.changes.note_all(len(known))
+        self.changes.note_each([one.chunk_id for one in known])
         self._by_id.update((one.variant_id, one) for one in known)
         self._maybe_approximate.update(dict.fromkeys(one.variant_id for one in known))
         with self._siblings_lock:
             for one in known:
                 self._by_chunk.setdefault(one.chunk_id, {})[one.variant_id] = one
+
+    def _adopt(self, variant_ids: Iterable[str]) -> None:
+        """Makes known what the store has of these."""
+        found = [summary for key in variant_ids if (summary := self._store.get_summary(key)) is not None]
+        self._put_known([one for one in found if one.variant_id not in self._by_id], {})
+        self._placement.adopt([self._by_id[VariantId(one.variant_id)] for one in found])
+
+    def _learn_origin(self, variant_id: VariantId) -> None:
+        """Another process stored a variant that is known here: what its KV comes from counts from now on, too."""
+        origin = self._origins.get(variant_id)
+        record = None if origin is None else self._store.get_record(variant_id, DISK)
+        if origin is not None and record is not None:
+            theirs = origin_of_record(record)
+            self._origins[variant_id] = Origin(origin.seen | theirs.seen, origin.after & theirs.after)
 
     def _update(self, meta: VariantMeta | KnownVariant) -> None:
         self._by_id[meta.variant_id] = meta

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ccjax.engine.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
@@ -26,6 +25,7 @@ from models.llama3.paged_steps import (
     write_rows_step,
 )
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
+from models.lockstep import put, zeros
 
 _ALL_ROWS_UP_TO = 4096
 _PARTS = 16
@@ -132,9 +132,9 @@ def warm_up(
 def compile_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
     """Runs a layer of a pack that writes nowhere and sees nothing."""
     num_rows, num_slots, num_segments = size
-    x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
-    rows, nowhere = jnp.zeros(num_rows, jnp.int32), jnp.full(num_rows, pool.num_slots, jnp.int32)
-    slots, context = jnp.full(num_slots, pool.num_slots, jnp.int32), jnp.zeros(num_slots, jnp.int32)
+    x = embed_step(prefiller.top, prefiller.put(np.zeros(num_rows, np.int32)))
+    rows, nowhere = prefiller.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
+    slots, context = prefiller.put((np.full(num_slots, pool.num_slots, np.int32), np.zeros(num_slots, np.int32)))
     out = pool.update(
         0,
         lambda k_pages, v_pages: paged_layer_step(
@@ -152,23 +152,24 @@ def compile_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
             config=prefiller.config,
             num_segments=num_segments,
             implementation=prefiller.implementation,
+            mesh=prefiller.mesh,
         ),
     )
     shape = (num_slots, prefiller.config.num_kv_heads, prefiller.config.head_dim)
-    none = jnp.asarray(np.zeros(shape, prefiller.dtype))  # as `LayerLoader` does it
+    none = put(np.zeros(shape, prefiller.dtype), prefiller.context_placement)  # as `LayerLoader` does it
     pool.update(0, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, none, none))
     jax.block_until_ready(out.x)
 
 
 def _run_selection(prefiller: Prefiller, size: tuple[int, int]) -> None:
     num_rows, num_requests = size
-    x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
-    jax.block_until_ready(select_step(x, np.zeros(num_requests, np.int32)))
+    x = embed_step(prefiller.top, prefiller.put(np.zeros(num_rows, np.int32)))
+    jax.block_until_ready(select_step(x, prefiller.put(np.zeros(num_requests, np.int32))))
 
 
 def _run_deviation(prefiller: Prefiller, pool: DevicePool, num_rows: int) -> None:
-    x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
-    nowhere = jnp.full(num_rows, pool.num_slots, jnp.int32)
+    x = embed_step(prefiller.top, prefiller.put(np.zeros(num_rows, np.int32)))
+    nowhere = prefiller.put(np.full(num_rows, pool.num_slots, np.int32))
     layer, config = prefiller.params.layers[0], prefiller.config
     out = pool.read(0, lambda k_pages, v_pages: deviation_step(layer, x, k_pages, v_pages, nowhere, config=config))
     jax.block_until_ready(out)
@@ -177,9 +178,10 @@ def _run_deviation(prefiller: Prefiller, pool: DevicePool, num_rows: int) -> Non
 def _run_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -> None:
     """A layer of a decode step that writes nowhere and sees nothing, and what follows the last layer."""
     batch, num_entries = size
-    x = embed_step(prefiller.top, np.zeros(batch, np.int32))
-    rows, nowhere = jnp.zeros(batch, jnp.int32), jnp.full(batch, pool.num_slots, jnp.int32)
-    table = jnp.zeros((batch, num_entries), jnp.int32)
+    x = embed_step(prefiller.top, prefiller.put(np.zeros(batch, np.int32)))
+    rows, nowhere = prefiller.put((np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)))
+    table = prefiller.put(np.zeros((batch, num_entries), np.int32))
+    rotations = prefiller.put(decode_rotations(prefiller.config, num_entries * PAGE_TOKENS, None))
     out = pool.update(
         0,
         lambda k_pages, v_pages: paged_decode_step(
@@ -192,9 +194,10 @@ def _run_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -
             table,
             table,
             table,
-            decode_rotations(prefiller.config, num_entries * PAGE_TOKENS, None),
+            rotations,
             config=prefiller.config,
             implementation=None,
+            mesh=prefiller.mesh,
         ),
     )
     logits = logits_step(prefiller.top, out.x, config=prefiller.config)
@@ -228,16 +231,17 @@ class BackgroundCompiler:
 def _run_steps(prefiller: Prefiller, size: Size) -> None:
     num_rows, num_slots, num_segments = size
     config = prefiller.config
-    x = embed_step(prefiller.top, np.zeros(num_rows, np.int32))
+    x = embed_step(prefiller.top, prefiller.put(np.zeros(num_rows, np.int32)))
     shape = (num_slots, config.num_kv_heads, config.head_dim)
-    positions = jnp.arange(num_slots, dtype=jnp.int32)
-    rows = np.zeros(num_rows, np.int32)
-    rotated = rotate_step(jnp.zeros(shape, prefiller.dtype), positions, config=config)
+    positions = prefiller.put(np.arange(num_slots, dtype=np.int32))
+    rows = prefiller.put(np.zeros(num_rows, np.int32))
+    empty = functools.partial(zeros, shape, prefiller.dtype, prefiller.context_placement)
+    rotated = rotate_step(empty(), positions, config=config)
     out = layer_step(
         prefiller.params.layers[0],
         x,
         rotated,
-        jnp.zeros(shape, prefiller.dtype),
+        empty(),
         rows,
         rows,
         positions,
@@ -245,6 +249,7 @@ def _run_steps(prefiller: Prefiller, size: Size) -> None:
         config=config,
         num_segments=num_segments,
         implementation=prefiller.implementation,
+        mesh=prefiller.mesh,
     )
-    last = select_step(out.x, np.zeros(1, np.int32))
+    last = select_step(out.x, prefiller.put(np.zeros(1, np.int32)))
     jax.block_until_ready(logits_step(prefiller.top, last, config=config))

@@ -5,6 +5,7 @@ one engine and read by others that add nothing. Knows no score.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -113,16 +114,55 @@ def measure(
             fixes_positions=way.fixes_positions,
             **{"focus_window": way.focus_window, "focus_rule": way.focus_rule, **settings},
         )
-        answers = []
-        with Engine(model, config) as engine:
-            for index, question in enumerate(questions):
-                answer = _answer(engine, question, way, max_new_tokens)
-                if way == FULL:
-                    reference.append(answer.last)
-                answers.append(_answered(question, answer, reference[index]))
-                tick(str(way))
-        outcomes.append(Outcome(way, tuple(answers)))
+        outcomes.append(
+            _outcome(model, config, questions, way, reference, max_new_tokens, functools.partial(tick, str(way)))
+        )
     return outcomes
+
+
+def measure_store(
+    model: LoadedModel,
+    questions: Sequence[QAQuestion],
+    config: EngineConfig,
+    *,
+    max_new_tokens: int = 32,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Outcome]:
+    """Full prefill, then mode `bounded` over the store of `config` as it is; adds nothing to it.
+
+    Args:
+      progress: called with requests done and in all.
+    """
+    reference: list[Response] = []
+    outcomes = []
+    for number, way in enumerate((FULL, Way(config.strategy))):
+        own = dataclasses.replace(config, store=None) if way == FULL else dataclasses.replace(config, read_only=True)
+        before = number * len(questions)
+        done = iter(range(before + 1, before + len(questions) + 1))
+        tick = functools.partial(lambda done: progress(next(done), 2 * len(questions)), done)
+        outcomes.append(_outcome(model, own, questions, way, reference, max_new_tokens, tick))
+    return outcomes
+
+
+def _outcome(
+    model: LoadedModel,
+    config: EngineConfig,
+    questions: Sequence[QAQuestion],
+    way: Way,
+    reference: list[Response],
+    max_new_tokens: int,
+    tick: Callable[[], None],
+) -> Outcome:
+    """All questions answered by one engine; `reference` are full prefill's answers, or takes them."""
+    answers = []
+    with Engine(model, config) as engine:
+        for index, question in enumerate(questions):
+            answer = _answer(engine, question, way, max_new_tokens)
+            if way == FULL:
+                reference.append(answer.last)
+            answers.append(_answered(question, answer, reference[index]))
+            tick()
+    return Outcome(way, tuple(answers))
 
 
 def _population(way: Way) -> _Population:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,18 @@ class QAQuestion:
     guess_ratio: float | None = None
 
 
-def read_questions(path: Path, *, limit: int | None = None, num_documents: int | None = None) -> tuple[QAQuestion, ...]:
+def read_questions(
+    path: Path,
+    *,
+    limit: int | None = None,
+    num_documents: int | None = None,
+    find: Callable[[str], Sequence[Document]] | None = None,
+) -> tuple[QAQuestion, ...]:
     """The first `limit` questions of a JSONL file: `{"question", "docs": [{"title"?, "text"}], "answers"?, "id"?,
     "kind"?}` a line, each with its first `num_documents` passages.
+
+    Args:
+      find: the passages of a question whose line names none; None where each has to.
 
     Raises:
       ValueError: the file cannot be read or holds no question, or a line is not such an object; names path and line.
@@ -49,7 +58,7 @@ def read_questions(path: Path, *, limit: int | None = None, num_documents: int |
             break
         if line.strip():
             try:
-                found.append(_question(json.loads(line), str(number), num_documents))
+                found.append(_question(json.loads(line), str(number), num_documents, find))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"questions: {path}, line {number}: {error}") from error
     if not found:
@@ -57,12 +66,16 @@ def read_questions(path: Path, *, limit: int | None = None, num_documents: int |
     return tuple(found)
 
 
-def _question(value: Any, number: str, num_documents: int | None) -> QAQuestion:
+def _question(
+    value: Any, number: str, num_documents: int | None, find: Callable[[str], Sequence[Document]] | None
+) -> QAQuestion:
     if not isinstance(value, Mapping):
         raise ValueError(f"wanted an object, got {type(value).__name__}")
     text, documents, answers = value.get("question"), value.get("docs"), value.get("answers", ())
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"wanted a non-empty string under 'question', got {text!r}")
+    if documents is None and find is not None:
+        documents = [{"text": one.text, "title": one.title} for one in find(text)]
     if not isinstance(documents, Sequence) or isinstance(documents, str) or not documents:
         raise ValueError(f"wanted a list of passages under 'docs', got {documents!r:.80}")
     if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):

@@ -14,12 +14,16 @@ def check_count(name: str, value: int, *, least: int = 1) -> None:
 
 def check_ratio(name: str, value: float) -> None:
     """Raises ValueError unless `value` is a number in [0, 1]."""
+    if type(value) is float and 0.0 <= value <= 1.0:  # the usual case, and planning has many
+        return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
         raise ValueError(f"{name}: wanted a number in [0, 1], got {value!r}")
 
 
 def check_mass(name: str, value: float) -> None:
     """Raises ValueError unless `value` is a finite number of at least 0."""
+    if type(value) is float and 0.0 <= value < math.inf:  # the usual case, and planning has many
+        return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
         raise ValueError(f"{name}: wanted a finite number of at least 0, got {value!r}")
 
@@ -27,4 +31,5 @@ def check_mass(name: str, value: float) -> None:
 def check_masses(name: str, values: Iterable[float]) -> None:
     """Raises ValueError unless every value is a finite number of at least 0; the message names the first bad index."""
     for index, value in enumerate(values):
-        check_mass(f"{name}[{index}]", value)
+        if type(value) is not float or not 0.0 <= value < math.inf:
+            check_mass(f"{name}[{index}]", value)

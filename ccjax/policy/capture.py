@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,12 @@ from ccjax.types import ChunkId, Fidelity, PrefillPlan, Segment, VariantId, Vari
 
 def make_variant_id(chunk_id: ChunkId, prefix_ids: Sequence[ChunkId], fidelity: Fidelity) -> VariantId:
     """sha256 (hex) of chunk id, ordered prefix chunk ids and fidelity; the same in every process."""
-    content = json.dumps(["ccjax-variant-1", chunk_id, list(prefix_ids), fidelity], separators=(",", ":"))
+    return _variant_id(chunk_id, tuple(prefix_ids), fidelity)
+
+
+@functools.lru_cache(1 << 14)  # a tree asks for each parent at every use
+def _variant_id(chunk_id: ChunkId, prefix_ids: tuple[ChunkId, ...], fidelity: Fidelity) -> VariantId:
+    content = json.dumps(["ccjax-variant-1", chunk_id, prefix_ids, fidelity], separators=(",", ":"))
     return VariantId(hashlib.sha256(content.encode()).hexdigest())
 
 

@@ -58,8 +58,8 @@ def overlap_beta(
     if total == 0.0:
         return 0.0
     new = set(_occurrences(new_prefix_ids))
-    common = (m for chunk, m in zip(_occurrences(old_prefix_ids), inter_by_prefix, strict=True) if chunk in new)
-    return math.fsum(common) / total
+    pairs = zip(_occurrences(old_prefix_ids), inter_by_prefix, strict=True)
+    return math.fsum([mass for chunk, mass in pairs if chunk in new]) / total
 
 
 def order_gamma(old_prefix_ids: Sequence[ChunkId], new_prefix_ids: Sequence[ChunkId]) -> float:

@@ -54,21 +54,25 @@ def choose_variant(
         passage, so it is one with an empty prefix and beta' = 0 unless the prefixes are equal.
     """
     prefix = tuple(new_prefix_ids)
+    variants = tuple(variants)
+    exact = [meta for meta in variants if meta.prefix_ids == prefix and meta.fidelity == "exact"]
+    if exact:  # its CFO is 0, and nothing goes before it
+        return VariantChoice(min(exact, key=lambda meta: meta.variant_id), 0.0, True)
+    if exact_only:
+        return None
 
-    def rank(meta: VariantMeta) -> tuple[float, bool, bool, float, VariantId]:
+    def rank(meta: VariantMeta) -> tuple[float, bool, float, VariantId]:
         overlap = _overlap(meta, prefix, system_id)
-        unscaled = cache_fix_overhead(meta.cci, overlap, 1.0)
-        is_approx = meta.fidelity != "exact"
-        is_inexact = is_approx or meta.prefix_ids != prefix
-        return cache_fix_overhead(meta.cci, overlap, alpha), is_inexact, is_approx, unscaled, meta.variant_id
+        unscaled = cfo = cache_fix_overhead(meta.cci, overlap, 1.0)
+        if alpha != 1.0:
+            cfo = cache_fix_overhead(meta.cci, overlap, alpha)
+        return cfo, meta.fidelity != "exact", unscaled, meta.variant_id
 
-    ranked = ((rank(meta), meta) for meta in variants)
-    usable = (pair for pair in ranked if not (exact_only and pair[0][1]))
-    best = min(usable, key=lambda pair: pair[0], default=None)
+    best = min(((rank(meta), meta) for meta in variants), key=lambda pair: pair[0], default=None)
     if best is None:
         return None
-    (cfo, is_inexact, *_), meta = best
-    return VariantChoice(meta=meta, cfo=cfo, exact=not is_inexact)
+    (cfo, *_), meta = best
+    return VariantChoice(meta=meta, cfo=cfo, exact=False)
 
 
 def _overlap(meta: VariantMeta, prefix: tuple[ChunkId, ...], system_id: ChunkId | None) -> float:

@@ -279,6 +279,11 @@ class Catalog:
         parts = [np.array(part, np.int64)[:, 0] for part in iter(lambda: found.fetchmany(_ROWS_AT_ONCE), [])]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
 
+    def keys(self) -> dict[int, tuple[str, int]]:
+        """Row -> document id and number of every passage."""
+        query = "SELECT passages.id, document_id, number FROM passages JOIN documents ON documents.id = document"
+        return {row: (document_id, number) for row, document_id, number in self._connection.execute(query)}
+
     def vectors(self, dim: int, *, after: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Rows beyond `after` with their vectors, (int64 [n], float32 [n, dim]), ascending, some at a time."""
         while True:

@@ -126,7 +126,7 @@ def _decode(path: Path, data: bytes, declared: str | None = None) -> str:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
         raise DocumentError(path, f"byte {error.start} is not {encoding}: {error.reason}") from None
-    except LookupError:
+    except (LookupError, ValueError):  # ValueError: a name with NUL
         raise DocumentError(path, f"unknown character encoding {encoding!r}") from None
     if "\x00" in text:
         raise DocumentError(path, "contains NUL bytes, so it is not text")

@@ -26,7 +26,7 @@ from ccjax.retrieval.catalog import (
     naming_damage,
 )
 from ccjax.retrieval.filters import Filter
-from ccjax.retrieval.segments import Chosen, Segment, appended, search
+from ccjax.retrieval.segments import Chosen, Segment, appended, neighbours, search
 from ccjax.retrieval.trained import Progress, Trained, TrainedKind, build, load
 
 __all__ = ["IndexKind", "IndexSettings", "IndexUnusableError", "IndexedDocument", "PassageIndex"]
@@ -167,6 +167,17 @@ class PassageIndex:
                 if (known := self._passages(hits, view)) is not None:
                     yield known, True
                     return
+
+    def neighbours(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All rows and the `count` rows most similar to each, (int64 [n], int64 [n, count]), some at a time; see
+        `ccjax.retrieval.segments.neighbours`."""
+        view = self._view
+        for rows, vectors in self._batches(view.last_row)():
+            yield rows, neighbours(view.segments, rows, vectors, count)
+
+    def keys(self) -> dict[int, tuple[str, int]]:
+        """Row -> document id and number of every passage."""
+        return self._read(self._catalog.keys)
 
     def recall(self, vectors: np.ndarray, top_k: int) -> float:
         """Share of the true `top_k` nearest passages of some queries that `search` finds; reads every vector.

@@ -57,7 +57,7 @@ def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Line |
                 elif line.strip():
                     try:
                         yield _parse(line.strip(), name)
-                    except ValueError as error:
+                    except (ValueError, RecursionError) as error:
                         yield DocumentError(f"{path}:{number}", str(error))
     except OSError as error:
         raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None

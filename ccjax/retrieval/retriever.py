@@ -20,6 +20,7 @@ from ccjax.retrieval.embedding import Embedder, default_embedder
 from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.index import IndexKind, PassageIndex
 from ccjax.retrieval.trained import Trained
+from ccjax.types import Document
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ class Passage:
     score: float
     path: str
     metadata: Mapping[str, str | float | bool] = dataclasses.field(default_factory=dict)
+
+    def as_document(self) -> Document:
+        """The passage as requests have it."""
+        return Document(self.text, self.passage_id, self.title, self.version, self.score, self.document_id)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +209,18 @@ class Retriever:
     def passages(self, document_id: str) -> list[Passage]:
         """All passages of a document in reading order, each with score 0; empty where there is no such document."""
         return [self._passage(row, 0.0) for row in self._current().document(document_id)]
+
+    def neighbours(self, count: int) -> dict[str, tuple[str, ...]]:
+        """Passage id -> ids of the `count` passages whose vectors are most similar to its own, the nearest first; fewer
+        where fewer resemble it."""
+        index = self._current()
+        ids = {row: f"{document_id}#{number}" for row, (document_id, number) in index.keys().items()}
+        return {
+            ids[row]: tuple(ids[other] for other in others if other in ids)
+            for rows, found in index.neighbours(count)
+            for row, others in zip(rows.tolist(), found.tolist(), strict=True)
+            if row in ids
+        }
 
     def search(self, query: str, top_k: int, *, filters: Mapping[str, Any] | None = None) -> list[Passage]:
         """The `top_k` passages most similar to `query`, best first; fewer where fewer exist or match.

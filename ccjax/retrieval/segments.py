@@ -108,6 +108,32 @@ class Segment:
         ):
             yield found.scores, self.rows[found.rows]
 
+    def nearest(self, vectors: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """(scores float32, rows int64), both [n, top_k], best first, of many vectors [n, dim] at once, as wide as
+        single searches; row -1 where fewer were met."""
+        index, bits = self.index, self.living.bits
+        selector = None if bits is None else _faiss.IDSelectorBitmap(bits)
+        if isinstance(index, faiss.IndexIVF):
+            params = _faiss.SearchParametersIVF(nprobe=index.nprobe, sel=selector)
+        elif isinstance(index, faiss.IndexHNSW):
+            params = _faiss.SearchParametersHNSW(efSearch=index.hnsw.efSearch, sel=selector)
+        else:
+            params = _faiss.SearchParameters(sel=selector)
+        scores, ids = index.search(vectors, top_k, params=params)  # pyright: ignore[reportCallIssue]
+        return scores, np.where(ids < 0, -1, self.rows[ids])
+
+
+def neighbours(segments: Sequence[Segment], rows: np.ndarray, vectors: np.ndarray, count: int) -> np.ndarray:
+    """int64 [n, count]: for each of `rows` [n], whose vectors are `vectors` [n, dim], the other rows most similar to
+    it, the nearest first, ties by row; -1 where fewer resemble it at all."""
+    parts = [segment.nearest(np.ascontiguousarray(vectors, np.float32), count + 1) for segment in segments]
+    scores, found = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+    is_other = (found >= 0) & (found != rows[:, None]) & (scores > 0.0)
+    scores = np.where(is_other, scores, -np.inf)
+    order = np.lexsort((found, -scores))[:, :count]
+    best = np.take_along_axis(np.where(is_other, found, -1), order, axis=1)
+    return np.pad(best, ((0, 0), (0, count - best.shape[1])), constant_values=-1)
+
 
 def search(
     segments: Sequence[Segment], chosen: Sequence[Chosen], vector: np.ndarray, top_k: int, num_stages: int

@@ -7,7 +7,6 @@ method. Knows no engine; the service does.
 from __future__ import annotations
 
 import dataclasses
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
@@ -17,12 +16,17 @@ from fastapi.responses import JSONResponse
 from ccjax.engine import CachedDocument
 from ccjax.server.body import describe, json_body
 from ccjax.server.errors import ApiError, as_api_error
+from ccjax.server.keys import Keys
 from ccjax.server.schemas import PinBody, WarmBody
 from ccjax.server.service import Service
-from ccjax.server.settings import ServerSettings
 from ccjax.server.warming import WarmJob
 
 ADMIN_BODIES = (PinBody, WarmBody)
+WHOLE_LISTING = "ccjax.whole_listing"
+"""Key of the ASGI scope: true where whoever calls the application merges listings, and cuts them into pages itself; no
+client can set it."""
+
+DEFAULT_PAGE = 1000
 _LARGEST_PAGE = 10_000
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "an argument is wrong; the error names it"},
@@ -39,7 +43,7 @@ Version = Annotated[str | None, Query(description="one version; all of them wher
 def admin_routes(service: Service) -> APIRouter:
     """What an operator uses, behind the admin key."""
     router = APIRouter(
-        prefix="/v1/cache", tags=["cache"], dependencies=[Depends(_admin_check(service.settings))], responses=_ERRORS
+        prefix="/v1/cache", tags=["cache"], dependencies=[Depends(_admin_check(service.keys))], responses=_ERRORS
     )
 
     def counted(operation: str) -> Callable[..., Awaitable[Any]]:
@@ -56,12 +60,12 @@ def admin_routes(service: Service) -> APIRouter:
         return run
 
     @router.get("/documents", summary="Documents in the cache")
-    async def documents(request: Request, limit: str = "1000", offset: str = "0") -> dict[str, Any]:
+    async def documents(request: Request, limit: str = str(DEFAULT_PAGE), offset: str = "0") -> dict[str, Any]:
         _check_query(request, "limit", "offset")
         count = _number("limit", limit, 1, _LARGEST_PAGE)
         start = _number("offset", offset, 0, 10**9)
         found: Sequence[CachedDocument] = await counted("list")(service.between(lambda engine: engine.documents()))
-        page = found[start : start + count]
+        page = found if request.scope.get(WHOLE_LISTING) else found[start : start + count]
         data = [_document(item) for item in page]
         return {"object": "list", "data": data, "total": len(found), "has_more": start + count < len(found)}
 
@@ -143,21 +147,16 @@ def bearer_token(request: Request) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-def is_same(token: str | None, key: str | None) -> bool:
-    """Compares in constant time; nothing equals None."""
-    return token is not None and key is not None and hmac.compare_digest(token.encode("latin-1"), key.encode())
-
-
-def _admin_check(settings: ServerSettings) -> Callable[[Request], Awaitable[None]]:
+def _admin_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
-        if settings.admin_key is None:
+        if not keys.admin.is_asked_for:
             # Not even from this machine: behind a proxy every client seems to be there.
-            message = "this server takes no orders about its cache; start it with an admin key (--admin-key)"
+            message = "this server takes no orders about its cache; start it with an admin key (--admin-key-file)"
             raise ApiError(403, message, code="admin_disabled")
         token = bearer_token(request)
-        if is_same(token, settings.admin_key):
+        if keys.find_admin(token) is not None:
             return
-        if is_same(token, settings.api_key):
+        if keys.api.find(token) is not None:
             raise ApiError(403, "wanted the admin key, got the API key of clients", code="admin_key_required")
         message = "wanted the server's admin key as 'Authorization: Bearer KEY'"
         raise ApiError(401, message, code="invalid_admin_key", headers={"WWW-Authenticate": "Bearer"})

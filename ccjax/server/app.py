@@ -11,25 +11,41 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import ccjax
 from ccjax.engine import Delta
+from ccjax.engine import Response as Answer
 from ccjax.errors import RequestError
-from ccjax.server.admin import ADMIN_BODIES, admin_routes, bearer_token, is_same
+from ccjax.server.admin import ADMIN_BODIES, admin_routes, bearer_token
 from ccjax.server.body import add_schemas, describe, json_body
 from ccjax.server.errors import ApiError, as_api_error
+from ccjax.server.keys import KeyRing
 from ccjax.server.openai_format import DONE, Formatter, Kind, event
+from ccjax.server.page import add_page, live_routes
 from ccjax.server.schemas import ChatBody, CompletionBody, Generation, TokenizeBody
 from ccjax.server.service import Service, renamed
+from ccjax.server.telemetry import Telling
+from ccjax.server.trace_format import trace_json
 from ccjax.server.worker import Job, JobCancelledError
 
 logger = logging.getLogger(__name__)
 
+PASSAGES = "ccjax.passages"
+"""Key of the ASGI scope with the passages of the server's own documents that whoever calls the application found for
+the request; no client can set it."""
+
+WAITED_S = "ccjax.waited_s"
+"""The same of the seconds since the request came there: they count towards its `timeout_s`."""
+
 _BODIES = (ChatBody, CompletionBody, TokenizeBody, *ADMIN_BODIES)
 _CLIENT_GONE = 499  # nginx's number; nobody reads it
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+"""Besides JSON, where the body says `stream`; the schema is of each event, as OpenAPI 3.2 has it."""
+
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must pass events on one by one
 
 
@@ -48,7 +64,11 @@ def create_app(service: Service) -> FastAPI:
     _add_error_handlers(app, service)
     app.include_router(_public_routes(service))
     app.include_router(admin_routes(service))
-    app.include_router(_api_routes(service), dependencies=[Depends(_bearer_check(service.settings.api_key))])
+    with_key = [Depends(_bearer_check(service.keys.api))]
+    app.include_router(_api_routes(service), dependencies=with_key)
+    if service.settings.page:
+        app.include_router(live_routes(service), dependencies=with_key)
+        add_page(app)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -73,7 +93,7 @@ def _public_routes(service: Service) -> APIRouter:
         is_ready, status = service.readiness
         return JSONResponse(status, 200 if is_ready else 503)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -101,11 +121,11 @@ def _api_routes(service: Service) -> APIRouter:
     async def tokenize(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> dict[str, Any]:
         return await service.tokenize(body)
 
-    @router.post("/v1/chat/completions", openapi_extra=describe(ChatBody))
+    @router.post("/v1/chat/completions", openapi_extra=describe(ChatBody), responses=_ANSWERS)
     async def chat(request: Request, body: Annotated[ChatBody, Depends(json_body(ChatBody))]) -> Response:
         return await _generate(service, request, body, "chat")
 
-    @router.post("/v1/completions", openapi_extra=describe(CompletionBody))
+    @router.post("/v1/completions", openapi_extra=describe(CompletionBody), responses=_ANSWERS)
     async def complete(
         request: Request, body: Annotated[CompletionBody, Depends(json_body(CompletionBody))]
     ) -> Response:
@@ -126,36 +146,51 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def _generate(service: Service, request: Request, body: Generation, kind: Kind) -> Response:
+    telling = service.telling(kind, request.headers)
     try:
-        job, documents = await service.submit(body, id_prefix="chatcmpl" if kind == "chat" else "cmpl")
-        watcher = asyncio.create_task(_cancel_when_gone(request, job))
+        id_prefix = "chatcmpl" if kind == "chat" else "cmpl"
+        job, documents = await service.submit(
+            body,
+            id_prefix=id_prefix,
+            passages=request.scope.get(PASSAGES),
+            key=request.state.key,
+            waited_s=request.scope.get(WAITED_S, 0.0),
+        )
+        telling.job = job
+        watcher = asyncio.create_task(_cancel_when_gone(request, telling, job))
         formatter = Formatter(
             kind,
             id=job.request.request_id,
             model=service.backend.model,
             created=int(time.time()),
             documents=documents,
+            shows_reuse=service.settings.shows_reuse,
         )
         deltas = job.deltas()
         with renamed(body.argument_names()):
             # A stream, too, starts with the first token only: whatever fails before that has a status of its own.
             first = await anext(deltas)
             if body.stream:
-                events = _events(service, job, first, deltas, formatter, body.include_usage, watcher)
+                events = _events(service, telling, first, deltas, formatter, body.include_usage, watcher)
                 return StreamingResponse(events, media_type="text/event-stream", headers=_SSE_HEADERS)
             async for _ in deltas:
                 pass
         assert job.response is not None
+        await _add_trace(service, job, job.response, formatter)
+        telling.end()
         return JSONResponse(formatter.answer(job.response))
     except JobCancelledError:
+        telling.end()
         return Response(status_code=_CLIENT_GONE)
     except Exception as error:
-        return _refusal(service, error).response()
+        refusal = _refusal(service, error)
+        telling.end(refusal)
+        return refusal.response()
 
 
 async def _events(
     service: Service,
-    job: Job,
+    telling: Telling,
     first: Delta,
     rest: AsyncIterator[Delta],
     formatter: Formatter,
@@ -163,31 +198,55 @@ async def _events(
     watcher: asyncio.Task[None],
 ) -> AsyncIterator[str]:
     """The stream of all answers; `watcher` is only held so that it lives as long."""
+    job = telling.job
+    assert job is not None
     try:
+        await _add_trace(service, job, first.response, formatter)
         for chunk in formatter.chunks(first, include_usage=include_usage):
             yield event(chunk)
         async for delta in rest:
+            await _add_trace(service, job, delta.response, formatter)
             for chunk in formatter.chunks(delta, include_usage=include_usage):
                 yield event(chunk)
     except JobCancelledError:
         return
     except Exception as error:
-        yield event(_refusal(service, error).body())
+        refusal = _refusal(service, error)
+        telling.end(refusal)
+        yield event(refusal.body())
     finally:
         job.cancel()
+        telling.end()
     yield DONE
 
 
-async def _cancel_when_gone(request: Request, job: Job) -> None:
+async def _add_trace(service: Service, job: Job, response: Answer | None, formatter: Formatter) -> None:
+    """Gives the formatter what is to be told of a response, if there is one and it was asked for."""
+    if response is not None and response.trace is not None:
+        # In a thread: the text of thousands of tokens takes tens of milliseconds.
+        trace = await asyncio.to_thread(
+            trace_json,
+            response.trace,
+            service.backend.engine.tokenizer,
+            arrived_s=job.arrived_s,
+            found_s=job.found_s,
+            submitted_s=job.submitted_s,
+        )
+        formatter.add_trace(trace)
+
+
+async def _cancel_when_gone(request: Request, telling: Telling, job: Job) -> None:
     """Cancels the job when the client hangs up; also returns when the response is complete."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
+    telling.end()
 
 
-def _bearer_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
+def _bearer_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
-        if api_key is not None and not is_same(bearer_token(request), api_key):
+        request.state.key = keys.find(bearer_token(request))
+        if keys.is_asked_for and request.state.key is None:
             message = "wanted the server's API key as 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

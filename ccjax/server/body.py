@@ -26,7 +26,7 @@ def json_body(model: type[Model]) -> Callable[[HttpRequest], Awaitable[Model]]:
 
     async def read(request: HttpRequest) -> Model:
         data = await _read_limited(request, request.app.state.max_body_bytes)
-        return await asyncio.to_thread(_parse, model, data)
+        return await asyncio.to_thread(parse_body, model, data)
 
     return read
 
@@ -62,7 +62,12 @@ async def _read_limited(request: HttpRequest, limit: int) -> bytes:
     return bytes(data)
 
 
-def _parse(model: type[Model], data: bytes) -> Model:
+def parse_body(model: type[Model], data: bytes) -> Model:
+    """The body as `model`.
+
+    Raises:
+      ApiError: 400, naming what is wrong.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 
-from ccjax.server.service import Service
+
+class Drainable(Protocol):
+    """Whatever answers: a `ccjax.server.service.Service`, or what passes requests on."""
+
+    def drain(self) -> None:
+        """Refuses all that is new; may be repeated."""
+        ...
+
+    def break_off(self) -> None:
+        """Ends all that was taken."""
+        ...
+
+    @property
+    def is_drained(self) -> bool:
+        """True once `drain` was called and all that was taken before is answered."""
+        ...
+
+    @property
+    def is_closing(self) -> bool:
+        """True once only a kill is left."""
+        ...
+
 
 _TO_TELL_S = 2
 
@@ -20,7 +42,7 @@ class DrainingServer(uvicorn.Server):
     out, or a third, kills the process, which a store stands at any time.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Drainable) -> None:
         super().__init__(config)
         self._service = service
         self._is_told = self._is_told_twice = False

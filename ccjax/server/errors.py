@@ -16,6 +16,7 @@ from ccjax.errors import (
     EraseIncompleteError,
     OverloadError,
     PinLimitError,
+    QuotaError,
     ReadOnlyError,
     RequestError,
     UnknownDocumentError,
@@ -88,7 +89,8 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
     if isinstance(error, OverloadError):
         wait_s = max(1, math.ceil(error.retry_after_s))
         message = f"{error}; try again in about {wait_s} s"
-        return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
+        code = "quota_exceeded" if isinstance(error, QuotaError) else "queue_full"
+        return ApiError(429, message, code=code, headers={"Retry-After": str(wait_s)})
     if isinstance(error, DeadlineError):
         return ApiError(504, str(error), param="timeout_s", code="deadline_exceeded")
     if isinstance(error, DeviceMemoryError):

@@ -6,7 +6,6 @@ Knows no request text and no tenant: labels come from fixed lists.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -14,9 +13,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ccjax.engine import Engine, Response
 from ccjax.engine.compilations import compilations
+from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.retrieval import Retriever
 from ccjax.server.worker import Job
+from ccjax.types import ReuseReport
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STORE_GAUGES = ("used_bytes", "budget_bytes", "num_variants")
@@ -29,6 +30,12 @@ _SHADOW_COUNTERS = {
     "agreed_tokens": "Tokens that full prefill would have drawn at their place",
     "first_kl": "Sum of KL(full prefill, answer) in nats, of the first token's distribution",
     "dropped": "Answers that were not compared for want of idle time",
+}
+_ORDER_COUNTERS = {
+    "placed": "Orders for what waiting requests will have to compute",
+    "taken": "Orders that were carried out here",
+    "failed": "Those of them that could not be",
+    "computed_tokens": "Tokens that ran through the model for them",
 }
 _MAINTENANCE_COUNTERS = {
     "repaired": "Approximate variants replaced by exact ones in idle time",
@@ -65,6 +72,14 @@ class ServerMetrics:
                 ("computed", "that had no stored KV"),
             )
         }
+        # vLLM's names, in tokens: what a cache that knows prefixes only was asked for, and what it would have had.
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens that a stored prefix was looked up for")
+        self._prefix_hits = counter("prefix_cache_hits", "Those of them that one had")
+        labels = ("cache_source", "match", "strategy")
+        text = "stored KV, by tier, and by whether it stood behind the same tokens (prefix) or others (chunk)"
+        self._cached_tokens = counter("cached_tokens", f"Prompt tokens with {text}", *labels)
+        self._cached_bytes = counter("cached_bytes", f"Bytes of {text}", *labels)
+        self._bytes_per_token = 0
         self._admin = counter("cache_admin", "Calls of the admin API", "operation", "outcome")
         self._warmed = counter("warmed_documents", "Documents of warm jobs that are done", "status")
         self._speculations = counter("speculations", "Answers that began while passages were searched for", "outcome")
@@ -77,6 +92,8 @@ class ServerMetrics:
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token, queue included")
         self._queue_time = histogram("request_queue_time_seconds", "In line, of those that left it to run")
         self._prefill_time = histogram("request_prefill_time_seconds", "Prefill alone")
+        text = "Between two tokens of an answer, on average; of several at once the longest's"
+        self._token_time = histogram("request_time_per_output_token_seconds", text)
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token")
         self.retrieval_time = histogram("retrieval_seconds", "Search for passages")
         self._info = Gauge("ccjax_build_info", "Always 1", ["version", "model_name"], registry=registry)
@@ -84,6 +101,7 @@ class ServerMetrics:
     def attach(self, *, version: str, model: str, engine: Engine, retriever: Retriever | None) -> None:
         """Adds what is read at scrape time; once per server."""
         self._info.labels(version, model).set(1)
+        self._bytes_per_token = kv_spec_of(engine.model_config, engine.config.dtype).num_bytes(1)
         readers: dict[str, tuple[str, Callable[[], float]]] = {
             "num_variants": ("Chunk variants that can be reused", lambda: engine.num_variants),
             "cached_documents": ("Versions of documents in the cache", lambda: engine.document_counts.documents),
@@ -100,7 +118,9 @@ class ServerMetrics:
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
         self._registry.register(_BatchCollector(engine))
         self._registry.register(_StoreCollector(engine))
+        self._registry.register(_NewsCollector(engine))
         self._registry.register(_MaintenanceCollector(engine))
+        self._registry.register(_OrderCollector(engine))
         self._registry.register(_ShadowCollector(engine))
         self._registry.register(_RatesCollector(engine))
 
@@ -133,9 +153,12 @@ class ServerMetrics:
         if job.response is None:
             self.count_error("cancelled")
             return
-        assert job.first_delta_s is not None
+        assert job.first_delta_s is not None and job.ended_s is not None
         self._ttft.observe(job.first_delta_s - job.submitted_s)
-        self._latency.observe(time.perf_counter() - job.submitted_s)
+        self._latency.observe(job.ended_s - job.submitted_s)
+        num_more = max(len(choice.token_ids) for choice in job.response.choices) - 1
+        if num_more > 0:
+            self._token_time.observe((job.ended_s - job.first_delta_s) / num_more)
         self._count_response(job.response)
 
     def render(self) -> bytes:
@@ -156,12 +179,26 @@ class ServerMetrics:
         self._given_up_loads.inc(report.given_up_loads)
         self._failed_loads.inc(report.failed_loads)
         self._load_wait_s.inc(report.load_wait_s)
+        if report.mode != "off":
+            self._count_cached(report)
         for name, metric in self._tokens_by_role.items():
             field = f"{name}_tokens"
             for document in report.per_document:
                 metric.labels(document.role).inc(getattr(document, field))
             listed = sum(getattr(document, field) for document in report.per_document)
             metric.labels("question").inc(getattr(report, field) - listed)
+
+    def _count_cached(self, report: ReuseReport) -> None:
+        self._prefix_queries.inc(report.prompt_tokens)
+        for document in report.per_document:
+            if document.tier is None or not document.reused_tokens:
+                continue
+            match = "prefix" if document.exact else "chunk"
+            labels = (document.tier, match, report.strategy)
+            self._cached_tokens.labels(*labels).inc(document.reused_tokens)
+            self._cached_bytes.labels(*labels).inc(document.reused_tokens * self._bytes_per_token)
+            if document.exact:
+                self._prefix_hits.inc(document.reused_tokens)
 
 
 class _BatchCollector:
@@ -208,6 +245,20 @@ class _StoreCollector:
             yield metric
 
 
+class _NewsCollector:
+    """What comes through the shared index, read at every scrape; nothing without one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._engine.news_counts
+        if counts is not None:
+            yield GaugeMetricFamily("ccjax_store_index_up", "1 while the shared index answers", value=int(counts.is_up))
+            text = "Variants that other processes stored or deleted, as the shared index told"
+            yield CounterMetricFamily("ccjax_store_index_changes", text, value=counts.num_followed)
+
+
 class _CompilationsCollector:
     """Compiled steps, read at every scrape: one more while requests run is one that a request had to wait for."""
 
@@ -229,6 +280,18 @@ class _MaintenanceCollector:
         counts = self._engine.maintenance_counts
         for name, text in _MAINTENANCE_COUNTERS.items():
             yield CounterMetricFamily(f"ccjax_variants_{name}", text, value=getattr(counts, name))
+
+
+class _OrderCollector:
+    """Work ahead of waiting requests, read at every scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._engine.order_counts
+        for name, text in _ORDER_COUNTERS.items():
+            yield CounterMetricFamily(f"ccjax_orders_{name}", text, value=getattr(counts, name))
 
 
 class _ShadowCollector:

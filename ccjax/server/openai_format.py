@@ -1,7 +1,8 @@
 """Answers in OpenAI's shapes, whole and in chunks. Knows no HTTP and no engine, only their values.
 
-Beside OpenAI's fields stand `reuse` (the reuse report), `ttft_s` (queue left out) and `documents` (the passages of the
-prompt): on the answer, or on the last chunk of a stream.
+Beside OpenAI's fields stand `reuse` (the reuse report), `ttft_s` (queue left out), `documents` (the passages of the
+prompt) and, where it was asked for, `trace`: on the answer, or on the last chunk of a stream. A server that evens out
+timing tells none of what was reused.
 """
 
 from __future__ import annotations
@@ -24,18 +25,34 @@ def event(value: dict[str, Any]) -> str:
 
 
 class Formatter:
-    """Shapes the answers to one request; `kind` decides between chat and plain completion."""
+    """Shapes the answers to one request; `kind` decides between chat and plain completion. Without `shows_reuse` they
+    are those of a server without a cache, and with no times."""
 
-    def __init__(self, kind: Kind, *, id: str, model: str, created: int, documents: Sequence[Document]) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        *,
+        id: str,
+        model: str,
+        created: int,
+        documents: Sequence[Document],
+        shows_reuse: bool = True,
+    ) -> None:
         self._kind: Kind = kind
+        self._shows_reuse = shows_reuse
         self._documents = documents
         self._base = {"id": id, "created": created, "model": model}
         self._text_offsets: dict[int, int] = {}
+        self._trace: dict[str, Any] = {}
+
+    def add_trace(self, trace: dict[str, Any]) -> None:
+        """Takes what is to stand beside the response; before that is shaped."""
+        self._trace = {"trace": trace}
 
     def answer(self, response: Response) -> dict[str, Any]:
         """The body of all answers in one piece."""
         choices = [self._choice(index, choice) for index, choice in enumerate(response.choices)]
-        return self._object("chat.completion", choices) | {"usage": usage(response)} | self._extra(response)
+        return self._object("chat.completion", choices) | {"usage": self._usage(response)} | self._extra(response)
 
     def chunks(self, delta: Delta, *, include_usage: bool) -> Iterator[dict[str, Any]]:
         """The chunks that one delta becomes: text, then the reason to finish, then usage where it was asked for."""
@@ -53,7 +70,7 @@ class Formatter:
         last, response = self._chunk(index, {}, None, delta.finish_reason), delta.response
         if response is not None and include_usage:
             yield last | null_usage
-            last = self._object("chat.completion.chunk", []) | {"usage": usage(response)}
+            last = self._object("chat.completion.chunk", []) | {"usage": self._usage(response)}
         elif response is None:
             last |= null_usage
         yield last if response is None else last | self._extra(response)
@@ -86,7 +103,13 @@ class Formatter:
             {"id": passage.id, "title": passage.title, "version": passage.version, "score": passage.score}
             for passage in self._documents[:used]
         ]
-        return {"reuse": response.reuse.to_json(), "ttft_s": response.ttft_s, "documents": passages}
+        if not self._shows_reuse:
+            return {"documents": passages}
+        return {"reuse": response.reuse.to_json(), "ttft_s": response.ttft_s, "documents": passages} | self._trace
+
+    def _usage(self, response: Response) -> dict[str, Any]:
+        found = usage(response)
+        return found if self._shows_reuse else found | {"prompt_tokens_details": None}
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._kind == "chat":

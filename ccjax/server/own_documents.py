@@ -25,7 +25,7 @@ def search(ask: Callable[[], Iterator[tuple[list[Passage], bool]]], begun: Specu
     """
     documents: list[Document] = []
     for passages, is_all in ask():
-        documents = [_as_document(passage) for passage in passages]
+        documents = [passage.as_document() for passage in passages]
         if begun is not None and not is_all:
             begun.offer(documents)
     return documents
@@ -43,7 +43,7 @@ def chosen(retriever: Retriever | None, document_ids: Sequence[str]) -> list[Doc
     for number, document_id in enumerate(retriever.document_ids if document_ids == "all" else document_ids):
         if not retriever.has_document(document_id):
             raise UnknownDocumentError(f"document_ids[{number}]", f"this server has no document {document_id!r}")
-        documents += [_as_document(passage) for passage in retriever.passages(document_id)]
+        documents += [passage.as_document() for passage in retriever.passages(document_id)]
     return documents
 
 
@@ -62,16 +62,10 @@ def drop_old_versions(retriever: Retriever, engine: Engine, worker: EngineWorker
     """Takes what changed or vanished since out of the cache. No question finds that text any more, it only takes room;
     unchanged passages of a changed document stay."""
     for document_id in (*report.changed, *report.removed):
-        kept = [_as_document(passage) for passage in retriever.passages(document_id)]
+        kept = [passage.as_document() for passage in retriever.passages(document_id)]
         try:
             worker.call(functools.partial(engine.invalidate, document_id, keep=kept)).result()
         except (UnknownDocumentError, ReadOnlyError):  # never asked for, or not to be changed
             pass
         except (EraseIncompleteError, QueueFullError, WorkerClosedError) as error:
             logger.warning("documents: the old version of %s stays in the cache: %r", document_id, error)
-
-
-def _as_document(passage: Passage) -> Document:
-    return Document(
-        passage.text, passage.passage_id, passage.title, passage.version, passage.score, passage.document_id
-    )

@@ -17,6 +17,8 @@ from ccjax.retrieval.filters import parse_filter
 from ccjax.server.settings import LARGEST_TOP_K
 from ccjax.types import Document, ReuseMode, document_from_mapping
 
+LONGEST_SALT = 256
+
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -119,11 +121,14 @@ class Generation(Body):
     reuse: str | None = Field(None, description="off, exact, bounded or fast")
     quality_target: float | None = Field(None, description="share of full prefill's answers that reuse is to keep")
     truncate: bool | None = Field(None, description="drop passages from the end instead of refusing a long prompt")
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(
+        None, max_length=LONGEST_SALT, description="what is cached under another salt is not reused"
+    )
     priority: int | None = Field(None, description="the lower, the sooner; 0 is the default")
     user: str | None = Field(None, description="who asks: those who ask at once are served fairly")
     safety_identifier: str | None = Field(None, description="the same, where there is no user")
     timeout_s: float | None = Field(None, description="seconds after which the answer is of no use, and ends with 504")
+    trace: bool | None = Field(None, description="tell token by token what was reused, and where the time went")
     ignore_eos: bool | None = Field(None, description="go on behind an end-of-text token, to the length asked for")
 
     def query(self) -> str | None:
@@ -168,9 +173,17 @@ class Generation(Body):
         return tuple(_document(number, value) for number, value in enumerate(self.documents))
 
     def to_request(
-        self, documents: Sequence[Document], *, reuse: ReuseMode, timeout_s: float | None, request_id: str
+        self,
+        documents: Sequence[Document],
+        *,
+        reuse: ReuseMode,
+        timeout_s: float | None,
+        request_id: str,
+        cache_salt: str = "",
+        flow: str | None = None,
     ) -> Request:
-        """The engine's request, with `documents` as passages; `reuse` and `timeout_s` where the body names none.
+        """The engine's request, with `documents` as passages; `reuse` and `timeout_s` where the body names none,
+        `cache_salt` and `flow` whatever it names.
 
         Raises:
           RequestError: a value is out of range or not supported.
@@ -196,9 +209,11 @@ class Generation(Body):
             truncate=self.truncate if self.truncate is not None else self.documents is None,
             request_id=request_id,
             priority=self.priority or 0,
-            flow=self.flow,
+            flow=self.flow if flow is None else flow,
+            cache_salt=cache_salt,
             quality_target=self.quality_target,
             timeout_s=self.timeout_s if self.timeout_s is not None else timeout_s,
+            trace=bool(self.trace),
         )
 
     def _refuse_unsupported(self) -> None:
@@ -302,6 +317,8 @@ class WarmBody(Body):
     document_ids: list[str] | Literal["all"] | None = Field(None, description="documents of the server's own")
     system_prompt: str | None = Field(None, description="that of the requests to come, where they bring one")
     at_once: bool = Field(False, description="one document between two requests, instead of in idle time only")
+    tenant: str | None = Field(None, description="whose requests are to find it: a tenant of the API key file")
+    cache_salt: str | None = Field(None, max_length=LONGEST_SALT, description="that of the requests to come")
 
     def own_documents(self) -> tuple[Document, ...]:
         """The passages in the body."""

@@ -24,14 +24,27 @@ from ccjax.errors import DeadlineError, RequestError
 from ccjax.retrieval import Retriever
 from ccjax.server import own_documents
 from ccjax.server.errors import ApiError, as_api_error
+from ccjax.server.keys import Key, Keys, salt_of
+from ccjax.server.live import LiveCounts
 from ccjax.server.metrics import ServerMetrics
+from ccjax.server.openai_format import Kind
+from ccjax.server.quotas import Quotas
 from ccjax.server.schemas import Generation, TokenizeBody, WarmBody
 from ccjax.server.settings import ServerSettings
+from ccjax.server.telemetry import Telling
+from ccjax.server.tracing import Tracing
 from ccjax.server.warming import MOST_JOBS, WarmJob, WarmJobs
 from ccjax.server.worker import EngineWorker, IdleWork, Job, QueueFullError, WorkerClosedError
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
+_EVENED_OUT = 1.25
+"""Answers that are evened out come after so many times what computing their prompt usually takes: most of those that
+are computed are ready then, too."""
+
+_ORDER_EVERY_S = 0.1
+"""Between two looks at who waits for long; without an index to order by a look does nothing."""
+
 Result = TypeVar("Result")
 
 
@@ -54,7 +67,12 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
+        self.keys = Keys(settings)
+        self._quotas = Quotas(settings.quota_file)
         self.metrics = ServerMetrics()
+        self.live = LiveCounts()
+        endpoint = settings.otlp_traces_endpoint
+        self._tracing = None if endpoint is None else Tracing(endpoint)
         self.started_at = int(time.time())
         self._stage: tuple[str, int, int] = ("start", 0, 0)
         self._backend: Backend | None = None
@@ -79,7 +97,7 @@ class Service:
             worker = EngineWorker(
                 engine.submit,
                 on_start=self.metrics.start,
-                on_end=self.metrics.end,
+                on_end=self._end,
                 idle_work=_idle_work(engine, jobs, self.settings.repair_when_idle),
                 preload=engine.preload,
             )
@@ -119,11 +137,14 @@ class Service:
         """Ends the worker, after the requests in line or at once, then closes engine and retriever. May be repeated."""
         with self._lock:
             backend, self._backend, self._closed = self._backend, None, True
+            tracing, self._tracing = self._tracing, None
         if backend is not None:
             backend.worker.close(drain=drain)
             backend.engine.close()
             if backend.retriever is not None:
                 backend.retriever.close()
+        if tracing is not None:
+            tracing.close()
 
     @property
     def readiness(self) -> tuple[bool, dict[str, Any]]:
@@ -149,26 +170,50 @@ class Service:
             )
         return self._backend
 
-    async def submit(self, body: Generation, *, id_prefix: str) -> tuple[Job, Sequence[Document]]:
+    def telling(self, kind: Kind, headers: Mapping[str, str]) -> Telling:
+        """What is to be told of a request that just came with these HTTP headers."""
+        model = self.settings.served_model_name if self._backend is None else self._backend.model
+        return Telling(kind, headers, model or "", self._tracing)
+
+    async def submit(
+        self,
+        body: Generation,
+        *,
+        id_prefix: str,
+        passages: Sequence[Document] | None = None,
+        key: Key | None = None,
+        waited_s: float = 0.0,
+    ) -> tuple[Job, Sequence[Document]]:
         """The job of a request that passed every check, and the passages it asked for.
+
+        Args:
+          passages: what a search of the server's own documents found already, if it was made; taken where this server
+            would search.
+          key: of whoever asks; None where the server asks for none. Its tenant has caches, a place in line and a
+            quota of its own.
+          waited_s: how long ago the request came to whoever passed it on.
 
         Raises:
           ApiError: it is refused.
         """
-        arrived_s = time.perf_counter()
+        arrived_s = time.perf_counter() - waited_s
         backend = self.backend
         if backend.worker.is_closed:
             raise _shutting_down()
-        self._check_access(body)
-        backend.engine.check_place(body.flow)  # before the costly part; `submit` asks again
+        salt = self._check_access(body, key)
+        flow = key.tenant if key is not None and key.tenant else body.flow
+        backend.engine.check_place(flow)  # before the costly part; `submit` asks again
         request_of = functools.partial(
             body.to_request,
             reuse=self.settings.reuse,
             timeout_s=self.settings.request_timeout_s,
             request_id=f"{id_prefix}-{uuid.uuid4().hex}",
+            cache_salt=salt,
+            flow=flow,
         )
+        seat = self._quotas.enter("" if key is None else key.tenant, "" if key is None else key.name)
         begun = None
-        if self.settings.retrieval_stages > 1:
+        if self.settings.retrieval_stages > 1 and passages is None:
             begun = SpeculativeAnswer(
                 backend.engine.submit,
                 lambda found: _what_is_left(request_of(found), arrived_s),
@@ -177,13 +222,19 @@ class Service:
             )
         try:
             with renamed(body.argument_names()), backend.worker.expecting():
-                documents = await self._documents(backend, body, begun)
+                documents = await self._documents(backend, body, begun, passages)
+                found_s = time.perf_counter()
                 request = request_of(documents)
-                await asyncio.to_thread(backend.engine.validate, request)
+                num_tokens = await asyncio.to_thread(backend.engine.validate, request)
+                seat.charge(num_tokens)
                 with _taking():
                     start = None if begun is None else begun.start
-                    job = backend.worker.submit(_what_is_left(request, arrived_s), start)
+                    job = backend.worker.submit(_what_is_left(request, arrived_s), start, on_leave=seat.leave)
+                job.arrived_s, job.found_s = arrived_s, found_s
+                if self.settings.even_out_timing:
+                    job.least_ttft_s = _EVENED_OUT * backend.engine.full_prefill_s(num_tokens)
         except BaseException:  # the client's leaving included
+            seat.leave()
             if begun is not None:
                 begun.close()
             raise
@@ -235,11 +286,15 @@ class Service:
         backend = self.backend
         if (body.documents is None) == (body.document_ids is None):
             raise ApiError(400, "documents: wanted exactly one of documents and document_ids", param="documents")
+        if body.tenant is not None and not self.keys.api.has_tenant(body.tenant):
+            raise RequestError("tenant", f"wanted one that a key of the API key file names, got {body.tenant!r}")
+        salt = self._salt(body.cache_salt, None if body.tenant is None else Key(body.tenant, ""))
         if body.document_ids is None:
             documents = body.own_documents()
         else:
             documents = own_documents.chosen(backend.retriever, body.document_ids)
-        warming = await asyncio.to_thread(backend.engine.begin_warming, documents, system_prompt=body.system_prompt)
+        begin = functools.partial(backend.engine.begin_warming, system_prompt=body.system_prompt, cache_salt=salt)
+        warming = await asyncio.to_thread(begin, documents)
         with _taking():
             job = backend.warm_jobs.add(warming, backend.worker, at_once=body.at_once)
         if job is None:
@@ -275,11 +330,12 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def keep_fresh(self) -> None:
-        """Looks for changed documents every `refresh_interval_s`, and at the store every `store_refresh_interval_s`,
-        until cancelled."""
+        """Looks for changed documents every `refresh_interval_s`, at the store every `store_refresh_interval_s`, and at
+        who waits for long, until cancelled."""
         await asyncio.gather(
             self._repeat(self.settings.refresh_interval_s, _refresh_documents),
             self._repeat(self.settings.store_refresh_interval_s, _refresh_store),
+            self._repeat(_ORDER_EVERY_S, _order_ahead),
         )
 
     async def _repeat(self, interval_s: float | None, look: Callable[[Backend], None]) -> None:
@@ -293,22 +349,41 @@ class Service:
                 if not self._closed:
                     logger.exception("the look for changes failed, everything stays as it was")
 
-    def _check_access(self, body: Generation) -> None:
+    def _end(self, job: Job) -> None:
+        self.metrics.end(job)
+        if self.settings.page and job.response is not None:
+            self.live.note(job)
+
+    def _check_access(self, body: Generation, key: Key | None) -> str:
+        """The salt of the request's chunk-caches."""
         self.check_model(body.model)
-        # A salt names a tenant: answering under another one would show this tenant's passages to the other.
-        if body.cache_salt is not None and not hmac.compare_digest(
-            body.cache_salt.encode(), self.backend.engine.config.tenant_salt.encode()
-        ):
-            raise RequestError("cache_salt", "wanted none, or the one this server was started with")
+        if body.trace and not self.settings.page:
+            raise RequestError("trace", "wanted false or none: this server was started without it (--no-page)")
+        return self._salt(body.cache_salt, key)
+
+    def _salt(self, cache_salt: str | None, key: Key | None) -> str:
+        salt, ours = cache_salt or "", self.backend.engine.config.tenant_salt
+        # A server with a salt is one tenant's: answering under another one would show its passages to the other.
+        if ours and salt:
+            if not hmac.compare_digest(salt.encode(), ours.encode()):
+                raise RequestError("cache_salt", "wanted none, or the one this server was started with")
+            salt = ""
+        return salt_of(salt, key)
 
     async def _documents(
-        self, backend: Backend, body: Generation, begun: SpeculativeAnswer | None
+        self,
+        backend: Backend,
+        body: Generation,
+        begun: SpeculativeAnswer | None,
+        passages: Sequence[Document] | None,
     ) -> Sequence[Document]:
         own = body.own_documents()
         if own is not None and body.retrieval:
             raise RequestError("retrieval", "wanted one of documents and retrieval, got both")
         if own is not None or body.retrieval is False:
             return own or ()
+        if passages is not None:
+            return passages
         if backend.retriever is None:
             if body.retrieval:
                 raise RequestError("retrieval", "this server has no documents of its own; send documents")
@@ -338,6 +413,10 @@ def _idle_work(engine: Engine, jobs: WarmJobs, repair: bool) -> IdleWork:
 
 def _refresh_documents(backend: Backend) -> None:
     own_documents.refresh(backend.retriever, backend.engine, backend.worker)
+
+
+def _order_ahead(backend: Backend) -> None:
+    backend.engine.order_ahead()
 
 
 def _refresh_store(backend: Backend) -> None:

@@ -63,21 +63,32 @@ class JobCancelledError(Exception):
 class Job:
     """One request in line or running. Times are `time.perf_counter` seconds, None until reached.
 
-    `response` is set once the answer is complete.
+    `response` is set once the answer is complete. `arrived_s` and `found_s`, when the server had the request and when
+    it had the passages, are for whoever submits it to set, and so is `least_ttft_s`: an answer whose first token comes
+    sooner than that after the job left the line is handed out by so much later. It waits in its reader, not in the
+    engine.
     """
 
-    def __init__(self, request: Request, worker: EngineWorker) -> None:
+    def __init__(
+        self,
+        request: Request,
+        worker: EngineWorker,
+        on_leave: Callable[[Response | None], None] = lambda response: None,
+    ) -> None:
         self.request = request
-        self.submitted_s = time.perf_counter()
+        self.on_leave = on_leave
+        self.submitted_s = self.arrived_s = self.found_s = time.perf_counter()
         self.started_s: float | None = None
         self.first_delta_s: float | None = None
+        self.ended_s: float | None = None
         self.response: Response | None = None
+        self.least_ttft_s = 0.0
         self.cancelled = False
         self.preload: Preload | None = None
         self.stop: Callable[[], None] = lambda: None
         self._worker = worker
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[float, Delta | Exception]] = asyncio.Queue()
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """The answer piece by piece, up to the delta with the response.
@@ -86,10 +97,17 @@ class Job:
           JobCancelledError: `cancel` was called first.
           Exception: whatever the engine raised.
         """
+        held_s: float | None = None
         while True:
-            event = await self._events.get()
+            came_s, event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
+            if held_s is None:
+                held_s = max(0.0, max(self.started_s or 0.0, self.submitted_s) + self.least_ttft_s - came_s)
+            # The later ones by as much: else all that was decoded meanwhile would come at once, which tells the same.
+            wait_s = came_s + held_s - time.perf_counter()
+            if wait_s > 0.0:
+                await asyncio.sleep(wait_s)
             yield event
             if event.response is not None:
                 return
@@ -105,7 +123,7 @@ class Job:
 
     def _emit(self, event: Delta | Exception) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (time.perf_counter(), event))
         except RuntimeError:  # the loop is closed: a forced exit, nobody listens any more
             self.stop()
 
@@ -180,17 +198,23 @@ class EngineWorker:
                 self._num_expected -= 1
                 self._changed.notify_all()
 
-    def submit(self, request: Request, start: Start | None = None) -> Job:
+    def submit(
+        self,
+        request: Request,
+        start: Start | None = None,
+        on_leave: Callable[[Response | None], None] = lambda response: None,
+    ) -> Job:
         """The job of a request that is now in line; call it on the event loop that reads the answer.
 
         Args:
           start: what hands this request to the engine; None for the usual way.
+          on_leave: called once it is over, however it ended, with the response if there is one.
 
         Raises:
           WorkerClosedError: it was not taken.
           Exception: what the engine refuses at once, `ccjax.errors.OverloadError` where its line is full.
         """
-        job = Job(request, self)
+        job = Job(request, self, on_leave)
         with self._changed:
             if self._closed:
                 raise WorkerClosedError
@@ -283,9 +307,13 @@ class EngineWorker:
                 self._leave(job)
             return
         with self._changed:
-            if job.cancelled:
-                return
-            job.response = event.response
+            is_cancelled = job.cancelled
+            if not is_cancelled:
+                job.response = event.response
+        if is_cancelled:
+            if event.response is not None:  # it was whole before the engine saw that nobody wants it
+                self._end_cancelled(job)
+            return
         job.first_delta_s = job.first_delta_s or time.perf_counter()
         job.end_preload()
         if event.response is not None:
@@ -303,8 +331,11 @@ class EngineWorker:
         job.end_preload()
         with self._changed:
             was_here = job in self._jobs
+            job.ended_s = job.ended_s or time.perf_counter()
             self._jobs.pop(job, None)
             self._changed.notify_all()
+        if was_here:
+            job.on_leave(job.response)
         return was_here
 
     # -- the thread --------------------------------------------------------------------------------------------

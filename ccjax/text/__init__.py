@@ -1,11 +1,14 @@
 """Tokenizers, chat prompts and streamed text. Imports neither jax nor a model."""
 
+from ccjax.text.byte_tokenizer import BYTE_TEMPLATE, ByteTokenizer
 from ccjax.text.prompt import PromptBuilder, PromptParts
 from ccjax.text.stream import IncrementalDecoder, StopStrings
 from ccjax.text.template import ChatTemplate, TemplateRejectedError
 from ccjax.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
+    "BYTE_TEMPLATE",
+    "ByteTokenizer",
     "ChatTemplate",
     "IncrementalDecoder",
     "PromptBuilder",

@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class _BaseTokenizer:
+class BaseTokenizer:
     """Separation of control tokens from text, common to both file formats."""
 
     def __init__(self, control: Mapping[str, tuple[int, str]]):
@@ -158,7 +158,7 @@ class _BaseTokenizer:
         raise NotImplementedError
 
 
-class TiktokenTokenizer(_BaseTokenizer):
+class TiktokenTokenizer(BaseTokenizer):
     """Llama 3's own format: base64 ranks in `tokenizer.model`; special tokens and word splitting as in Meta's code."""
 
     def __init__(self, path: Path, stop_ids: frozenset[int] = frozenset()):
@@ -205,7 +205,7 @@ class TiktokenTokenizer(_BaseTokenizer):
         return self._encoding.decode(known, errors="replace")
 
 
-class HuggingFaceTokenizer(_BaseTokenizer):
+class HuggingFaceTokenizer(BaseTokenizer):
     """`tokenizer.json`, any model type of the `tokenizers` library."""
 
     def __init__(self, path: Path, stop_ids: frozenset[int] = frozenset()):
@@ -300,7 +300,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: wanted a JSON object, got {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: wanted a JSON object, got {type(value).__name__}")

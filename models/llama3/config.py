@@ -6,11 +6,27 @@ Knows no weights, no tokenizer and no serving limits.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-"""Supported `model_type`s: Llama 2 / 3 / 3.1 / 3.2 / 3.3 and Yi are `llama`, Mistral-7B v0.2 and later `mistral`."""
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
+"""Supported `model_type`s: Llama 2 / 3 / 3.1 / 3.2 / 3.3 and Yi are `llama`, Mistral-7B v0.2 and later `mistral`,
+Mixtral-8x7B and -8x22B `mixtral`."""
+
+_ABSENT: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+"""What transformers takes for keys that config.json leaves out, where it differs from Llama's: Mistral's window is that
+of its first release, Mixtral has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +56,28 @@ class LlamaConfig:
     tie_embeddings: bool = False
     max_position_embeddings: int = 8192
     model_type: str = "llama"
+    # Mixture of experts, 0 for none. Not in `repr`, which enters the fingerprints of stored KV; `to_hf`, too, has them.
+    num_experts: int = dataclasses.field(default=0, repr=False)
+    num_experts_per_token: int = dataclasses.field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: wanted a positive integer, got {getattr(self, field)}")
+        for field in ("rope_theta", "rms_norm_eps"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"{field}: wanted a positive number, got {getattr(self, field)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: wanted a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: wanted an even number (RoPE rotates halves), got {self.head_dim}")
+        if (self.num_experts > 0) != (self.model_type == "mixtral"):
+            wanted = "a positive integer" if self.model_type == "mixtral" else "0"
+            raise ValueError(f"num_experts: wanted {wanted} for {self.model_type}, got {self.num_experts}")
+        if not min(1, self.num_experts) <= self.num_experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token: wanted 1 to num_experts={self.num_experts}, got {self.num_experts_per_token}"
+            )
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> LlamaConfig:
@@ -58,7 +87,7 @@ class LlamaConfig:
           ValueError: the architecture, or an option of it, is not supported; the message names the key.
         """
         model_type = raw.get("model_type")
-        if model_type not in ARCHITECTURES:
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise ValueError(f"config.json model_type: wanted one of {sorted(ARCHITECTURES)}, got {model_type!r}")
         wanted_values: dict[str, tuple[Any, ...]] = {
             "hidden_act": ("silu",),
@@ -68,10 +97,9 @@ class LlamaConfig:
             "quantization_config": (None,),
             "partial_rotary_factor": (1.0, None),
         }
-        # Where the key is absent, transformers gives Mistral a window of 4096, as its first release had.
-        absent = {"sliding_window": 4096} if model_type == "mistral" else {}
+        raw = {**_ABSENT.get(model_type, {}), **raw}
         for key, wanted in wanted_values.items():
-            got = raw.get(key, absent.get(key, wanted[0]))
+            got = raw.get(key, wanted[0])
             if got not in wanted:
                 raise ValueError(f"config.json {key}: wanted {wanted[0]!r}, got {got!r}")
         try:
@@ -92,19 +120,23 @@ class LlamaConfig:
                 tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
                 model_type=model_type,
+                num_experts=int(raw["num_local_experts"]) if model_type == "mixtral" else 0,
+                num_experts_per_token=int(raw["num_experts_per_tok"]) if model_type == "mixtral" else 0,
             )
         except KeyError as error:
             raise ValueError(f"config.json: key {error.args[0]!r} is missing") from error
-        except TypeError as error:
-            raise ValueError(f"config.json: a value has the wrong type: {error}") from error
+        except (TypeError, AttributeError, OverflowError, ZeroDivisionError) as error:
+            raise ValueError(f"config.json: a value has the wrong type or is out of range: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
         """The same configuration as a `config.json` that transformers 4 and 5 both read."""
         rope: dict[str, Any] = {"rope_type": "default"}
         if self.rope_scaling is not None:
             rope = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
-        window: dict[str, Any] = {"sliding_window": None} if self.model_type == "mistral" else {}
-        return window | {
+        extra: dict[str, Any] = {} if self.model_type == "llama" else {"sliding_window": None}
+        if self.num_experts:
+            extra |= {"num_local_experts": self.num_experts, "num_experts_per_tok": self.num_experts_per_token}
+        return extra | {
             "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
@@ -146,4 +178,14 @@ LLAMA3_8B = LlamaConfig(128256, 4096, 32, 32, 8, 128, 14336, 500000.0, _LLAMA3_1
 LLAMA3_70B = LlamaConfig(128256, 8192, 80, 64, 8, 128, 28672, 500000.0, _LLAMA3_1_ROPE, max_position_embeddings=131072)
 LLAMA3_2_1B = LlamaConfig(
     128256, 2048, 16, 32, 8, 64, 8192, 500000.0, RopeScaling(32.0, 1.0, 4.0, 8192), 1e-5, True, 131072
+)
+MISTRAL_7B = LlamaConfig(
+    32768, 4096, 32, 32, 8, 128, 14336, 1000000.0, max_position_embeddings=32768, model_type="mistral"
+)
+MIXTRAL_8X7B = LlamaConfig(
+    *(32000, 4096, 32, 32, 8, 128, 14336, 1e6),
+    max_position_embeddings=32768,
+    model_type="mixtral",
+    num_experts=8,
+    num_experts_per_token=2,
 )

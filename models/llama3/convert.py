@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,12 +19,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from models.llama3.config import LlamaConfig
+from models.llama3.expert_tensors import Source, sources_of
 from models.llama3.params import Params, ParamSpec, build_params
+from models.llama3.quantized import QuantizedWeight, quantize_on_host
+from models.llama3.sharding import spread
+from models.llama3.tensor_parts import read_part
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
-_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_FLOAT_TYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Of safetensors -> bytes of a value."""
+
 _FINGERPRINT_FORMAT = b"ccjax-weights-1"
 
 
@@ -50,17 +57,27 @@ def load_params(
     config: LlamaConfig | None = None,
     *,
     dtype: Any,
+    quantization: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
+    sharding: Callable[[ParamSpec], jax.sharding.Sharding] | None = None,
 ) -> Params:
     """The weights of a Hugging Face directory, single-file or sharded safetensors, cast to `dtype`.
 
-    Beside the finished leaves, never more than one tensor is in memory (as read, and transposed to our layout).
+    Beside the finished leaves, never more than one tensor is in memory (as read, and transposed to our layout), with
+    experts besides the leaf that theirs are stacked in; with `sharding` only what one device gets of these. Experts may
+    have the names that transformers 4 and 5 write, or be stacked as transformers 5 holds them
+    (`save_original_format=False`).
 
     Args:
       config: what the weights must fit; read from the directory where None.
+      quantization: of `WEIGHT_FORMATS`: weights of products are rounded to it from the dtype they are stored in.
       progress: called with (bytes read, bytes of all tensors) after each tensor.
-      put: makes a leaf from its spec and its host array, for instance sharded over devices; default `jnp.asarray`.
+      put: makes a leaf from its spec and its host array, in place of `sharding`. Called for the values and, with
+        `spec.scales`, for the scales of a weight in 8 bits.
+      sharding: where a weight goes, such as `models.llama3.sharding.param_sharding` of a mesh; each part is read for
+        its device alone, on the host that the device is at, but those of weights to be rounded to 8 bits. None for the
+        default device.
 
     Raises:
       CheckpointError: a file or tensor is missing, truncated, unknown, or of another shape or kind. Tensors of older
@@ -68,19 +85,32 @@ def load_params(
     """
     directory = Path(directory)
     config = load_config(directory) if config is None else config
+    place = put or (lambda spec, host: jnp.asarray(host) if sharding is None else spread(host, sharding(spec)))
     files = _tensor_files(directory)
-    _check_names(directory, config, files, set(_specs(config)))
+    sources = {name: sources_of(name, spec, files) for name, spec in _specs(config).items()}
+    _check_names(directory, config, files, {part.tensor for parts in sources.values() for part in parts})
     num_bytes = 0
     total_bytes = sum(path.stat().st_size for path in set(files.values()))
     with _open_all(files) as handles:
 
         def make(name: str, spec: ParamSpec) -> Any:
             nonlocal num_bytes
-            stored = _read_tensor(files[name], handles[files[name]], name, spec)
-            num_bytes += stored.nbytes
-            leaf = stored if spec.layout == "as_is" else stored.T.reshape(spec.shape)
-            leaf = np.ascontiguousarray(leaf, dtype=dtype)
-            made = jnp.asarray(leaf) if put is None else put(spec, leaf)
+            tensors = [_stored_tensor(files[part.tensor], handles[files[part.tensor]], part) for part in sources[name]]
+
+            def read(index: tuple[slice, ...] | None, kind: Any = dtype) -> np.ndarray:
+                return read_part(tensors, sources[name], spec, index, kind)
+
+            if quantization is not None and spec.scales is not None:
+                try:
+                    values, scales = quantize_on_host(read(None, None), spec.input_axes, quantization)
+                except ValueError as error:
+                    raise CheckpointError(f"{files[sources[name][0].tensor]}: tensor {name!r}: {error}") from error
+                made = QuantizedWeight(place(spec, values), place(spec.scales, scales))
+            elif sharding is None or put is not None:
+                made = place(spec, read(None))
+            else:
+                made = jax.make_array_from_callback(spec.shape, sharding(spec), read)
+            num_bytes += sum(math.prod(spec.hf_shape) * _FLOAT_TYPES[tensor.get_dtype()] for tensor in tensors)
             if progress is not None:
                 progress(num_bytes, total_bytes)
             return made
@@ -117,27 +147,55 @@ def save_pretrained(
     if jax.tree.structure(names) != jax.tree.structure(params):
         raise ValueError(f"params: wanted the tree of {config}, got {jax.tree.structure(params)}")
     leaves = dict(zip(jax.tree.leaves(names), jax.tree.leaves(params), strict=True))
-    shards = _plan_shards(leaves, dtype, max_shard_bytes)
+    parts = {
+        source.tensor: (name, number)
+        for name in leaves
+        for number, source in enumerate(sources_of(name, specs[name], ()))
+    }
+    sizes = {
+        tensor: _num_bytes(leaves[name], dtype) // max(specs[name].num_experts, 1)
+        for tensor, (name, _) in parts.items()
+    }
+    shards = _plan_shards(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: _to_hf(name, leaves[name], specs[name], dtype) for name in names}
+        tensors = {}
+        for tensor in names:
+            name, expert = parts[tensor]
+            tensors[tensor] = _to_hf(name, leaves[name], specs[name], expert, dtype)
         weight_map |= dict.fromkeys(names, file)
-        with _replacing(directory / file) as temporary:
+        with replacing(directory / file) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
     kept = set(weight_map.values())
     if len(shards) > 1:
-        total = sum(_num_bytes(leaf, dtype) for leaf in leaves.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        with _replacing(directory / INDEX_FILE) as temporary:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        with replacing(directory / INDEX_FILE) as temporary:
             temporary.write_text(json.dumps(index, indent=2) + "\n")
         kept.add(INDEX_FILE)
     for stale in directory.glob("model*.safetensors*"):
         if stale.name not in kept:
             stale.unlink()
-    written = jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype).name
-    with _replacing(directory / CONFIG_FILE) as temporary:
-        temporary.write_text(json.dumps(config.to_hf() | {"torch_dtype": written}, indent=2) + "\n")
+    write_config(directory, config, jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype).name)
+
+
+def write_config(directory: Path, config: LlamaConfig, dtype: str) -> None:
+    """Writes `config.json`, with the dtype that weights are stored in."""
+    with replacing(directory / CONFIG_FILE) as temporary:
+        temporary.write_text(json.dumps(config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")
+
+
+def stored_dtype(directory: str | os.PathLike[str]) -> str | None:
+    """The dtype that keeps every digit of a Hugging Face directory's weights: "bfloat16" where all are, "float32", or
+    None where there are some in 64 bits.
+
+    Raises:
+      CheckpointError: as `load_params`.
+    """
+    files = _tensor_files(Path(directory))
+    with _open_all(files) as handles:
+        kinds = {handles[path].get_slice(name).get_dtype() for name, path in files.items()}
+    return "bfloat16" if kinds == {"BF16"} else None if "F64" in kinds else "float32"
 
 
 def fingerprint(directory: str | os.PathLike[str]) -> str:
@@ -199,7 +257,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: wanted a JSON file, got no such file") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path}: wanted a JSON object, got {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: wanted a JSON object, got {type(raw).__name__}")
@@ -271,25 +329,25 @@ def _listed(names: list[str]) -> str:
     return f"tensor {shown}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _read_tensor(path: Path, handle: Any, name: str, spec: ParamSpec) -> np.ndarray:
-    header = handle.get_slice(name)
-    got_shape, got_type = tuple(header.get_shape()), header.get_dtype()
-    if got_shape != spec.hf_shape:
-        raise CheckpointError(f"{path}: tensor {name!r}: wanted shape {list(spec.hf_shape)}, got {list(got_shape)}")
+def _stored_tensor(path: Path, handle: Any, part: Source) -> Any:
+    """The tensor in its file, checked; to be sliced."""
+    tensor, name = handle.get_slice(part.tensor), part.tensor
+    got_shape, got_type = tuple(tensor.get_shape()), tensor.get_dtype()
+    if got_shape != part.shape:
+        raise CheckpointError(f"{path}: tensor {name!r}: wanted shape {list(part.shape)}, got {list(got_shape)}")
     if got_type not in _FLOAT_TYPES:
         raise CheckpointError(f"{path}: tensor {name!r}: wanted one of {', '.join(_FLOAT_TYPES)}, got {got_type}")
-    return handle.get_tensor(name)
+    return tensor
 
 
 def _num_bytes(leaf: Any, dtype: Any) -> int:
     return leaf.size * jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize
 
 
-def _plan_shards(leaves: Mapping[str, Any], dtype: Any, max_shard_bytes: int) -> list[list[str]]:
+def _plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, leaf in leaves.items():
-        size = _num_bytes(leaf, dtype)
+    for name, size in sizes.items():
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -298,17 +356,17 @@ def _plan_shards(leaves: Mapping[str, Any], dtype: Any, max_shard_bytes: int) ->
     return shards
 
 
-def _to_hf(name: str, leaf: Any, spec: ParamSpec, dtype: Any) -> np.ndarray:
+def _to_hf(name: str, leaf: Any, spec: ParamSpec, expert: int, dtype: Any) -> np.ndarray:
     if leaf.shape != spec.shape:
         raise ValueError(f"params: {name}: wanted shape {spec.shape} of the config, got {leaf.shape}")
-    host = np.asarray(leaf)
+    host = np.asarray(leaf[expert] if spec.num_experts else leaf)
     if spec.layout == "linear":
         host = host.reshape(spec.num_inputs, -1).T
     return np.ascontiguousarray(host, dtype=dtype)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its name when the block ends well."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -35,5 +35,6 @@ def forward(params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]) -
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         weights = (weights / weights.sum(-1, keepdims=True)).astype(v.dtype)
         attended = jnp.einsum("bkgns,bskh->bnkgh", weights, v)
-        x = finish_layer(x, attended.reshape(num_batch, num_tokens, -1, config.head_dim), layer, config.rms_norm_eps)
+        attended = attended.reshape(num_batch, num_tokens, -1, config.head_dim)
+        x = finish_layer(x, attended, layer, config.rms_norm_eps, is_plain=True)
     return unembed(x, params, config.rms_norm_eps)

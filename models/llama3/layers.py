@@ -9,7 +9,9 @@ from jax import Array
 from jaxtyping import Float
 
 from models.llama3.config import LlamaConfig
-from models.llama3.params import LayerParams, Params
+from models.llama3.experts import plain_routed_mlp, routed_mlp
+from models.llama3.params import LayerParams, Params, RoutedLayerParams
+from models.llama3.quantized import project
 from pallas_kernels.rope import llama3_frequencies
 
 
@@ -40,9 +42,9 @@ def project_qkv(
 ) -> tuple[Float[Array, "*B N Q H"], Float[Array, "*B N K H"], Float[Array, "*B N K H"]]:
     """Queries, keys (both before RoPE) and values of the normed input."""
     normed = rms_norm(x, layer.attention_norm, eps)
-    q = jnp.einsum("...nd,dqh->...nqh", normed, layer.wq)
-    k = jnp.einsum("...nd,dkh->...nkh", normed, layer.wk)
-    v = jnp.einsum("...nd,dkh->...nkh", normed, layer.wv)
+    q = project("...nd,dqh->...nqh", normed, layer.wq)
+    k = project("...nd,dkh->...nkh", normed, layer.wk)
+    v = project("...nd,dkh->...nkh", normed, layer.wv)
     return q, k, v
 
 
@@ -56,12 +58,24 @@ def own_mass(
 
 
 def finish_layer(
-    x: Float[Array, "*B N D"], attended: Float[Array, "*B N Q H"], layer: LayerParams, eps: float
+    x: Float[Array, "*B N D"],
+    attended: Float[Array, "*B N Q H"],
+    layer: LayerParams,
+    eps: float,
+    *,
+    is_plain: bool = False,
 ) -> Float[Array, "*B N D"]:
-    """The layer's output: attention projected back and added, then the gated MLP added."""
-    x = x + jnp.einsum("...nqh,qhd->...nd", attended, layer.wo)
+    """The layer's output: attention projected back and added, then the gated MLP added, or that of the chosen experts.
+
+    `is_plain`: with experts in their plain, differentiable form, at the cost of all of them.
+    """
+    x = x + project("...nqh,qhd->...nd", attended, layer.wo)
     normed = rms_norm(x, layer.mlp_norm, eps)
-    return x + (jax.nn.silu(normed @ layer.w_gate) * (normed @ layer.w_up)) @ layer.w_down
+    if isinstance(layer, RoutedLayerParams):
+        return x + (plain_routed_mlp if is_plain else routed_mlp)(normed, layer)
+    gate = project("...nd,df->...nf", normed, layer.w_gate)
+    up = project("...nd,df->...nf", normed, layer.w_up)
+    return x + project("...nf,fd->...nd", jax.nn.silu(gate) * up, layer.w_down)
 
 
 def unembed(x: Float[Array, "*B N D"], params: Params, eps: float) -> Float[Array, "*B N V"]:

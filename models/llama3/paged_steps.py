@@ -7,18 +7,27 @@ request has which pages, and what is computed when, is the caller's business.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from models.llama3.config import LlamaConfig
 from models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
 from models.llama3.pages import read_slots, write_slots
 from models.llama3.params import LayerParams
+from models.llama3.sharding import (
+    ATTENTION_OUTPUT,
+    EVERYWHERE,
+    HEADS,
+    KV_ROWS,
+    PAGES,
+    constrain,
+    over_heads,
+)
+from models.lockstep import Step, step
 from pallas_kernels.attention import attention
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.dispatch import name_of
@@ -65,7 +74,7 @@ class WrittenPages(NamedTuple):
     v_pages: Float[Array, "K P T H"]
 
 
-@functools.partial(jax.jit, donate_argnames=("k_pages", "v_pages"))
+@step(donate_argnames=("k_pages", "v_pages"))
 def write_rows_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
@@ -77,7 +86,7 @@ def write_rows_step(
     return WrittenPages(write_slots(k_pages, slots, k), write_slots(v_pages, slots, v))
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@step(static_argnames=("config",))
 def deviation_step(
     layer: LayerParams,
     x: Float[Array, "N D"],
@@ -95,9 +104,8 @@ def deviation_step(
     return jnp.sqrt(sum(squares))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "num_segments", "implementation"),
+@step(
+    static_argnames=("config", "num_segments", "implementation", "mesh"),
     donate_argnames=("k_pages", "v_pages"),
 )
 def paged_layer_step(
@@ -116,6 +124,7 @@ def paged_layer_step(
     config: LlamaConfig,
     num_segments: int,
     implementation: str | None,
+    mesh: Mesh | None,
 ) -> PagedLayerOutput:
     """One transformer layer for the computed tokens of several requests, packed one behind the other.
 
@@ -136,36 +145,47 @@ def paged_layer_step(
       k_request: request of every context token; padding repeats the last one.
       k_segment, num_segments: segment of every context token, to get the mass per segment; None and 0 to leave it out.
       implementation: of `pallas_kernels.attention.attention`.
+      mesh: that weights and pages lie on, as `models.llama3.sharding` has it; None for a single device.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)
     q = apply_rope(q, q_pos, frequencies)
     k_pages, v_pages = write_slots(k_pages, q_slot, k), write_slots(v_pages, q_slot, v)
     scale = config.head_dim**-0.5
-    attended, mass, lse = attention(
-        q,
-        read_slots(k_pages, slots),
-        read_slots(v_pages, slots),
-        q_pos=q_pos,
-        k_pos=k_pos,
-        scale=scale,
-        k_segment=k_segment,
-        num_segments=num_segments,
-        q_request=q_request,
-        k_request=k_request,
-        k_frequencies=frequencies,
-        implementation=implementation,
-    )
+
+    def attend(q: Array, k_pages: Array, v_pages: Array, *where: Any) -> Any:
+        slots, q_pos, k_pos, k_segment, q_request, k_request = where
+        return tuple(
+            attention(
+                q,
+                read_slots(k_pages, slots),
+                read_slots(v_pages, slots),
+                q_pos=q_pos,
+                k_pos=k_pos,
+                scale=scale,
+                k_segment=k_segment,
+                num_segments=num_segments,
+                q_request=q_request,
+                k_request=k_request,
+                k_frequencies=frequencies,
+                implementation=implementation,
+            )
+        )
+
+    where = (slots, q_pos, k_pos, k_segment, q_request, k_request)
+    specs = (HEADS, PAGES, PAGES, *(EVERYWHERE for _ in where))
+    attended, mass, lse = over_heads(attend, mesh, specs, ATTENTION_OUTPUT)(q, k_pages, v_pages, *where)
     self_mass = None
     if mass is not None:
-        self_mass = own_mass(q, apply_rope(k, q_pos, frequencies), lse, scale)
-        mass = mass.mean(1)
-    return PagedLayerOutput(
-        finish_layer(x, attended, layer, config.rms_norm_eps), k_pages, v_pages, k, v, mass, self_mass
-    )
+        self_mass = constrain(own_mass(q, apply_rope(k, q_pos, frequencies), lse, scale), mesh, EVERYWHERE)
+        mass = constrain(mass.mean(1), mesh, EVERYWHERE)
+    x = constrain(finish_layer(x, attended, layer, config.rms_norm_eps), mesh, EVERYWHERE)
+    k_pages, v_pages = constrain((k_pages, v_pages), mesh, PAGES)
+    k, v = constrain((k, v), mesh, KV_ROWS)
+    return PagedLayerOutput(x, k_pages, v_pages, k, v, mass, self_mass)
 
 
-_rotation_table = jax.jit(rotation_table)
+_rotation_table = Step(rotation_table)
 
 
 def decode_rotations(
@@ -177,7 +197,7 @@ def decode_rotations(
     return _rotation_table(jnp.arange(num_positions), rope_frequencies(config))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("k_pages", "v_pages"))
+@step(static_argnames=("config", "implementation", "mesh"), donate_argnames=("k_pages", "v_pages"))
 def paged_decode_step(
     layer: LayerParams,
     x: Float[Array, "B D"],
@@ -192,6 +212,7 @@ def paged_decode_step(
     *,
     config: LlamaConfig,
     implementation: str | None,
+    mesh: Mesh | None,
 ) -> PagedDecodeOutput:
     """One transformer layer for one new token of each request; positions differ.
 
@@ -205,6 +226,7 @@ def paged_decode_step(
         whose pages only requests with the same text in front can share; the new key is rotated as it is written.
       rotations: `decode_rotations`; None with rotated keys.
       implementation: of `pallas_kernels.decode.decode_attention`.
+      mesh: as of `paged_layer_step`.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)
@@ -212,16 +234,25 @@ def paged_decode_step(
     if page_start is None:
         k = apply_rope(k, q_pos, frequencies)
     k_pages, v_pages = write_slots(k_pages, q_slot, k), write_slots(v_pages, q_slot, v)
-    attended = decode_attention(
-        q,
-        k_pages,
-        v_pages,
-        page_table=page_table,
-        page_length=page_length,
-        scale=config.head_dim**-0.5,
-        page_start=page_start,
-        k_frequencies=None if page_start is None else frequencies,
-        k_rotations=rotations,
-        implementation=implementation,
-    ).out
-    return PagedDecodeOutput(finish_layer(x, attended, layer, config.rms_norm_eps), k_pages, v_pages)
+
+    def attend(q: Array, k_pages: Array, v_pages: Array, *where: Any) -> Array:
+        page_table, page_length, page_start, rotations = where
+        return decode_attention(
+            q,
+            k_pages,
+            v_pages,
+            page_table=page_table,
+            page_length=page_length,
+            scale=config.head_dim**-0.5,
+            page_start=page_start,
+            k_frequencies=None if page_start is None else frequencies,
+            k_rotations=rotations,
+            implementation=implementation,
+        ).out
+
+    where = (page_table, page_length, page_start, rotations)
+    specs = (HEADS, PAGES, PAGES, *(EVERYWHERE for _ in where))
+    attended = over_heads(attend, mesh, specs, HEADS)(q, k_pages, v_pages, *where)
+    x = constrain(finish_layer(x, attended, layer, config.rms_norm_eps), mesh, EVERYWHERE)
+    k_pages, v_pages = constrain((k_pages, v_pages), mesh, PAGES)
+    return PagedDecodeOutput(x, k_pages, v_pages)

@@ -16,14 +16,20 @@ from jax import Array
 from jaxtyping import Float
 
 from models.llama3.config import LlamaConfig
+from models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize
 
+_DRAWN_AT_ONCE = 1 << 23
+_KEEP_DTYPE = frozenset({"vocab", "router"})
 Layout = Literal["as_is", "linear"]
 """How Hugging Face stores the tensor: `as_is`, or `linear` = [out, in], which is `ours.reshape(in, out).T`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One weight: our shape, the logical axis names, the standard deviation of its init (None = ones)."""
+    """One weight: our shape, the logical axis names, the standard deviation of its init (None = ones).
+
+    `num_experts` tensors of a checkpoint, `{expert}` in `hf_name`, are stacked on the first axis; 0 for a single one.
+    """
 
     hf_name: str
     shape: tuple[int, ...]
@@ -31,34 +37,69 @@ class ParamSpec:
     init_std: float | None
     layout: Layout = "linear"
     num_inputs: int = 0
+    num_experts: int = 0
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in a Hugging Face checkpoint."""
+        """Shape of the tensor, of one expert where there are several, in a Hugging Face checkpoint."""
         if self.layout == "as_is":
             return self.shape
-        return (math.prod(self.shape) // self.num_inputs, self.num_inputs)
+        return (math.prod(self.shape) // (self.num_inputs * max(self.num_experts, 1)), self.num_inputs)
+
+    @property
+    def input_axes(self) -> tuple[int, ...]:
+        """The axes that products sum over: neighbours, the first ones behind a stack of experts."""
+        first = int(self.axes[0] == "experts")
+        behind = next(n for n in range(first, len(self.shape) + 1) if math.prod(self.shape[first:n]) == self.num_inputs)
+        return tuple(range(first, behind))
+
+    @property
+    def scales(self) -> ParamSpec | None:
+        """The scales that the weight has in a format of 8 bits, float32, with the logical axes of its output channels.
+
+        None for what keeps its dtype: norms, embedding and `lm_head`, as in vLLM, and what chooses among experts.
+        """
+        if self.layout == "as_is" or not _KEEP_DTYPE.isdisjoint(self.axes):
+            return None
+        kept = [axis for axis in range(len(self.shape)) if axis not in self.input_axes]
+        shape, axes = tuple(self.shape[axis] for axis in kept), tuple(self.axes[axis] for axis in kept)
+        return ParamSpec(self.hf_name + "_scale", shape, axes, None, "as_is")
 
 
 def _register(cls: type) -> type:
-    fields = [field.name for field in dataclasses.fields(cls)]
-    return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
+    fields = {field.name: "static" in field.metadata for field in dataclasses.fields(cls)}
+    meta = [name for name, is_static in fields.items() if is_static]
+    return jax.tree_util.register_dataclass(
+        cls, data_fields=[name for name in fields if name not in meta], meta_fields=meta
+    )
 
 
 @_register
 @dataclasses.dataclass(frozen=True)
 class LayerParams:
-    """Weights of one transformer layer."""
+    """Weights of one transformer layer; those of its products may be in 8 bits."""
 
     attention_norm: Float[Array, "D"]
-    wq: Float[Array, "D Q H"]
-    wk: Float[Array, "D K H"]
-    wv: Float[Array, "D K H"]
-    wo: Float[Array, "Q H D"]
+    wq: Float[Array, "D Q H"] | QuantizedWeight
+    wk: Float[Array, "D K H"] | QuantizedWeight
+    wv: Float[Array, "D K H"] | QuantizedWeight
+    wo: Float[Array, "Q H D"] | QuantizedWeight
     mlp_norm: Float[Array, "D"]
-    w_gate: Float[Array, "D F"]
-    w_up: Float[Array, "D F"]
-    w_down: Float[Array, "F D"]
+    w_gate: Float[Array, "D F"] | QuantizedWeight
+    w_up: Float[Array, "D F"] | QuantizedWeight
+    w_down: Float[Array, "F D"] | QuantizedWeight
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class RoutedLayerParams(LayerParams):
+    """Weights of a layer with a mixture of experts for its MLP; each token is computed by `num_chosen` of them."""
+
+    w_gate: Float[Array, "E D F"] | QuantizedWeight
+    w_up: Float[Array, "E D F"] | QuantizedWeight
+    w_down: Float[Array, "E F D"] | QuantizedWeight
+    router: Float[Array, "D E"]
+    num_chosen: int = dataclasses.field(metadata={"static": True})
 
 
 @_register
@@ -77,6 +118,14 @@ def layer_table(config: LlamaConfig) -> dict[str, ParamSpec]:
     d, f, q, k, h = config.d_model, config.d_ff, config.num_heads, config.num_kv_heads, config.head_dim
     block = "model.layers.{layer}."
     into, out = d**-0.5, (2 * config.num_layers) ** -0.5
+    if config.num_experts:
+        mlp = _expert_table(config)
+    else:
+        mlp = {
+            "w_gate": ParamSpec(block + "mlp.gate_proj.weight", (d, f), ("embed", "ffn"), into, num_inputs=d),
+            "w_up": ParamSpec(block + "mlp.up_proj.weight", (d, f), ("embed", "ffn"), into, num_inputs=d),
+            "w_down": ParamSpec(block + "mlp.down_proj.weight", (f, d), ("ffn", "embed"), f**-0.5 * out, num_inputs=f),
+        }
     return {
         "attention_norm": ParamSpec(block + "input_layernorm.weight", (d,), ("embed",), None, "as_is"),
         "wq": ParamSpec(
@@ -96,9 +145,21 @@ def layer_table(config: LlamaConfig) -> dict[str, ParamSpec]:
             num_inputs=q * h,
         ),
         "mlp_norm": ParamSpec(block + "post_attention_layernorm.weight", (d,), ("embed",), None, "as_is"),
-        "w_gate": ParamSpec(block + "mlp.gate_proj.weight", (d, f), ("embed", "ffn"), into, num_inputs=d),
-        "w_up": ParamSpec(block + "mlp.up_proj.weight", (d, f), ("embed", "ffn"), into, num_inputs=d),
-        "w_down": ParamSpec(block + "mlp.down_proj.weight", (f, d), ("ffn", "embed"), f**-0.5 * out, num_inputs=f),
+        **mlp,
+    }
+
+
+def _expert_table(config: LlamaConfig) -> dict[str, ParamSpec]:
+    """The MLP's part of `layer_table` for a mixture of experts; w1, w2 and w3 are gate, down and up."""
+    d, f, e = config.d_model, config.d_ff, config.num_experts
+    block = "model.layers.{layer}.block_sparse_moe."
+    expert, inward, outward = block + "experts.{expert}.", ("experts", "embed", "ffn"), ("experts", "ffn", "embed")
+    into, out = d**-0.5, (2 * config.num_layers * f) ** -0.5
+    return {
+        "w_gate": ParamSpec(expert + "w1.weight", (e, d, f), inward, into, num_inputs=d, num_experts=e),
+        "w_up": ParamSpec(expert + "w3.weight", (e, d, f), inward, into, num_inputs=d, num_experts=e),
+        "w_down": ParamSpec(expert + "w2.weight", (e, f, d), outward, out, num_inputs=f, num_experts=e),
+        "router": ParamSpec(block + "gate.weight", (d, e), ("embed", "router"), into, num_inputs=d),
     }
 
 
@@ -115,29 +176,99 @@ def top_table(config: LlamaConfig) -> dict[str, ParamSpec]:
 
 
 def build_params(config: LlamaConfig, make: Callable[[str, ParamSpec], Any]) -> Params:
-    """The parameter tree with each leaf made by `make(hf_name, spec)`, called once per weight in a fixed order."""
+    """The parameter tree with each leaf made by `make(hf_name, spec)`, called once per weight in a fixed order.
+
+    In the name of stacked experts `{expert}` stands for the number of each.
+    """
     top = {name: make(spec.hf_name, spec) for name, spec in top_table(config).items()}
     table = layer_table(config)
+    chosen = {"num_chosen": config.num_experts_per_token} if config.num_experts else {}
+    layer_type = RoutedLayerParams if config.num_experts else LayerParams
     layers = tuple(
-        LayerParams(**{name: make(spec.hf_name.format(layer=layer), spec) for name, spec in table.items()})
+        layer_type(**{n: make(s.hf_name.replace("{layer}", str(layer)), s) for n, s in table.items()}, **chosen)
         for layer in range(config.num_layers)
     )
     return Params(layers=layers, lm_head=top.pop("lm_head", None), **top)
 
 
-def abstract_params(config: LlamaConfig, dtype: Any = jnp.float32) -> Params:
-    """`jax.ShapeDtypeStruct` leaves: sizes and shapes without memory."""
-    return build_params(config, lambda _, spec: jax.ShapeDtypeStruct(spec.shape, dtype))
+def abstract_params(config: LlamaConfig, dtype: Any = jnp.float32, *, quantization: str | None = None) -> Params:
+    """`jax.ShapeDtypeStruct` leaves: sizes and shapes without memory.
 
+    Args:
+      quantization: of `WEIGHT_FORMATS`; None for plain weights.
+    """
 
-def init_params(config: LlamaConfig, key: Array, dtype: Any = jnp.float32) -> Params:
-    """Random weights: norms are ones, the rest normal with the table's standard deviation."""
-    index = iter(range(len(top_table(config)) + config.num_layers * len(layer_table(config))))
-
-    def make(_: str, spec: ParamSpec) -> Array:
-        leaf_key = jax.random.fold_in(key, next(index))
-        if spec.init_std is None:
-            return jnp.ones(spec.shape, dtype)
-        return (spec.init_std * jax.random.normal(leaf_key, spec.shape, jnp.float32)).astype(dtype)
+    def make(_: str, spec: ParamSpec) -> Any:
+        if quantization is None or spec.scales is None:
+            return jax.ShapeDtypeStruct(spec.shape, dtype)
+        values = jax.ShapeDtypeStruct(spec.shape, WEIGHT_FORMATS[quantization].dtype)
+        return QuantizedWeight(values, jax.ShapeDtypeStruct(spec.scales.shape, jnp.float32))  # pyright: ignore[reportArgumentType]
 
     return build_params(config, make)
+
+
+def init_params(
+    config: LlamaConfig,
+    key: Array,
+    dtype: Any = jnp.float32,
+    *,
+    quantization: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    sharding: Callable[[ParamSpec], jax.sharding.Sharding | None] = lambda _: None,
+) -> Params:
+    """Random weights: norms are ones, the rest normal with the table's standard deviation.
+
+    Each leaf is drawn where it stays, in `dtype`, and is there before the next one is begun; beside them a block's
+    random bits are all that takes memory, or with `sharding` those of a device's part of a leaf. The same key gives the
+    same weights however they are sharded, and whatever `dtype` is, up to its rounding; between kinds of devices the
+    last bit may differ.
+
+    Args:
+      quantization: of `WEIGHT_FORMATS`: what it concerns is drawn in float32 and then quantised, leaf by leaf.
+      progress: called with (weights drawn, all weights) after each leaf, in scalars.
+      sharding: of each leaf; None for the default device.
+    """
+    index = iter(range(len(top_table(config)) + config.num_layers * len(layer_table(config))))
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
+    done = 0
+
+    def make(_: str, spec: ParamSpec) -> Any:
+        nonlocal done
+        leaf_key = jax.random.fold_in(key, next(index))
+        std = None if spec.init_std is None else jnp.float32(spec.init_std)
+        place, rows, scales = sharding(spec), _rows_drawn_at_once(spec.shape), spec.scales
+        is_plain = quantization is None or scales is None
+        draw = jax.jit(_draw, static_argnames=("shape", "dtype", "rows", "at_once"), out_shardings=place)
+        kind = jnp.dtype(dtype if is_plain else jnp.float32)
+        # A loop over the rows of a sharded axis would be run by every device for all of them.
+        leaf = draw(leaf_key, std, shape=spec.shape, dtype=kind, rows=rows, at_once=place is not None)
+        if not is_plain:
+            places = None if place is None else QuantizedWeight(place, sharding(scales))  # pyright: ignore[reportArgumentType]
+            leaf = jax.jit(quantize, static_argnums=(1, 2), out_shardings=places)(leaf, spec.input_axes, quantization)
+        jax.block_until_ready(leaf)
+        done += math.prod(spec.shape)
+        if progress is not None:
+            progress(done, total)
+        return leaf
+
+    return build_params(config, make)
+
+
+def _draw(key: Array, std: Array | None, *, shape: tuple[int, ...], dtype: Any, rows: int, at_once: bool) -> Array:
+    """A leaf in blocks of `rows`, whose values do not depend on `at_once`."""
+    if std is None:
+        return jnp.ones(shape, dtype)
+
+    def block(key: Array) -> Array:
+        return (std * jax.random.normal(key, (rows, *shape[1:]), jnp.float32)).astype(dtype)
+
+    if rows == shape[0]:
+        return block(key)
+    keys = jax.random.split(key, shape[0] // rows)
+    return (jax.vmap(block)(keys) if at_once else jax.lax.map(block, keys)).reshape(shape)
+
+
+def _rows_drawn_at_once(shape: tuple[int, ...]) -> int:
+    """Random bits take 20 bytes a number while they are made, so that large leaves are drawn in blocks of rows."""
+    most = max(1, _DRAWN_AT_ONCE // math.prod(shape[1:]))
+    return max(rows for rows in range(1, min(most, shape[0]) + 1) if shape[0] % rows == 0)

@@ -6,12 +6,12 @@ Callers pad computed tokens and context slots to listed buckets, so that few sha
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Float, Int, UInt
 
 from models.llama3.config import LlamaConfig
@@ -19,6 +19,8 @@ from models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequ
 from models.llama3.pages import read_slots, write_slots
 from models.llama3.params import LayerParams, Params
 from models.llama3.sampling import SampleOutput, sample
+from models.llama3.sharding import ATTENTION_OUTPUT, EVERYWHERE, HEADS, KV_ROWS, constrain, over_heads
+from models.lockstep import step
 from pallas_kernels.attention import attention
 from pallas_kernels.rope import apply_rope
 
@@ -43,19 +45,19 @@ class LayerOutput(NamedTuple):
     self_mass: Float[Array, "N"] | None
 
 
-@jax.jit
+@step()
 def embed_step(params: Params, token_ids: Int[Array, "N"]) -> Float[Array, "N D"]:
     """Hidden states of the tokens before the first layer."""
     return params.embedding[token_ids]
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@step(static_argnames=("config",))
 def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config: LlamaConfig) -> Float[Array, "S K H"]:
     """Stored keys, rotated to their place in this prompt (CacheCraft sec. 3.4.3)."""
     return apply_rope(k, positions, rope_frequencies(config))
 
 
-@functools.partial(jax.jit, donate_argnames=("k_pages", "v_pages"))
+@step(donate_argnames=("k_pages", "v_pages"))
 def write_pages_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
@@ -69,7 +71,7 @@ def write_pages_step(
     return write_slots(k_pages, slots, k), write_slots(v_pages, slots, v)
 
 
-@jax.jit
+@step()
 def read_pages_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
@@ -86,9 +88,8 @@ def read_pages_step(
     return jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "num_segments", "implementation"),
+@step(
+    static_argnames=("config", "num_segments", "implementation", "mesh"),
     donate_argnames=("k_context", "v_context"),
 )
 def layer_step(
@@ -104,6 +105,7 @@ def layer_step(
     config: LlamaConfig,
     num_segments: int,
     implementation: str | None,
+    mesh: Mesh | None,
 ) -> LayerOutput:
     """One transformer layer for the computed tokens, over the merged context.
 
@@ -116,6 +118,7 @@ def layer_step(
       k_pos: position of every context slot; a slot that is still empty lies behind every query, so none sees it.
       k_segment, num_segments: segment of every slot, to get the mass per segment; None and 0 to leave it out.
       implementation: of `pallas_kernels.attention.attention`.
+      mesh: that weights and context lie on, as `models.llama3.sharding` has it; None for a single device.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)
@@ -123,27 +126,36 @@ def layer_step(
     k_context = k_context.at[q_slot].set(rotated, mode="drop")
     v_context = v_context.at[q_slot].set(v, mode="drop")
     scale = config.head_dim**-0.5
-    attended, mass, lse = attention(
-        q,
-        k_context,
-        v_context,
-        q_pos=q_pos,
-        k_pos=k_pos,
-        scale=scale,
-        k_segment=k_segment,
-        num_segments=num_segments,
-        implementation=implementation,
+
+    def attend(q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, k_segment: Array | None) -> Any:
+        return tuple(
+            attention(
+                q,
+                k,
+                v,
+                q_pos=q_pos,
+                k_pos=k_pos,
+                scale=scale,
+                k_segment=k_segment,
+                num_segments=num_segments,
+                implementation=implementation,
+            )
+        )
+
+    specs = (HEADS, KV_ROWS, KV_ROWS, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+    attended, mass, lse = over_heads(attend, mesh, specs, ATTENTION_OUTPUT)(
+        q, k_context, v_context, q_pos, k_pos, k_segment
     )
     self_mass = None
     if mass is not None:
-        self_mass = own_mass(q, rotated, lse, scale)
-        mass = mass.mean(1)
-    return LayerOutput(
-        finish_layer(x, attended, layer, config.rms_norm_eps), k_context, v_context, k, v, mass, self_mass
-    )
+        self_mass = constrain(own_mass(q, rotated, lse, scale), mesh, EVERYWHERE)
+        mass = constrain(mass.mean(1), mesh, EVERYWHERE)
+    x = constrain(finish_layer(x, attended, layer, config.rms_norm_eps), mesh, EVERYWHERE)
+    k_context, v_context, k, v = constrain((k_context, v_context, k, v), mesh, KV_ROWS)
+    return LayerOutput(x, k_context, v_context, k, v, mass, self_mass)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@step(static_argnames=("config",))
 def received_step(
     layer: LayerParams, x: Float[Array, "N D"], num_tokens: Int[Array, ""], *, config: LlamaConfig
 ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
@@ -161,19 +173,19 @@ def received_step(
     return finish_layer(x, attended, layer, config.rms_norm_eps), received
 
 
-@jax.jit
+@step()
 def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "M D"]:
     """The hidden states of some rows, in the given order."""
     return x[rows]
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@step(static_argnames=("config",))
 def logits_step(params: Params, x: Float[Array, "N D"], *, config: LlamaConfig) -> Float[Array, "N V"]:
     """Next-token logits, float32, of hidden states that left the last layer."""
     return unembed(x, params, config.rms_norm_eps)
 
 
-@functools.partial(jax.jit, static_argnames=("num_top",))
+@step(static_argnames=("num_top",))
 def sample_step(
     logits: Float[Array, "B V"],
     temperature: Float[Array, "B"],

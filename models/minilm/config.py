@@ -110,5 +110,5 @@ def _read_json(path: Path, optional: bool = False) -> Any:
         if optional:
             return {}
         raise ValueError(f"{path}: wanted a file of a sentence-transformers directory, found none") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: wanted JSON, got: {error}") from None

@@ -130,6 +130,7 @@ class _Batch:
                     turns,
                     config=self._model.config,
                     implementation=None,
+                    mesh=None,
                 )
                 x, self._pool.layers[number] = out.x, (out.k_pages, out.v_pages)
             logits = logits_step(self._model.top, x, config=self._model.config)

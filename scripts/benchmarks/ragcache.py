@@ -28,7 +28,7 @@ from scripts.benchmarks.ragcache_replay import (
     distinct_bytes,
     measure_profile,
 )
-from scripts.benchmarks.serve_model import cache_folder, random_model
+from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import Question, load_trace, recorded_gaps
 
 PARTS = ("policies", "order", "speculation", "scheduling")
@@ -38,12 +38,12 @@ HEAD_DIM = 64
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 _USUAL = {"layers": 2, "width": 256, "requests": 1000, "budgets": [0.025, 0.05, 0.1, 0.2, 0.4], "order_requests": 500}
 _USUAL |= {"order_budgets": [0.05, 0.1, 0.4], "vectors": 3_000_000, "clusters": 1024, "embedded": 1000}
-_USUAL |= {"ratios": [0.125, 0.25, 0.5, 1.0], "searches": 60, "nodes": 100_000, "decisions": 1000}
+_USUAL |= {"order_rounds": 3, "ratios": [0.125, 0.25, 0.5, 1.0], "searches": 60, "nodes": 100_000, "decisions": 1000}
 _QUICK = {"layers": 2, "width": 64, "requests": 8, "budgets": [0.4], "order_requests": 4, "order_budgets": [0.4]}
 _QUICK |= {"vectors": 4000, "clusters": 16, "embedded": 24, "ratios": [0.5, 1.0], "searches": 4}
-_QUICK |= {"nodes": 300, "decisions": 30}
+_QUICK |= {"nodes": 300, "decisions": 30, "order_rounds": 2}
 _COUNTS = ("passages", "seats", "max_model_len", "order_requests", "vectors", "clusters", "embedded", "stages")
-_COUNTS += ("nodes", "decisions")
+_COUNTS += ("nodes", "decisions", "order_rounds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
     add("--data", type=Path, help="folder with rag_trace/, arrivals/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
-    add("--model", type=Path, help="Hugging Face directory (default: random weights)")
+    add("--model", help="as with serve.py (default: random weights)")
     add("--layers", type=int, help="of the model with random weights (default 2)")
     add("--width", type=int, help=f"of that model, a multiple of {HEAD_DIM} (default 256)")
     add("--max-model-len", type=int, default=1024, help="longest prompt; passages are dropped beyond it (default 1024)")
@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budgets", type=float, nargs="+", help="host memory, as shares of all passages' KV (default .025 to .4)")
     add("--order-budgets", type=float, nargs="+", help="the same, for the order (default 0.05 0.1 0.4)")
     add("--order-requests", type=int, help="of the measured half, at most (default 500)")
+    kinds = ragcache_order.WORKLOADS
+    text = "requests of the order: as recorded, or as popular as the paper's (default: both)"
+    add("--order-workloads", nargs="+", choices=kinds, default=kinds, help=text)
+    text = "each with its own saturation, the median counts (default 3)"
+    add("--order-rounds", type=int, metavar="N", help=text)
     add("--load", type=float, default=1.1, help="arrivals, in multiples of the closed loop's answers (default 1.1)")
     add("--seats", type=int, default=4, help="requests that run at once (default 4, as in the paper)")
     add("--arrival-start", type=int, default=0, help="first recorded arrival that is used (default 0)")
@@ -169,14 +174,9 @@ def _measure_engines(
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compile"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    directory = options.model or random_model(
-        options.data / "tokenizer_llama3",
-        options.layers,
-        options.width,
-        cache_folder(),
-        num_heads=max(1, options.width // HEAD_DIM),  # sixteen small ones would cost far more than all else
-    )
-    model = load_model(directory, dtype="float32")
+    # Heads of a usual size: sixteen small ones would cost far more than all else.
+    asked = bench_model(options.model, options.data, options.layers, options.width, max(1, options.width // HEAD_DIM))
+    model = load_model(asked.name, dtype="float32", tokenizer=asked.tokenizer)
     bench = Bench(options, model, past, measured, None, distinct_bytes(model, questions), progress)
     if not options.quick:
         _warm_up(bench)

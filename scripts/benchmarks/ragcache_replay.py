@@ -16,7 +16,7 @@ from rich.progress import Progress
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.loading import LoadedModel
 from ccjax.engine.prefill_profile import PrefillProfile, measure_prefills
-from ccjax.engine.requests import Delta, Request, SamplingParams
+from ccjax.engine.requests import Delta, Request, Response, SamplingParams
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.text import PromptBuilder
 from ccjax.types import Document, ReuseReport
@@ -24,7 +24,7 @@ from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.serve_workload import Passage, Question
 
 PROFILED_CACHED = (0, 128, 256, 512)
-PROFILED_NEW = (16, 64, 128, 256, 384)
+PROFILED_NEW = (16, 64, 128, 256, 384, 512)
 PROFILE_REPETITIONS = 5
 RECOMPUTE_RATIO = 0.3
 """Of `cachecraft`: the share of each passage that is reused behind another prefix, as in `bench.py serve`."""
@@ -172,11 +172,16 @@ def closed_loop(engine: Engine, questions: Sequence[Question], concurrency: int,
 
 
 def open_loop(
-    engine: Engine, questions: Sequence[Question], times_s: Sequence[float], advance: Callable[[], None]
+    engine: Engine,
+    questions: Sequence[Question],
+    times_s: Sequence[float],
+    advance: Callable[[], None],
+    *,
+    on_traced: Callable[[Response, Served], None] | None = None,
 ) -> list[Served]:
-    """Answers to requests that arrive at these times, whatever the engine does; TTFT counts from the planned "
-    "arrival."""
-    line = _Line(engine, advance)
+    """Answers to requests that arrive at these times, whatever the engine does; TTFT counts from the planned arrival.
+    `on_traced` is given every answer, which has a trace then, on the engine's thread."""
+    line = _Line(engine, advance, on_traced)
     started_s = time.perf_counter()
     for question, at_s in zip(questions, times_s, strict=True):
         time.sleep(max(0.0, started_s + at_s - time.perf_counter()))
@@ -187,9 +192,15 @@ def open_loop(
 class _Line:
     """Requests that were submitted, and what came of them."""
 
-    def __init__(self, engine: Engine, advance: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        advance: Callable[[], None],
+        on_traced: Callable[[Response, Served], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._advance = advance
+        self._on_traced = on_traced
         self._changed = threading.Condition()
         self._served: dict[int, Served | Exception] = {}
         self._num_submitted = 0
@@ -205,9 +216,12 @@ class _Line:
             elif event.response is not None:
                 report = event.response.reuse
                 served = Served(time.perf_counter() - arrived_s, *count_hits(report), report.computed_share)
+                if self._on_traced is not None:
+                    self._on_traced(event.response, served)
                 self._take(number, served)
 
-        self._engine.submit(request_of(question.text, documents_of(question.passages)), emit)
+        request = request_of(question.text, documents_of(question.passages))
+        self._engine.submit(dataclasses.replace(request, trace=self._on_traced is not None), emit)
 
     def _take(self, number: int, event: Served | Exception) -> None:
         with self._changed:

@@ -25,7 +25,7 @@ from scripts.benchmarks import serve_workload as workload
 from scripts.benchmarks.common import BenchmarkError, environment
 from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
 from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, saturation, ttft_s
-from scripts.benchmarks.serve_model import cache_folder, random_model
+from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_options import add_arguments, data_folder, resolve
 from scripts.benchmarks.serve_server import scrape, serving
 
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     questions = workload.load_trace(data, options.trace, options.passages)
-    model = options.model or random_model(data / "tokenizer_llama3", options.layers, options.width, cache_folder())
+    model = bench_model(options.model, data, options.layers, options.width)
     with Progress(console=Console(stderr=True)) as progress:
         if options.soak is not None:
             found = serve_soak.soak(questions, lambda s: _flags(options, s, model), options, progress)
@@ -172,7 +172,9 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     }
 
 
-def _measure(bench: Bench, strategies: Sequence[str], model: Path, task: Any) -> list[tuple[StrategyRun, Saturation]]:
+def _measure(
+    bench: Bench, strategies: Sequence[str], model: BenchModel, task: Any
+) -> list[tuple[StrategyRun, Saturation]]:
     """All runs of some strategies, each on a server and a store of its own. They take turns at every load, so that a
     machine that gets busier slows them alike; the servers that wait do nothing."""
     options = bench.options
@@ -205,9 +207,9 @@ def _measure(bench: Bench, strategies: Sequence[str], model: Path, task: Any) ->
     return found
 
 
-def _flags(options: argparse.Namespace, strategy: str, model: Path) -> list[str]:
+def _flags(options: argparse.Namespace, strategy: str, model: BenchModel) -> list[str]:
     """Flags of `scripts/serve.py`. Idle repair is off: what is reused shall depend on the requests alone."""
-    flags = ["--model", str(model), "--no-docs", "--max-model-len", str(options.max_model_len)]
+    flags = [*model.flags, "--no-docs", "--max-model-len", str(options.max_model_len)]
     flags += ["--host-cache-bytes", options.host_cache_bytes, "--no-repair", "--store-refresh-interval-s", "0"]
     flags += ["--strategy", strategy]
     if strategy not in ("full", "prefix", "reuse"):
@@ -222,7 +224,7 @@ def _gaps(options: argparse.Namespace, data: Path) -> np.ndarray:
     return workload.recorded_gaps(data, options.arrivals, options.requests, options.arrival_start)
 
 
-def _shapes(options: argparse.Namespace, model: Path) -> dict[str, Any]:
+def _shapes(options: argparse.Namespace, model: BenchModel) -> dict[str, Any]:
     names = ("trace", "passages", "arrivals", "requests", "max_tokens", "max_model_len", "history", "recompute_ratio")
     names += ("precompute",)
     return {"model": model.name, **{name: getattr(options, name) for name in (*names, "serve_args", "seed")}}

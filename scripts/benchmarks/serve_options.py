@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark. Defaults that --quick changes are set by `resolve`."""
     add = parser.add_argument
     add("--data", type=Path, help="folder with rag_trace/, arrivals/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
-    add("--model", type=Path, help="Hugging Face directory (default: random weights)")
+    add("--model", help="as with serve.py (default: random weights)")
     add("--layers", type=int, help="of the model with random weights (default 16)")
     add("--width", type=int, help="of that model, a multiple of 32 (default 1024)")
     add("--strategies", nargs="+", help=f"the first one sets rates and bound (default {' '.join(STRATEGIES)})")

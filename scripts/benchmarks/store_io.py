@@ -1,7 +1,8 @@
 """Disk tier against plain files: write, cold and warm read of 8 MB and 64 MB variants, side by side on one file system.
 
 Plain is what the disk can do: one `write` and an `fsync`, one `readv` into memory that is there already. The tier also
-takes memory, checks two checksums, and commits a record. Needs Linux (cold reads: the kernel is told to drop the file).
+takes memory, checks checksums (with --sealed such as nobody can forge), and commits a record. Needs Linux (cold reads:
+the kernel is told to drop the file).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from scripts.benchmarks.common import environment, median
-from store import KVSpec, ShardRecord, StoreIdentity, TensorStoreTier
+from store import KVSpec, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
 
 SHAPES = {"8 MB": (KVSpec(16, 8, 128, "bfloat16"), 128), "64 MB": (KVSpec(32, 8, 128, "bfloat16"), 512)}
 """Variant -> KV shape and tokens: 16 layers of half a megabyte; Llama-3-8B's 32 layers of two."""
@@ -30,6 +31,8 @@ SHAPES = {"8 MB": (KVSpec(16, 8, 128, "bfloat16"), 128), "64 MB": (KVSpec(32, 8,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--directory", type=Path, help="where to write (default: the directory for temporary files)")
+    parser.add_argument("--sealed", action="store_true", help="entries sealed with a key, as with --store-key-file")
+    parser.add_argument("--encrypted", action="store_true", help="entries encrypted, as with --encrypt-store")
     parser.add_argument("--repetitions", type=int, default=9, help="runs per case, alternating; the median counts")
 
 
@@ -42,7 +45,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, (kv_spec, num_tokens) in SHAPES.items():
             folder = Path(tempfile.mkdtemp(prefix="ccjax-bench-", dir=arguments.directory))
             try:
-                cases = _Cases(folder, kv_spec, num_tokens)
+                cases = _Cases(
+                    folder, kv_spec, num_tokens, is_sealed=arguments.sealed, is_encrypted=arguments.encrypted
+                )
                 for _ in range(repetitions):
                     cases.run_once()
                     progress.advance(task)
@@ -51,18 +56,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             rows.append(cases.figures(name))
     _print(rows)
     shapes = {name: {"kv": list(spec.shape(tokens)), "dtype": spec.dtype} for name, (spec, tokens) in SHAPES.items()}
-    return {"benchmark": "store_io", **environment(), "shapes": shapes, "repetitions": repetitions, "cases": rows}
+    how = {"sealed": arguments.sealed, "encrypted": arguments.encrypted, "repetitions": repetitions}
+    return {"benchmark": "store_io", **environment(), "shapes": shapes, **how, "cases": rows}
 
 
 class _Cases:
     """One size of variant, in the tier and in plain files; `seconds` are the runs by (operation, who)."""
 
-    def __init__(self, folder: Path, kv_spec: KVSpec, num_tokens: int) -> None:
+    def __init__(self, folder: Path, kv_spec: KVSpec, num_tokens: int, *, is_sealed: bool, is_encrypted: bool) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = {}
         self._folder = folder
         self._kv_spec = kv_spec
         self._num_tokens = num_tokens
-        self._tier = TensorStoreTier((folder / "store").as_uri(), kv_spec, StoreIdentity("benchmark"))
+        keys = StoreKeys((b"k" * 32,)) if is_sealed or is_encrypted else None
+        cipher = StoreCipher(keys) if is_encrypted and keys is not None else None
+        identity = StoreIdentity("benchmark", keys=keys, cipher=cipher)
+        self._tier = TensorStoreTier((folder / "store").as_uri(), kv_spec, identity)
         self._kv = np.random.default_rng(0).standard_normal(kv_spec.shape(num_tokens), np.float32)
         self._kv = self._kv.astype(kv_spec.np_dtype)
         self._buffer = np.ones_like(self._kv)  # touched, so that no page of it is new

@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cached", choices=("alone", "behind others", "both"), default="both", help=text)
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")
+    parser.add_argument("--quantization", choices=("int8", "fp8"), help="as it will be served")
+    parser.add_argument("--tokenizer", metavar="DIR", help="directory with other tokenizer files than the model's own")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="as it will be served")
 
 

@@ -63,9 +63,9 @@ class Record:
             self.fail(f"{suite}: {what}: wanted {wanted}, got {error:.3g}")
         return passed
 
-    def write(self, *, is_complete: bool) -> None:
-        """All results to `path`, which never holds half a file."""
-        results = {
+    def results(self, *, is_complete: bool = True) -> dict[str, Any]:
+        """All that there is, as it is written."""
+        return {
             **self._header,
             "is_quick": self.is_quick,
             "is_complete": is_complete,
@@ -73,6 +73,10 @@ class Record:
             "failures": self.failures,
             "suites": self.rows,
         }
+
+    def write(self, *, is_complete: bool) -> None:
+        """All results to `path`, which never holds half a file."""
+        results = self.results(is_complete=is_complete)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
         os.replace(temporary, self.path)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 SAMPLE_S = 0.02
 """Wanted length of one sample."""
@@ -115,6 +116,34 @@ def copy_gbps(num_bytes: int, rounds: int) -> float:
     words = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
     timed = timed_jax(lambda x: x ^ np.uint32(1), (words,), calls_per_sample(2 * num_bytes / 3e12, 100))
     return 2 * num_bytes / statistics.median(interleaved({"copy": timed}, rounds)["copy"]) / 1e9
+
+
+def transfer_gbps(num_bytes: int, rounds: int, memory_kind: str) -> float:
+    """GB/s from host memory to the device, one array at a time.
+
+    Args:
+      memory_kind: "pinned_host" for memory that the device reads by itself, the most that the link gives;
+        "unpinned_host" for a NumPy array, as it comes.
+
+    Raises:
+      NotImplementedError: the device has no such memory.
+    """
+    device = jax.devices()[0]
+    there = {memory.kind for memory in device.addressable_memories()}
+    source: Any = np.arange(num_bytes // 4, dtype=np.uint32)
+    if memory_kind == "pinned_host":
+        if memory_kind not in there:
+            raise NotImplementedError(f"memory_kind: wanted one of {sorted(there)}, got {memory_kind!r}")
+        source = jax.device_put(source, SingleDeviceSharding(device, memory_kind=memory_kind))
+    target = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+
+    def sample() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(jax.device_put(source, target, may_alias=False))
+        return time.perf_counter() - start
+
+    seconds = interleaved({memory_kind: Timed(sample, None, "one copy")}, rounds)[memory_kind]
+    return num_bytes / statistics.median(seconds) / 1e9
 
 
 def turn_us(rounds: int) -> float:

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ def set_environment(dump: Path) -> None:
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump}"
 
 
-def device_of(chip: str) -> Any:
-    """A described device of the chip, from the text form of XLA's GpuTargetConfigProto."""
+def devices_of(chip: str) -> Sequence[Any]:
+    """Four described devices of the chip in one host, from the text form of XLA's GpuTargetConfigProto."""
     from jax.experimental import topologies
 
     config = f"""gpu_device_info {{ {_COMMON} {_DEVICES[chip]} }} platform_name: "CUDA"
@@ -61,9 +61,9 @@ def device_of(chip: str) -> Any:
     with contextlib.suppress(RuntimeError):  # loads the plugin, then finds no GPU
         topologies.get_topology_desc(platform=PLATFORM)
     described = topologies.get_topology_desc(
-        platform=PLATFORM, topology_name="", topology="1x1x1", target_config=config
+        platform=PLATFORM, topology_name="", topology="1x1x4", target_config=config
     )
-    return described.devices[0]
+    return described.devices
 
 
 def implementation(chip: str) -> str:

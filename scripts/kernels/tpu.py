@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,11 @@ def set_environment(dump: Path) -> None:
     )
 
 
-def device_of(chip: str) -> Any:
-    """A described device of the chip."""
+def devices_of(chip: str) -> Sequence[Any]:
+    """Four described devices of the chip."""
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(CHIPS[chip], platform=PLATFORM).devices[0]
+    return topologies.get_topology_desc(CHIPS[chip], platform=PLATFORM).devices
 
 
 def implementation(chip: str) -> str:

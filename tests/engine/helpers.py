@@ -31,6 +31,8 @@ def params_from_hf(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> Pa
     """Our parameter tree from weights in Hugging Face names and shapes."""
 
     def make(name: str, spec: Any) -> Any:
+        if spec.num_experts:
+            return jnp.stack([jnp.asarray(weights[name.format(expert=e)].T) for e in range(spec.num_experts)])
         weight = weights[name]
         return jnp.asarray(weight.T.reshape(spec.shape) if spec.layout == "linear" else weight)
 

@@ -1,4 +1,5 @@
-"""A second process for the tests of shared computation: `python -m tests.engine.sharing_worker URL START_FILE SECONDS`.
+"""A second process for the tests of shared computation: `python -m tests.engine.sharing_worker URL START_FILE SECONDS
+[INDEX_URL]`.
 
 Warms up on prompts of its own, prints "ready", waits for the file, answers one prompt and prints one JSON line. With
 SECONDS > 0 it prints "computing" in the middle of that answer and stays there so long.
@@ -20,9 +21,9 @@ LENGTHS = (23, 31, 17, 29)
 SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
 
 
-def main(url: str, start_file: str, seconds: str) -> None:
+def main(url: str, start_file: str, seconds: str, index_url: str | None = None) -> None:
     """Runs the one command there is."""
-    with TinyModel().engine(store=url, share_computation=True) as engine:
+    with TinyModel().engine(store=url, store_index=index_url, share_computation=True) as engine:
         for seed in range(2):  # the second one measures; the system prompt must be another one, too
             own = draw_segments(np.random.default_rng([time.time_ns(), seed]), LENGTHS)
             engine.generate_from_tokens(own, max_new_tokens=4)

@@ -187,7 +187,7 @@ def test_budgets_that_cannot_be_are_refused(monkeypatch):
     left = memory_bytes() - (1 << 20)
     with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at most {left} .*got {left + 1}"):
         MODEL.engine(host_cache_bytes=1 << 20, device_cache_bytes=left + 1)
-    monkeypatch.setattr(budgets, "free_device_bytes", lambda: ALL)
+    monkeypatch.setattr(budgets, "free_device_bytes", lambda num_shards: num_shards * ALL)
     with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at most {ALL} .*got {ALL + 1}"):
         MODEL.engine(device_cache_bytes=ALL + 1)
     own = {"host_cache_bytes": memory_bytes(), "device_cache_bytes": ALL}  # the device has memory of its own

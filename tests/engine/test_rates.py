@@ -7,8 +7,10 @@ from concurrent.futures import Future
 
 import pytest
 
+from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.rates import Cost, LoadRate, Rates, fit
+from ccjax.policy.prefill_cost import PrefillGrid
 from store.throttle import Link
 
 
@@ -152,3 +154,18 @@ def test_the_fit_of_nothing_is_refused_and_nonsense_falls_back():
 def test_one_odd_sample_among_five_hardly_counts_however_large_it_is(odd):
     samples = [(count, 0.01 + 1e-4 * count) for count in (50, 60, 100, 130)]
     assert fit([*samples, odd]).seconds(100) == pytest.approx(0.02, rel=0.1)
+
+
+def test_full_prefill_is_estimated_only_where_prompts_of_that_length_were_measured():
+    rates = Rates()
+    costs = MeasuredCosts(rates)
+    assert costs.full_prefill_s(1) is None
+    for count, seconds in ((10, 0.1), (11, 0.1), (12, 0.1), (200, 0.4), (300, 0.9)):
+        rates.compute.add(count, seconds)
+    assert costs.full_prefill_s(240) == pytest.approx((0.48 + 0.72) / 2)
+    assert costs.full_prefill_s(100) == pytest.approx(0.2)
+    assert costs.full_prefill_s(600) == pytest.approx(1.8)
+    for unknown in (25, 99, 601):
+        assert costs.full_prefill_s(unknown) is None
+    grid = PrefillGrid((0, 100), (100, 1000), ((1.0, 10.0), (2.0, 20.0)))
+    assert MeasuredCosts(rates, grid).full_prefill_s(1000) == 10.0

@@ -209,7 +209,7 @@ def run_packed(
     if change is not None:
         change(packed)
     arguments, layers = packed.on_device(), []
-    settings = dict(config=model.config, num_segments=40, implementation=implementation)
+    settings = dict(config=model.config, num_segments=40, implementation=implementation, mesh=None)
     for number, layer in enumerate(model.params.layers):
         out = paged_steps.paged_layer_step(layer, x, *pool.layers[number], **arguments, **settings)
         x, pool.layers[number] = out.x, (out.k_pages, out.v_pages)
@@ -239,7 +239,7 @@ def run_alone(
     q_slot = np.concatenate([where, np.full(ALONE - len(where), ALONE)]).astype(np.int32)
     x = embed_step(model.params, jnp.asarray(np.asarray(token_ids, np.int32)[q_pos]))
     every = jnp.arange(ALONE, dtype=jnp.int32)
-    settings = dict(config=config, num_segments=8, implementation=None)
+    settings = dict(config=config, num_segments=8, implementation=None, mesh=None)
     layers = []
     for number, layer in enumerate(model.params.layers):
         k, v = np.zeros((2, ALONE, config.num_kv_heads, config.head_dim), np.float32)
@@ -286,6 +286,7 @@ def decode(
             rotations,
             config=model.config,
             implementation=implementation,
+            mesh=None,
         )
         x, pool.layers[number] = out.x, (out.k_pages, out.v_pages)
     return np.asarray(logits_step(model.params, x, config=model.config))[: len(requests)]

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from models.llama3 import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, LLAMA3_70B, LlamaConfig, RopeScaling
+from models.llama3 import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, RopeScaling
 
 # config.json of meta-llama/Llama-3.1-8B-Instruct, the keys that say something about the architecture.
 LLAMA_3_1_8B = {
@@ -55,6 +55,33 @@ MISTRAL_7B_V03 = {
     "sliding_window": None,
     "vocab_size": 32768,
 }
+# config.json of mistralai/Mixtral-8x7B-Instruct-v0.1.
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
 
 
 def test_llama_3_1_8b_is_the_named_constant():
@@ -73,6 +100,47 @@ def test_mistral_without_a_window():
     assert config.to_hf()["sliding_window"] is None  # absent would mean 4096
 
 
+def test_mixtral_8x7b_is_the_named_constant():
+    assert LlamaConfig.from_hf(MIXTRAL) == MIXTRAL_8X7B
+    absent = ("sliding_window", "num_key_value_heads", "rms_norm_eps", "rope_theta", "num_local_experts")
+    assert LlamaConfig.from_hf({key: MIXTRAL[key] for key in MIXTRAL if key not in absent}) == MIXTRAL_8X7B
+    assert MIXTRAL_8X7B.to_hf()["sliding_window"] is None
+    assert dataclasses.replace(MIXTRAL_8X7B, num_experts_per_token=1) != MIXTRAL_8X7B
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": 4096}, "sliding_window.*None.*4096"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_token.*1 to num_experts=8.*9"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_token.*1 to num_experts=8.*0"),
+        ({"num_local_experts": 0}, "num_experts: wanted a positive integer for mixtral, got 0"),
+    ],
+)
+def test_what_is_wrong_with_a_mixture_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_hf(MIXTRAL | change)
+
+
+def test_experts_are_for_mixtral_only():
+    with pytest.raises(ValueError, match="num_experts: wanted 0 for llama, got 8"):
+        dataclasses.replace(LLAMA3_8B, num_experts=8, num_experts_per_token=2)
+
+
+def test_a_models_identity_stays_what_it_was():
+    """Both enter the fingerprints of stored KV: a change here makes every stored cache worthless."""
+    assert repr(LLAMA2_7B) == (
+        "LlamaConfig(vocab_size=32000, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, "
+        "d_ff=11008, rope_theta=10000.0, rope_scaling=None, rms_norm_eps=1e-05, tie_embeddings=False, "
+        "max_position_embeddings=4096, model_type='llama')"
+    )
+    keys = "architectures head_dim hidden_act hidden_size intermediate_size max_position_embeddings model_type "
+    keys += "num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_scaling rope_theta "
+    keys += "tie_word_embeddings vocab_size"
+    assert sorted(LLAMA2_7B.to_hf()) == keys.split()
+    assert sorted(LlamaConfig.from_hf(MISTRAL_7B_V03).to_hf()) == sorted([*keys.split(), "sliding_window"])
+
+
 def test_absent_keys_have_the_values_transformers_gives_them():
     raw = {key: MISTRAL_7B_V03[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
     config = LlamaConfig.from_hf({**raw, "model_type": "llama", "num_attention_heads": 32})
@@ -80,7 +148,9 @@ def test_absent_keys_have_the_values_transformers_gives_them():
     assert (config.tie_embeddings, config.max_position_embeddings, config.rope_scaling) == (False, 2048, None)
 
 
-@pytest.mark.parametrize("config", [LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_2_1B, LlamaConfig.from_hf(MISTRAL_7B_V03)])
+@pytest.mark.parametrize(
+    "config", [LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_2_1B, LlamaConfig.from_hf(MISTRAL_7B_V03), MIXTRAL_8X7B]
+)
 def test_round_trip(config: LlamaConfig):
     assert LlamaConfig.from_hf(config.to_hf()) == config
 
@@ -127,6 +197,7 @@ def test_mistral_without_the_window_key_means_4096_and_is_refused():
         LLAMA2_7B,
         LLAMA3_8B,
         LLAMA3_2_1B,
+        MIXTRAL_8X7B,
         dataclasses.replace(LLAMA2_7B, model_type="mistral", rope_theta=1e6, head_dim=96),
         dataclasses.replace(LLAMA2_7B, rope_theta=2e6, rope_scaling=RopeScaling(4.0, 1.5, 6.0, 1024)),
     ],

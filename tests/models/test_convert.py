@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import jax
@@ -27,6 +23,7 @@ from models.llama3.convert import (
     save_pretrained,
 )
 from tests.conftest import ROOT
+from tests.measured_memory import CAN_MEASURE, peak_bytes
 from tests.oracles import llama_forward, random_llama, read_llama2c, read_llama2c_pieces
 
 TOKENS = np.random.default_rng(0).integers(0, 97, 40)
@@ -90,18 +87,14 @@ def test_leaves_are_cast_once_from_the_stored_type(tmp_path, stored, wanted):
     np.testing.assert_array_equal(np.asarray(params.layers[1].wq), expected)
 
 
-def test_put_and_progress_see_every_tensor(tmp_path):
+def test_progress_sees_every_tensor(tmp_path):
     weights, config = random_llama(3)
-    seen, steps = [], []
-    params = load_params(
+    steps = []
+    load_params(
         write(tmp_path, weights, config, 2),
         dtype=jnp.float32,
         progress=lambda done, total: steps.append((done, total)),
-        put=lambda spec, host: seen.append((spec.axes, host.flags.c_contiguous)) or host,
     )
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params))
-    assert len(seen) == len(weights) and all(contiguous for _, contiguous in seen)
-    assert (("embed", "heads", "head_dim"), True) in seen
     assert len(steps) == len(weights) + 1 and steps == sorted(steps)
     done, total = steps[-1]
     assert done == total >= sum(w.nbytes for w in weights.values()) == steps[-2][0]
@@ -162,6 +155,98 @@ def test_tensors_without_weights_are_passed_over(tmp_path):
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     assert_same_params(load_params(write(tmp_path / "b", weights, config), dtype=jnp.float32), plain)
+
+
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def fused(weights: dict[str, np.ndarray], num_experts: int = 4) -> dict[str, np.ndarray]:
+    """The same weights in the layout that transformers 5 holds them in."""
+    out = {}
+    for name, weight in weights.items():
+        if "block_sparse_moe" not in name:
+            out[name] = weight
+        elif name.endswith("gate.weight"):
+            block = name.replace("block_sparse_moe.gate.weight", "")
+            out[block + "mlp.gate.weight"] = weight
+            w1, w2, w3 = (
+                np.stack([weights[f"{block}block_sparse_moe.experts.{e}.w{n}.weight"] for e in range(num_experts)])
+                for n in (1, 2, 3)
+            )
+            out[block + "mlp.experts.gate_up_proj"] = np.concatenate([w1, w3], 1)
+            out[block + "mlp.experts.down_proj"] = w2
+    return out
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("layout", [dict, fused])
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
+def test_a_mixture_of_experts_computes_what_the_oracle_computes(tmp_path, layout, shards, stored):
+    weights, config = random_llama(9, **MIXTURE)
+    weights = {name: w.astype(stored) for name, w in weights.items()}
+    directory = write(tmp_path, layout(weights), config, shards)
+    expected, _ = llama_forward(weights, config, TOKENS)
+    np.testing.assert_allclose(logits_of(directory), expected, atol=1e-4)
+    steps = []
+    params = load_params(directory, dtype=np.float32, progress=lambda done, _: steps.append(done))
+    assert params.layers[0].w_down.shape == (4, 112, 64)
+    assert steps[-2] == sum(w.nbytes for w in weights.values())
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 60_000])
+def test_a_mixture_saved_is_the_same_again(tmp_path, max_shard_bytes):
+    weights, raw = random_llama(4, **MIXTURE)
+    config = LlamaConfig.from_hf(raw)
+    params = load_params(write(tmp_path / "a", fused(weights), raw), dtype=jnp.float32)
+    save_pretrained(params, config, tmp_path / "b", max_shard_bytes=max_shard_bytes)
+    assert load_config(tmp_path / "b") == config
+    stored = {}
+    for path in (tmp_path / "b").glob("*.safetensors"):
+        stored |= load_file(path)
+        assert max_shard_bytes == 10**9 or path.stat().st_size < 60_000 + 8192
+    assert stored.keys() == weights.keys()
+    for name, w in weights.items():
+        np.testing.assert_array_equal(stored[name], w)
+    assert_same_params(load_params(tmp_path / "b", dtype=jnp.float32), params)
+    with pytest.raises(ValueError, match=r"w1\.weight: wanted shape \(4, 64, 100\).*got \(4, 64, 112\)"):
+        save_pretrained(params, dataclasses.replace(config, d_ff=100), tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        (dict, lambda w: w.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"), r"tensor '.*1\.block.*3\.w2"),
+        (dict, lambda w: w.pop("model.layers.1.block_sparse_moe.gate.weight"), "block_sparse_moe.gate.weight"),
+        (
+            dict,
+            lambda w: w.update({"model.layers.0.block_sparse_moe.experts.4.w1.weight": np.zeros((1, 1), np.float32)}),
+            "3 mixtral layers, got tensor .*experts.4.w1",
+        ),
+        (fused, lambda w: w.pop("model.layers.2.mlp.experts.down_proj"), "mlp.experts.down_proj"),
+        (
+            fused,
+            lambda w: w.update({"model.layers.2.mlp.experts.down_proj": np.zeros((4, 112, 64), np.float32)}),
+            r"down_proj': wanted shape \[4, 64, 112\], got \[4, 112, 64\]",
+        ),
+    ],
+)
+def test_what_is_wrong_with_experts_is_named(tmp_path, layout, change, message):
+    weights, config = random_llama(4, **MIXTURE)
+    weights = layout(weights)
+    change(weights)
+    with pytest.raises(CheckpointError, match=message):
+        load_params(write(tmp_path, weights, config), dtype=jnp.float32)
+
+
+def test_the_embedded_models_fingerprints_stay_what_they_were():
+    """A change makes every stored cache worthless."""
+    directory = ROOT / "ccjax/assets/demo_model"
+    assert fingerprint(directory) == "7baf97042e0fe878df403d48c7f5cd2ba96c4b362add3987cd6deff4b64b6a67"
+    params = load_params(directory, dtype=jnp.float32)
+    assert (
+        fingerprint_params(params, load_config(directory))
+        == "4d435123a347268938d5a0e5c35d7a13fcb51583f20411892173494ca39161ae"
+    )
 
 
 def _break_json(directory: Path) -> None:
@@ -295,36 +380,7 @@ def test_fingerprint_of_params_without_files():
     assert len(others | {original}) == 4
 
 
-MEASURE = """
-    import sys, threading, time
-    import jax, jax.numpy as jnp, numpy as np
-    from models.llama3.convert import load_params
-    from safetensors.numpy import load_file
-
-    def anonymous_bytes():
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-    jnp.asarray(np.ones((64, 64), np.float32)).block_until_ready()
-    start = peak = anonymous_bytes()
-    done = threading.Event()
-
-    def watch():
-        global peak
-        while not done.wait(0.001):
-            peak = max(peak, anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    whole = load_file(sys.argv[1] + "/model.safetensors") if sys.argv[2] == "all at once" else None
-    params = jax.block_until_ready(load_params(sys.argv[1], dtype=jnp.float32))
-    done.set()
-    watcher.join()
-    print(peak - start)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon from Linux's /proc")
+@pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
 @pytest.mark.parametrize("way", ["leaf by leaf", "all at once"])
 def test_loading_never_holds_the_model_twice(tmp_path, way):
     weights, config = random_llama(
@@ -336,12 +392,17 @@ def test_loading_never_holds_the_model_twice(tmp_path, way):
     allowed = model_bytes + 3 * 4 * max(w.size for w in weights.values()) + 20_000_000
     write(tmp_path, weights, config)
     del weights
-    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), way]
-    # So that glibc gives freed tensors back at once; else up to 70 MB of them stay in its heap.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-    assert result.returncode == 0, result.stderr
-    peak = int(result.stdout)
+    peak = peak_bytes(
+        """
+        whole = load_file(sys.argv[1] + "/model.safetensors") if sys.argv[2] == "all at once" else None
+        params = jax.block_until_ready(load_params(sys.argv[1], dtype=jnp.float32))
+        """,
+        *(str(tmp_path), way),
+        setup="""
+        from models.llama3.convert import load_params
+        from safetensors.numpy import load_file
+        """,
+    )
     print(f"{peak / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")
     assert (peak < allowed) == (way == "leaf by leaf")
 

@@ -82,7 +82,7 @@ def test_rows_and_context_may_stand_in_any_order(implementation):
         values = getattr(packed, name)
         setattr(packed, name, values[order] if name.startswith("q") else values[slot_order])
     x = jnp.asarray(model.params.embedding[token_ids[order]])
-    settings = dict(config=model.config, num_segments=24, implementation=implementation)
+    settings = dict(config=model.config, num_segments=24, implementation=implementation, mesh=None)
     out = paged_steps.paged_layer_step(model.params.layers[0], x, *pool.layers[0], **packed.on_device(), **settings)
     for n, one in enumerate(work):
         mine = np.flatnonzero(packed.q_request == n)

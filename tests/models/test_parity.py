@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from models.llama3 import LlamaConfig, Params, forward, init_params
 from models.llama3.config import RopeScaling
@@ -40,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "narrow heads": {"head_dim": 4},
     "eps": {"rms_norm_eps": 1e-2},
     "mistral": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "tokens": 200},
+    "mixtral 3 of 4": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "rope_theta": 1e4},
 }
 
 
@@ -113,7 +116,19 @@ def test_logits(tmp_path, case):
     np.testing.assert_allclose(our_logits(params, config, tokens), expected, atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["gqa 4", "tied"])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "100KB"])
+@pytest.mark.parametrize("is_original", [True, False])
+def test_experts_in_both_layouts_that_transformers_writes(tmp_path, is_original, max_shard_size):
+    model, tokens = make_peer("mixtral"), tokens_of("mixtral")
+    options = {} if is_original else {"save_original_format": False}  # transformers 5 only
+    params, config = save_peer(model, tmp_path, max_shard_size=max_shard_size, **options)
+    names = {name for path in tmp_path.glob("*.safetensors") for name in load_file(path)}
+    assert ("model.layers.0.mlp.experts.gate_up_proj" in names) != is_original
+    assert ("model.layers.0.block_sparse_moe.experts.7.w2.weight" in names) == is_original
+    np.testing.assert_allclose(our_logits(params, config, tokens), peer_logits(model, tokens), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["gqa 4", "tied", "mixtral"])
 def test_logits_of_a_sharded_checkpoint(tmp_path, case):
     model, tokens = make_peer(case), tokens_of(case)
     params, config = save_peer(model, tmp_path, max_shard_size="60KB")
@@ -139,7 +154,7 @@ def test_logits_in_bfloat16_are_as_near_as_the_peer_in_bfloat16(tmp_path):
     assert 0 < our_error < 1.5 * their_error
 
 
-@pytest.mark.parametrize("case", ["gqa 4", "llama3 rope", "tied", "head_dim 24", "mistral"])
+@pytest.mark.parametrize("case", ["gqa 4", "llama3 rope", "tied", "head_dim 24", "mistral", "mixtral"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 60_000])
 def test_transformers_loads_what_we_save(tmp_path, case, dtype, max_shard_bytes):
@@ -152,7 +167,7 @@ def test_transformers_loads_what_we_save(tmp_path, case, dtype, max_shard_bytes)
     np.testing.assert_allclose(our_logits(wide, config, tokens), peer_logits(model, tokens), atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["gqa 4", "llama3 rope", "tied"])
+@pytest.mark.parametrize("case", ["gqa 4", "llama3 rope", "tied", "mixtral"])
 def test_32_greedy_tokens(tmp_path, case):
     import torch
 
@@ -200,3 +215,27 @@ def test_the_tolerance_notices_a_wrong_model(tmp_path, mutant):
     assert isinstance(config.rope_scaling, RopeScaling)
     params, config = MUTANTS[mutant](params, config)
     assert np.abs(our_logits(params, config, tokens) - peer_logits(model, tokens)).max() > 5 * ATOL
+
+
+def _other_experts(params: Params) -> Params:
+    layers = tuple(dataclasses.replace(layer, w_up=layer.w_up[::-1]) for layer in params.layers)
+    return dataclasses.replace(params, layers=layers)
+
+
+EXPERT_MUTANTS = {
+    "up matrices of other experts": _other_experts,
+    "one expert fewer": lambda params: dataclasses.replace(
+        params, layers=tuple(dataclasses.replace(layer, num_chosen=1) for layer in params.layers)
+    ),
+    "one expert more": lambda params: dataclasses.replace(
+        params, layers=tuple(dataclasses.replace(layer, num_chosen=3) for layer in params.layers)
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", EXPERT_MUTANTS)
+def test_the_tolerance_notices_wrong_experts(tmp_path, mutant):
+    model, tokens = make_peer("mixtral"), tokens_of("mixtral")
+    params, config = save_peer(model, tmp_path)
+    wrong = our_logits(EXPERT_MUTANTS[mutant](params), config, tokens)
+    assert np.abs(wrong - peer_logits(model, tokens)).max() > 100 * ATOL

@@ -1,11 +1,17 @@
 """The gates of the ahead-of-time check, and that its committed table holds every case of every chip within them."""
 
+import dataclasses
 import json
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from scripts.kernels import gpu, tpu
 from scripts.kernels.cases import ALL_CASES
+from scripts.kernels.steps import STEP_CASES, StepCase, compile_step, step_controls, step_figures
 from scripts.kernels_aot import TABLE, violations
 
 LIMITS = {"spill_bytes": {"a100": 0}, "shared_bytes": {"a100": 166_912}}
@@ -38,6 +44,67 @@ def test_the_committed_figures_are_within_limits(target):
     assert set(table["versions"]) == set(target.PACKAGES)
     assert set(table["figures"]) == set(target.CHIPS)
     for chip, cases in table["figures"].items():
-        assert set(cases) == {case.name for case in ALL_CASES}
+        assert set(cases) == {case.name for case in (*ALL_CASES, *STEP_CASES)}
         for name, figures in cases.items():
             assert violations(chip, name, figures, target.LIMITS, figures) == []
+
+
+TINY = LlamaConfig(512, 128, 2, 4, 2, 32, 256)
+
+
+def small(case):
+    """The same step at sizes that a CPU compiles in a second."""
+    slots = 256 if case.slots else 0
+    return dataclasses.replace(case, config=TINY, rows=min(case.rows, 32), slots=slots, dtype="float32")
+
+
+@pytest.mark.parametrize("case", STEP_CASES, ids=lambda case: case.name)
+def test_every_step_compiles_as_listed(case):
+    """On this machine: the arguments fit the steps, and donated pages and contexts are no results of their own."""
+    figures = step_figures(compile_step(small(case), "xla", jax.devices(), "cpu"))
+    assert {"argument_bytes", "result_bytes", "temp_bytes", "hbm_bytes", "flops"} <= figures.keys()
+    arrays, _ = small(case).call(lambda axes, shape: None, "xla")
+    assert figures["argument_bytes"] <= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    assert figures["hbm_bytes"] == sum(figures[f"{name}_bytes"] for name in ("argument", "result", "temp"))
+
+
+def test_steps_that_must_not_pass_do_not():
+    """The mutants of the gate on memory, judged as the program judges them."""
+    devices = jax.devices()
+    seen = []
+    for name, case, implementation, message in step_controls("xla"):
+        usual = small(next(one for one in STEP_CASES if one.name == case.name))
+        known = step_figures(compile_step(usual, "xla", devices, "cpu"))
+        figures = step_figures(compile_step(small(case), implementation, devices, "cpu"))
+        assert violations("cpu", name, known, {}, known) == []
+        rose = [line.partition(": ")[2].split(" from ")[0] for line in violations("cpu", name, figures, {}, known)]
+        seen += [message for line in rose if line == message]
+    assert seen == ["result_bytes rose", "argument_bytes rose"]
+
+
+@pytest.mark.parametrize("case", [case for case in STEP_CASES if case.num_devices > 1], ids=lambda case: case.name)
+def test_devices_only_sum(case):
+    """Behind the attention, behind the MLP, and the masses where these are taken; compilers may put two into one."""
+    figures = step_figures(compile_step(small(case), "xla", jax.devices(), "cpu"))
+    assert figures["other_collectives"] == 0 and 2 <= figures["sums"] <= (3 if case.num_segments else 2)
+
+
+@pytest.mark.parametrize("case", STEP_CASES, ids=lambda case: case.name)
+def test_a_mesh_takes_each_array_by_the_names_of_its_axes(case):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    split = {"heads", "kv_heads", "ffn", "vocab"}
+
+    def place(axes, shape):
+        return NamedSharding(mesh, PartitionSpec(*("model" if axis in split else None for axis in axes)))
+
+    arrays, _ = small(case).call(place, "xla")
+    for array in jax.tree.leaves(arrays):
+        local = array.sharding.shard_shape(array.shape)  # raises where axes and shape do not go together
+        assert np.prod(local) in (array.size, array.size // 2)
+    large = [array for array in jax.tree.leaves(arrays) if array.dtype.kind == "f" and array.ndim > 2]
+    assert all(np.prod(array.sharding.shard_shape(array.shape)) < array.size for array in large)
+
+
+def test_the_steps_are_llama_3s_and_named_once():
+    assert len({case.name for case in STEP_CASES}) == len(STEP_CASES)
+    assert all(isinstance(case, StepCase) and case.config in (LLAMA3_8B, LLAMA3_70B) for case in STEP_CASES)

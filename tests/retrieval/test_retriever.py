@@ -179,6 +179,22 @@ def test_a_chunk_limit_below_one_character_is_reported_for_the_file(docs: Path) 
     assert path.endswith("emoji.txt") and "chunk_tokens: wanted at least 4" in reason
 
 
+def test_neighbours_are_what_a_search_for_the_passage_finds(docs: Path) -> None:
+    (docs / "again.txt").write_text("The moon pulls the ocean.\n\nBy and of the.")
+    retriever = open_retriever(docs)
+    passages = [one for name in retriever.document_ids for one in retriever.passages(name)]
+    neighbours = retriever.neighbours(3)
+    assert set(neighbours) == {one.passage_id for one in passages}
+    for one in passages:
+        found = retriever.search(f"{one.title}\n{one.text}", len(passages))
+        wanted = [other.passage_id for other in found if other.passage_id != one.passage_id and other.score > 0]
+        assert list(neighbours[one.passage_id]) == wanted[:3]
+    assert any(len(found) == 3 for found in neighbours.values())
+    (docs / "moon.md").unlink()
+    retriever.refresh()
+    assert not any("moon.md" in key for found in retriever.neighbours(9).values() for key in found)
+
+
 def test_refresh_embeds_only_what_changed(docs: Path) -> None:
     embedder = CountingEmbedder()
     retriever = open_retriever(docs, embedder)

@@ -109,7 +109,7 @@ def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
         ("evaluate", ["--plot", "/absent/plot.svg"], "--plot: wanted a file in a directory"),
         ("calibrate", ["--output", "/absent/c.json", "--limit", "2"], "--output: wanted a file in a directory"),
         ("evaluate", ["--model", "/absent"], "model: wanted"),
-        ("evaluate", ["--model", "random:4x100"], "--model: wanted random:LAYERSxWIDTH"),
+        ("evaluate", ["--model", "random:4x100"], "wanted LAYERSxWIDTH[xHEADS] with a width"),
         ("calibrate", ["--strategies", "full"], "--strategies: wanted"),
         ("calibrate", ["--strategies", "auto:0.1"], "--strategies: wanted"),
         ("calibrate", ["--worlds", "2", "--questions", "/some.jsonl"], "--worlds: wanted the demo"),

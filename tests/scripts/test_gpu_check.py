@@ -10,9 +10,17 @@ import jax
 import numpy as np
 import pytest
 
+from ccjax.engine.batch.pack import Pack
 from pallas_kernels.attention import attention
 from scripts import gpu_check
-from scripts.gpucheck import attention_numerics, attention_timing, decode_numerics, rope_numerics, torch_peers
+from scripts.gpucheck import (
+    attention_numerics,
+    attention_timing,
+    decode_numerics,
+    engine_identities,
+    rope_numerics,
+    torch_peers,
+)
 from scripts.gpucheck.attention_candidates import (
     SCALE,
     Work,
@@ -87,6 +95,23 @@ def test_decode_is_checked_with_its_broken_variants(record, monkeypatch):
     decode_numerics.check(record, "xla", mutant="nothing", head_dim=64)
     assert len(record.failures) == 1 and "'nothing' beyond" in record.failures[0]
     assert "0 of 1" in decode_numerics.tables(record)[0]
+
+
+def test_reuse_is_checked_through_the_engine(record):
+    engine_identities.run(record)
+    rows = on_disk(record)["suites"][engine_identities.SUITE]
+    assert not record.failures and all(row["passed"] for row in rows)
+    assert [row["tolerance"] for row in rows if row["mutant"] is None].count(0.0) == 4
+    errors = {row["name"]: row["error"] for row in rows}
+    assert 3 * errors["all reused behind the same prefix"] < engine_identities.ROUNDING < errors["naive reuse"] / 3
+    assert "broken: nothing recomputed" in engine_identities.tables(record)[0]
+
+
+def test_reused_kv_that_does_not_arrive_is_seen(record, monkeypatch):
+    monkeypatch.setattr(Pack, "_fill", lambda pack, job, contexts: contexts.take(pack.layer))
+    engine_identities.run(record)
+    names = {failure.split(": ")[1].split(",")[0] for failure in record.failures}
+    assert "all reused behind the same prefix" in names and "a full prefill" not in names
 
 
 def test_operations_are_those_of_visible_pairs():
@@ -205,11 +230,17 @@ def test_tables_read_as_they_are():
     ]
 
 
-def test_without_a_gpu_it_says_so_and_ends_with_2(monkeypatch, capsys, tmp_path):
+def test_without_a_gpu_it_says_so_and_is_skipped(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    assert gpu_check.main(["--quick", "--out", str(tmp_path)]) == 2
+    assert gpu_check.main(["--quick", "--out", str(tmp_path)]) == gpu_check.SKIPPED == 77
     assert "wanted an NVIDIA GPU, but jax" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_missing_packages_are_listed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpu_check, "missing_packages", lambda: ["tensorstore", "xxhash"])
+    assert gpu_check.main(["--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "gpu_check: not installed: tensorstore, xxhash\n"
 
 
 @pytest.mark.parametrize(("tolerance", "status"), [(1e-5, 0), (1e-9, 1)])

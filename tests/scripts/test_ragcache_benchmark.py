@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -144,10 +145,30 @@ def test_policies_take_turns_at_every_request():
     assert {name: len(answers) for name, answers in found.items()} == {"a": 3, "b": 3}
 
 
+def test_the_median_round_counts():
+    rounds = [{"mean_gain": gain, "number": number} for number, gain in enumerate((1.5, 0.9, 1.2, 3.0))]
+    assert [order.median_round(rounds[:count])["number"] for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
+
+
 def test_gains_of_the_order():
     off, on = order.figures(served(0.2, 0.6, hits=1)), order.figures(served(0.1, 0.3))
     assert off["ttft_ms"]["mean"] == pytest.approx(400.0) and (off["hit_ratio"], on["hit_ratio"]) == (0.5, 0.0)
     assert order.gains(off, on) == pytest.approx({"mean_gain": 2.0, "p99_gain": 2.0})
+
+
+def test_drawn_requests_are_some_of_the_traces_over_and_over():
+    questions = [Question(f"q{number}", ()) for number in range(200)]
+    found = order.drawn(questions, 2000, seed=1)
+    ranked = Counter(one.text for one in found).most_common()
+    counts = [count for _, count in ranked]
+    assert set(found) <= set(questions) and len(found) == 2000
+    odds = np.arange(1, 201) ** -0.8
+    expected = 2000 * odds / odds.sum()
+    assert counts[0] == pytest.approx(expected[0], rel=0.2) and sum(counts[:20]) == pytest.approx(
+        expected[:20].sum(), rel=0.1
+    )
+    assert counts[0] > 5 * expected.mean(), "far from as likely as any other"
+    assert [name for name, _ in ranked[:3]] != ["q0", "q1", "q2"], "ranks are drawn, too"
 
 
 # -- speculation -------------------------------------------------------------------------------------------------------
@@ -401,9 +422,12 @@ def test_a_real_run_of_all_parts(options, tmp_path):
     }
     assert hits["cachecraft", 1.0] > hits["prefix", 1.0] > 0, "behind other passages a prefix is another one"
     assert all(hits[strategy, 0.3] < hits[strategy, 1.0] for strategy in ("prefix", "cachecraft"))
-    for one in figures["order"]["cases"]:
+    cases = figures["order"]["cases"]
+    assert [one["workload"] for one in cases] == ["trace"] * 2 + ["drawn"] * 2
+    for one in cases:
         assert one["rate"] == pytest.approx(1.1 * one["saturation"])
         assert one["mean_gain"] == pytest.approx(one["off"]["ttft_ms"]["mean"] / one["on"]["ttft_ms"]["mean"])
+        assert len(one["mean_gains"]) == 2 and one["mean_gain"] == min(one["mean_gains"])
     assert figures["speculation"]["vectors"] == 4000
     (searched,) = figures["speculation"]["cases"]
     assert searched["num_probes"] == 16 and 0 <= searched["known_early_share"] <= 1

@@ -67,7 +67,9 @@ def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.A
     @contextlib.contextmanager
     def start(settings: ServerSettings | None = None, **engine_settings: Any) -> Iterator[Server]:
         settings = settings or ServerSettings(top_k=2)
-        engine = Engine.from_pretrained(tiny_model, max_model_len=MAX_MODEL_LEN, tenant_salt="house", **engine_settings)
+        engine = Engine.from_pretrained(
+            tiny_model, **({"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house"} | engine_settings)
+        )
         tokenizer = engine.tokenizer
         assert tokenizer is not None
         retriever = Retriever.open(
@@ -102,9 +104,16 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 @contextlib.contextmanager
 def running(service: Service) -> Iterator[str]:
     """uvicorn on a free port and a thread of its own; yields the URL."""
+    with running_app(create_app(service)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running_app(app: Any) -> Iterator[str]:
+    """The same for any ASGI application."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # who does not read is felt soon
-    config = uvicorn.Config(create_app(service), log_config=None, access_log=False, ws="none")
+    config = uvicorn.Config(app, log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

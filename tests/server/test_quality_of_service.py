@@ -298,7 +298,12 @@ def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
     """The jobs to come; `_events` of each holds what its client was not sent yet."""
     jobs: list[Any] = []
     submit = server.service.backend.worker.submit
-    monkeypatch.setattr(server.service.backend.worker, "submit", lambda *how: jobs.append(submit(*how)) or jobs[-1])
+
+    def noted(*how: Any, **options: Any) -> Any:
+        jobs.append(submit(*how, **options))
+        return jobs[-1]
+
+    monkeypatch.setattr(server.service.backend.worker, "submit", noted)
     return jobs
 
 

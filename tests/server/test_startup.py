@@ -22,7 +22,7 @@ import pytest
 
 from ccjax.engine import Engine
 from ccjax.engine.loading import DEMO_CORPUS, DEMO_MODEL
-from scripts.serve import num_bytes
+from scripts.serving.values import num_bytes
 from tests.conftest import ROOT
 from tests.server import patience
 
@@ -91,7 +91,7 @@ def test_help_is_quick_and_names_every_flag(environment: dict[str, str]) -> None
     ):
         assert flag in output
     code = (
-        "import sys; import scripts.serve as s; s._parser(); sys.exit('jax' in sys.modules or 'fastapi' in sys.modules)"
+        "import sys; import scripts.serve as s; s.parser(); sys.exit('jax' in sys.modules or 'fastapi' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0
 
@@ -130,6 +130,8 @@ def test_bad_sizes(text: str) -> None:
         (["--store", "carrier-pigeon://coop"], ["--store", "carrier-pigeon"]),
         (["--reuse", "sometimes"], ["--reuse", "bounded", "sometimes"]),
         (["--top-k", "0"], ["--top-k", "1", "0"]),
+        (["--store", "file:///tmp/never", "--store-index", "redis://:hidden@"], ["--store-index: wanted redis://"]),
+        (["--store-index", "sqlite:///tmp/never.db"], ["--store-index: wanted a store"]),
         (["--store-refresh-interval-s", "-1"], ["--store-refresh-interval-s", "positive", "-1"]),
         (["--host", "no.such.host.invalid"], ["--host", "no.such.host.invalid"]),
         (["--port", "70000"], ["--port", "65535", "70000"]),
@@ -328,3 +330,26 @@ def test_the_demo_runs_without_any_argument(environment: dict[str, str]) -> None
         messages = [{"role": "user", "content": "What is in the documents?"}]
         answer = patience.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 8}, timeout=60)
         assert answer.status_code == 200 and answer.json()["documents"]
+
+
+def test_the_memory_plan_alone_needs_no_weights_and_no_port(environment: dict[str, str]) -> None:
+    model = ["--print-memory-plan", "--dtype", "bfloat16", "--device-memory-bytes", "80GB", "--model"]
+    with start([*model, "random:llama3-8b", "--gpu-memory-utilization", "0.9"], environment) as process:
+        output, errors = process.communicate(timeout=READY_S)
+    assert process.returncode == 0 and errors == ""
+    assert re.search(r"weights +16,060\.5 +8\.03 billion parameters", output)
+    assert re.search(r"left +8,000\.0 +of 80\.0 GB: as given", output)
+    with start([*model, "random:llama3-70b"], environment) as process:
+        output, errors = process.communicate(timeout=READY_S)
+    assert process.returncode == 2 and "left             -" in output
+    assert errors.startswith("serve.py: error: --model: wanted 147.2 GB of each device")
+    assert "what fits: tensor_parallel_size 2" in errors
+
+
+def test_a_start_prints_the_memory_plan(environment: dict[str, str]) -> None:
+    with serving(["--no-docs", "--no-warmup", "--gpu-memory-utilization", "0.2"], environment) as (_, _, process):
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        errors = process.stderr.read()
+    assert re.search(r"Memory of the device, MB:\n +weights +6\.5 +1\.62 million parameters\n", errors)
+    assert "the machine's memory without host_cache_bytes" in errors

@@ -419,3 +419,26 @@ def test_a_preload_ends_with_a_request_that_is_cancelled_in_line_or_fails() -> N
         assert sorted(preloads.log[:2]) == ["begin b", "begin boom"]
 
     run(scenario, preload=preloads)
+
+
+def test_an_answer_that_is_whole_as_its_client_leaves_ends_its_job() -> None:
+    """The engine gave the last piece before it could see that nobody wants it: nothing more comes from there."""
+    emits: list[Callable[[Delta | Exception], None]] = []
+    ended: list[Job] = []
+
+    def start(_: Request, emit: Callable[[Delta | Exception], None], *, on_start: Callable[[], None]):
+        on_start()
+        emits.append(emit)
+        return lambda: None
+
+    async def scenario() -> None:
+        worker = EngineWorker(start, on_end=ended.append)
+        job = worker.submit(request("a"))
+        job.cancel()
+        emits[0](Delta("a", (1,)))
+        assert not worker.is_idle
+        emits[0](Delta("", response=Response("a", (1,), "stop", REPORT, 1, 0.1, 0.1)))
+        assert worker.is_idle and ended == [job] and job.response is None
+        worker.close()
+
+    asyncio.run(scenario())

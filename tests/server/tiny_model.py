@@ -19,8 +19,8 @@ _TEMPLATE = (
 )
 
 
-def write_tiny_model(directory: Path, texts: list[str], *, seed: int = 0) -> None:
-    """Fills `directory` with a 2-layer model; `texts` train its byte-level BPE tokenizer."""
+def write_tiny_model(directory: Path, texts: list[str], *, seed: int = 0, **shape: int) -> None:
+    """Fills `directory` with a 2-layer model, or one of another shape; `texts` train its byte-level BPE tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,14 +33,6 @@ def write_tiny_model(directory: Path, texts: list[str], *, seed: int = 0) -> Non
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": _TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        d_model=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        d_ff=64,
-        max_position_embeddings=1024,
-    )
+    small = {"d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 64}
+    config = LlamaConfig(**{"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 1024} | small | shape)
     save_pretrained(init_params(config, jax.random.key(seed)), config, directory)

@@ -70,7 +70,7 @@ def test_what_was_replaced_is_new_for_good(tmp_path, disk):
 
 def test_what_may_be_lost_waits_for_no_disk(tmp_path, disk, monkeypatch):
     monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)
-    leases = Leases(open_root(tmp_path.as_uri()), "namespace")
+    leases = Leases(open_root(tmp_path.as_uri()), OURS)
     leases.acquire(["a"], 10)
     disk.forget()
     leases.acquire(["b"], 10)
@@ -80,3 +80,23 @@ def test_what_may_be_lost_waits_for_no_disk(tmp_path, disk, monkeypatch):
         kv.tidy()
         parts = list((tmp_path / OURS.namespace / "catalog").iterdir())
         assert parts and not any(map(disk.has, parts))
+
+
+@pytest.mark.parametrize(("write", "call"), [(FileRoot.create, "link"), (FileRoot.replace, "replace")])
+def test_a_temporary_file_that_another_process_swept_is_written_again(tmp_path, disk, write, call):
+    root, swept = FileRoot(tmp_path.as_uri()), []
+
+    def sweep(source, _) -> None:
+        if len(swept) < at_most:
+            swept.append(source)
+            assert root.left_overs([""]) == [Path(source).name]
+            root.delete(Path(source).name)
+
+    disk.before(call, sweep)
+    at_most = 2
+    write(root, "k", b"whole")
+    assert len(swept) == 2 and root.read("k") == b"whole" and disk.has(tmp_path)
+    at_most = 9
+    with pytest.raises(FileNotFoundError):
+        write(root, "other", b"whole")
+    assert len(swept) == 5 and root.names("") == ["k"]

@@ -441,21 +441,30 @@ def test_default_records_are_what_every_program_reads_and_coded_ones_what_older_
         ({"compression": "lzma"}, "compression"),
     ],
 )
-def test_a_format_of_the_future_is_a_miss_and_goes_to_quarantine(place, caplog, changes, reason):
+def test_a_format_of_the_future_is_a_miss_and_stays_where_it_is(place, caplog, changes, reason):
     with open_store(place.url, **options("int8")) as store:
         put(store, "v", TOKENS)
         put(store, "w", TOKENS)
-    raw = reseal(place.read(place.record_key("v")), **changes)
+    raw, objects = reseal(place.read(place.record_key("v")), **changes), place.object_keys()
     with pytest.raises(ShardCorruptError, match=reason):
         decode_record(raw, variant_id="v", identity=OURS, kv_spec=SPEC)
     place.write(place.record_key("v"), raw)
     with open_store(place.url, host_bytes=0) as store:
-        assert [record.variant_id for record in store.records()] == ["w"] and store.usage()["disk"].corrupt == 1
+        assert [record.variant_id for record in store.records()] == ["w"] and store.usage()["disk"].corrupt == 0
         assert store.prepare_load(["v"]).missing == {"v"} and reason in caplog.text
-        (kept,) = [key for key in place.keys() if "/quarantine/" in key]
-        assert place.read(kept) == raw
+        assert put(store, "v", TOKENS) == () and store.erase([], uncommitted=False) == ()
+    assert place.read(place.record_key("v")) == raw and place.object_keys() == objects
+    assert not [key for key in place.keys() if "/quarantine/" in key]
+
+
+def test_what_a_later_version_adds_to_a_record_is_passed_over(place):
+    with open_store(place.url) as store:
         put(store, "v", TOKENS)
+    place.write(place.record_key("v"), reseal(place.read(place.record_key("v")), from_a_later_version={"a": [1]}))
+    with open_store(place.url, host_bytes=0) as store:
         assert_same_bytes(get(store, "v"), make_kv("v", TOKENS))
+        assert store.usage()["disk"].corrupt == 0
+    assert not [key for key in place.keys() if "/quarantine/" in key]
 
 
 def test_a_record_that_says_another_format_than_the_object_has_is_found(tmp_path):

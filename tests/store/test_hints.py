@@ -64,7 +64,7 @@ def test_a_disk_that_refuses_is_logged_and_the_old_hints_stay(tmp_path, monkeypa
 
 def test_a_disk_that_refuses_is_told_of_and_hints_may_be_any_mapping(tmp_path, monkeypatch):
     root, told = FileRoot(tmp_path.as_uri()), []
-    hints = Hints(root, "hints.json", lambda *values: told.append(values[1:]))
+    hints = Hints(root, "hints.json", lambda *values: told.append(values[1:]), OURS)
     hints.write(MappingProxyType({"x": 1}))
     assert hints.read() == {"x": 1} and told == []
     error = OSError(5, "Input/output error")

@@ -11,7 +11,7 @@ from store.objects import open_root
 from tests.store.kv import OURS, make_kv, make_record, open_store, put
 from tests.store.test_processes import result_of, spawn
 
-SPACE = "namespace"
+SPACE = OURS.namespace
 
 
 class Clock:
@@ -32,7 +32,7 @@ def clock() -> Clock:
 @pytest.fixture
 def pair(place, clock) -> tuple[Leases, Leases]:
     """Two holders on one place, as two processes would be."""
-    return tuple(Leases(open_root(place.url), SPACE, clock) for _ in range(2))
+    return tuple(Leases(open_root(place.url), OURS, clock) for _ in range(2))
 
 
 def names(place) -> list[str]:
@@ -144,7 +144,7 @@ def test_left_overs_go_an_hour_later(pair, clock, place):
 
 @pytest.mark.parametrize("is_stolen", [False, True])
 def test_one_winner_among_many(place, is_stolen, clock):
-    holders = [Leases(open_root(place.url), SPACE, clock) for _ in range(8)]
+    holders = [Leases(open_root(place.url), OURS, clock) for _ in range(8)]
     for round_number in range(6 if place.kind == "file" else 2):
         key = f"k{round_number}"
         if is_stolen:

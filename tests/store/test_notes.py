@@ -126,7 +126,7 @@ def queue() -> Queue:
 
 @pytest.fixture
 def notes(root, queue) -> Notes:
-    return Notes(root, "notes", queue)
+    return Notes(root, "notes", run=queue)
 
 
 def refuse(*_: object, **__: object) -> NoReturn:

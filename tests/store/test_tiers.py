@@ -1,5 +1,6 @@
 """One suite for host memory, disk, both, and buckets: what is stored comes back whole, and within budgets."""
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -15,12 +16,14 @@ from tests.store.kv import (
     OURS,
     SPEC,
     assert_same_bytes,
+    bytes_on_disk,
     get,
     make_kv,
     make_record,
     object_files,
     open_store,
     put,
+    record_file,
     url_of,
 )
 from tests.store.places import Place
@@ -261,6 +264,27 @@ def test_discard_goes_through_pins_and_for_ever(make_store, tiers):
     assert store.tier_of("v") is None
     assert put(store, "v") == tiers
     assert_same_bytes(get(store, "v"), make_kv("v"))
+
+
+def test_a_discard_by_record_takes_the_copies_of_that_record_alone(tmp_path):
+    """Memory has the first writer's copy, disk what another process wrote anew."""
+    with open_store(tmp_path) as ours, open_store(tmp_path, host_bytes=0) as theirs:
+        for key in ("v", "w"):
+            put(ours, key)
+        theirs.refresh()
+        for key in ("v", "w"):
+            theirs.discard(key)
+            record = dataclasses.replace(make_record(key), meta={"anew": True})
+            assert theirs.complete_store(theirs.prepare_store(record), make_kv(key, writer=1)) == ("disk",)
+        assert theirs.flush(30) and ours._disk is not None and ours._disk.follow({"v": None, "w": None}) == ("v", "w")
+        ours.discard("v", lambda record: "anew" not in record.meta)
+        assert ours.tiers_of("v") == ("disk",)
+        assert_same_bytes(get(ours, "v"), make_kv("v", writer=1))
+        ours.discard("w", lambda record: "anew" in record.meta)
+        assert ours.tiers_of("w") == ("host",) and not record_file(tmp_path, "w").exists()
+        assert_same_bytes(get(ours, "w"), make_kv("w"))
+        used = ours.usage()["disk"].used_bytes
+        assert used == bytes_on_disk(tmp_path) == ours._disk.charged("v")
 
 
 def test_usage_counts(make_store, tiers):

@@ -95,6 +95,19 @@ def test_discarded_while_being_written_never_appears(gated, tmp_path):
     assert store.flush(30) and "a" in tier
 
 
+def test_what_is_queued_by_another_record_is_not_discarded(gated):
+    store, tier = gated
+    submit(store, "a")
+    submit(store, "b")
+    assert tier.entered.wait(30)
+    for key in ("a", "b"):
+        store.discard(key, lambda record: record.num_tokens != 5)
+        assert_same_bytes(get(store, key), make_kv(key))
+    store.discard("b", lambda record: record.num_tokens == 5)
+    tier.gate.set()
+    assert store.flush(30) and store.ids("disk") == ("a",)
+
+
 def test_close_writes_the_queue_and_takes_no_more(gated, tmp_path):
     store, tier = gated
     late = store.prepare_store(make_record("late"))

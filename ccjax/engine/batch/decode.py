@@ -43,14 +43,15 @@ class DecodeBatch:
         num_entries = entry_bucket(max(request.num_entries for request in requests))
         if num_entries not in self._rotations:
             num_positions = num_entries * PAGE_TOKENS
-            self._rotations[num_entries] = decode_rotations(self._model.config, num_positions, self._implementation)
+            rotations = decode_rotations(self._model.config, num_positions, self._implementation)
+            self._rotations[num_entries] = self._model.put(rotations)
         table = np.zeros((3, size, num_entries), np.int32)
         for row, request in enumerate(requests):
             table[:, row, : request.num_entries] = request.table
-        page, start, length = jax.device_put(tuple(table))
+        page, start, length = self._model.put(tuple(table))
         nowhere = self._pool.num_slots
-        q_pos, q_slot = jax.device_put((padded_to(positions, size, 0), padded_to(slots, size, nowhere)))
-        x = embed_step(self._model.top, padded_to(token_ids, size, 0))
+        q_pos, q_slot = self._model.put((padded_to(positions, size, 0), padded_to(slots, size, nowhere)))
+        x = embed_step(self._model.top, self._model.put(padded_to(token_ids, size, 0)))
         for number, layer in enumerate(self._model.params.layers):
             x = self._pool.update(
                 number,
@@ -67,6 +68,7 @@ class DecodeBatch:
                     self._rotations[num_entries],
                     config=self._model.config,
                     implementation=self._implementation,
+                    mesh=self._model.mesh,
                 ),
             ).x
         return logits_step(self._model.top, x, config=self._model.config)

@@ -25,11 +25,12 @@ _GUEST_LOOK_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class BatchCounts:
-    """How a loop stands: requests that run and that wait, preemptions and retries behind failed steps so far, pages of
-    the pool."""
+    """How a loop stands: requests that run and that wait, prompt tokens that are to be computed for them, preemptions
+    and retries behind failed steps so far, pages of the pool."""
 
     running: int
     waiting: int
+    unserved_tokens: int
     preemptions: int
     retries: int
     free_pages: int
@@ -82,11 +83,18 @@ class Doors(abc.ABC):
         return BatchCounts(
             scheduler.num_running,
             scheduler.num_waiting,
+            scheduler.unserved_tokens(),
             self._num_preemptions,
             self._num_retries,
             pool.num_free,
             pool.num_pages,
         )
+
+    def in_line(self) -> list[Serving]:
+        """The requests that never left the line, in no order; one may just do so."""
+        with self._changed:  # the loop's thread changes `_servings` without it, but copying the values is one step
+            known = [*self._servings.values(), *self._new]
+        return [one for one in known if one.siblings.started_s is None]
 
     def check_place(self, flow: str) -> None:
         """Raises OverloadError where `submit` would for a request of that flow."""

@@ -97,6 +97,7 @@ class PrefillJob:
         stays = ~self._is_candidate[offsets]
         stays[candidates[list(chosen)]] = True
         if not any(self.filters(earlier) for earlier in range(layer)):
+            self.result.not_repaired.append(offsets[~stays])
             for index in self.result.repaired_tokens:
                 self.result.repaired_tokens[index] -= int((self.segment_of[offsets[~stays]] == index).sum())
         return np.flatnonzero(stays)

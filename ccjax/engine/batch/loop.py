@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -48,13 +48,15 @@ class BatchLoop(Seating):
         max_retries: int,
         with_mass: bool = True,
         decode_implementation: str | None = None,
+        take_in_news: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
           max_retries: how often an answer is tried again whose step failed.
           with_mass: of `Pack`.
+          take_in_news: see `Seating`.
         """
-        super().__init__(variants, store, pool, rates, settings, max_retries=max_retries)
+        super().__init__(variants, store, pool, rates, settings, max_retries=max_retries, take_in_news=take_in_news)
         self._model = model
         self._prefill = prefill
         self._with_mass = with_mass
@@ -152,6 +154,8 @@ class BatchLoop(Seating):
         parts = [piece for _, piece in pieces]
         pack = self._pack = Pack(self._model, self._pool, parts, with_mass=self._with_mass)
         by_job = {piece.job: serving for serving, piece in pieces}
+        tracers = [serving.siblings.tracer for serving, _ in pieces if serving.siblings.tracer is not None]
+        ends_s = [started_s]
         under_way: collections.deque[jax.Array] = collections.deque()
         while not pack.is_done and self._pack is pack:
             if not pack.is_ready():
@@ -163,6 +167,8 @@ class BatchLoop(Seating):
             under_way.append(pack.hidden)
             if len(under_way) > 1:  # the host must not run ahead of the device
                 under_way.popleft().block_until_ready()
+                if tracers and len(ends_s) < pack.layer:  # the layer before the one that was begun last is through
+                    ends_s.append(time.perf_counter())
             try:
                 pack.run_layer()
             except JobFailedError as error:
@@ -173,6 +179,12 @@ class BatchLoop(Seating):
                 decoded_s += self._decode()
         if self._pack is not pack:  # its pages are lost
             return []
+        if tracers:
+            for hidden in (*under_way, pack.hidden)[len(ends_s) - pack.layer - 1 :]:
+                hidden.block_until_ready()
+                ends_s.append(time.perf_counter())
+            for tracer in tracers:
+                tracer.layers(ends_s, has_new_sizes=pack.has_new_sizes)
         jobs, logits = pack.logits()
         drawn = [] if logits is None else draw(logits, [by_job[job].draw for job in jobs])
         if not pack.has_new_sizes and pack.num_computed:

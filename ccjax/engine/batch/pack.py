@@ -16,6 +16,7 @@ from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Contexts, Prefiller
 from models.llama3.paged_steps import deviation_step, paged_layer_step, write_rows_step
 from models.llama3.steps import embed_step, logits_step, select_step
+from models.lockstep import fetch
 
 _NO_POSITION = np.iinfo(np.int32).max
 
@@ -80,14 +81,15 @@ class Pack:
         # A later piece reads no slot behind its last token, so none of those is asked for.
         lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
         parts = list(zip(pieces, lengths, strict=True))
-        self._slots = _context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
-        self._k_pos = _context([np.arange(length) for length in lengths], _NO_POSITION)
-        self._k_request = _context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
+        slots = _context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
+        k_pos = _context([np.arange(length) for length in lengths], _NO_POSITION)
+        k_request = _context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
         # Requests number their segments alike: a token's masses are on those of its own request.
-        self._k_segment = _context([piece.job.segment_of[:length] for piece, length in parts], -1)
+        k_segment = _context([piece.job.segment_of[:length] for piece, length in parts], -1)
+        self._slots, self._k_pos, self._k_request, self._k_segment = model.put((slots, k_pos, k_request, k_segment))
         self._set_rows()
         token_ids = np.concatenate([piece.job.token_ids[piece.offsets] for piece in pieces])
-        self._x = embed_step(model.top, padded_to(token_ids, self._num_rows, 0))
+        self._x = embed_step(model.top, model.put(padded_to(token_ids, self._num_rows, 0)))
 
     @property
     def num_computed(self) -> int:
@@ -149,6 +151,7 @@ class Pack:
                 config=self._model.config,
                 num_segments=num_segments,
                 implementation=self._model.implementation,
+                mesh=self._model.mesh,
             ),
         )
         self._x = out.x
@@ -172,7 +175,7 @@ class Pack:
         if not done:
             return [], None
         rows = padded_to(np.asarray([end for _, end in done], np.int32), batch_bucket(len(done)), done[-1][1])
-        logits = logits_step(self._model.top, select_step(self._x, rows), config=self._model.config)
+        logits = logits_step(self._model.top, select_step(self._x, self._model.put(rows)), config=self._model.config)
         return [job for job, _ in done], logits
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -193,14 +196,15 @@ class Pack:
             if segment.action == "reuse" and index not in job.pages.shared:
                 where = slice(segment.start, segment.start + segment.num_tokens)
                 slots[where] = job.pages.slots[where]
-        self._pool.update(self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, k, v))
+        where = self._model.put(slots)
+        self._pool.update(self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, where, k, v))
 
     def _filter(self) -> None:
         """Drops rows whose stored KV is close to what they would give it; waits for the device where there are any."""
         choosing = [piece for piece in self._pieces if piece.job.filters(self.layer)]
         if not choosing:
             return
-        deviations = np.asarray(
+        deviations = fetch(
             self._pool.read(
                 self.layer,
                 lambda k_pages, v_pages: deviation_step(
@@ -232,7 +236,7 @@ class Pack:
 
         def padded(parts: list[np.ndarray], fill: int | None) -> jax.Array:
             values = np.concatenate(parts)
-            return jax.device_put(padded_to(values, self._num_rows, int(values[-1]) if fill is None else fill))
+            return self._model.put(padded_to(values, self._num_rows, int(values[-1]) if fill is None else fill))
 
         self._q_pos, self._q_request = padded(offsets, None), padded(requests, None)
         self._q_slot = padded(slots, self._pool.num_slots)
@@ -250,9 +254,9 @@ class Pack:
         if self._pieces:
             self._set_rows()
             values = np.concatenate(rows)
-            self._x = select_step(self._x, padded_to(values, self._num_rows, int(values[-1])))
+            self._x = select_step(self._x, self._model.put(padded_to(values, self._num_rows, int(values[-1]))))
 
 
-def _context(parts: Sequence[np.ndarray], fill: int) -> jax.Array:
+def _context(parts: Sequence[np.ndarray], fill: int) -> np.ndarray:
     values = np.concatenate(parts)
-    return jax.device_put(padded_to(values, slot_bucket(len(values)), fill))
+    return padded_to(values, slot_bucket(len(values)), fill)

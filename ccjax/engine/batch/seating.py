@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ccjax.engine.admission import Admission
 from ccjax.engine.batch.doors import Doors
@@ -45,16 +45,19 @@ class Seating(Doors):
         settings: SchedulerSettings,
         *,
         max_retries: int,
+        take_in_news: Callable[[], None],
     ) -> None:
         """
         Args:
           max_retries: how often an answer is tried again whose step failed.
+          take_in_news: called before requests are planned; may change the variants, and does no I/O.
         """
         super().__init__(pool, settings)
         self._variants = variants
         self._store = store
         self._rates = rates
         self._max_retries = max_retries
+        self._take_in_news = take_in_news
         self._room = Room(pool, store, variants)
         self._pack: Pack | None = None
         self._held: list[Serving] = []
@@ -129,6 +132,7 @@ class Seating(Doors):
 
     def _plan_first(self) -> None:
         """Plans the first in line, anew where variants of their chunks came or went since they were planned last."""
+        self._take_in_news()
         servings = [one for one in self._servings.values() if one.siblings.prompt is None]
         waiting = [one for one in servings if one.job is None and one not in self._held]
         num_seats = self._scheduler.settings.max_num_seqs - self._scheduler.num_running

@@ -15,6 +15,7 @@ from ccjax.engine.cached_prefill import Prefilled
 from ccjax.engine.pool import PAGE_TOKENS, PagedShard
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.requests import Choice, Delta, Request, Response
+from ccjax.engine.trace import Tracer
 from ccjax.policy.scheduling import Work
 from ccjax.types import PrefillPlan, ReuseReport, VariantId
 
@@ -76,8 +77,10 @@ class Siblings:
       prompt: the prompt's KV, from when the first of several answers had its first token; None again once its pages
         were needed while no admitted answer read them.
       reuse: what the prefill reused; None before it is through.
+      arrived_s: `time.perf_counter` when the request came.
       started_s: `time.perf_counter` when the request left the line, None before.
       deadline_s: `time.perf_counter` when the answers are of no use any more, None for never.
+      tracer: notes what happens; None where nobody asked.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Siblings:
         new_admission: Callable[[], Admission],
         new_answer: Callable[[int], Answer],
         report: Callable[[Prefilled], ReuseReport],
+        tracer: Tracer | None = None,
     ) -> None:
         """
         Args:
@@ -99,14 +103,15 @@ class Siblings:
           emit: gets the deltas of all answers, the last of which has the response.
           new_answer: the answer of an index.
           report: of what a prefill reused.
+          tracer: notes what happens, where the request asked for that.
         """
         self.num_answers = request.sampling.n
         self.num_begun = 0
         self.open: list[Serving] = []
         self.priority = request.priority
         self.flow = request.flow
-        arrived_s = time.perf_counter() - assemble_s
-        self.deadline_s = None if request.timeout_s is None else arrived_s + request.timeout_s
+        self.arrived_s = time.perf_counter() - assemble_s
+        self.deadline_s = None if request.timeout_s is None else self.arrived_s + request.timeout_s
         self.sampling = request.sampling
         self.tokens = prompt
         self.emit = emit
@@ -119,6 +124,7 @@ class Siblings:
         self._assemble_s = assemble_s
         self._on_start = on_start
         self._report = report
+        self.tracer = tracer
         self._ttft_s = self._total_s = 0.0
         self._choices: dict[int, Choice] = {}
 
@@ -138,19 +144,24 @@ class Siblings:
         if self.reuse is not None:
             return False
         self.reuse = self._report(prefilled)
+        if self.tracer is not None:
+            self.tracer.prefilled(prefilled, self.reuse)
         return True
 
     def note_token(self) -> None:
         """To be called when an answer has a token."""
         assert self.started_s is not None
-        self._total_s = time.perf_counter() - self.started_s + self._assemble_s
+        now_s = time.perf_counter()
+        self._total_s = now_s - self.started_s + self._assemble_s
         self._ttft_s = self._ttft_s or self._total_s
+        if self.tracer is not None:
+            self.tracer.token(now_s)
 
     def finish(self, last: Delta, choice: Choice) -> None:
         """Emits the last delta of an answer; that of the last answer has the response."""
         self._choices[last.index] = choice
         if len(self._choices) == self.num_answers:
-            assert self.reuse is not None
+            assert self.reuse is not None and self.started_s is not None
             first, *others = (self._choices[index] for index in range(self.num_answers))
             response = Response(
                 text=first.text,
@@ -163,6 +174,7 @@ class Siblings:
                 logprobs=first.logprobs,
                 others=tuple(others),
                 first_logits=first.first_logits,
+                trace=None if self.tracer is None else self.tracer.finish(self.arrived_s, self.started_s),
             )
             last = dataclasses.replace(last, response=response)
         self.emit(last)

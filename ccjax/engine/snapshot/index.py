@@ -17,13 +17,15 @@ from typing import Any
 import ccjax
 from ccjax.errors import SnapshotError
 from store.objects import Root, open_root
-from store.spec import KVSpec, ShardRecord, check_record, positive_int
+from store.signing import SealError, body_of
+from store.spec import KVSpec, ShardRecord, StoreIdentity, check_record, positive_int
 
 KEY = "snapshot.json"
 PARTS = "parts"
 FORMAT = "ccjax-snapshot"
 FORMAT_VERSION = 1
 
+_KIND = "snapshot"
 _FOLDER = re.compile(r"[0-9a-f]{32}")  # it becomes part of a path
 
 
@@ -91,11 +93,12 @@ class SnapshotIndex:
 
 
 def decode_index(raw: bytes, url: str) -> SnapshotIndex:
-    """The index in the bytes of `url`'s snapshot.json.
+    """The index in the bytes of `url`'s snapshot.json; a seal of keys is for `check_seal`.
 
     Raises:
       SnapshotError: another format, a newer format version, or damaged.
     """
+    raw = body_of(raw)
     try:
         body = json.loads(raw)
         kind, version = body.pop("format"), body.pop("format_version")
@@ -121,8 +124,8 @@ def decode_index(raw: bytes, url: str) -> SnapshotIndex:
         raise SnapshotError(f"snapshot: the {KEY} in {url} is damaged: {error}") from error
 
 
-def read_index(root: Root, url: str) -> SnapshotIndex:
-    """The index of the snapshot at `root`; `url` is for messages.
+def read_index(root: Root, url: str) -> tuple[SnapshotIndex, bytes]:
+    """The index of the snapshot at `root`, and its bytes; `url` is for messages.
 
     Raises:
       SnapshotError: there is no snapshot, or one that cannot be used.
@@ -131,7 +134,20 @@ def read_index(root: Root, url: str) -> SnapshotIndex:
     raw = root.read(KEY)
     if raw is None:
         raise SnapshotError(f"snapshot: {url} holds no snapshot (no {KEY}: never saved there, or not to the end)")
-    return decode_index(raw, url)
+    return decode_index(raw, url), raw
+
+
+def sealed(index: SnapshotIndex, identity: StoreIdentity) -> bytes:
+    """The bytes of an index as they are written: with a seal where `identity` has keys."""
+    return identity.seal(_KIND, "", index.encode())
+
+
+def check_seal(raw: bytes, identity: StoreIdentity, url: str) -> None:
+    """Raises SnapshotError where `identity` has keys and none of them sealed this index."""
+    try:
+        identity.unseal(_KIND, "", raw)
+    except SealError as error:
+        raise SnapshotError(f"snapshot: the {KEY} in {url} is not believed: {error}") from None
 
 
 def inspect_snapshot(where: str | Path) -> SnapshotIndex:
@@ -145,7 +161,7 @@ def inspect_snapshot(where: str | Path) -> SnapshotIndex:
       ValueError, StoreUnavailableError: a bad URL; the directory or bucket cannot be read.
     """
     url = url_of(where)
-    return read_index(open_root(url, read_only=True), url)
+    return read_index(open_root(url, read_only=True), url)[0]
 
 
 def url_of(where: str | Path) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ccjax.engine.loading import Progress
 from ccjax.engine.snapshot.cache import ChunkCache
-from ccjax.engine.snapshot.index import KEY, PARTS, SnapshotIndex, SnapshotVariant, decode_index, url_of
+from ccjax.engine.snapshot.index import KEY, PARTS, SnapshotIndex, SnapshotVariant, decode_index, sealed, url_of
 from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.policy.variants import hottest_first
@@ -67,9 +67,13 @@ def save_snapshot(
       progress: called with ("save", bytes done, bytes in all).
 
     Raises:
-      SnapshotError: there is a snapshot already, or something else.
+      SnapshotError: there is a snapshot already, or something else; the store is encrypted, which a snapshot is not.
       ValueError, StoreUnavailableError: a bad URL; the target cannot be written, or the store not read.
     """
+    if cache.identity.cipher is not None:
+        raise SnapshotError(
+            "snapshot: wanted a store that is not encrypted, whose KV would lie in the snapshot as it is"
+        )
     url = url_of(where)
     root = open_root(url)
     replaced = _check_target(root, url, overwrite)
@@ -86,7 +90,7 @@ def save_snapshot(
     try:
         for part in _groups(_groups(listed, PACK_BYTES, lambda record: record.num_bytes), PART_BYTES, _sum_bytes):
             writer.write(folder, part)
-        raw = writer.index(name, uses).encode()
+        raw = sealed(writer.index(name, uses), cache.identity)
         is_unsure = not folder.is_local  # a bucket that falls silent during the commit may have taken it
         if overwrite:
             root.replace(KEY, raw)
@@ -177,7 +181,7 @@ class _Writer:
         for record, kv in found:
             pack[:, :, first : first + record.num_tokens] = kv
             frequency = self._frequencies[record.variant_id]
-            digest = checksum(np.ascontiguousarray(kv))
+            digest = checksum(np.ascontiguousarray(kv), self._cache.identity.digest)
             self.variants.append(SnapshotVariant(record, frequency, digest, len(self._parts), first))
             self.num_bytes += record.num_bytes
             first += record.num_tokens

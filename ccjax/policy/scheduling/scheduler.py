@@ -66,6 +66,10 @@ class Scheduler:
         """Requests that want a decode step of their own, most important first."""
         return tuple(one.request_id for one in sorted(self._decoding(), key=lambda one: one.rank) if one.is_alone)
 
+    def unserved_tokens(self) -> int:
+        """Tokens that prefills are still to compute, of all who have no first token yet."""
+        return sum(record.tokens_left for record in self._records.values() if record.is_unserved)
+
     def check_place(self, flow: str) -> None:
         """Raises LineFullError where `add` would for a request of that flow."""
         self._places.check(flow)

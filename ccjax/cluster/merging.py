@@ -1,0 +1,171 @@
+"""What several replicas say of the same, as one answer: listings of the cache, removals, the live view. Knows no
+replica and no connection.
+
+How numbers go together: memory is each replica's own, so bytes there, requests and tokens are sums. The disk tier is
+one store for all, so what each of them sees there is the same, but for how fresh its look is: the largest counts. So
+does the largest number of chunks and variants, as nobody tells which of one replica's are another's, too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ccjax.cluster.calls import Call
+from ccjax.server.admin import DEFAULT_PAGE
+from ccjax.server.live import NUM_HOTTEST, NUM_RECENT
+
+Body = Mapping[str, Any]
+Merge = Callable[[Call, Sequence[Body]], dict[str, Any]]
+
+LIVE = b"/v1/live"
+DOCUMENTS = b"/v1/cache/documents"
+_OF_EACH = ("queue", "pages", "num_variants", "answered", "tokens", "uptime_s")
+_SHARED = "disk"
+"""The tier that is one for all replicas."""
+
+
+def can_merge(call: Call) -> bool:
+    """Whether what replicas say to `call` goes together; else any answer that tells of success will do."""
+    return _merge_of(call) is not None
+
+
+def merged(call: Call, told: Sequence[bytes], num_asked: int) -> dict[str, Any]:
+    """One answer of the bodies of those that told of success. Where more than one was asked, `replicas` says how many
+    these are, and in the live view what each of them says of its own load."""
+    merge = _merge_of(call)
+    assert merge is not None
+    found = merge(call, [json.loads(body) for body in told])
+    return found if num_asked > 1 else {name: value for name, value in found.items() if name != "replicas"}
+
+
+def _merge_of(call: Call) -> Merge | None:
+    if call.path == LIVE and call.method == "GET":
+        return _live
+    if call.path == DOCUMENTS and call.method == "GET":
+        return _page
+    if call.path.startswith(DOCUMENTS + b"/"):
+        return {"GET": _versions, "DELETE": _removal}.get(call.method)
+    return None
+
+
+def _page(call: Call, bodies: Sequence[Body]) -> dict[str, Any]:
+    """A page of all documents that any replica has something of; `bodies` are whole listings."""
+    query = urllib.parse.parse_qs(call.query.decode("latin-1"))  # each replica found it right
+    start, count = int(query.get("offset", ["0"])[0]), int(query.get("limit", [str(DEFAULT_PAGE)])[0])
+    data = _documents(bodies)
+    page = data[start : start + count]
+    return {**bodies[0], "data": page, "total": len(data), "has_more": start + count < len(data), **_told(bodies)}
+
+
+def _versions(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
+    return {**bodies[0], "data": _documents(bodies), **_told(bodies)}
+
+
+def _documents(bodies: Iterable[Body]) -> list[dict[str, Any]]:
+    """All documents in the order of a listing, each version of them once."""
+    found: dict[tuple[str, bool, str], list[Body]] = {}
+    for body in bodies:
+        for one in body["data"]:
+            key = one["id"], one["version"] is not None, one["version"] or ""
+            found.setdefault(key, []).append(one)
+    return [_document(found[key]) for key in sorted(found)]
+
+
+def _document(same: Sequence[Body]) -> dict[str, Any]:
+    return {
+        **same[0],
+        **_largest(same, "chunks", "variants", "frequency_reuse"),
+        "bytes": _bytes(same),
+        "last_used": _latest(same, "last_used"),
+        "pinned_until": _latest(same, "pinned_until"),
+        "erasing": any(one["erasing"] for one in same),
+    }
+
+
+def _removal(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
+    return {
+        **bodies[0],
+        **_largest(bodies, "chunks", "kept_chunks", "variants"),
+        "bytes": _bytes(bodies),
+        "in_documents_directory": any(one["in_documents_directory"] for one in bodies),
+        **_told(bodies),
+    }
+
+
+def _live(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
+    """All replicas together, and what each says of its own load."""
+    tiers: dict[str, list[Body]] = {}
+    for body in bodies:
+        for one in body["tiers"]:
+            tiers.setdefault(one["tier"], []).append(one)
+    variants = [body["num_variants"] for body in bodies]
+    recent = sorted((one for body in bodies for one in body["recent"]), key=lambda one: one["at"])
+    return {
+        **bodies[0],
+        "queue": _sums(body["queue"] for body in bodies),
+        "pages": _sums(body["pages"] for body in bodies),
+        "tiers": [_tier(same) for same in tiers.values()],
+        "num_variants": max(variants) if _SHARED in tiers else sum(variants),
+        "uptime_s": max(body["uptime_s"] for body in bodies),
+        "answered": sum(body["answered"] for body in bodies),
+        "tokens": _sums(body["tokens"] for body in bodies),
+        "recent": recent[-NUM_RECENT:],
+        "documents": _hottest(one for body in bodies for one in body["documents"]),
+        "replicas": [{name: body[name] for name in _OF_EACH} for body in bodies],
+    }
+
+
+def _told(bodies: Sequence[Body]) -> dict[str, int]:
+    return {"replicas": len(bodies)}
+
+
+def _tier(same: Sequence[Body]) -> dict[str, Any]:
+    sizes = ("used_bytes", "budget_bytes", "num_variants")
+    counted = _sums({name: value for name, value in one.items() if name not in (*sizes, "tier")} for one in same)
+    together = max if same[0]["tier"] == _SHARED else sum
+    held = {}
+    for name in sizes:
+        values = [one[name] for one in same]
+        held[name] = None if None in values else together(values)
+    return {"tier": same[0]["tier"], **held, **counted}
+
+
+def _hottest(uses: Iterable[Body]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for use in uses:
+        known = found.get(use["id"])
+        if known is None:
+            found[use["id"]] = dict(use)
+            continue
+        known |= {name: known[name] + use[name] for name in ("requests", "tokens", "reused_tokens")}
+        known["last_used"] = max(known["last_used"], use["last_used"])
+    return heapq.nlargest(NUM_HOTTEST, found.values(), key=lambda use: (use["requests"], use["last_used"]))
+
+
+def _bytes(same: Sequence[Body]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in same:
+        for tier, num_bytes in one["bytes"].items():
+            so_far = found.get(tier, 0)
+            found[tier] = max(so_far, num_bytes) if tier == _SHARED else so_far + num_bytes
+    return found
+
+
+def _largest(same: Sequence[Body], *names: str) -> dict[str, Any]:
+    return {name: max(one[name] for one in same) for name in names}
+
+
+def _latest(same: Sequence[Body], name: str) -> float | None:
+    return max((one[name] for one in same if one[name] is not None), default=None)
+
+
+def _sums(values: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in values:
+        for name, value in one.items():
+            found[name] = found.get(name, 0) + value
+    return found

@@ -1,0 +1,109 @@
+"""What a router should know of a request before any replica sees it: its passages, as chunks with their lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Sequence
+
+from ccjax.cluster.calls import Call
+from ccjax.engine.prompts import assemble
+from ccjax.errors import RequestError
+from ccjax.policy.routing import PromptSummary
+from ccjax.retrieval import Retriever
+from ccjax.server import ServerSettings, own_documents
+from ccjax.server.body import parse_body
+from ccjax.server.errors import ApiError
+from ccjax.server.keys import Key, salt_of
+from ccjax.server.schemas import ChatBody, CompletionBody, Generation
+from ccjax.text import PromptBuilder
+from ccjax.types import Document
+
+logger = logging.getLogger(__name__)
+
+_BODIES: dict[bytes, type[Generation]] = {b"/v1/chat/completions": ChatBody, b"/v1/completions": CompletionBody}
+_NO_LIMIT = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of a request before a replica has it.
+
+    Attributes:
+      prompt: for the router.
+      passages: what was retrieved for it; None where nothing was looked for.
+      timeout_s: after which its answer is of no use; None for never.
+    """
+
+    prompt: PromptSummary = PromptSummary()
+    passages: tuple[Document, ...] | None = None
+    timeout_s: float | None = None
+
+
+class PromptReader:
+    """Reads requests. Thread-safe.
+
+    Args:
+      builder: of the replicas' model; None for one without tokenizer files, whose requests are not looked into.
+      retriever: of the replicas' documents; None where they have none, or search themselves.
+      tenant_salt: of the replicas' engines.
+    """
+
+    def __init__(
+        self,
+        builder: PromptBuilder | None,
+        retriever: Retriever | None,
+        settings: ServerSettings,
+        *,
+        tenant_salt: str = "",
+    ) -> None:
+        self._builder = builder
+        self._tenant_salt = tenant_salt
+        self._retriever = retriever
+        self._settings = settings
+
+    def read(self, call: Call, key: Key | None = None) -> Seen:
+        """What a request shows of itself; nothing of one that is not for an answer, or is wrong: what is wrong with it,
+        the replica says."""
+        body_type = _BODIES.get(call.path) if call.method == "POST" else None
+        if body_type is None:
+            return Seen()
+        seen = Seen()
+        try:
+            body = parse_body(body_type, call.body)
+            seen = Seen(timeout_s=self._timeout_s(body))
+            if self._builder is None:
+                return seen
+            found = self._search(body)
+            summary = self._summary(self._builder, body, found or body.own_documents() or (), key)
+            return dataclasses.replace(seen, prompt=summary, passages=found)
+        except (ApiError, RequestError):
+            return seen
+
+    def _timeout_s(self, body: Generation) -> float | None:
+        timeout_s = body.timeout_s if body.timeout_s is not None else self._settings.request_timeout_s
+        return timeout_s if timeout_s is not None and math.isfinite(timeout_s) and timeout_s > 0 else None
+
+    def _search(self, body: Generation) -> tuple[Document, ...] | None:
+        if self._retriever is None or body.documents is not None or body.retrieval is False:
+            return None
+        query = body.query()
+        if query is None:
+            return None
+        top_k = (body.retrieval.top_k if body.retrieval else None) or self._settings.top_k
+        filters = body.retrieval.filters if body.retrieval else None
+        ask = functools.partial(self._retriever.stages, query, top_k, 1, filters=filters)
+        return tuple(own_documents.search(ask, None))
+
+    def _summary(
+        self, builder: PromptBuilder, body: Generation, documents: Sequence[Document], key: Key | None
+    ) -> PromptSummary:
+        salt = "" if body.cache_salt == self._tenant_salt else body.cache_salt or ""
+        request = body.to_request(
+            documents, reuse="bounded", timeout_s=None, request_id="routing", cache_salt=salt_of(salt, key)
+        )
+        prompt = assemble(request, builder, max_model_len=_NO_LIMIT, vocab_size=_NO_LIMIT)
+        chunks = tuple((chunk.chunk_id, len(chunk.token_ids)) for chunk in prompt.chunks[prompt.has_system :])
+        return PromptSummary(chunks, prompt.num_tokens - sum(length for _, length in chunks))

@@ -1,0 +1,242 @@
+"""Replicas as a deployment of Ray Serve: deploying, calling, counting and ending them. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError, RaySystemError
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from ccjax.cluster.calls import Answer, Call, Head
+from ccjax.cluster.followers import actor_options, bundle, lead_followers
+from ccjax.cluster.front import NoReplicaError, ReplicaLostError
+from ccjax.cluster.generator import Generator
+from ccjax.cluster.replica import Replica, ReplicaOptions, Scale
+from ccjax.cluster.router import CacheAwareRouter
+from ccjax.policy.routing import PromptSummary
+
+logger = logging.getLogger(__name__)
+logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it reports every step of a deployment
+
+APP, NAME = "ccjax", "Replica"
+GENERATOR_APP, GENERATOR_NAME = "ccjax-generator", "Generator"
+_LOW_PRIORITY = 10
+_GENERATOR_ENDS_S = 10.0
+_OF_REPLICAS_ONLY = (
+    *("attention", "device_cache_bytes", "gpu_memory_utilization", "device_memory_bytes"),
+    *("order_after_s", "max_num_seqs", "max_queue"),
+)
+_LOST = (RayActorError, ReplicaUnavailableError, RaySystemError)
+_QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
+_COUNTS_FOR_S = 0.5
+_NO_LIMIT = 1 << 20
+"""Of Ray's on requests under way. Each engine bounds its own line and says when to come again, 429 with Retry-After."""
+_ABOUT_S = 30.0
+_GENERATORS_S = 2.0
+
+
+class RayReplicas:
+    """The replicas of one application, as any process of the Ray cluster may call them."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle.options(stream=True)
+        self._all = handle
+        self._generators: DeploymentHandle[Any] | None = None
+        self._counts: dict[str, int] = {}
+        self._counted_s = -math.inf
+        self._counting: asyncio.Future[dict[str, int] | None] | None = None
+
+    async def answer(self, call: Call, prompt: PromptSummary) -> AsyncGenerator[Head | bytes, None]:
+        """The answer of one replica, which the router chooses by the prompt.
+
+        Raises:
+          ReplicaLostError, NoReplicaError: the replica died or is not reached; there is none.
+        """
+        try:
+            pieces: Any = self._handle.answer.remote(call, prompt=prompt)  # a generator, by the handle's options
+            try:
+                async for piece in pieces:
+                    yield piece
+            except (asyncio.CancelledError, GeneratorExit):
+                pieces.cancel()
+                raise
+        except DeploymentUnavailableError as error:
+            raise NoReplicaError(str(error)) from error
+        except _LOST as error:
+            raise ReplicaLostError(str(error)) from error
+
+    async def answers(self, call: Call, timeout_s: float) -> Sequence[Answer | Exception]:
+        """The answers of all replicas that run; none where there are none."""
+        response = self._all.broadcast("answer_whole", call)
+        try:
+            return await response.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return []
+        except TimeoutError as error:
+            return [error]
+
+    def made_of(self) -> list[tuple[ReplicaOptions, Scale]]:
+        """What each of them was made of, as far as they answer."""
+        try:
+            found = self._all.broadcast("made_of").results(timeout_s=_ABOUT_S, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return []
+        return [one for one in found if not isinstance(one, Exception)]
+
+    def dtype(self) -> str:
+        """Of the KV that they read and write."""
+        return self._all.broadcast("dtype").results(timeout_s=_ABOUT_S)[0]
+
+    async def counts(self) -> dict[str, int]:
+        """State of Ray, in small letters -> replicas in it; looked up twice a second at most. While Ray's controller
+        does not answer, what it said last: the replicas need it for no request."""
+        if time.monotonic() - self._counted_s > _COUNTS_FOR_S:
+            if self._counting is None:
+                self._counting = asyncio.ensure_future(asyncio.to_thread(replica_counts))
+            looking = self._counting
+            is_first = self._counted_s == -math.inf
+            await asyncio.wait({looking}, timeout=None if is_first else _COUNTS_FOR_S)
+            if looking.done() and looking is self._counting:
+                found, self._counting = looking.result(), None
+                self._counts = self._counts if found is None else found
+                self._counted_s = time.monotonic()
+        return self._counts
+
+    async def generator_metrics(self) -> Sequence[str]:
+        """What each generator that answers counts; nothing where there are none."""
+        try:
+            if self._generators is None:
+                looking = asyncio.to_thread(serve.get_app_handle, GENERATOR_APP)
+                self._generators = await asyncio.wait_for(looking, _GENERATORS_S)
+            response = self._generators.broadcast("metrics")
+            found = await response.results_async(timeout_s=_GENERATORS_S, return_exceptions=True)
+        except (RayServeException, DeploymentUnavailableError, TimeoutError):
+            return []
+        return [one for one in found if isinstance(one, str)]
+
+
+def deploy(options: ReplicaOptions, scale: Scale, resources: dict[str, float], *, drain_s: float) -> RayReplicas:
+    """Starts the replicas, or puts them in the place of those that run, one after the other, so that some answer all
+    the time. Returns once all answer.
+
+    Args:
+      resources: of Ray that one replica takes, such as {"GPU": 1}, or each of its processes; none for a share of the
+        CPU.
+      drain_s: how long a replica that ends may take over the answers that it has begun.
+
+    Raises:
+      RuntimeError: the replicas cannot be made; the message is the last one's.
+    """
+    is_fixed = scale.least == scale.most
+    placed, begin = {}, []
+    if options.num_processes > 1:
+        bundles = [bundle(resources)] * options.num_processes
+        placed = {"placement_group_bundles": bundles, "placement_group_strategy": "SPREAD"}
+        begin = [functools.partial(lead_followers, options, resources)]
+    router: dict[str, Any] = {"request_router_class": CacheAwareRouter, "request_routing_stats_period_s": 0.5}
+    deployment = serve.deployment(
+        name=NAME,
+        num_replicas=scale.least if is_fixed else "auto",
+        autoscaling_config=None
+        if is_fixed
+        else AutoscalingConfig(
+            min_replicas=scale.least,
+            max_replicas=scale.most,
+            initial_replicas=scale.least,
+            target_ongoing_requests=scale.requests_each,
+            upscale_delay_s=scale.up_after_s,
+            downscale_delay_s=scale.down_after_s,
+        ),
+        ray_actor_options=actor_options(resources),
+        **placed,
+        max_ongoing_requests=_NO_LIMIT,
+        max_queued_requests=-1,  # it would count all that come at the same moment
+        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=2.0,
+        health_check_timeout_s=60.0,
+        logging_config=_QUIET,
+        request_router_config=RequestRouterConfig(**router),
+    )(Replica)
+    # Clients talk to the front; Ray's own proxy, which knows nothing of chunks, would only take a port.
+    serve.start(proxy_location="Disabled", logging_config=_QUIET)
+    return RayReplicas(_run(deployment.bind(options, scale, *begin), APP, NAME))
+
+
+def deploy_generators(
+    options: ReplicaOptions, dtype: str, number: int, resources: dict[str, float], *, on_cpu: bool
+) -> None:
+    """Starts engines that compute ahead for requests that wait, or puts them in the place of those that run.
+
+    Args:
+      dtype: of the replicas' KV.
+      resources: as `deploy`; `on_cpu` needs none.
+      on_cpu: the paper's configuration B: on the hosts' CPUs, which replicas on accelerators leave idle; at a low
+        priority, for where they do not. Else configuration A: on accelerators of their own.
+
+    Raises:
+      RuntimeError: they cannot be made.
+    """
+    actor, niceness = actor_options({} if on_cpu else resources), 0
+    if on_cpu:
+        actor["runtime_env"] = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
+        niceness = _LOW_PRIORITY
+    # An engine that answers nobody needs no room for requests, and no kernel of another platform.
+    engine = {name: value for name, value in options.engine.items() if name not in _OF_REPLICAS_ONLY}
+    engine |= {"dtype": dtype, "max_num_seqs": 1}
+    if on_cpu:
+        engine.pop("tensor_parallel_size", None)
+    deployment = serve.deployment(
+        name=GENERATOR_NAME,
+        num_replicas=number,
+        ray_actor_options=actor,
+        graceful_shutdown_timeout_s=_GENERATOR_ENDS_S,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=2.0,
+        health_check_timeout_s=120.0,
+        logging_config=_QUIET,
+    )(Generator)
+    bound = deployment.bind(dataclasses.replace(options, engine=engine), niceness)
+    _run(bound, GENERATOR_APP, GENERATOR_NAME)
+
+
+def _run(bound: Application, app: str, deployment: str) -> DeploymentHandle[Any]:
+    """Raises RuntimeError with the reason of the last replica that could not be made, where Ray knows it."""
+    try:
+        return serve.run(bound, name=app, route_prefix=None)
+    except RuntimeError as error:
+        found = serve.status().applications.get(app)
+        message = found.deployments[deployment].message if found and deployment in found.deployments else ""
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else str(error)) from error
+
+
+def running() -> RayReplicas | None:
+    """The replicas that the cluster has already, if it has some."""
+    if APP not in serve.status().applications:
+        return None
+    return RayReplicas(serve.get_app_handle(APP))
+
+
+def replica_counts() -> dict[str, int] | None:
+    """State, in small letters -> replicas in it; None where Ray's controller does not say."""
+    try:
+        app = serve.status().applications.get(APP)
+    except Exception as error:
+        logger.debug("no status of the replicas: %s", error)
+        return None
+    if app is None or NAME not in app.deployments:
+        return {}
+    return {str(state).lower(): number for state, number in app.deployments[NAME].replica_states.items()}

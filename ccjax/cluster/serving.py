@@ -1,0 +1,140 @@
+"""Runs a node of the cluster and the front on it: what `scripts/serve.py --cluster ray` does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from ccjax.cluster.front import Front
+from ccjax.cluster.nodes import RayNode
+from ccjax.cluster.prompts import PromptReader
+from ccjax.cluster.ray_replicas import RayReplicas, deploy, deploy_generators, replica_counts, running
+from ccjax.cluster.replica import ReplicaOptions, Scale
+from ccjax.engine import EngineConfig
+from ccjax.engine.loading import Progress, load_prompt_builder, model_tokenizer
+from ccjax.retrieval import Retriever
+from ccjax.server.draining import DrainingServer
+from ccjax.server.loading import open_documents, use_compile_cache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterOptions:
+    """Where the cluster is, and what runs in it.
+
+    Attributes:
+      host, port, address: of `RayNode`.
+      scale: replicas in the whole cluster; None takes those that run, where there are some, else one.
+      generators: engines that compute ahead for requests that wait; needs the replicas' `store_index`.
+      generators_on_cpu: on the hosts' CPUs, else on accelerators of their own.
+      resources: of Ray that a replica takes, or each of its processes; None for the GPUs or TPUs that its model is
+        split over, where the cluster has some.
+      drain_s: how long a replica that ends may take over what it has begun.
+    """
+
+    replica: ReplicaOptions
+    host: str | None = None
+    port: int = 0
+    address: str | None = None
+    scale: Scale | None = None
+    generators: int = 0
+    generators_on_cpu: bool = True
+    resources: dict[str, float] | None = None
+    drain_s: float = 60.0
+
+
+def serve_cluster(
+    options: ClusterOptions, listener: socket.socket, on_ready: Callable[[dict[str, int]], None], progress: Progress
+) -> None:
+    """Answers on `listener` until SIGTERM or SIGINT; requests that came until then are answered first.
+
+    Args:
+      on_ready: called once replicas answer, with their counts.
+      progress: told what takes long: (stage, done, total).
+
+    Raises:
+      ValueError, OSError: model, documents or settings cannot be used.
+      NodeError: no node of Ray can be started, or there is no cluster.
+      RuntimeError: the replicas cannot be made.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # a node that is begun is to be ended, too
+        signal.signal(number, _leave)
+    _check(options.replica.engine)
+    engine = options.replica.engine
+    builder = load_prompt_builder(options.replica.model, engine.get("system_prompt"), tokenizer=engine.get("tokenizer"))
+    with contextlib.ExitStack() as stack:
+        retriever = _documents(options.replica, progress)
+        if retriever is not None:
+            stack.callback(retriever.close)
+        progress("ray", 0, 1)
+        node = stack.enter_context(RayNode(options.host, options.port, options.address))
+        progress("ray", 1, 1)
+        progress("replicas", 0, 1)
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray put its own there
+            signal.signal(number, _leave)
+        replicas = _replicas(options, node)
+        progress("replicas", 1, 1)
+        reader = PromptReader(builder, retriever, options.replica.server, tenant_salt=engine.get("tenant_salt", ""))
+        front = Front(replicas, reader, options.replica.server)
+        config = uvicorn.Config(
+            front, log_config=None, access_log=False, ws="none", server_header=False, timeout_keep_alive=30
+        )
+        server = DrainingServer(config, front)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, server.handle_exit)
+        on_ready(replica_counts() or {})
+        server.run(sockets=[listener])
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(0)
+
+
+def _check(engine: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting that no replica can be made with, before any is."""
+    EngineConfig(**{name: value for name, value in engine.items() if (name, value) != ("dtype", "auto")})
+
+
+def _documents(options: ReplicaOptions, progress: Progress) -> Retriever | None:
+    """The index from which the front looks up passages; None where replicas do that, in stages. Opened before any
+    replica is made: they find everything embedded, on this host at least."""
+    if options.server.retrieval_stages > 1:
+        return None
+    tokenizer = model_tokenizer(options.model, options.engine.get("tokenizer"))
+    return open_documents(options.model, options.documents, tokenizer, progress)
+
+
+def _replicas(options: ClusterOptions, node: RayNode) -> RayReplicas:
+    """Those that run, if they are what is wanted; else new ones in their place."""
+    found = running()
+    scale = options.scale
+    if found is not None:
+        made_of = found.made_of()
+        if scale is None or (made_of and all(one == (options.replica, scale) for one in made_of)):
+            return found
+        logger.warning("the replicas that run are replaced, one by one, for they were made with other options")
+    resources = options.resources
+    if resources is None:
+        each = options.replica.engine.get("tensor_parallel_size", 1) / options.replica.num_processes
+        resources = {name: each for name in ("GPU", "TPU") if node.resources().get(name, 0) >= 1}
+    for name, number in resources.items():
+        if (there := node.resources().get(name, 0)) < number:
+            logger.warning(
+                "a replica takes %g of %s, the cluster has %g: waiting for hosts to join", number, name, there
+            )
+    use_compile_cache(Path(options.replica.compile_cache_dir))
+    replicas = deploy(options.replica, scale or Scale(1, 1), resources, drain_s=options.drain_s)
+    if options.generators:
+        deploy_generators(
+            options.replica, replicas.dtype(), options.generators, resources, on_cpu=options.generators_on_cpu
+        )
+    return replicas

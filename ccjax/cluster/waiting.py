@@ -1,0 +1,123 @@
+"""How long a request waits while no replica is there that could take it. Knows no answer and no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TypeVar
+
+NO_REPLICA_S = 30.0
+"""Longest such wait of a request that names no `timeout_s` of its own. A killed replica of a small model is back within
+it (6 to 17 s, docs/cluster.md), and a client hears of it from us, with Retry-After, before the proxy between gives up:
+nginx and the load balancers of the large clouds do so after 60 s. A large model takes minutes to load, for which
+nobody should hold a connection."""
+
+LOOK_S = 0.25
+_LOOKS = 2
+"""So many looks in a row that find nobody are believed."""
+
+_NOT_THERE = frozenset({"starting", "stopped"})
+
+Piece = TypeVar("Piece")
+
+
+class NobodyThereError(Exception):
+    """No replica is there, so that none can have the request."""
+
+
+def is_anybody_there(counts: Mapping[str, int]) -> bool:
+    """True if a replica runs, or may still answer what it took (one that stops, say).
+
+    Args:
+      counts: state, in small letters -> replicas in it.
+    """
+    return any(number for state, number in counts.items() if state not in _NOT_THERE)
+
+
+class Patience:
+    """That of one request; not for two tasks at a time.
+
+    Args:
+      counts: what `is_anybody_there` takes; asked every `LOOK_S` while nothing comes.
+      begun_s: when the request came, by `time.monotonic`.
+      timeout_s: what the request gave itself, from then on; None for none.
+      no_replica_s: without it, the time that may pass without a replica, all such times together.
+    """
+
+    def __init__(
+        self,
+        counts: Callable[[], Awaitable[Mapping[str, int]]],
+        begun_s: float,
+        timeout_s: float | None,
+        no_replica_s: float = NO_REPLICA_S,
+    ) -> None:
+        self._counts = counts
+        self._begun_s = begun_s
+        self._end_s = None if timeout_s is None else begun_s + timeout_s
+        self._left_s = no_replica_s
+        self._alone_since: float | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Time since the request came."""
+        return time.monotonic() - self._begun_s
+
+    async def first(self, pieces: AsyncIterator[Piece]) -> Piece:
+        """The first of `pieces`, however long that takes while somebody is there.
+
+        Raises:
+          NobodyThereError: nobody is, some looks in a row; `pieces` were told to end.
+          RuntimeError: there are none.
+        """
+        taking = asyncio.ensure_future(_first(pieces))
+        num_missed = 0
+        try:
+            while True:
+                done, _ = await asyncio.wait({taking}, timeout=LOOK_S)
+                if done:
+                    return taking.result()
+                looking = asyncio.ensure_future(self._look())
+                await asyncio.wait({taking, looking}, return_when=asyncio.FIRST_COMPLETED)
+                if taking.done():
+                    looking.cancel()
+                    return taking.result()
+                num_missed = 0 if looking.result() else num_missed + 1
+                if num_missed == _LOOKS:
+                    raise NobodyThereError
+        finally:
+            if not taking.done():
+                taking.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await taking
+
+    async def until_somebody(self) -> bool:
+        """Waits until somebody is there; False where the time is over first."""
+        while (left_s := self._time_left_s()) > 0:
+            await asyncio.sleep(min(LOOK_S, left_s))
+            if await self._look():
+                return True
+        return False
+
+    async def _look(self) -> bool:
+        now_s = time.monotonic()
+        is_there = is_anybody_there(await self._counts())
+        if not is_there:
+            self._alone_since = now_s if self._alone_since is None else self._alone_since
+        elif self._alone_since is not None:
+            self._left_s -= now_s - self._alone_since
+            self._alone_since = None
+        return is_there
+
+    def _time_left_s(self) -> float:
+        now_s = time.monotonic()
+        if self._end_s is not None:
+            return self._end_s - now_s
+        return self._left_s - (0.0 if self._alone_since is None else now_s - self._alone_since)
+
+
+async def _first(pieces: AsyncIterator[Piece]) -> Piece:
+    async for piece in pieces:
+        return piece
+    raise RuntimeError("an answer without a beginning")

@@ -1,0 +1,129 @@
+"""What an engine offers for work ahead of requests that wait in line: ordering it, and doing what others ordered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+
+from ccjax.engine.ahead import Ahead, needed
+from ccjax.engine.batch.doors import Doors
+from ccjax.engine.cached_prefill import CachedPrefill
+from ccjax.engine.config import EngineConfig
+from ccjax.engine.document_cache import DocumentCache
+from ccjax.engine.prefill import IsCancelled
+from ccjax.engine.rates import Rates
+from ccjax.engine.shared_warming import SharedVariant, SharedWarming
+from ccjax.engine.variants import VariantIndex
+from ccjax.errors import ConfigError
+from models.llama3.config import LlamaConfig
+from store.index.api import OrderBoard
+from store.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+ORDER_S = 60.0
+"""An order that nobody took for so long is of no use any more."""
+
+_TAKE_S = 30.0
+"""After so long without an end whoever took an order is taken for dead, and another may take it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OrderCounts:
+    """Orders since the engine started.
+
+    Attributes:
+      placed: by this engine, for requests that waited.
+      taken, failed: by this engine, from any; those that could not be carried out.
+      computed_tokens: tokens that ran through the model for them.
+    """
+
+    placed: int = 0
+    taken: int = 0
+    failed: int = 0
+    computed_tokens: int = 0
+
+
+class AheadCalls:
+    """The part of `Engine` for work ahead. One thread at a time may order, and one compute."""
+
+    config: EngineConfig
+    model_config: LlamaConfig
+    max_model_len: int
+    rates: Rates
+    _store: TieredStore
+    _variants: VariantIndex
+    _prefill: CachedPrefill
+    _documents: DocumentCache
+    _loop: Doors
+    order_counts = OrderCounts()
+    _looked_at: frozenset[str] = frozenset()
+
+    def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
+        raise NotImplementedError
+
+    def order_ahead(self) -> int:
+        """Orders what the requests that have waited for `order_after_s` will have to compute; how many orders are new.
+        Each request is looked at once. To be called every now and then, from any thread but the batch's own."""
+        orders, after_s = self._orders, self.config.order_after_s
+        if orders is None or after_s is None:
+            return 0
+        now_s, num_placed = time.perf_counter(), 0
+        late = [one for one in self._loop.in_line() if now_s - one.siblings.arrived_s >= after_s]
+        new = [one for one in late if one.request_id not in self._looked_at]
+        self._looked_at = frozenset(one.request_id for one in late)
+        for serving in sorted(new, key=lambda one: one.siblings.arrived_s):
+            try:
+                way = serving.admission
+                ahead = needed(self._prefill, self._variants, way.prompt, way.mode, way.settings)
+                if ahead is not None:
+                    num_placed += orders.place(ahead.key, ahead.encode(), ORDER_S)
+            except OSError as error:
+                logger.debug("nothing is ordered: %s", error)
+                break
+            except Exception:
+                logger.exception("what a waiting request needs could not be ordered; it computes that itself")
+        self._count(placed=num_placed)
+        return num_placed
+
+    def compute_ahead(self, *, is_cancelled: IsCancelled | None = None) -> tuple[SharedVariant, ...] | None:
+        """Takes the oldest order of any process on the store and computes what is missing of it, unless somebody else
+        does; what came of each passage, None where there was no order. What was computed is on disk when this returns.
+
+        Raises:
+          ConfigError: the engine has no `store_index`, or is `read_only`.
+          OSError: the index does not answer.
+        """
+        orders = self._orders
+        if orders is None or self.config.read_only:
+            raise ConfigError("store_index: wanted an engine that has one, and may add to its store")
+        order = orders.take(_TAKE_S)
+        if order is None:
+            return None
+        self._count(taken=1)
+        try:
+            ahead = Ahead.decode(order.value)
+            vocab_size = self.model_config.vocab_size
+            warming = ahead.warming(max_model_len=self.max_model_len, vocab_size=vocab_size)
+            shared = SharedWarming(
+                self._documents, self._variants, self._store, self.rates, warming, lambda: self._exclusive()
+            )
+            results = shared.run(is_cancelled)
+        except ValueError as error:  # made by another version of this program, or not by it
+            logger.warning("an order cannot be carried out: %s", error)
+            results = (SharedVariant("failed", reason=str(error)),)
+        failed = any(result.status == "failed" for result in results)
+        self._count(failed=int(failed), computed_tokens=sum(result.computed_tokens for result in results))
+        with contextlib.suppress(OSError):  # then it is taken again, and found done
+            orders.finish(order.key)
+        return results
+
+    @property
+    def _orders(self) -> OrderBoard | None:
+        return None if self._store.news is None else self._store.news.index.orders
+
+    def _count(self, **more: int) -> None:
+        grown = {name: getattr(self.order_counts, name) + number for name, number in more.items()}
+        self.order_counts = dataclasses.replace(self.order_counts, **grown)

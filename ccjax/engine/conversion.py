@@ -1,0 +1,158 @@
+"""A model directory from another, or from random weights: checkpoints that load fast, and Hugging Face's form again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ccjax.engine.config import DTYPES
+from ccjax.engine.loading import Progress, model_directory
+from ccjax.engine.weights import (
+    RANDOM,
+    CheckpointWeights,
+    HuggingFaceWeights,
+    Weights,
+    note_source,
+    random_weights,
+    weights_in,
+)
+from ccjax.errors import ConfigError
+from ccjax.text import ByteTokenizer, load_tokenizer
+from models.llama3.checkpoint import write_checkpoint, write_params
+from models.llama3.convert import load_params, save_pretrained, stored_dtype
+from models.llama3.params import ParamSpec
+
+_COPIED = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def to_checkpoint(
+    model: str | Path,
+    directory: Path,
+    *,
+    dtype: str | None = None,
+    quantization: str | None = None,
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a model as an Orbax checkpoint that `load_model` takes.
+
+    Of a directory one part of the checkpoint is in memory at a time; random weights are all drawn first.
+
+    Args:
+      model: as `load_model` takes it, no checkpoint.
+      dtype: of what is not quantised; None keeps every digit, or is float32 for random weights.
+      quantization: of `models.llama3.quantized.WEIGHT_FORMATS`, or None.
+      tokenizer: directory whose tokenizer files to take.
+
+    Raises:
+      ConfigError, CheckpointError: the model cannot be read, or an argument does not fit.
+    """
+    weights, beside = _source(model, tokenizer, directory)
+    kept = "float32" if weights.directory is None else _kept(weights)
+    dtype = dtype or kept or "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: wanted one of {DTYPES}, got {dtype!r}")
+    directory.mkdir(parents=True, exist_ok=True)
+    _copy(beside, weights, directory)
+
+    def produce(add: Callable[[np.ndarray], None]) -> None:
+        on_load, home = _on_load(progress), weights.directory
+        if home is None:
+            params = weights.load(dtype, quantization, None, on_load)
+            write_params(params, weights.config, quantization, add)
+        else:
+
+            def put(_: ParamSpec, host: np.ndarray) -> None:
+                add(host)
+
+            load_params(home, dtype=jnp.dtype(dtype), quantization=quantization, progress=on_load, put=put)
+
+    write_checkpoint(
+        directory,
+        weights.config,
+        produce,
+        source=weights.fingerprint(dtype, quantization),
+        dtype=dtype,
+        is_rounded=kept is None or (kept, dtype) == ("float32", "bfloat16"),
+        quantization=quantization,
+    )
+
+
+def to_hugging_face(
+    model: str | Path,
+    directory: Path,
+    *,
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a model as Hugging Face transformers reads it. All of it is in memory.
+
+    Args:
+      model: as `load_model` takes it, not quantised.
+      dtype: None for that of a checkpoint, float32 for random weights.
+
+    Raises:
+      ConfigError, CheckpointError: as `to_checkpoint`.
+    """
+    weights, beside = _source(model, tokenizer, directory)
+    if weights.format_of(None) is not None:
+        raise ConfigError(f"model: wanted one that is not quantised, got {model} in {weights.format_of(None)}")
+    kept = weights.index.dtype if isinstance(weights, CheckpointWeights) else "float32"
+    dtype = kept if dtype is None else dtype
+    if dtype != kept and dtype != "float32":
+        raise ConfigError(f"dtype: wanted {kept} or float32, which keep every digit of {model}, got {dtype!r}")
+    params = weights.load(dtype, None, None, _on_load(progress))
+    directory.mkdir(parents=True, exist_ok=True)
+    save_pretrained(params, weights.config, directory)
+    _copy(beside, None, directory)
+    note_source(directory, weights.fingerprint(dtype, None))
+
+
+def _source(model: str | Path, tokenizer: Path | None, target: Path) -> tuple[Weights, Path | None]:
+    """The weights, and the directory of the files that belong to them."""
+    if tokenizer is not None and (not tokenizer.is_dir() or load_tokenizer(tokenizer) is None):
+        raise ConfigError(f"tokenizer: wanted a directory with tokenizer files, got {str(tokenizer)!r}")
+    if str(model).startswith(RANDOM):
+        words = None if tokenizer is None else load_tokenizer(tokenizer)
+        return random_weights(str(model), (words or ByteTokenizer()).vocab_size), tokenizer
+    home = model_directory(model)
+    if target.exists() and home.samefile(target):
+        raise ConfigError(f"directory: wanted another one than the model's, got {str(target)!r}")
+    return weights_in(home), tokenizer or home
+
+
+def _kept(weights: Weights) -> str | None:
+    if not isinstance(weights, HuggingFaceWeights):
+        raise ConfigError(
+            f"model: wanted a Hugging Face directory or random weights, got a checkpoint: {weights.directory}"
+        )
+    return stored_dtype(weights.directory)
+
+
+def _on_load(progress: Progress | None) -> Any:
+    return None if progress is None else lambda done, total: progress("weights", done, total)
+
+
+def _copy(beside: Path | None, weights: Weights | None, directory: Path) -> None:
+    """Files that go with the weights; config.json as it stands, with what we do not read (ids that end answers)."""
+    for name in _COPIED:
+        if beside is not None and (beside / name).is_file():
+            shutil.copyfile(beside / name, directory / name)
+    if weights is not None:
+        home = weights.directory
+        (directory / "config.json").unlink(missing_ok=True)
+        if home is not None:
+            shutil.copyfile(home / "config.json", directory / "config.json")

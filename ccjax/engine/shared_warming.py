@@ -1,0 +1,159 @@
+"""Warming as a part of a large job that several processes on one store take part in: who computes what is agreed by
+leases, and what was computed is on disk before it is called so. Knows no corpus and no request."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from ccjax.engine.document_cache import DocumentCache, Warming, WarmStatus
+from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.rates import Rates
+from ccjax.engine.variants import VariantIndex
+from ccjax.policy.capture import make_variant_id
+from ccjax.policy.loading import claim_s
+from ccjax.types import Chunk, VariantId
+from store.tiered import TieredStore
+from store.usage import DISK
+
+logger = logging.getLogger(__name__)
+
+LEAST_CLAIM_S = 10.0
+"""A first prefill of a size may wait for its compilation, which no rate knows of."""
+
+SharedStatus = Literal["present", "computed", "elsewhere", "no_room", "unwritten", "failed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedVariant:
+    """What came of one document of a shared warming.
+
+    Attributes:
+      status: it was there; was computed here and is on disk; another process computes it just now; no tier took it; the
+        disk refused it; or computing raised.
+      computed_tokens: that ran through the model for it, with those of what it was compared with.
+      num_bytes: on disk, with its record; 0 unless it was computed.
+      reason: why it is not there; empty where it is.
+    """
+
+    status: SharedStatus
+    computed_tokens: int = 0
+    num_bytes: int = 0
+    reason: str = ""
+
+
+class SharedWarming:
+    """One warming; `run` once.
+
+    Args:
+      exclusive: `with exclusive():` nobody else uses the index and the model.
+    """
+
+    def __init__(
+        self,
+        documents: DocumentCache,
+        variants: VariantIndex,
+        store: TieredStore,
+        rates: Rates,
+        warming: Warming,
+        exclusive: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        if store.claims is None:
+            raise ValueError("store: wanted an engine with a store that outlasts it, to share work on")
+        self._documents = documents
+        self._variants = variants
+        self._store = store
+        self._rates = rates
+        self._warming = warming
+        self._exclusive = exclusive
+        self._claims = store.claims
+        self._claimed: tuple[str, ...] = ()
+        self._elsewhere: frozenset[str] = frozenset()
+
+    def run(self, is_cancelled: IsCancelled | None = None) -> tuple[SharedVariant, ...]:
+        """Deals with all documents and waits for the disk; those that come after `is_cancelled` returned True are left
+        out of what is returned."""
+        results: list[tuple[VariantId, SharedVariant]] = []
+        try:
+            with self._exclusive():
+                self._agree()
+            while not self._warming.is_finished:
+                with self._exclusive():
+                    results.append(self._next(is_cancelled))
+        except PrefillCancelledError:
+            pass
+        finally:
+            self._claims.release(self._claimed)
+        self._store.flush()
+        with self._exclusive():
+            return tuple(self._confirmed(*result) for result in results)
+
+    def _agree(self) -> None:
+        """Claims what is missing and takes in what others have stored meanwhile: a claim that they gave up may mean
+        that it is there."""
+        prompts = [prompt for prompt in self._warming.prompts if self._documents.held_id(prompt) is None]
+        wanted = list(dict.fromkeys(_variant_id(prompt.chunks) for prompt in prompts))
+        if not wanted:
+            return
+        taken = self._claims.taken(wanted)
+        num_tokens = sum(prompt.num_tokens for prompt in prompts) * (2 if self._warming.compare else 1)
+        seconds = max(LEAST_CLAIM_S, claim_s(num_tokens, self._rates.seconds_per_token))
+        self._claimed = self._claims.claim([key for key in wanted if key not in taken], seconds)
+        arrived = self._claims.committed(wanted)
+        heads = {_variant_id(chunks) for prompt in prompts for chunks in self._heads(prompt)}
+        behind = self._claims.committed(sorted(key for key in heads.difference(wanted) if key not in self._variants))
+        self._variants.follow((*arrived, *behind), ())
+        # Asked again: what was lost in a race is somebody else's, too. Where the disk cannot be asked, nothing is.
+        self._elsewhere = self._claims.taken(wanted) - set(arrived)
+
+    def _heads(self, prompt: Prompt) -> list[tuple[Chunk, ...]]:
+        """Beginnings of prompts whose last chunk is likely to be stored: the system prompt, the first document, and the
+        companion behind it."""
+        system = prompt.chunks[: int(prompt.has_system)]
+        first = [prompt.chunks[len(system)], *self._warming.companion]
+        return [chunks for chunks in (system, *((*system, one) for one in first)) if chunks]
+
+    def _next(self, is_cancelled: IsCancelled | None) -> tuple[VariantId, SharedVariant]:
+        prompt = self._warming.next_prompt
+        variant_id = _variant_id(prompt.chunks)
+        status: WarmStatus = "present"
+        result = SharedVariant("present")
+        if self._documents.held_id(prompt) is not None:
+            self._documents.registry.learn(prompt.chunks)
+        elif variant_id in self._elsewhere:
+            result = SharedVariant("elsewhere", reason="another process computes it")
+        else:
+            try:
+                num_tokens = self._documents.compute(self._warming, is_cancelled, wait=True)
+                status = "no_room" if self._documents.held_id(prompt) is None else "computed"
+                why = "the store has no room for it" if status == "no_room" else ""
+                result = SharedVariant(status, num_tokens, reason=why)
+            except PrefillCancelledError:
+                raise
+            except Exception as error:  # one document's failure is no other's
+                logger.warning("a document could not be computed: %r", error)
+                result = SharedVariant("failed", reason=f"{type(error).__name__}: {error}")
+            finally:
+                self._claims.release((variant_id,))
+        self._documents.pass_over(self._warming, status)
+        return variant_id, result
+
+    def _confirmed(self, variant_id: VariantId, result: SharedVariant) -> SharedVariant:
+        """The result, now that the disk has taken what it takes."""
+        if result.status != "computed":
+            return result
+        num_bytes = self._store.charge_bytes(DISK, variant_id)
+        if num_bytes is None:
+            self._variants.discard(variant_id)  # it is not to pass for a stored one because memory has it
+            return dataclasses.replace(result, status="unwritten", reason="the store did not take it")
+        return dataclasses.replace(result, num_bytes=num_bytes)
+
+
+def _variant_id(chunks: Sequence[Chunk]) -> VariantId:
+    """That of the last chunk behind the others."""
+    *before, last = (chunk.chunk_id for chunk in chunks)
+    return make_variant_id(last, before, "exact")

@@ -1,0 +1,41 @@
+"""From settings to a loaded model: the same for an engine and for the processes that follow one. Knows no store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ccjax.engine.config import EngineConfig
+from ccjax.engine.device_memory import with_pool
+from ccjax.engine.loading import LoadedModel, Progress, load_model, model_config
+from ccjax.errors import ConfigError
+
+
+def load_configured(
+    model: str | Path, settings: Mapping[str, Any], progress: Progress | None
+) -> tuple[LoadedModel, EngineConfig]:
+    """The model and the settings that were checked against it before its weights were read.
+
+    Args:
+      settings: fields of `EngineConfig`.
+
+    Raises:
+      ConfigError, CheckpointError: as `Engine.from_pretrained`.
+    """
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: no such setting; wanted one of {sorted(known)}")
+    config = EngineConfig(**settings)
+    with_pool(model_config(model, tokenizer=config.tokenizer), config)  # what does not fit is refused at once
+    loaded = load_model(
+        model,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        tokenizer=config.tokenizer,
+        tensor_parallel_size=config.tensor_parallel_size,
+        progress=progress,
+    )
+    return loaded, config

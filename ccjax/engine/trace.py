@@ -1,0 +1,199 @@
+"""What is told of one request that asked for it: its tokens and what became of them, and where its time went. Decides
+nothing; a request that does not ask has no tracer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from ccjax.engine.cached_prefill import Prefilled
+from ccjax.types import ChunkId, PrefillPlan, ReuseReport, Segment, SegmentAction, SegmentRole, VariantId, VariantMeta
+
+SpanKind = Literal["load", "layer"]
+KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """One layer being loaded or run, from `start_s` to `end_s` of `time.perf_counter`."""
+
+    kind: SpanKind
+    layer: int
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentTrace:
+    """One run of prompt tokens; the fields that `DocumentReuse` has, too, mean the same, for the question as well.
+
+    Attributes:
+      start: offset of the first token in the prompt.
+      cci: Cache-Craft eq. 11 of the variant that was used, in [0.5, 1]; None where nothing was reused.
+      recomputed_offsets: ascending in-chunk offsets of the recomputed tokens.
+      recomputed_layers: layers through which these ran at least; fewer than the model has where a focus cut, or their
+        small deviation, took them out on the way. 0 where there are none.
+    """
+
+    role: SegmentRole
+    action: SegmentAction
+    start: int
+    token_ids: tuple[int, ...]
+    reused_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    recomputed_offsets: tuple[int, ...] = ()
+    recomputed_layers: int = 0
+    tier: str | None = None
+    cfo: float | None = None
+    cci: float | None = None
+    exact: bool = True
+    focused: bool | None = None
+    document_id: str | None = None
+    title: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """A request as it went; times are those of `time.perf_counter`.
+
+    Attributes:
+      segments: in prompt order, the question last.
+      num_layers: of the model.
+      arrived_s, started_s: when it came to the engine, and left the line.
+      token_s: when each token of all answers was there; the first ends the prefill.
+      spans: loads of layers, and the layers that run beside them; what was tried again is there again.
+      full_prefill_s: seconds that computing the whole prompt would take, estimated; None while nothing was measured.
+      has_new_sizes: a step ran at a size for the first time, so some of the time may have gone into compiling it.
+    """
+
+    segments: tuple[SegmentTrace, ...]
+    num_layers: int
+    arrived_s: float
+    started_s: float
+    token_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+    full_prefill_s: float | None
+    has_new_sizes: bool
+
+
+class Tracer:
+    """Notes what happens to one request. `load` may be called from any thread, the rest belongs to the loop's."""
+
+    def __init__(self, num_layers: int, variants: KnownVariants, full_prefill_s: Callable[[int], float | None]) -> None:
+        """
+        Args:
+          variants: what is known of the variants of chunks, without looking any up.
+          full_prefill_s: seconds to compute so many tokens from text.
+        """
+        self._num_layers = num_layers
+        self._variants = variants
+        self._estimate = full_prefill_s
+        self._spans: list[Span] = []
+        self._token_s: list[float] = []
+        self._segments: tuple[SegmentTrace, ...] = ()
+        self._full_prefill_s: float | None = None
+        self._has_new_sizes = False
+
+    def load(self, layer: int, start_s: float, end_s: float) -> None:
+        """A layer's KV was read and merged."""
+        self._spans.append(Span("load", layer, start_s, end_s))
+
+    def layers(self, end_s: Sequence[float], *, has_new_sizes: bool) -> None:
+        """Layers ran in a pack: the first from `end_s[0]` to `end_s[1]`, and so on. What runs behind the first token is
+        another answer's and left out."""
+        if self._token_s:
+            return
+        pairs = zip(end_s, end_s[1:], strict=False)
+        self._spans += [Span("layer", layer, start, end) for layer, (start, end) in enumerate(pairs)]
+        self._has_new_sizes |= has_new_sizes
+
+    def prefilled(self, prefilled: Prefilled, report: ReuseReport) -> None:
+        """The prompt is through."""
+        metas = self._variants({segment.chunk_id for segment in prefilled.plan.segments if segment.chunk_id})
+        ccis = {meta.variant_id: meta.cci for known in metas.values() for meta in known}
+        self._segments = tuple(_segments(prefilled, report, ccis, self._num_layers))
+        self._full_prefill_s = self._estimate(prefilled.plan.num_tokens)
+
+    def token(self, now_s: float) -> None:
+        """A token of an answer is there."""
+        self._token_s.append(now_s)
+
+    def finish(self, arrived_s: float, started_s: float) -> RequestTrace:
+        """All that was noted."""
+        return RequestTrace(
+            self._segments,
+            self._num_layers,
+            arrived_s,
+            started_s,
+            tuple(self._token_s),
+            tuple(self._spans),
+            self._full_prefill_s,
+            self._has_new_sizes,
+        )
+
+
+def _segments(
+    prefilled: Prefilled, report: ReuseReport, ccis: Mapping[VariantId, float], num_layers: int
+) -> list[SegmentTrace]:
+    plan, prompt, result = prefilled.plan, prefilled.prompt, prefilled.result
+    traces = []
+    parts = zip(plan.segments, prompt.chunks, report.per_document, strict=False)
+    for index, (segment, chunk, told) in enumerate(parts):
+        offsets = _recomputed(segment, result.not_repaired)
+        runs = num_layers
+        if index in result.unrepaired:
+            runs = _least_layers(plan) if result.focus_cut_layer is None else result.focus_cut_layer
+        traces.append(
+            SegmentTrace(
+                role=segment.role,
+                action=segment.action,
+                start=segment.start,
+                token_ids=chunk.token_ids,
+                reused_tokens=told.reused_tokens,
+                recomputed_tokens=told.recomputed_tokens,
+                computed_tokens=told.computed_tokens,
+                recomputed_offsets=offsets,
+                recomputed_layers=runs if offsets else 0,
+                tier=told.tier,
+                cfo=told.cfo,
+                cci=None if segment.variant_id is None else ccis.get(segment.variant_id),
+                exact=told.exact,
+                focused=told.focused,
+                document_id=told.document_id,
+                title=told.title,
+            )
+        )
+    question = plan.segments[-1]
+    traces.append(
+        SegmentTrace(
+            role="question",
+            action="compute",
+            start=question.start,
+            token_ids=prompt.question,
+            reused_tokens=0,
+            recomputed_tokens=0,
+            computed_tokens=question.num_tokens,
+            exact=question.fidelity == "exact",
+        )
+    )
+    return traces
+
+
+def _least_layers(plan: PrefillPlan) -> int:
+    """Layers through which a token runs that deviation chose when it first did (CacheBlend sec. 4.3); later ones drop
+    some."""
+    counts = plan.hkvd_counts_by_layer
+    drops = (layer for layer in range(1, len(counts)) if counts[layer] < counts[layer - 1])
+    return next(drops, len(counts) - 1) + 1
+
+
+def _recomputed(segment: Segment, not_repaired: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """In-chunk offsets of what was recomputed; `not_repaired` are prompt offsets that deviation left as they were."""
+    if not not_repaired:
+        return segment.recompute_offsets
+    left = {int(offset) - segment.start for offsets in not_repaired for offset in offsets}
+    return tuple(offset for offset in segment.recompute_offsets if offset not in left)

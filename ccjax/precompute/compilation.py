@@ -1,0 +1,270 @@
+"""Directs a compilation: reads, estimates, gives work out in small batches until all is there, and reports. Computes
+nothing itself, and draws nothing."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ccjax.precompute.estimate import Estimate, file_system_of, make_estimate, sample
+from ccjax.precompute.messages import Failure, Settings, Work
+from ccjax.precompute.plan import Unit, batches
+from ccjax.precompute.report import Report
+from ccjax.precompute.workers import StoppedError, WorkerError, WorkerProcess, Workers
+
+BATCH_S = 4.0
+"""About what a batch should take. Leases on it last some seconds longer: that is what a killed process costs others."""
+
+MOST_IN_BATCH = 16
+SAMPLE = 8
+_NOTED_AT_ONCE = 10_000
+_AGAIN_S = 1.0
+"""Pause before another look at what some other process computes."""
+
+_ATTEMPTS = 2
+"""How often a batch may take its worker along before it is given up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to do besides computing what is missing.
+
+    Attributes:
+      is_dry_run: estimate, and nothing else.
+      is_forced: begin even where there is no room.
+      prunes: drop what is of no passage any more, first.
+      questions: file of questions to ask at the end; None for none. top_k: passages for one that names none.
+        limit: ask so many; None for all. max_new_tokens: of an answer.
+    """
+
+    is_dry_run: bool = False
+    is_forced: bool = False
+    prunes: bool = False
+    questions: Path | None = None
+    top_k: int = 5
+    limit: int | None = None
+    max_new_tokens: int = 32
+
+
+class Show(Protocol):
+    """Who shows how far things are."""
+
+    def stage(self, worker: int, stage: str, done: int, total: int) -> None:
+        """A worker loads, reads or asks."""
+        ...
+
+    def estimated(self, report: Report) -> None:
+        """What is to be done is known."""
+        ...
+
+    def computed(self, report: Report) -> None:
+        """Some variants more were dealt with."""
+        ...
+
+
+class NoRoomError(ValueError):
+    """What is missing does not fit where it is to go."""
+
+
+@dataclasses.dataclass
+class _Batch:
+    units: tuple[Unit, ...]
+    attempt: int = 1
+    not_before: float = 0.0
+
+
+class Compilation:
+    """One run; `run` once.
+
+    Args:
+      settings: one for each worker; they differ in `environment` at most.
+      is_stopped: the name of the signal that wants an end, or None.
+    """
+
+    def __init__(
+        self, settings: Sequence[Settings], options: Options, show: Show, is_stopped: Callable[[], str | None]
+    ) -> None:
+        self._settings = tuple(settings)
+        self._options = options
+        self._show = show
+        self._is_stopped = is_stopped
+        own = settings[0]
+        self.report = Report(
+            {
+                "model": own.model,
+                "store": own.engine["store"],
+                "documents": own.documents.docs,
+                "workers": len(settings),
+                "neighbours": own.num_neighbours,
+                "disk_kv_dtype": own.engine.get("disk_kv_dtype", "auto"),
+            },
+            is_dry_run=options.is_dry_run,
+        )
+        self._queue: collections.deque[_Batch] = collections.deque()
+        self._running: dict[int, _Batch] = {}
+        self._started = 0.0
+        self._why = "every worker died"
+
+    def run(self) -> Report:
+        """All of it; the report is that of a part where a signal, or the last worker's death, ended it early.
+
+        Raises:
+          ValueError: an argument, a file, the store or the model cannot be used, the message says which; or
+            NoRoomError. Nothing was computed then.
+        """
+        workers = Workers(self._settings, self._show.stage, lambda: self._is_stopped() is not None)
+        try:
+            self._run(workers)
+            workers.end()
+        except StoppedError:
+            self.report.interrupted = self._is_stopped()
+            for worker, value in workers.end() if self._running else ():
+                self._take_in(worker, value)
+        except WorkerError as error:
+            self.report.error = str(error)
+        finally:
+            workers.kill()
+        return self.report
+
+    def _run(self, workers: Workers) -> None:
+        report, options = self.report, self._options
+        workers.answers()  # all are loaded
+        if options.questions is not None:
+            workers.ask("check_questions", options.questions, options.limit)
+        report.collection = collection = workers.ask("read")
+        missing = collection.plan.missing
+        units = sample(missing, SAMPLE)
+        sample_s = workers.ask_all("calibrate", self._work(units)) if units else []
+        sample_tokens = sum(unit.computed_tokens for unit in units)
+        report.estimate = estimate = self._estimate(missing, 0, sample_tokens, sample_s)
+        report.stored = set(workers.ask("stored"))
+        self._show.estimated(report)
+        if options.is_dry_run:
+            return
+        if not options.prunes:
+            self._check(estimate)
+        used_bytes = max(workers.ask_all("open"))
+        if options.prunes:
+            report.pruned = pruned = workers.ask("prune")
+            used_bytes -= pruned.num_bytes
+        report.estimate = estimate = self._estimate(missing, used_bytes, sample_tokens, sample_s)
+        self._check(estimate)
+        there = [unit.passage for unit in collection.plan.alone if not unit.is_missing]
+        for start in range(0, len(there), _NOTED_AT_ONCE):
+            workers.ask("note", tuple(there[start : start + _NOTED_AT_ONCE]))
+        mean_s = sum(sample_s) / len(sample_s) if sample_s else 1.0
+        batch_tokens = int(BATCH_S * sample_tokens / mean_s)
+        self._started = time.monotonic()
+        for some in (collection.plan.alone, collection.plan.conditioned):  # the second reuse the first
+            self._compute(workers, batches([unit for unit in some if unit.is_missing], batch_tokens, MOST_IN_BATCH))
+        report.stored = set(workers.ask("stored"))  # what is there, not what was counted
+        if options.questions is not None:
+            asked = (options.questions, options.top_k, options.limit, options.max_new_tokens)
+            report.quality = workers.ask("ask", *asked)
+
+    def _estimate(self, missing: Sequence[Unit], stored: int, tokens: int, seconds: Sequence[float]) -> Estimate:
+        engine = self._settings[0].engine
+        return make_estimate(
+            missing,
+            file_system=file_system_of(engine["store"]),
+            budget_bytes=engine.get("disk_cache_bytes"),
+            stored_bytes=stored,
+            sample_tokens=tokens,
+            sample_s=seconds,
+        )
+
+    def _check(self, estimate: Estimate) -> None:
+        if estimate.missing_bytes and not self._options.is_forced:
+            needed = [f"{estimate.num_bytes} bytes"]
+            needed += [] if estimate.disk_bytes is None else [f"{estimate.disk_bytes} of the file system"]
+            free = [] if estimate.free_bytes is None else [f"{estimate.free_bytes} free there"]
+            free += [] if estimate.budget_bytes is None else [f"{estimate.budget_bytes} left of disk_cache_bytes"]
+            raise NoRoomError(
+                f"store: wanted room for {', '.join(needed)}, got {', '.join(free)}: make room, store less "
+                "(neighbours, disk_kv_dtype), or force it"
+            )
+
+    def _compute(self, workers: Workers, work: Iterable[Sequence[Unit]]) -> None:
+        """Has all batches computed.
+
+        Raises:
+          WorkerError: no worker is left.
+          StoppedError: the user wants an end.
+        """
+        self._queue = collections.deque(_Batch(tuple(units)) for units in work)
+        while self._queue or self._running:
+            for worker in workers.alive:
+                if not worker.is_busy and self._queue and self._queue[0].not_before <= time.monotonic():
+                    batch = self._running[worker.number] = self._queue.popleft()
+                    worker.tell("compute", self._work(batch.units))
+            if not workers.alive:
+                raise WorkerError(f"{self._why}; none is left")
+            event = workers.next_event()
+            if event is None:
+                continue
+            worker, kind, value = event
+            if kind == "died":
+                self._lose(worker)
+            else:
+                self._take_in(worker, value)
+
+    def _take_in(self, worker: WorkerProcess, value: Any) -> None:
+        """Counts what a worker answered to its batch; what others compute is looked at again later."""
+        batch = self._running.pop(worker.number, None)
+        if batch is None:
+            return
+        counts, put_off = self.report.counts, []
+        if isinstance(value, Failure):
+            counts.failed += [(unit.passage, len(unit.behind), value.message) for unit in batch.units]
+            value = ()
+        for unit, result in zip(batch.units, value, strict=False):  # fewer where it was broken off
+            counts.computed_tokens += result.computed_tokens
+            counts.stored_bytes += result.num_bytes
+            if result.status == "elsewhere":
+                put_off.append(unit)
+            elif result.reason:
+                counts.failed.append((unit.passage, len(unit.behind), result.reason))
+            else:
+                counts.computed += result.status == "computed"
+                counts.present += result.status == "present"
+                self.report.stored.add(unit.variant_id)
+        if put_off:
+            self._queue.append(_Batch(tuple(put_off), not_before=time.monotonic() + _AGAIN_S))
+        self._note_progress()
+
+    def _lose(self, worker: WorkerProcess) -> None:
+        """A worker died: what it was at is tried once more by another one."""
+        self._why = worker.how_it_died
+        batch = self._running.pop(worker.number, None)
+        if batch is None:
+            return
+        if batch.attempt < _ATTEMPTS:
+            self._queue.appendleft(dataclasses.replace(batch, attempt=batch.attempt + 1))
+            return
+        self.report.counts.failed += [(unit.passage, len(unit.behind), self._why) for unit in batch.units]
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        self.report.counts.seconds = time.monotonic() - self._started
+        self._show.computed(self.report)
+
+    def _work(self, units: Sequence[Unit]) -> Work:
+        collection = self.report.collection
+        assert collection is not None
+        passages = collection.passages
+        beside = None if units[0].behind else collection.companions[units[0].passage]
+        fits = beside is not None and beside not in self._too_long
+        return Work(
+            tuple(passages[unit.passage] for unit in units),
+            tuple(tuple(passages[number] for number in unit.behind) for unit in units),
+            passages[beside] if beside is not None and fits else None,
+        )
+
+    @functools.cached_property
+    def _too_long(self) -> frozenset[int]:
+        return frozenset() if self.report.collection is None else frozenset(self.report.collection.plan.too_long)

@@ -1,0 +1,127 @@
+"""What computing a collection will take in bytes and seconds, and whether there is room. Measures nothing, and knows no
+format: sizes come with the units."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ccjax.precompute.plan import Unit
+
+NOTE_BYTES = 512
+"""Of the note that says which document a passage is of; most of it are two hashes and names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSystem:
+    """Where a store of a `file://` URL is, or will be: an existing directory, bytes free there, bytes of a block."""
+
+    directory: str
+    free_bytes: int
+    block_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What is to be done.
+
+    Attributes:
+      variants: that are missing. tokens: of these. computed_tokens: that run through the model for them.
+      object_bytes: KV as stored, exact without compression, with it the most. record_bytes: of the records that commit
+        them, to within some per cent: numbers in them have more or fewer digits.
+      disk_bytes: with notes, directories and the last blocks of files; None for a bucket.
+      seconds: from the sample; None where nothing was measured.
+      free_bytes: of the file system; None for a bucket. budget_bytes: that the store's budget has left; None for none.
+    """
+
+    variants: int
+    tokens: int
+    computed_tokens: int
+    object_bytes: int
+    record_bytes: int
+    disk_bytes: int | None
+    seconds: float | None
+    free_bytes: int | None
+    budget_bytes: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Objects and records."""
+        return self.object_bytes + self.record_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """By which it does not fit, 0 where it does."""
+        short = [0]
+        if self.free_bytes is not None and self.disk_bytes is not None:
+            short.append(self.disk_bytes - self.free_bytes)
+        if self.budget_bytes is not None:
+            short.append(self.num_bytes - self.budget_bytes)
+        return max(short)
+
+
+def make_estimate(
+    missing: Sequence[Unit],
+    *,
+    file_system: FileSystem | None,
+    budget_bytes: int | None,
+    stored_bytes: int,
+    sample_tokens: int,
+    sample_s: Sequence[float],
+) -> Estimate:
+    """What the missing units will take.
+
+    A file takes whole blocks, and a directory one: so that of a store with many short passages more is full than its
+    objects and records have bytes.
+
+    Args:
+      budget_bytes: of the store; None for no limit. stored_bytes: of it that is used.
+      sample_tokens: computed tokens of the sample that each worker computed while the others did.
+      sample_s: seconds that each worker took for it; empty where nothing was measured.
+    """
+    computed_tokens = sum(unit.computed_tokens for unit in missing)
+    disk_bytes = None
+    if file_system is not None:
+        block = file_system.block_bytes
+        parts = ((unit.object_bytes, unit.record_bytes, NOTE_BYTES, block) for unit in missing)
+        disk_bytes = sum(-(-size // block) * block for unit_parts in parts for size in unit_parts)
+    tokens_per_s = sum(sample_tokens / seconds for seconds in sample_s)
+    return Estimate(
+        variants=len(missing),
+        tokens=sum(unit.num_tokens for unit in missing),
+        computed_tokens=computed_tokens,
+        object_bytes=sum(unit.object_bytes for unit in missing),
+        record_bytes=sum(unit.record_bytes for unit in missing),
+        disk_bytes=disk_bytes,
+        seconds=computed_tokens / tokens_per_s if tokens_per_s else None if missing else 0.0,
+        free_bytes=None if file_system is None else file_system.free_bytes,
+        budget_bytes=None if budget_bytes is None else max(0, budget_bytes - stored_bytes),
+    )
+
+
+def sample(missing: Sequence[Unit], most: int) -> tuple[Unit, ...]:
+    """At most `most` of the units of passages alone, or of all where there are none, evenly from short to long."""
+    units = [unit for unit in missing if not unit.behind] or list(missing)
+    ordered = sorted(units, key=lambda unit: (unit.num_tokens, unit.passage))
+    if len(ordered) <= most:
+        return tuple(ordered)
+    return tuple(ordered[(2 * place + 1) * len(ordered) // (2 * most)] for place in range(most))
+
+
+def file_system_of(url: str) -> FileSystem | None:
+    """The file system of a `file://` store, be it there or not; None for other URLs."""
+    place = _path(url)
+    if place is None:
+        return None
+    while not place.is_dir() and place != place.parent:
+        place = place.parent
+    return FileSystem(str(place), shutil.disk_usage(place).free, os.statvfs(place).f_frsize)
+
+
+def _path(url: str) -> Path | None:
+    parts = urllib.parse.urlsplit(url)
+    return Path(urllib.parse.unquote(parts.path)) if parts.scheme == "file" else None

@@ -1,0 +1,128 @@
+"""What came of a compilation, as plain JSON types. Knows no worker and no table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection as AnyOf
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ccjax.precompute.estimate import Estimate
+from ccjax.precompute.messages import Collection
+from ccjax.precompute.plan import Unit
+
+if TYPE_CHECKING:
+    from ccjax.engine.pruning import Pruned
+    from ccjax.precompute.quality import Quality
+
+REPORT_VERSION = 1
+
+
+@dataclasses.dataclass
+class Counts:
+    """What was done so far.
+
+    Attributes:
+      computed: variants that this run computed and stored. present: that turned out to be there when their turn came.
+      computed_tokens: that ran through the model. stored_bytes: of objects and records.
+      seconds: since the first batch was given out.
+      failed: (passage, number of neighbours, reason) of what could not be computed or stored.
+    """
+
+    computed: int = 0
+    present: int = 0
+    computed_tokens: int = 0
+    stored_bytes: int = 0
+    seconds: float = 0.0
+    failed: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        """Variants that were dealt with."""
+        return self.computed + self.present + len(self.failed)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Computed tokens, over all workers."""
+        return self.computed_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclasses.dataclass
+class Report:
+    """Everything that is known of a run at its end, whatever ended it.
+
+    Attributes:
+      settings: of the run, for the record.
+      stored: ids of the variants that the store had at the end.
+      interrupted: the signal that ended the run early; None for none.
+      error: what else ended it early; None for nothing.
+    """
+
+    settings: dict[str, Any]
+    collection: Collection | None = None
+    estimate: Estimate | None = None
+    counts: Counts = dataclasses.field(default_factory=Counts)
+    stored: set[str] = dataclasses.field(default_factory=set)
+    pruned: Pruned | None = None
+    quality: Quality | None = None
+    is_dry_run: bool = False
+    interrupted: str | None = None
+    error: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all that can be there is."""
+        plan = None if self.collection is None else self.collection.plan
+        units = () if plan is None else (*plan.alone, *plan.conditioned)
+        return plan is not None and all(unit.variant_id in self.stored for unit in units)
+
+    def to_json(self) -> dict[str, Any]:
+        """Versioned; docs/precompute.md has the keys."""
+        found: dict[str, Any] = {
+            "version": REPORT_VERSION,
+            **self.settings,
+            "dry_run": self.is_dry_run,
+            "interrupted": self.interrupted,
+            "error": self.error,
+        }
+        if self.collection is not None:
+            found |= self._coverage(self.collection)
+        if self.estimate is not None:
+            missing = {"num_bytes": self.estimate.num_bytes, "missing_bytes": self.estimate.missing_bytes}
+            found["estimate"] = {**dataclasses.asdict(self.estimate), **missing}
+        counts = {**dataclasses.asdict(self.counts), "tokens_per_s": self.counts.tokens_per_s}
+        del counts["failed"]
+        found["run"] = counts
+        found["pruned"] = None if self.pruned is None else dataclasses.asdict(self.pruned)
+        found["quality"] = None if self.quality is None else dataclasses.asdict(self.quality)
+        return found
+
+    def _coverage(self, collection: Collection) -> dict[str, Any]:
+        plan, passages = collection.plan, collection.passages
+        num_tokens = sum(unit.num_tokens for unit in plan.alone)
+        failed = [
+            {"passage": passages[number].id, "neighbours": neighbours, "reason": reason}
+            for number, neighbours, reason in self.counts.failed
+        ]
+        return {
+            "dtype": collection.dtype,
+            "kv_bytes_per_token": collection.kv_bytes_per_token,
+            "compare": collection.compare,
+            "passages": {"total": len(passages), **coverage(plan.alone, self.stored, len(passages))},
+            "behind_neighbours": coverage(plan.conditioned, self.stored, len(plan.conditioned)),
+            "tokens": num_tokens,
+            "too_long": [passages[number].id for number in plan.too_long],
+            "failed": failed,
+            "unusable_files": [{"path": path, "reason": reason} for path, reason in collection.unusable],
+        }
+
+
+def coverage(units: Sequence[Unit], stored: AnyOf[str], total: int) -> dict[str, Any]:
+    """How many of `total` passages have their variant in the store, and how many of the tokens of `units`."""
+    there = [unit for unit in units if unit.variant_id in stored]
+    num_tokens = sum(unit.num_tokens for unit in units)
+    return {
+        "stored": len(there),
+        "share": len(there) / total if total else None,
+        "token_share": sum(unit.num_tokens for unit in there) / num_tokens if num_tokens else None,
+    }

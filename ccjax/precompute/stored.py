@@ -1,0 +1,63 @@
+"""What the store of a model has already, and how many bytes a variant will take in it. Writes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.parse
+from pathlib import Path
+
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.variant_records import record_from_meta
+from ccjax.policy.capture import make_variant_id
+from ccjax.types import Chunk, ChunkId, VariantMeta
+from store.formats import StorageFormat, expected_layout
+from store.objects import open_root
+from store.records import encode_record
+from store.spec import KVSpec, StoreIdentity
+
+_FLOAT, _DEVIATION = 0.012345678901234567, 0.0123  # as many digits as such numbers mostly have
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes of variants in a store of one model."""
+
+    kv_spec: KVSpec
+    identity: StoreIdentity
+    storage: StorageFormat
+
+    def of(self, chunk: Chunk, prefix_ids: tuple[ChunkId, ...], has_deviations: bool) -> tuple[int, int]:
+        """(object, record) bytes of a chunk's exact variant behind `prefix_ids`."""
+        num_tokens = len(chunk.token_ids)
+        meta = VariantMeta(
+            variant_id=make_variant_id(chunk.chunk_id, prefix_ids, "exact"),
+            chunk_id=chunk.chunk_id,
+            prefix_ids=prefix_ids,
+            inter_by_prefix=(_FLOAT,) * len(prefix_ids),
+            a_mean=_FLOAT,
+            b_mean=_FLOAT,
+            cci=_FLOAT,
+            token_ranking=tuple(range(num_tokens)),
+            num_tokens=num_tokens,
+            num_bytes=self.kv_spec.num_bytes(num_tokens),
+            token_deviations=(_DEVIATION,) * num_tokens if has_deviations else (),
+            start=100,
+        )
+        record = record_from_meta(meta, Prompt((chunk,), True, (), 1))
+        layout = expected_layout(self.kv_spec, num_tokens, 1, self.storage, self.identity.digest)
+        raw = encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id="0" * 32, layout=layout)
+        return layout.num_bytes, len(raw)
+
+
+def stored_ids(url: str, identity: StoreIdentity) -> frozenset[str]:
+    """Ids of the variants that a store has of a model; writes nothing, and reads no record.
+
+    Raises:
+      ValueError: no store URL.
+      StoreUnavailableError, OSError: it cannot be listed.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file" and not Path(urllib.parse.unquote(parts.path)).exists():
+        return frozenset()
+    names = open_root(url, read_only=True).names(f"{identity.namespace}/records")
+    return frozenset(name.removesuffix(".json") for name in names if name.endswith(".json"))

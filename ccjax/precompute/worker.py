@@ -1,0 +1,237 @@
+"""The process that computes: loads the model once and does what it is told, one command after the other. Knows no other
+worker; `python -m` never runs it, `ccjax.precompute.workers` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.loading import LoadedModel, load_model
+from ccjax.engine.pruning import Pruned
+from ccjax.engine.shared_warming import SharedVariant
+from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.evaluation.questions import read_questions
+from ccjax.precompute.estimate import file_system_of
+from ccjax.precompute.messages import Collection, Failure, Settings, Work
+from ccjax.precompute.plan import SPARE_NEIGHBOURS, Frame, companions, make_plan
+from ccjax.precompute.quality import Quality, measure_quality
+from ccjax.precompute.stored import Sizes, stored_ids
+from ccjax.retrieval import Retriever
+from ccjax.server.loading import open_documents, use_compile_cache, with_dtype
+from ccjax.types import Chunk, Document
+from store.errors import StoreError
+from store.formats import StorageFormat
+from store.spec import StoreIdentity
+from store.usage import DISK
+
+logger = logging.getLogger(__name__)
+
+_ROUNDS = 3
+_SAMPLE = ".ccjax-sample-"
+_LEFT_OVER_S = 3600.0
+
+
+class Worker:
+    """One model, and an engine over the store once that is open."""
+
+    def __init__(self, settings: Settings, connection: Connection) -> None:
+        self._settings = settings
+        self._connection = connection
+        self._is_told_to_end = False
+        self._engine: Engine | None = None
+        self._retriever: Retriever | None = None
+        self._chunks: tuple[Chunk, ...] = ()
+        use_compile_cache(Path(settings.compile_cache))
+        wanted = with_dtype(settings.engine)
+        # Nobody asks these engines anything: they need no pages for many requests.
+        self._config = EngineConfig(**{**wanted, "max_num_seqs": 1, "share_computation": True})
+        self._server_config = EngineConfig(**wanted)
+        self._model: LoadedModel = load_model(
+            settings.model,
+            dtype=self._config.dtype,
+            quantization=self._config.quantization,
+            tokenizer=self._config.tokenizer,
+            tensor_parallel_size=self._config.tensor_parallel_size,
+            progress=self._progress,
+        )
+
+    def end(self, *_: Any) -> None:
+        """Breaks off what runs, at the next layer."""
+        self._is_told_to_end = True
+
+    def is_cancelled(self) -> bool:
+        """True once this process is told to end, or the one that directs it says anything or is gone."""
+        return self._is_told_to_end or self._connection.poll()
+
+    def read(self) -> Collection:
+        """Reads, cuts and embeds the documents as a server does, and says what is missing in the store."""
+        settings, model, config = self._settings, self._model, self._config
+        self._retriever = retriever = self._open_documents()
+        passages = [one for document_id in retriever.document_ids for one in retriever.passages(document_id)]
+        documents = tuple(one.as_document() for one in passages)
+        # No store: an estimate leaves no trace of it.
+        with Engine(model, dataclasses.replace(config, store=None, store_key_file=None, encrypt_store=False)) as engine:
+            system, num_tokens = engine.warming_frame()
+            frame = Frame(system, num_tokens, engine.max_model_len)
+            self._chunks = engine.passage_chunks(documents)
+            compare = engine.compares(settings.compare)
+        neighbours: dict[int, list[int]] = {}
+        if settings.num_neighbours:
+            numbers = {one.passage_id: number for number, one in enumerate(passages)}
+            found = retriever.neighbours(settings.num_neighbours + SPARE_NEIGHBOURS)
+            neighbours = {numbers[key]: [numbers[one] for one in others] for key, others in found.items()}
+        spec = kv_spec_of(model.config, config.dtype)
+        storage = StorageFormat(config.disk_kv_dtype, config.disk_compression, config.encrypt_store)
+        plan = make_plan(
+            self._chunks,
+            frame,
+            self.stored(),
+            neighbours=neighbours,
+            num_neighbours=settings.num_neighbours,
+            compare=compare,
+            sizes=Sizes(spec, self._identity, storage).of,
+        )
+        unusable = retriever.report.failed
+        beside = companions(self._chunks)
+        return Collection(documents, beside, plan, unusable, config.dtype, spec.num_bytes(1), compare)
+
+    def check_questions(self, path: Path, limit: int | None) -> None:
+        """Nothing, unless the questions could not be asked at the end."""
+        if len(read_questions(path, limit=limit, find=lambda text: [Document(text)])) < 2:
+            raise ValueError(f"questions: wanted at least two, got one in {path}")
+
+    def stored(self) -> frozenset[str]:
+        """Ids of the variants that are in the store now."""
+        assert self._config.store is not None
+        return stored_ids(self._config.store, self._identity)
+
+    def calibrate(self, work: Work) -> float:
+        """Seconds to compute and store a sample, as it will be done, in a store of its own on the same file system;
+        done twice before, so that nothing is compiled then."""
+        assert self._config.store is not None
+        place = file_system_of(self._config.store)
+        for left_over in Path(place.directory).glob(f"{_SAMPLE}*") if place else ():
+            if time.time() - left_over.stat().st_mtime > _LEFT_OVER_S:  # of a killed run
+                shutil.rmtree(left_over, ignore_errors=True)
+        seconds = 0.0
+        for done in range(_ROUNDS):
+            self._progress("sample", done, _ROUNDS)
+            with tempfile.TemporaryDirectory(prefix=_SAMPLE, dir=place and place.directory) as directory:
+                config = dataclasses.replace(self._config, store=Path(directory).as_uri(), disk_cache_bytes=None)
+                with Engine(self._model, config) as engine:
+                    # The system prompt, and what the first document is compared behind, are there in the real run.
+                    engine.warm_shared([work.companion or work.documents[0]], compare=False)
+                    started = time.perf_counter()
+                    self._warm(engine, work)
+                    seconds = time.perf_counter() - started
+        self._progress("sample", _ROUNDS, _ROUNDS)
+        return seconds
+
+    def open(self) -> int:
+        """Opens the store; bytes that it takes."""
+        self._engine = Engine(self._model, self._config)
+        return self._engine.store_usage()[DISK].used_bytes
+
+    def note(self, numbers: tuple[int, ...]) -> None:
+        """Notes the documents of passages that are there already."""
+        assert self._engine is not None
+        self._engine.note_passages([self._chunks[number] for number in numbers])
+
+    def prune(self) -> Pruned:
+        """Drops what is of no passage any more."""
+        assert self._engine is not None
+        return self._engine.prune({chunk.chunk_id for chunk in self._chunks})
+
+    def compute(self, work: Work) -> tuple[SharedVariant, ...]:
+        """Computes what is missing of some work; results of what was done when it was broken off."""
+        assert self._engine is not None
+        return self._warm(self._engine, work)
+
+    def _warm(self, engine: Engine, work: Work) -> tuple[SharedVariant, ...]:
+        return engine.warm_shared(
+            work.documents,
+            behind=work.behind,
+            companion=work.companion,
+            compare=self._settings.compare,
+            is_cancelled=self.is_cancelled,
+        )
+
+    def ask(self, path: Path, top_k: int, limit: int | None, max_new_tokens: int) -> Quality:
+        """Asks questions over the store, with passages as a server finds them."""
+        if self._retriever is None:  # it was another worker that read the documents, and died
+            self._retriever = self._open_documents()
+        self.close_engine()
+        return measure_quality(
+            self._model, self._server_config, path, self._retriever, top_k, limit, max_new_tokens, self._progress
+        )
+
+    def close_engine(self) -> None:
+        """Writes what is pending and gives the store back."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _open_documents(self) -> Retriever:
+        settings = self._settings
+        retriever = open_documents(settings.model, settings.documents, self._model.tokenizer, self._progress)
+        if retriever is None:
+            raise ValueError("docs: wanted a directory of documents")
+        return retriever
+
+    @property
+    def _identity(self) -> StoreIdentity:
+        return self._config.store_identity(self._model.fingerprint)
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self._connection.send(("progress", (stage, done, total)))
+
+
+def run(connection: Connection, settings: Settings) -> None:
+    """Does what comes over the connection until it says "end", or breaks. Ctrl-C is for the process that directs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(settings.environment)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    worker: Worker | None = None
+    try:
+        worker = _answer(connection, lambda: Worker(settings, connection), says=False)
+        if worker is None:
+            return
+        signal.signal(signal.SIGTERM, worker.end)
+        while True:
+            command, *arguments = connection.recv()
+            if command == "end":
+                return
+            method = getattr(worker, command)
+            _answer(connection, lambda method=method, arguments=arguments: method(*arguments))
+    except (EOFError, OSError):  # nobody is there any more
+        pass
+    finally:
+        if worker is not None:
+            worker.close_engine()
+
+
+def _answer(connection: Connection, call: Callable[[], Any], *, says: bool = True) -> Any:
+    """Sends what a call returns (that it returned, without `says`), or what it raised; None then."""
+    try:
+        value = call()
+    except (ValueError, OSError, StoreError) as error:
+        if isinstance(error, BrokenPipeError | ConnectionResetError):
+            raise
+        connection.send(("failed", Failure(True, " ".join(str(error).split()) or type(error).__name__)))
+        return None
+    except Exception as error:
+        logger.exception("a worker failed")
+        connection.send(("failed", Failure(False, f"{type(error).__name__}: {error}")))
+        return None
+    connection.send(("done", value if says else None))
+    return value

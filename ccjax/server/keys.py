@@ -1,0 +1,186 @@
+"""Who may ask: API keys and admin keys, from settings and from files that are read again when they change. Knows no
+request; keys are kept as digests only, and no message, log or repr shows one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from pathlib import Path
+
+from ccjax.errors import ConfigError
+from ccjax.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+LEAST_KEY_LENGTH = 16
+"""A shorter key in a file is refused: it can be guessed."""
+
+_LOOK_EVERY_S = 1.0
+_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """A key that was presented and is one of the server's.
+
+    Attributes:
+      tenant: whose it is; "" where the file or setting names nobody.
+      name: what to count it by: the first digits of its digest, which tell nothing of the key.
+    """
+
+    tenant: str
+    name: str
+
+
+class KeyRing:
+    """The keys of one kind. Thread-safe.
+
+    A file has one key a line, `TENANT:KEY` or `KEY`; blank lines and such that begin with `#` are passed over. It is
+    looked at again at most once a second, when somebody asks. If it cannot be used then, the keys that were there stay,
+    and a warning is logged; a file without any key lets nobody in. Replace it by renaming another one over it.
+
+    Args:
+      setting: name of the setting, for messages.
+      key: one key that is always there.
+      path: the file.
+      has_tenants: lines may name a tenant.
+
+    Raises:
+      ConfigError: the file cannot be read, or has no keys, or a line that is none; the message shows no line.
+    """
+
+    def __init__(self, setting: str, key: str | None, path: str | None, *, has_tenants: bool = True) -> None:
+        self._setting = setting
+        self._path = None if path is None else Path(path)
+        self._has_tenants = has_tenants
+        self._fixed = {} if key is None else {_digest(key): ""}
+        self._lock = threading.Lock()
+        self._looked_s = time.monotonic()
+        self._is_failing = False
+        self._stamp: tuple[int, ...] = ()
+        self._keys = self._fixed
+        if self._path is not None:
+            self._stamp = self._stamp_of(self._path)
+            self._keys = self._fixed | self._read(self._path)
+            if not self._keys:
+                raise ConfigError(f"{setting}: wanted at least one key in {path}, got none")
+
+    @property
+    def is_asked_for(self) -> bool:
+        """True unless there is neither a key nor a file."""
+        return self._path is not None or bool(self._fixed)
+
+    def find(self, token: str | None) -> Key | None:
+        """The key that `token` is; None for others. Compared with every key, in constant time."""
+        if token is None:
+            return None
+        given = hashlib.sha256(token.encode("latin-1", "replace")).digest()  # as HTTP headers are decoded
+        found = None
+        for digest, tenant in self._current().items():
+            if hmac.compare_digest(given, digest):
+                found = Key(tenant, digest.hex()[:12])
+        return found
+
+    def has_tenant(self, tenant: str) -> bool:
+        """True if one of the keys is that tenant's; "" is nobody."""
+        return bool(tenant) and tenant in self._current().values()
+
+    def overlaps(self, other: KeyRing) -> bool:
+        """True where both have a key."""
+        return not self._current().keys().isdisjoint(other._current())
+
+    def _current(self) -> dict[bytes, str]:
+        path = self._path
+        if path is None:
+            return self._keys
+        with self._lock:
+            if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+                self._looked_s = time.monotonic()
+                try:
+                    stamp = self._stamp_of(path)  # first: what changes during the reading is seen next time
+                    if stamp != self._stamp:
+                        self._keys = self._fixed | self._read(path)
+                        self._stamp = stamp
+                        logger.warning("%s: %s was read again, %d keys now", self._setting, path, len(self._keys))
+                    self._is_failing = False
+                except ConfigError as error:
+                    if not self._is_failing:
+                        logger.warning("%s; the keys stay as they were", error)
+                    self._is_failing = True
+            return self._keys
+
+    def _stamp_of(self, path: Path) -> tuple[int, ...]:
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise ConfigError(f"{self._setting}: cannot read {path}: {error.strerror}") from None
+        return (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
+
+    def _read(self, path: Path) -> dict[bytes, str]:
+        try:
+            lines = path.read_text("utf-8").splitlines()
+            mode = stat.S_IMODE(os.stat(path).st_mode)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(f"{self._setting}: cannot read {path}: {reason}") from None  # the cause may show keys
+        if mode & 0o077:
+            logger.warning("%s: others than its owner may use %s; wanted mode 600", self._setting, path)
+        found: dict[bytes, str] = {}
+        for number, line in enumerate(lines, 1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            tenant, colon, key = text.rpartition(":")
+            if colon and not (self._has_tenants and _TENANT.fullmatch(tenant)):
+                wanted = "TENANT:KEY (1 to 64 letters, digits, '_', '.', '-') or KEY" if self._has_tenants else "KEY"
+                raise ConfigError(f"{self._setting}: {path}, line {number}: wanted {wanted}, without a colon in KEY")
+            if len(key) < LEAST_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+                wanted = f"a key of at least {LEAST_KEY_LENGTH} ASCII characters without spaces"
+                raise ConfigError(f"{self._setting}: {path}, line {number}: wanted {wanted}")
+            if _digest(key) in found:
+                raise ConfigError(f"{self._setting}: {path}, line {number}: wanted each key once")
+            found[_digest(key)] = tenant
+        return found
+
+
+class Keys:
+    """All keys of a server.
+
+    Attributes:
+      api: of clients.
+      admin: of those who may change the caches.
+
+    Raises:
+      ConfigError: as `KeyRing`, or a key is of both kinds.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.api = KeyRing("api_key_file", settings.api_key, settings.api_key_file)
+        self.admin = KeyRing("admin_key_file", settings.admin_key, settings.admin_key_file, has_tenants=False)
+        if self.api.overlaps(self.admin):
+            raise ConfigError("admin_key: wanted another key than API keys: whoever may ask must not be able to erase")
+
+    def find_admin(self, token: str | None) -> Key | None:
+        """The admin key that `token` is. One that a changed file made an API key, too, is none."""
+        found = self.admin.find(token)
+        return found if self.api.find(token) is None else None
+
+
+def salt_of(cache_salt: str, key: Key | None) -> str:
+    """The salt of the chunk-caches of a request with that `cache_salt`, under that key: what a tenant chooses never
+    leads to another's."""
+    tenant = "" if key is None else key.tenant
+    return json.dumps([tenant, cache_salt]) if tenant else cache_salt and json.dumps([cache_salt])
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,129 @@
+"""Loads what answers: a model's engine, and the documents that it answers from. Knows no socket and no command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ccjax.engine import Engine
+from ccjax.engine.loading import DEMO_CORPUS, Progress
+from ccjax.retrieval import Retriever, default_embedder
+from ccjax.retrieval.index import IndexKind
+from ccjax.text import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentOptions:
+    """Which documents to answer from, and how they are cut and searched; `Retriever.open` says what the rest means.
+
+    Attributes:
+      docs: directory of documents; None for the demo's own where the model is "demo", else for none.
+      is_wanted: False for no documents at all.
+      index_dir: where the index is kept; None for a directory of the user's cache.
+      embedder: of `default_embedder`.
+    """
+
+    docs: str | None = None
+    is_wanted: bool = True
+    index_dir: str | None = None
+    embedder: str = "auto"
+    chunk_tokens: int = 200
+    overlap_tokens: int = 0
+    index_kind: IndexKind = "auto"
+    index_recall: float = 0.95
+
+    def directory(self, model: str) -> Path | None:
+        """Where the documents of a server of this model are; None for none."""
+        if not self.is_wanted:
+            return None
+        if self.docs is not None:
+            return Path(self.docs)
+        return DEMO_CORPUS if model == "demo" else None
+
+
+def load_engine(model: str, settings: Mapping[str, Any], progress: Progress | None = None) -> Engine:
+    """The engine of a model directory, or of "demo".
+
+    Args:
+      settings: fields of `EngineConfig`; dtype "auto" is float32 on CPU, bfloat16 elsewhere.
+
+    Raises:
+      ConfigError, CheckpointError, StoreIdentityError, StoreUnavailableError: as `Engine.from_pretrained`.
+    """
+    return Engine.from_pretrained(model, progress=progress, **with_dtype(settings))
+
+
+def with_dtype(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the dtype that "auto", which is also meant where there is none, stands for here."""
+    import jax
+
+    wanted = {"dtype": "auto", **settings}
+    if wanted["dtype"] == "auto":
+        wanted["dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return wanted
+
+
+def open_documents(
+    model: str, options: DocumentOptions, tokenizer: Tokenizer | None, progress: Progress | None = None
+) -> Retriever | None:
+    """The index of the documents, brought in step with them; None where there are to be none.
+
+    Raises:
+      ValueError, OSError: a setting, the embedder or the directory cannot be used; the message names the argument.
+    """
+    directory = options.directory(model)
+    if directory is None:
+        return None
+    if tokenizer is None:
+        raise ValueError("docs: wanted a model with tokenizer files, to cut documents into passages")
+    try:
+        embedder = default_embedder(options.embedder)
+    except (ValueError, OSError) as error:
+        message = str(error).removeprefix("directory: ").removeprefix("embedder: ")
+        raise ValueError(f"embedder: {message}") from error
+    key = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+    retriever = Retriever.open(
+        directory,
+        index_dir=options.index_dir or user_cache() / "index" / key,
+        embedder=embedder,
+        count_tokens=token_counter(tokenizer),
+        chunk_tokens=options.chunk_tokens,
+        overlap_tokens=options.overlap_tokens,
+        index_kind=options.index_kind,
+        index_recall=options.index_recall,
+        progress=progress,
+    )
+    if not retriever.num_passages:
+        failed = retriever.report.failed
+        retriever.close()
+        why = f"; the first of {len(failed)} unusable files: {': '.join(failed[0])}" if failed else ""
+        raise ValueError(f"docs: wanted a directory with documents, got none in {directory}{why}")
+    return retriever
+
+
+def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """How long a text is, by which documents are cut into passages."""
+    return lambda text: len(tokenizer.encode(text, allow_special=False))
+
+
+def user_cache() -> Path:
+    """Where ccjax keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ccjax"
+
+
+def use_compile_cache(directory: Path) -> None:
+    """Lets JAX keep compiled steps between runs. Quick compiles count too: there are hundreds of them.
+
+    Raises:
+      OSError: the directory cannot be used.
+    """
+    import jax
+
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

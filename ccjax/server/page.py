@@ -1,0 +1,92 @@
+"""The page at /: its files, as they are in the package, and what it asks for beside OpenAI's API. Knows no answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from ccjax.server.errors import ApiError, as_api_error
+from ccjax.server.live import live_json
+from ccjax.server.service import Service
+
+_FILES = Path(__file__).resolve().parent / "static"
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        # Whatever would turn a text into markup raises instead: passages and answers are strangers' texts.
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asks each time whether it changed (ETag): a new server never meets old scripts
+}
+
+
+class _Files(StaticFiles):
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
+        return response
+
+
+def add_page(app: FastAPI) -> None:
+    """Serves the page at / and its files below /page/, to everybody: they hold nothing that is not in the package."""
+    files = _Files(directory=_FILES)
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    app.mount("/page", files, name="page")
+
+
+def page_app() -> Starlette:
+    """The page and its files alone, for whoever stands before several servers: so they are of one release, whichever
+    the servers are of, and there while no server answers."""
+    files = _Files(directory=_FILES)
+
+    async def page(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    routes = [Route("/", page), Mount("/page", files)]
+    return Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+
+
+def live_routes(service: Service) -> APIRouter:
+    """What the live view reads; belongs behind the key of clients. A tenant's key is refused: it shows everybody's
+    requests, one by one."""
+    router = APIRouter()
+
+    @router.get("/v1/live")
+    def live(request: Request) -> dict[str, Any]:
+        if request.state.key is not None and request.state.key.tenant:
+            raise ApiError(403, "wanted a key that names no tenant: this tells of all requests", code="forbidden")
+        backend = service.backend
+        return live_json(backend.engine, backend.model, service.live)
+
+    return router

@@ -1,0 +1,25 @@
+"""What a request goes through, from its arrival to its last token. Knows no job and no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+PHASES = ("retrieval", "preparation", "queue", "prefill", "decode")
+"""They follow each other without gaps."""
+
+
+def phases(*borders_s: float | None) -> Iterator[tuple[str, float, float]]:
+    """Name, begin and end of each phase that was ended.
+
+    Args:
+      borders_s: the arrival and the end of each phase, None from the first one on that was not. An answer that began
+        while passages were searched for (RAGCache sec. 5.3) left the line before it came there: what overlaps counts
+        to the earlier phase.
+    """
+    latest_s = None
+    for name, border_s in zip(("", *PHASES), borders_s, strict=True):
+        if border_s is None:
+            return
+        if latest_s is not None:
+            yield name, latest_s, max(latest_s, border_s)
+        latest_s = border_s if latest_s is None else max(latest_s, border_s)

@@ -1,0 +1,74 @@
+"""What is told of a request besides its answer, once it is over: a line of the log, and spans where they are wanted.
+Names no text, no key and no tenant."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ccjax.server.errors import ApiError
+from ccjax.server.openai_format import Kind
+from ccjax.server.worker import Job
+
+if TYPE_CHECKING:
+    from ccjax.server.tracing import Tracing
+
+logger = logging.getLogger("ccjax.request")
+
+
+@dataclasses.dataclass(eq=False)
+class Telling:
+    """One request while it lasts.
+
+    Attributes:
+      job: once the request stands in line; None if it came to an end before.
+      headers: of the HTTP request.
+      began_s: `time.perf_counter` when it came.
+    """
+
+    kind: Kind
+    headers: Mapping[str, str]
+    model: str
+    tracing: Tracing | None
+    began_s: float = dataclasses.field(default_factory=time.perf_counter)
+    job: Job | None = None
+    _is_over: bool = False
+
+    def end(self, refusal: ApiError | None = None) -> None:
+        """Tells of the request: answered, refused or, without either, given up by its client. Only the first call
+        does."""
+        if self._is_over:
+            return
+        self._is_over = True
+        facts = self._facts(refusal)
+        where = {} if self.tracing is None else self.tracing.record(self, facts)
+        # In the line for people what everybody asks first, in JSON all of it.
+        line = "%(outcome)s %(request_id)s: first token after %(ttft_s)s s, all after %(latency_s)s s"
+        shown = {"request_id": "before it had an id", "ttft_s": "-", **facts}
+        logger.info(line, shown, extra={"kind": self.kind, **facts, **where})
+
+    def _facts(self, refusal: ApiError | None) -> dict[str, Any]:
+        now_s, job = time.perf_counter(), self.job
+        facts: dict[str, Any] = {"latency_s": _rounded(now_s - self.began_s)}
+        if job is not None:
+            facts["request_id"] = job.request.request_id
+            if job.first_delta_s is not None:
+                facts["ttft_s"] = _rounded(job.first_delta_s - job.arrived_s)
+        if refusal is not None:
+            return facts | {"outcome": refusal.reason, "status": refusal.status}
+        if job is None or job.response is None:
+            return facts | {"outcome": "cancelled"}
+        response = job.response
+        report = response.reuse
+        names = ("prompt_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens", "exact", "strategy")
+        facts |= {name: getattr(report, name) for name in names} | {"reuse": report.mode}
+        facts |= {"answer_tokens": response.num_answer_tokens, "loaded_bytes": report.loaded_bytes}
+        return facts | {"documents": len(job.request.documents), "outcome": "answered", "status": 200}
+
+
+def _rounded(seconds: float) -> float:
+    """To tenths of a millisecond."""
+    return round(seconds, 4)

@@ -1,0 +1,282 @@
+"""What one replica caches: plans prompts over its index, counts uses, stores what was computed. Planner, strategies,
+index, placement and eviction are the engine's own; for masses and KV, which a device would give, something stands in.
+
+Knows no time and no queue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+from ccjax.engine.load_plan import LoadPlanner
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.rates import Cost, Rates
+from ccjax.policy._checks import check_ratio
+from ccjax.policy.capture import make_variant_id, should_capture
+from ccjax.policy.eviction import DEFAULT_POLICY
+from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
+from ccjax.policy.reuse import chunk_context_impact
+from ccjax.simulation.costs import CostModel
+from ccjax.simulation.store import NO_KV, SizedIndex, SizedStore
+from ccjax.simulation.workload import Passages, chunk_of
+from ccjax.types import ChunkId, PrefillPlan, ReuseMode, Segment, VariantId, VariantMeta
+from store.spec import KVSpec
+from store.tickets import LoadTicket
+from store.usage import DEVICE, DISK
+
+INTRA_OVER_INTER = 2.18
+"""CacheCraft sec. 6 (1): intra-attention is 2.18 times inter-attention on average; every chunk is taken to be so."""
+SYSTEM = 2**31 - 1
+"""The number of the system prompt among passages."""
+_TYPICAL_TOKENS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSettings:
+    """What `EngineConfig` says of the chunk-cache, under its names; checked where they are used.
+
+    Attributes:
+      device_cache_bytes, host_cache_bytes, disk_cache_bytes: budgets of the tiers; 0 for none. The device's is apart
+        from the pages of requests, where the engine's pool is one.
+      cci: CacheCraft eq. 11 of every chunk, for no model tells.
+    """
+
+    strategy: str = "cachecraft"
+    reuse: ReuseMode = "bounded"
+    alpha: float = 1.0
+    recompute_ratio: float | None = None
+    fast_ratio: float = 0.05
+    eviction_policy: str = DEFAULT_POLICY
+    max_variants: int | None = None
+    device_cache_bytes: int = 0
+    host_cache_bytes: int = 64 * 2**30
+    disk_cache_bytes: int = 0
+    cci: float = chunk_context_impact(1.0, INTRA_OVER_INTER)
+
+    def __post_init__(self) -> None:
+        check_ratio("cci", self.cci)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptView:
+    """A prompt as policy and index see it."""
+
+    prompt: Prompt
+    chunks: tuple[PromptChunk, ...]
+    ids: tuple[ChunkId, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what is counted of it often.
+
+    Attributes:
+      at: `Changes.count` when it was made.
+      computed: tokens that run through the model.
+      uses: variants reused, with their CFO.
+      num_documents, num_hits: passages, and those of which nothing or some tokens are computed.
+    """
+
+    view: PromptView
+    plan: PrefillPlan
+    at: int
+    computed: int
+    recomputed: int
+    num_tokens: int
+    uses: tuple[tuple[VariantId, float], ...]
+    num_documents: int
+    num_hits: int
+
+
+class ReplicaCache:
+    """The chunk-cache of a replica.
+
+    CacheCraft's focus cut needs masses of the question, which nothing here has: it is off, and settings with a fixed
+    `recompute_ratio` are what to compare. Which tokens a plan recomputes means nothing, how many does.
+    """
+
+    def __init__(self, settings: CacheSettings, costs: CostModel, kv_spec: KVSpec) -> None:
+        self.settings = settings
+        self.store = SizedStore(
+            kv_spec,
+            device_bytes=settings.device_cache_bytes,
+            host_bytes=settings.host_cache_bytes,
+            disk_bytes=settings.disk_cache_bytes,
+        )
+        self.index = SizedIndex(
+            self.store,
+            costs,
+            policy=settings.eviction_policy,
+            alpha=settings.alpha,
+            max_variants=settings.max_variants,
+        )
+        self._planner = PlannerSettings(
+            strategy=settings.strategy,
+            alpha=settings.alpha,
+            recompute_ratio=settings.recompute_ratio,
+            fast_ratio=settings.fast_ratio,
+            focus_window=None,
+            num_layers=kv_spec.num_layers,
+        )
+        self._loads = LoadPlanner(self.store, _ModelRates(costs), kv_spec.num_layers)
+        self._kv_spec = kv_spec
+        self._views: dict[Passages, PromptView] = {}
+        self._planned: dict[Passages, Planned] = {}
+
+    @property
+    def is_off(self) -> bool:
+        """True where nothing is reused and nothing stored."""
+        return self.settings.reuse == "off"
+
+    def view(self, passages: Passages, system_tokens: int) -> PromptView:
+        """The prompt of these passages; the question is left out, whose tokens are not looked at."""
+        view = self._views.get(passages)
+        if view is None:
+            numbers, lengths = passages.numbers, passages.num_tokens
+            if system_tokens:
+                numbers, lengths = (SYSTEM, *numbers), (system_tokens, *lengths)
+            own = tuple(map(chunk_of, numbers))
+            chunks = tuple(
+                PromptChunk(chunk.chunk_id, length, "system" if number == SYSTEM else "document")
+                for chunk, number, length in zip(own, numbers, lengths, strict=True)
+            )
+            prompt = Prompt(own, bool(system_tokens), (0,), max_new_tokens=1)
+            view = self._views[passages] = PromptView(prompt, chunks, tuple(chunk.chunk_id for chunk in own))
+        return view
+
+    def is_current(self, planned: Planned) -> bool:
+        """False where variants of its chunks came or went since."""
+        return planned.at >= self.index.changes.last(planned.view.ids)
+
+    def plan(self, passages: Passages, system_tokens: int, question_tokens: int) -> Planned:
+        """The plan as things are now. One that was made for the same passages serves again while no variant of them
+        came or went, which is when the engine plans a waiting request anew."""
+        planned = self._planned.get(passages)
+        if planned is None or not self.is_current(planned):
+            view = self.view(passages, system_tokens)
+            planned = self._planned[passages] = self._summed(view, self._make(view, question_tokens, frozenset()))
+        if not self.settings.disk_cache_bytes or not any(map(self.store.unread_bytes, planned.plan.pin)):
+            return planned
+        view, first = planned.view, planned.plan
+
+        def make(without: frozenset[VariantId]) -> PrefillPlan:
+            return self._make(view, question_tokens, without) if without else first
+
+        plan, given_up = self._loads.settle(make)
+        return self._summed(view, plan) if given_up else planned
+
+    def pin(self, planned: Planned) -> LoadTicket:
+        """Pins what a plan reuses."""
+        return self.store.prepare_load(planned.plan.pin)
+
+    def unpin(self, ticket: LoadTicket) -> None:
+        """What was read from a lower tier moves up where it is worth that."""
+        self.index.complete_load(ticket)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Of the KV of so many tokens."""
+        return self._kv_spec.num_bytes(num_tokens)
+
+    def keep(self, planned: Planned) -> None:
+        """Credits what was reused and stores what was computed, as `CachedPrefill.keep` does."""
+        if self.is_off:
+            return
+        plan, view = planned.plan, planned.view
+        self.index.describe_prefill(planned.num_tokens - planned.computed, planned.computed)
+        self.index.credit(planned.uses)
+        computed = [place for place, one in enumerate(plan.segments[:-1]) if _is_new(one)]
+        if not computed:
+            return
+        known = self.index.of_chunks({view.ids[place] for place in computed})
+        kept = set(plan.pin)
+        for place in computed:
+            segment, prefix = plan.segments[place], view.ids[:place]
+            if should_capture(segment, known.get(view.ids[place], ()), prefix):
+                meta = self._meta(segment, view, place)
+                if self.index.add(meta, NO_KV, view.prompt, pinned=kept):
+                    kept.add(meta.variant_id)
+
+    def on_device(self, planned: Planned, ticket: LoadTicket) -> frozenset[int]:
+        """Segments that are read where the device tier has them: reused without any change."""
+        return frozenset(
+            place
+            for place, one in enumerate(planned.plan.segments)
+            if one.variant_id is not None and not one.recompute_offsets and ticket.tiers.get(one.variant_id) == DEVICE
+        )
+
+    def _make(self, view: PromptView, question_tokens: int, without: frozenset[VariantId]) -> PrefillPlan:
+        candidates: Mapping[ChunkId, Sequence[VariantMeta]] = {}
+        if not self.is_off:
+            candidates = self.index.of_chunks(set(view.ids))
+        if without:
+            candidates = {
+                key: [meta for meta in metas if meta.variant_id not in without] for key, metas in candidates.items()
+            }
+        return plan_prefill(
+            "", view.chunks, question_tokens, candidates, mode=self.settings.reuse, settings=self._planner
+        )
+
+    def _summed(self, view: PromptView, plan: PrefillPlan) -> Planned:
+        computed = recomputed = hits = documents = 0
+        uses = []
+        for one in plan.segments:
+            documents += one.role == "document"
+            if one.action == "compute":
+                computed += one.num_tokens
+            else:
+                assert one.variant_id is not None
+                recomputed += len(one.recompute_offsets)
+                hits += one.role == "document"
+                uses.append((one.variant_id, one.cfo or 0.0))
+        at = self.index.changes.count
+        return Planned(view, plan, at, computed + recomputed, recomputed, plan.num_tokens, tuple(uses), documents, hits)
+
+    def _meta(self, segment: Segment, view: PromptView, place: int) -> VariantMeta:
+        """What a device would have measured: mass on each chunk before by its tokens, the same CCI for all."""
+        prefix = view.ids[:place]
+        return VariantMeta(
+            variant_id=make_variant_id(view.ids[place], prefix, segment.fidelity),
+            chunk_id=view.ids[place],
+            prefix_ids=prefix,
+            inter_by_prefix=tuple(float(chunk.num_tokens) for chunk in view.chunks[:place]),
+            a_mean=1.0,
+            b_mean=INTRA_OVER_INTER,
+            cci=self.settings.cci if prefix else 0.5,
+            token_ranking=_ranking(segment.num_tokens),
+            num_tokens=segment.num_tokens,
+            num_bytes=self._kv_spec.num_bytes(segment.num_tokens),
+            fidelity=segment.fidelity,
+        )
+
+
+class _ModelRates(Rates):
+    """A cost model in place of measured rates, for `LoadPlanner`."""
+
+    def __init__(self, costs: CostModel) -> None:
+        super().__init__()
+        self._costs = costs
+        whole_s = costs.compute_s(_TYPICAL_TOKENS, 0, _TYPICAL_TOKENS)
+        self._token_s = whole_s / _TYPICAL_TOKENS
+        for _ in range(32):  # what makes a measured rate a settled one
+            self.tiers[DISK].add(1 << 20, costs.link_s(DISK, 1 << 20))
+
+    def load_s(self, tier: str, num_bytes: int) -> float | None:
+        return self._costs.link_s(tier, num_bytes)
+
+    def compute_s(self, num_tokens: int) -> float | None:
+        return Cost(0.0, self._token_s).seconds(num_tokens)
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        return self._token_s
+
+
+def _is_new(segment: Segment) -> bool:
+    return segment.action == "compute" or bool(segment.recompute_offsets)
+
+
+@functools.cache
+def _ranking(num_tokens: int) -> tuple[int, ...]:
+    return tuple(range(num_tokens))

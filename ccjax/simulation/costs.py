@@ -1,0 +1,262 @@
+"""What prefills, decode steps and loads take, in seconds: a roofline over public figures, or a measured grid with the
+rest fitted beside it. Runs nothing."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from ccjax.policy._checks import check_count, check_mass
+from ccjax.policy.prefill_cost import PrefillGrid
+from ccjax.simulation.hardware import Hardware
+from models.llama3.config import LlamaConfig
+from store.usage import DEVICE, DISK, HOST
+
+
+class Piece(NamedTuple):
+    """Part of a pack.
+
+    Attributes:
+      new: computed tokens of one request.
+      seen: how many tokens of context the last of them sees, itself included.
+      is_last: the request's next token is drawn behind them, which takes the output head.
+    """
+
+    new: int
+    seen: int
+    is_last: bool = True
+
+
+_MEMO = 1 << 18
+"""Prefills whose time is remembered: what eviction goes by asks for the same ones over and over."""
+
+
+class CostModel(Protocol):
+    """Seconds of virtual time; sizes in, no state."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        ...
+
+    def pack_s(self, pieces: Sequence[Piece]) -> float:
+        """One pack through all layers, loads left out."""
+        ...
+
+    def decode_s(self, num_seqs: int, context_tokens: int) -> float:
+        """One decode step of so many answers that see so many tokens together."""
+        ...
+
+    def link_s(self, tier: str, num_bytes: int) -> float:
+        """KV bytes from "host" memory to the device, or from "disk" to host memory, the link to oneself."""
+        ...
+
+    def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
+        """`ccjax.engine.placement.Costs`: a chunk's part of a prefill (RAGCache eq. 4)."""
+        ...
+
+    def load_s(self, tier: str, num_bytes: int) -> float:
+        """`ccjax.engine.placement.Costs`: what a load out of a tier takes until the KV is on the device."""
+        ...
+
+
+class _Derived(abc.ABC):
+    """What of a `CostModel` follows from the rest."""
+
+    @abc.abstractmethod
+    def pack_s(self, pieces: Sequence[Piece]) -> float: ...
+
+    @abc.abstractmethod
+    def link_s(self, tier: str, num_bytes: int) -> float: ...
+
+    @functools.cached_property
+    def _one_prefill_s(self) -> Callable[[int, int], float]:
+        return functools.lru_cache(_MEMO)(lambda cached, new: self.pack_s([Piece(new, cached + new)]))
+
+    def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
+        """See `CostModel`."""
+        return num_tokens * self._one_prefill_s(cached_tokens, new_tokens) / new_tokens
+
+    def load_s(self, tier: str, num_bytes: int) -> float:
+        """See `CostModel`; what is on disk comes through host memory."""
+        if tier == DEVICE:
+            return 0.0
+        return self.link_s(HOST, num_bytes) + (self.link_s(DISK, num_bytes) if tier == DISK else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RooflineCosts(_Derived):
+    """A step takes what its products or its bytes take, whichever is more, and a fixed time per layer.
+
+    Products: 2 FLOPs for each weight of a layer that a token meets (the experts that it is sent to), 4 for each pair of
+    query and key value; the output head for one token a request. Bytes: all weights once a step (of experts, those that
+    some token meets), the KV that is read. A split model has two sums over devices a layer, rings of `2 (n-1)/n` of the
+    activations. Padding, and the masses that ccjax' attention takes besides, are in `Hardware.compute_ratio`.
+
+    Attributes:
+      tensor_parallel_size: devices that the model is split over; rates and host links add up.
+    """
+
+    config: LlamaConfig
+    hardware: Hardware
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("tensor_parallel_size", self.tensor_parallel_size)
+        if self.tensor_parallel_size > 1 and not self.hardware.link_bytes_per_s:
+            raise ValueError(
+                f"tensor_parallel_size: wanted 1, {self.hardware.name} has no link between devices, got "
+                f"{self.tensor_parallel_size}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return self.config.num_layers
+
+    @functools.cached_property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers, on all devices."""
+        c = self.config
+        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * self.hardware.value_bytes
+
+    @functools.cached_property
+    def weight_bytes(self) -> int:
+        """All weights, on all devices."""
+        c = self.config
+        per_layer = self._attention_weights + max(1, c.num_experts) * self._mlp_weights
+        vocab = (1 if c.tie_embeddings else 2) * c.vocab_size * c.d_model
+        return (c.num_layers * per_layer + vocab) * self.hardware.value_bytes
+
+    @functools.cached_property
+    def _attention_weights(self) -> int:
+        c = self.config
+        return 2 * c.d_model * c.head_dim * (c.num_heads + c.num_kv_heads)
+
+    @functools.cached_property
+    def _mlp_weights(self) -> int:
+        return 3 * self.config.d_model * self.config.d_ff
+
+    @functools.cached_property
+    def _token_flops(self) -> int:
+        c = self.config
+        return 2 * c.num_layers * (self._attention_weights + max(1, c.num_experts_per_token) * self._mlp_weights)
+
+    @functools.cached_property
+    def _pair_flops(self) -> int:
+        c = self.config
+        return 4 * c.num_layers * c.num_heads * c.head_dim
+
+    @functools.cached_property
+    def _head_weights(self) -> int:
+        return self.config.vocab_size * self.config.d_model
+
+    @functools.cached_property
+    def _flops_per_s(self) -> float:
+        return self.hardware.flops_per_s * self.hardware.compute_ratio * self.tensor_parallel_size
+
+    @functools.cached_property
+    def _bytes_per_s(self) -> float:
+        return self.hardware.memory_bytes_per_s * self.hardware.memory_ratio * self.tensor_parallel_size
+
+    def _step_s(self, num_tokens: int, num_pairs: float, num_heads: int, context_tokens: int) -> float:
+        c, hardware, size = self.config, self.hardware, self.tensor_parallel_size
+        flops = num_tokens * self._token_flops + num_pairs * self._pair_flops + 2 * num_heads * self._head_weights
+        experts = min(c.num_experts, num_tokens * c.num_experts_per_token) if c.num_experts else 1
+        head_weights = self._head_weights if num_heads else 0
+        weights = c.num_layers * (self._attention_weights + experts * self._mlp_weights) + head_weights
+        moved = weights * hardware.value_bytes + context_tokens * self.kv_bytes_per_token
+        seconds = max(flops / self._flops_per_s, moved / self._bytes_per_s) + c.num_layers * hardware.layer_s
+        if size > 1:
+            ring = 2 * (size - 1) / size * num_tokens * c.d_model * hardware.value_bytes
+            seconds += 2 * c.num_layers * ring / hardware.link_bytes_per_s
+        return seconds
+
+    def pack_s(self, pieces: Sequence[Piece]) -> float:
+        """See `CostModel`. Computed tokens are taken to stand at the end of their context. Those that CacheCraft
+        recomputes stand all over it and see less: their attention is overrated, a tenth of all FLOPs of an 8B model
+        behind 5,000 tokens."""
+        num_tokens = context = num_heads = 0
+        pairs = 0.0
+        for new, seen, is_last in pieces:
+            num_tokens += new
+            context += seen
+            num_heads += is_last
+            pairs += new * (seen - (new - 1) / 2)
+        return self._step_s(num_tokens, pairs, num_heads, context)
+
+    def decode_s(self, num_seqs: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self._step_s(num_seqs, context_tokens, num_seqs, context_tokens)
+
+    def link_s(self, tier: str, num_bytes: int) -> float:
+        """See `CostModel`; each device of a split model has a host link of its own, the disk is one for all."""
+        if tier == DISK:
+            return num_bytes / self.hardware.disk_bytes_per_s
+        return num_bytes / (self.hardware.host_bytes_per_s * self.tensor_parallel_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class GridCosts(_Derived):
+    """T(cached, new) as measured by `scripts/profile_prefill.py`, decode steps and links as given.
+
+    A pack takes the sum of its pieces' times, what a prefill takes at any length counted once; without the output head
+    where no prompt ends in it. The grid was measured
+    with its cached tokens in the fastest tier that took them, so moving them from host memory is in it, and `link_s`
+    of "host" is 0.
+
+    Attributes:
+      num_layers: of the model.
+      head_s: of every measured time, what the output head and the draw took.
+      decode_fixed_s, decode_seq_s, decode_token_s: a decode step, each answer in it, each token of their contexts.
+      disk_bytes_per_s: from disk to host memory.
+      scale: all measured times are multiplied by it, where another measurement says that they have changed.
+    """
+
+    grid: PrefillGrid
+    num_layers: int
+    decode_fixed_s: float
+    decode_seq_s: float = 0.0
+    decode_token_s: float = 0.0
+    head_s: float = 0.0
+    disk_bytes_per_s: float = 1e9
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count("num_layers", self.num_layers)
+        for name in ("decode_fixed_s", "decode_seq_s", "decode_token_s", "head_s", "disk_bytes_per_s", "scale"):
+            check_mass(name, getattr(self, name))
+        if not self.disk_bytes_per_s or not self.scale:
+            raise ValueError("disk_bytes_per_s, scale: wanted more than 0, got 0")
+
+    @functools.cached_property
+    def fixed_s(self) -> float:
+        """What the grid's shortest prefills take at any length: their line, at no new tokens."""
+        (first, second), row = self.grid.new[:2], self.grid.seconds[0]
+        return max(0.0, row[0] - first * (row[1] - row[0]) / (second - first))
+
+    def pack_s(self, pieces: Sequence[Piece]) -> float:
+        """See `CostModel`."""
+        prefills = sum(max(self.fixed_s, self.grid.prefill_s(max(0, seen - new), new)) for new, seen, _ in pieces)
+        shared_s = max(0, len(pieces) - 1) * self.fixed_s
+        head_s = 0.0 if any(piece.is_last for piece in pieces) else self.head_s
+        return self.scale * max(0.0, prefills - shared_s - head_s)
+
+    def decode_s(self, num_seqs: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self.decode_fixed_s + num_seqs * self.decode_seq_s + context_tokens * self.decode_token_s
+
+    def link_s(self, tier: str, num_bytes: int) -> float:
+        """See `CostModel`."""
+        return num_bytes / self.disk_bytes_per_s if tier == DISK else 0.0
+
+
+def overlapped_s(compute_s: float, load_s: float, num_layers: int) -> float:
+    """Seconds of a pack whose KV comes layer by layer while layers run (CacheCraft sec. 3.4.2): the slower of the two,
+    and one layer of the other, which nothing hides."""
+    if not load_s:
+        return compute_s
+    return max(compute_s + load_s / num_layers, load_s + compute_s / num_layers)

@@ -1,0 +1,115 @@
+"""What a simulated run came to: times by request, tokens by how they were had. Decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ccjax.simulation.cache import Planned
+from ccjax.simulation.workload import Workload
+from store.tickets import LoadTicket
+from store.usage import DEVICE, DISK, HOST
+
+TIERS = (DEVICE, HOST, DISK)
+
+
+class Outcome:
+    """Figures of each request, in the order of arrival.
+
+    Attributes:
+      ttft_s, latency_s: [n] from arrival to the first and to the last token; NaN until then, and for the refused.
+      computed, recomputed, prompt: [n] tokens that ran through the model, those of them of reused passages, and all of
+        the prompt.
+      hits, documents: [n] passages that were reused, and all.
+      tier_tokens: tier -> [n] tokens of reused passages that came from it, those computed again included.
+      replica: [n] who answered.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self.ttft_s = np.full(num_requests, np.nan)
+        self.latency_s = np.full(num_requests, np.nan)
+        self.computed, self.recomputed, self.prompt, self.hits, self.documents, self.replica = (
+            np.zeros(num_requests, np.int32) for _ in range(6)
+        )
+        self.tier_tokens = {tier: np.zeros(num_requests, np.int32) for tier in TIERS}
+        self.num_refused = self.num_preempted = self.num_packs = self.num_decode_steps = 0
+        self.busy_s = 0.0
+        self.end_s = 0.0
+
+    def note_prefill(self, number: int, planned: Planned, ticket: LoadTicket) -> None:
+        """A request has its first token."""
+        self.computed[number] = planned.computed
+        self.recomputed[number] = planned.recomputed
+        self.prompt[number] = planned.num_tokens
+        self.hits[number] = planned.num_hits
+        self.documents[number] = planned.num_documents
+        if ticket.tiers:
+            for one in planned.plan.segments:
+                if one.variant_id is not None and one.role == "document":
+                    tier = ticket.tiers.get(one.variant_id)
+                    if tier is not None:
+                        self.tier_tokens[tier][number] += one.num_tokens
+
+    def figures(self, workload: Workload, *, warmup: int = 0) -> dict[str, Any]:
+        """Plain JSON values, of the requests behind the first `warmup`.
+
+        Throughput counts answers from the end of the first counted one to the end of the last: in an overloaded run
+        that is what the replicas can do.
+        """
+        counted = slice(warmup, None)
+        ttft, latency = self.ttft_s[counted], self.latency_s[counted]
+        done = ~np.isnan(latency)
+        prompt = int(self.prompt[counted].sum())
+        documents = int(self.documents[counted].sum())
+        ends = (workload.arrival_s[counted] + latency)[done]
+        seconds = float(np.ptp(ends)) if len(ends) else 0.0
+        reused = {tier: int(tokens[counted].sum()) for tier, tokens in self.tier_tokens.items()}
+        return {
+            "requests": len(ttft),
+            "answered": int(done.sum()),
+            "refused": self.num_refused,
+            "preempted": self.num_preempted,
+            "rate": (len(ttft) - 1) / span if (span := _span(workload, warmup)) else None,
+            "ttft_s": _spread(ttft),
+            "latency_s": _spread(latency),
+            "throughput": (len(ends) - 1) / seconds if seconds else None,
+            "tokens": {
+                "prompt": prompt,
+                "computed": int(self.computed[counted].sum()),
+                "recomputed": int(self.recomputed[counted].sum()),
+                "reused_by_tier": reused,
+            },
+            "computed_share": int(self.computed[counted].sum()) / prompt if prompt else None,
+            "hit_ratio": int(self.hits[counted].sum()) / documents if documents else None,
+            "tier_share": {tier: tokens / prompt if prompt else None for tier, tokens in reused.items()},
+            "packs": self.num_packs,
+            "decode_steps": self.num_decode_steps,
+            "busy_share": self.busy_s / self.end_s if self.end_s else None,
+            "virtual_s": self.end_s,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Mean and percentiles, seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+def _span(workload: Workload, warmup: int) -> float:
+    times = workload.arrival_s[warmup:]
+    return float(times[-1] - times[0]) if len(times) > 1 else 0.0
+
+
+def _spread(seconds: np.ndarray) -> dict[str, float] | None:
+    found = seconds[~np.isnan(seconds)]
+    if not len(found):
+        return None
+    return dataclasses.asdict(
+        Spread(float(found.mean()), *(float(value) for value in np.percentile(found, (50, 90, 99))))
+    )

@@ -1,0 +1,356 @@
+"""One replica in virtual time: the engine's scheduler over a cost model. What `ccjax.engine.batch` does with a device
+is done here with its seconds, in the same order of the scheduler's verbs.
+
+What differs: a pack is begun and ended in one call, so a request that comes meanwhile is in line from its end on;
+nothing fails, nobody cancels; of n answers there is one; there is one flow and one priority.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ccjax.engine.pool import PAGE_TOKENS, num_pages
+from ccjax.policy._checks import check_mass
+from ccjax.policy.scheduling import Costs, LineFullError, Pack, Scheduler, SchedulerSettings, Work
+from ccjax.simulation.cache import Planned, ReplicaCache
+from ccjax.simulation.costs import CostModel, Piece, overlapped_s
+from ccjax.simulation.outcome import Outcome
+from ccjax.simulation.workload import Passages, Workload
+from store.tickets import LoadTicket
+from store.usage import DEVICE, DISK, HOST
+
+PLANNED_AHEAD = 8
+"""Requests in line that are planned before each pack, as `ccjax.engine.batch.seating` does."""
+LOADINGS = ("layerwise", "sync")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostWork:
+    """What takes time beside the device's work, seconds.
+
+    Attributes:
+      before_s: the host's work for a request before its first token (planning, launching), the device waiting.
+      after_s: behind that (copying KV out, storing, answering).
+      pack_s: by which every pack takes longer than its cost model has it, whatever its size.
+      wake_s: by which a pack takes longer when nothing ran before it: on a CPU the weights have left its caches.
+      apart_s: of a request's latency, beside all that: its text is tokenized, its answer handed over.
+    """
+
+    before_s: float = 0.0
+    after_s: float = 0.0
+    pack_s: float = 0.0
+    wake_s: float = 0.0
+    apart_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("before_s", "after_s", "pack_s", "wake_s", "apart_s"):
+            check_mass(name, getattr(self, name))
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """A request between arrival and its last token."""
+
+    number: int
+    request_id: str
+    arrival_s: float
+    passages: Passages
+    answer_tokens: int
+    planned: Planned | None = None
+    work: Work | None = None
+    ticket: LoadTicket | None = None
+    own_pages: int = 0
+    tail_slots: int = 0
+    answered: int = 0
+    context: int = 0
+    loaded_at_s: float = 0.0
+    disk_at_s: float | None = None
+    is_prefilled: bool = False
+
+
+class Replica:
+    """Requests in, figures out. `advance` runs it up to a time, `submit` adds a request that comes then.
+
+    Args:
+      loading: "layerwise" lets layers run while later ones load (CacheCraft alg. 2), "sync" loads all first.
+      preloads: reads what waiting requests reuse from disk while they wait (CacheCraft sec. 3.5).
+    """
+
+    def __init__(
+        self,
+        cache: ReplicaCache,
+        costs: CostModel,
+        settings: SchedulerSettings,
+        workload: Workload,
+        outcome: Outcome,
+        *,
+        name: str = "0",
+        host_work: HostWork = HostWork(),
+        loading: str = "layerwise",
+        preloads: bool = True,
+    ) -> None:
+        if loading not in LOADINGS:
+            raise ValueError(f"loading: wanted one of {', '.join(LOADINGS)}, got {loading!r}")
+        self.cache = cache
+        self.scheduler = Scheduler(settings)
+        self.now_s = 0.0
+        self._costs = costs
+        self._workload = workload
+        self._outcome = outcome
+        self._host_work = host_work
+        self._is_layerwise = loading == "layerwise"
+        self._preloads = preloads and bool(cache.settings.disk_cache_bytes)
+        self._index = int(name)
+        self._jobs: dict[str, Job] = {}
+        self._waiting: dict[str, Job] = {}
+        self._free_pages = settings.num_pages
+        self._link_free_s = {HOST: 0.0, DISK: 0.0}
+        self._decode_step_s = 0.0
+        self._has_paused = True
+        self._answer_tokens: float | None = None
+        self._token_s = costs.compute_s(1024, 0, 1024) / 1024
+        self._scheduler_costs = Costs(self._token_s, 0.0, 0.0)
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests that have not their last token."""
+        return len(self._jobs)
+
+    def submit(self, number: int, passages: Passages, arrival_s: float, answer_tokens: int) -> None:
+        """A request comes; `advance` to its arrival comes first."""
+        job = Job(number, str(number), arrival_s, passages, answer_tokens)
+        lengths = (self._workload.system_tokens, *passages.num_tokens, self._workload.question_tokens)
+        job.tail_slots = -lengths[-1] % PAGE_TOKENS
+        job.work = Work(
+            job.request_id,
+            prefill_tokens=sum(lengths),
+            prompt_pages=sum(map(num_pages, lengths)),
+            max_new_tokens=answer_tokens,
+            tail_slots=job.tail_slots,
+        )
+        self._outcome.replica[number] = self._index
+        try:
+            self.scheduler.add(job.work)
+        except LineFullError:
+            self._outcome.num_refused += 1
+            return
+        self._jobs[job.request_id] = self._waiting[job.request_id] = job
+        if self._preloads:
+            planned = self.cache.plan(passages, self._workload.system_tokens, self._workload.question_tokens)
+            num_bytes = sum(map(self.cache.store.unread_bytes, planned.plan.pin))
+            if num_bytes:
+                job.disk_at_s = self._on_link(DISK, num_bytes, arrival_s)
+
+    def advance(self, until_s: float) -> None:
+        """Runs packs and decode steps that begin before then; the last one may end after it."""
+        while self._jobs and self.now_s < until_s:
+            self._run_one()
+        if not self._jobs and self.now_s < until_s:
+            self.now_s = until_s
+            self._has_paused = True
+
+    def finish(self) -> None:
+        """Runs until all requests have their answers."""
+        while self._jobs:
+            self._run_one()
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def _run_one(self) -> None:
+        started_s = self.now_s
+        if self._waiting:
+            self._plan_first()
+        pack = self.scheduler.next_pack(self.now_s, self._free_pages, self._as_costs(), shared_pages=_none_shared)
+        self._carry_out(pack)
+        pieces = [piece for piece in pack.pieces if self._jobs[piece.request_id].ticket is not None]
+        if pieces:
+            self._run_pack(pieces)
+        elif pack.pieces:
+            self.scheduler.pack_done(self.now_s)
+        elif self.scheduler.num_decoding:
+            self._decode()
+        elif not pack.admitted:
+            raise RuntimeError(f"{len(self._waiting)} requests wait and nothing runs")
+        self._outcome.busy_s += self.now_s - started_s
+        self._outcome.end_s = max(self._outcome.end_s, self.now_s)
+
+    def _plan_first(self) -> None:
+        """As `Seating._plan_first`."""
+        num_seats = self.scheduler.settings.max_num_seqs - self.scheduler.num_running
+        num_planned = PLANNED_AHEAD if num_seats else 1
+        if 0 < num_seats < len(self._waiting):
+            num_planned = max(num_planned, self.scheduler.settings.reorder_window)
+        first = []
+        for job in self._waiting.values():
+            first.append(job)
+            if len(first) == num_planned:
+                break
+        for job in first:
+            if job.planned is None or not self.cache.is_current(job.planned):
+                self._plan(job)
+
+    def _plan(self, job: Job) -> None:
+        """Plans a request that has no pages, and tells the scheduler."""
+        workload = self._workload
+        planned = job.planned = self.cache.plan(job.passages, workload.system_tokens, workload.question_tokens)
+        shared: tuple[int, ...] = ()
+        if self.cache.settings.device_cache_bytes:
+            tier_of = self.cache.store.tier_of
+            shared = tuple(
+                one.num_tokens
+                for one in planned.plan.segments
+                if one.variant_id is not None and not one.recompute_offsets and tier_of(one.variant_id) == DEVICE
+            )
+        pages = sum(num_pages(one.num_tokens) for one in planned.plan.segments) - sum(map(num_pages, shared))
+        job.work = Work(
+            job.request_id,
+            prefill_tokens=planned.computed,
+            prompt_pages=pages,
+            max_new_tokens=job.answer_tokens,
+            cached_tokens=planned.num_tokens - planned.computed,
+            tail_slots=job.tail_slots,
+            is_divisible=planned.plan.is_divisible,
+        )
+        self.scheduler.replan(job.work)
+
+    def _carry_out(self, pack: Pack) -> None:
+        for preempted in pack.preempted:
+            self._preempt(preempted.request_id)
+        for request_id in pack.admitted:
+            self._admit(self._jobs[request_id])
+
+    def _admit(self, job: Job) -> None:
+        """Pins, draws pages and starts to load; a request whose plan had to change goes back in line."""
+        planned = job.planned
+        ticket = None if planned is None else self.cache.pin(planned)
+        if planned is None or ticket is None or ticket.missing:
+            if ticket is not None:
+                self.cache.store.complete_load(ticket, ok=False)
+            job.planned = None
+            self._plan(job)
+            return
+        assert job.work is not None
+        del self._waiting[job.request_id]
+        job.ticket = ticket
+        job.own_pages = job.work.pages_with(job.answered, PAGE_TOKENS)
+        self._free_pages -= job.own_pages
+        job.context = planned.num_tokens + job.answered
+        self._load(job, planned, ticket)
+
+    def _load(self, job: Job, planned: Planned, ticket: LoadTicket) -> None:
+        """When its KV will be on the device."""
+        host_tokens = disk_tokens = 0
+        for one in planned.plan.segments:
+            tier = ticket.tiers.get(one.variant_id) if one.variant_id is not None else None
+            if tier is not None and tier != DEVICE:
+                host_tokens += one.num_tokens
+                disk_tokens += one.num_tokens if tier == DISK else 0
+        job.loaded_at_s = self.now_s
+        if disk_tokens:
+            if job.disk_at_s is None:
+                job.disk_at_s = self._on_link(DISK, self.cache.num_bytes(disk_tokens), self.now_s)
+            job.loaded_at_s = max(job.loaded_at_s, job.disk_at_s)
+        if host_tokens:
+            job.loaded_at_s = max(job.loaded_at_s, self._on_link(HOST, self.cache.num_bytes(host_tokens), self.now_s))
+
+    def _on_link(self, tier: str, num_bytes: int, now_s: float) -> float:
+        """When so many bytes are through a link, behind what it was given before."""
+        free_s = max(now_s, self._link_free_s[tier]) + self._costs.link_s(tier, num_bytes)
+        self._link_free_s[tier] = free_s
+        return free_s
+
+    def _run_pack(self, pieces: list) -> None:
+        jobs = [self._jobs[piece.request_id] for piece in pieces]
+        sizes: list[Piece] = []
+        load_s = host_s = 0.0
+        for job, piece in zip(jobs, pieces, strict=True):
+            assert job.planned is not None
+            cached = job.planned.num_tokens - job.planned.computed
+            sizes.append(Piece(piece.num_tokens, cached + piece.start + piece.num_tokens, piece.is_last))
+            if not piece.start:
+                load_s = max(load_s, job.loaded_at_s - self.now_s)
+                host_s += self._host_work.before_s
+        compute_s, num_layers = self._costs.pack_s(sizes), self._costs.num_layers
+        whole_s = overlapped_s(compute_s, load_s, num_layers) if self._is_layerwise else compute_s + load_s
+        whole_s += host_s + self._host_work.pack_s + (self._host_work.wake_s if self._has_paused else 0.0)
+        self._has_paused = False
+        if self.scheduler.num_decoding:
+            for _ in range(num_layers):
+                self.now_s += whole_s / num_layers
+                if self.scheduler.after_layer(self.now_s):
+                    self._decode()
+        else:  # nobody could ask for a decode step between two layers
+            self.now_s += whole_s
+        done = self.scheduler.pack_done(self.now_s)
+        self._outcome.num_packs += 1
+        kept = []
+        for request_id in done:
+            job = self._jobs[request_id]
+            assert job.planned is not None and job.ticket is not None
+            if not job.is_prefilled:
+                job.is_prefilled = True
+                self._outcome.ttft_s[job.number] = self.now_s - job.arrival_s + self._host_work.apart_s
+                self._outcome.note_prefill(job.number, job.planned, job.ticket)
+                kept.append(job.planned)
+            self._take_token(job)
+        for planned in kept:  # once the first tokens are out
+            self.cache.keep(planned)
+        self.now_s += len(kept) * self._host_work.after_s
+
+    def _decode(self) -> None:
+        step = self.scheduler.next_decode(self._free_pages, self._as_costs())
+        for preempted in step.preempted:
+            self._preempt(preempted.request_id)
+        jobs = [self._jobs[request_id] for request_id in step.request_ids]
+        for request_id in step.draws:
+            self._jobs[request_id].own_pages += 1
+        self._free_pages -= len(step.draws)
+        if jobs:
+            seconds = self._costs.decode_s(len(jobs), sum(job.context for job in jobs))
+            self._decode_step_s = 0.9 * self._decode_step_s + 0.1 * seconds if self._decode_step_s else seconds
+            self.now_s += seconds
+        self.scheduler.decode_done(self.now_s)
+        self._outcome.num_decode_steps += 1
+        for job in jobs:
+            self._take_token(job)
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    def _take_token(self, job: Job) -> None:
+        job.answered += 1
+        job.context += 1
+        if job.answered < job.answer_tokens:
+            return
+        self._outcome.latency_s[job.number] = self.now_s - job.arrival_s + self._host_work.apart_s
+        mean = self._answer_tokens
+        self._answer_tokens = job.answered if mean is None else 0.9 * mean + 0.1 * job.answered
+        self.scheduler.remove(job.request_id)
+        del self._jobs[job.request_id]
+        self._release(job)
+
+    def _preempt(self, request_id: str) -> None:
+        """Its pages are free; it goes first again, and is planned anew."""
+        job = self._jobs[request_id]
+        self._outcome.num_preempted += 1
+        self._release(job)
+        job.planned = job.disk_at_s = None
+        self._waiting = {request_id: job, **self._waiting}
+
+    def _release(self, job: Job) -> None:
+        self._free_pages += job.own_pages
+        job.own_pages = 0
+        if job.ticket is not None:
+            ticket, job.ticket = job.ticket, None
+            self.cache.unpin(ticket)
+
+    def _as_costs(self) -> Costs:
+        """What the engine measures for the scheduler."""
+        last = self._scheduler_costs
+        if (last.decode_step_s, last.answer_tokens) != (self._decode_step_s, self._answer_tokens):
+            self._scheduler_costs = Costs(self._token_s, 0.0, self._decode_step_s, self._answer_tokens)
+        return self._scheduler_costs
+
+
+def _none_shared(request_id: str) -> int:
+    """The device tier's pages are not the requests' here."""
+    return 0

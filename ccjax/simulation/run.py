@@ -1,0 +1,147 @@
+"""A whole run: a workload over one replica or several, routed as a cluster's router does. Knows no file, no table."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+from ccjax.policy._checks import check_count, check_mass
+from ccjax.policy.routing import ChunkFilter, PromptSummary, ReplicaState, Summary, load_cost, rank
+from ccjax.policy.scheduling import SchedulerSettings
+from ccjax.simulation.cache import CacheSettings, ReplicaCache
+from ccjax.simulation.costs import CostModel
+from ccjax.simulation.outcome import Outcome
+from ccjax.simulation.replica import HostWork, Replica
+from ccjax.simulation.workload import Workload
+from ccjax.types import ChunkId
+from store.spec import KVSpec
+from store.usage import DISK
+
+_ADVANCE_EVERY = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """What answers; each replica has tiers of its own, also below: a shared store is not modelled.
+
+    Attributes:
+      cache, scheduler: of each replica.
+      replicas: how many.
+      summary_interval_s: how often each tells the router what it holds and how many tokens wait.
+    """
+
+    costs: CostModel
+    kv_spec: KVSpec
+    cache: CacheSettings
+    scheduler: SchedulerSettings
+    replicas: int = 1
+    host_work: HostWork = HostWork()
+    loading: str = "layerwise"
+    preloads: bool = True
+    summary_interval_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_count("replicas", self.replicas)
+        check_mass("summary_interval_s", self.summary_interval_s)
+
+
+class Simulation:
+    """A run that was carried out, or can be continued: `run` takes each request in turn.
+
+    Attributes:
+      replicas: with their caches, as the run left them.
+    """
+
+    def __init__(self, deployment: Deployment, workload: Workload, *, seed: int = 0) -> None:
+        self.outcome = Outcome(len(workload))
+        self._workload = workload
+        self._rng = random.Random(seed)
+        self.replicas = [
+            Replica(
+                ReplicaCache(deployment.cache, deployment.costs, deployment.kv_spec),
+                deployment.costs,
+                deployment.scheduler,
+                workload,
+                self.outcome,
+                name=str(name),
+                host_work=deployment.host_work,
+                loading=deployment.loading,
+                preloads=deployment.preloads,
+            )
+            for name in range(deployment.replicas)
+        ]
+        self._router = _Router(self.replicas, deployment) if deployment.replicas > 1 else None
+
+    def run(self, progress: Callable[[int], None] = lambda done: None) -> Outcome:
+        """All requests, to their last tokens.
+
+        Args:
+          progress: called now and then with the requests that came since the last time.
+        """
+        workload = self._workload
+        times, which = workload.arrival_s.tolist(), workload.which.tolist()
+        answers, lists = workload.answer_tokens.tolist(), workload.lists
+        replica = self.replicas[0]
+        for number, (at_s, place, answer) in enumerate(zip(times, which, answers, strict=True)):
+            passages = lists[place]
+            if self._router is not None:
+                for one in self.replicas:
+                    one.advance(at_s)
+                prompt = self._summary(number, replica)
+                replica = self._router.choose(at_s, prompt, self._rng.random())
+            else:
+                replica.advance(at_s)
+            replica.submit(number, passages, at_s, answer)
+            if number % _ADVANCE_EVERY == _ADVANCE_EVERY - 1:
+                progress(_ADVANCE_EVERY)
+        for one in self.replicas:
+            one.finish()
+        progress(len(workload) % _ADVANCE_EVERY)
+        return self.outcome
+
+    def _summary(self, number: int, replica: Replica) -> PromptSummary:
+        passages = self._workload.lists[int(self._workload.which[number])]
+        view = replica.cache.view(passages, self._workload.system_tokens)
+        chunks = tuple((chunk.chunk_id, chunk.num_tokens) for chunk in view.chunks if chunk.role == "document")
+        return PromptSummary(chunks, self._workload.question_tokens + self._workload.system_tokens)
+
+
+class _Router:
+    """Books as `ccjax.cluster.router` keeps them: the last summary of each replica, and what was sent there since."""
+
+    def __init__(self, replicas: list[Replica], deployment: Deployment) -> None:
+        self._replicas = {str(name): one for name, one in enumerate(replicas)}
+        self._interval_s = deployment.summary_interval_s
+        self._next_s = 0.0
+        self._summaries: dict[str, Summary] = {}
+        self._filters: dict[str, tuple[int, ChunkFilter]] = {}
+        self._sent = dict.fromkeys(self._replicas, 0.0)
+        token_bytes = deployment.kv_spec.num_bytes(1)
+        has_disk = bool(deployment.cache.disk_cache_bytes)
+        costs = deployment.costs
+        token_s = costs.compute_s(1024, 0, 1024) / 1024
+        self._load_cost = load_cost(costs.load_s(DISK, token_bytes) if has_disk else None, token_s)
+
+    def choose(self, now_s: float, prompt: PromptSummary, draw: float) -> Replica:
+        """Where a request goes."""
+        if now_s >= self._next_s:
+            self._publish()
+            self._next_s = now_s + self._interval_s
+        states = [
+            ReplicaState(name, self._summaries[name], self._sent[name], one.num_under_way)
+            for name, one in self._replicas.items()
+        ]
+        name = rank(states, prompt, draw)[0]
+        self._sent[name] += prompt.other_tokens + sum(length for _, length in prompt.chunks)
+        return self._replicas[name]
+
+    def _publish(self) -> None:
+        for name, one in self._replicas.items():
+            count, store = one.cache.index.changes.count, one.cache.store
+            if name not in self._filters or self._filters[name][0] != count:
+                held = (ChunkId(key) for key in store.chunk_ids(store.memory_tiers))
+                self._filters[name] = (count, ChunkFilter.of(held))
+            waiting = one.scheduler.unserved_tokens()
+            self._summaries[name] = Summary(self._filters[name][1], waiting, self._load_cost)
+            self._sent[name] = 0.0

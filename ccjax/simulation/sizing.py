@@ -1,0 +1,126 @@
+"""What a service level needs: "p99 TTFT < 1 s at 20 req/s" as a goal, and the cheapest of some deployments that reaches
+it. Runs nothing itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ccjax.policy._checks import check_count
+
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_GOAL = re.compile(
+    rf"(mean|p50|p90|p99)\s+(ttft|latency)\s*<=?\s*{_NUMBER}\s*(ms|s)\s+at\s+{_NUMBER}\s*(?:req/s|requests/s|qps|/s)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A statistic of a time, the most that it may be in seconds, and the rate of requests a second."""
+
+    statistic: str
+    figure: str
+    most_s: float
+    rate: float
+
+    def value(self, figures: Mapping[str, Any]) -> float:
+        """Of a run's figures (`Outcome.figures`); infinite where requests were refused or not answered."""
+        times = figures[f"{self.figure}_s"]
+        if times is None or figures["answered"] < figures["requests"]:
+            return math.inf
+        return times[self.statistic]
+
+    def is_met(self, figures: Mapping[str, Any]) -> bool:
+        """Whether it is at most what it may be."""
+        return self.value(figures) <= self.most_s
+
+
+def parse_goal(text: str) -> Goal:
+    """The goal that "p99 TTFT < 1 s at 20 req/s" says: mean, p50, p90 or p99; TTFT or latency; s or ms.
+
+    Raises:
+      ValueError: it says something else, or a number is 0.
+    """
+    found = _GOAL.fullmatch(text.strip().lower())
+    if found is None:
+        raise ValueError(
+            f"size-for: wanted such as 'p99 TTFT < 1 s at 20 req/s' (mean, p50, p90, p99; TTFT, latency; s, ms), "
+            f"got {text!r}"
+        )
+    statistic, figure, most, unit, rate = found.groups()
+    goal = Goal(statistic, figure, float(most) / (1000 if unit == "ms" else 1), float(rate))
+    if not goal.most_s or not goal.rate:
+        raise ValueError(f"size-for: wanted a time and a rate of more than 0, got {text!r}")
+    return goal
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A deployment: host memory for chunk-caches on each replica, and how many of these."""
+
+    host_cache_bytes: int
+    replicas: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A size, its figures, and what the goal speaks of."""
+
+    size: Size
+    figures: Mapping[str, Any]
+    value: float
+    is_met: bool
+
+
+def search(
+    goal: Goal,
+    budgets: Sequence[int],
+    most_replicas: int,
+    simulate: Callable[[Size], Mapping[str, Any]],
+) -> tuple[dict[int, Size], list[Tried]]:
+    """For each budget the fewest replicas that meet the goal, budgets that none meets left out; and all that was tried.
+
+    More replicas are taken to be no worse, so the number is doubled until one meets the goal, and halved between. A
+    larger budget is taken to need no more replicas than a smaller one: from the least budget up, the search for the
+    next ends at what the last one needed.
+
+    Args:
+      simulate: figures of a run at `goal.rate`; asked once for a size.
+
+    Raises:
+      ValueError: no budgets, or no replicas.
+    """
+    check_count("most_replicas", most_replicas)
+    if not budgets:
+        raise ValueError("budgets: wanted at least one, got none")
+    tried: dict[Size, Tried] = {}
+
+    def is_met(size: Size) -> bool:
+        if size not in tried:
+            figures = simulate(size)
+            tried[size] = Tried(size, figures, goal.value(figures), goal.is_met(figures))
+        return tried[size].is_met
+
+    needed: dict[int, Size] = {}
+    most = most_replicas
+    for budget in sorted(set(budgets)):
+        count = _least(lambda count, budget=budget: is_met(Size(budget, count)), most)
+        if count is not None:
+            needed[budget], most = Size(budget, count), count
+    return needed, list(tried.values())
+
+
+def _least(is_met: Callable[[int], bool], most: int) -> int | None:
+    """The least count from 1 to `most` that meets it, for what more of never makes worse; None where `most` fails."""
+    low, high = 0, 1
+    while not is_met(high):
+        if high == most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_met(middle) else (middle, high)
+    return high

@@ -1,0 +1,118 @@
+"""The engine's tiers and variant index without KV: what each tier holds, evicts and counts, of variants that have a
+size and nothing else. Knows no time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ccjax.engine.documents import Origin
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.variants import VariantIndex
+from ccjax.types import VariantMeta
+from store.budget import ByteBudget
+from store.memory import MemoryTier
+from store.spec import KVSpec, ShardRecord
+from store.tickets import LoadTicket, StoreTicket
+from store.tiered import TieredStore
+from store.usage import DEVICE, DISK, HOST
+from store.write_behind import MAX_PENDING_BYTES
+
+NO_KV = np.empty(0, np.uint8)
+"""Stands for the KV of every variant."""
+
+
+class SizedTier(MemoryTier[None]):
+    """A tier of which only the budget is real."""
+
+    def __init__(self, name: str, kv_spec: KVSpec, budget_bytes: int | None) -> None:
+        super().__init__(name, ByteBudget(name, budget_bytes))
+        self._kv_spec = kv_spec
+        self._token_bytes = kv_spec.num_bytes(1)
+
+    def charge_bytes(self, num_tokens: int) -> int:
+        """See `MemoryTier`."""
+        return num_tokens * self._token_bytes
+
+    def _take_in(self, kv: np.ndarray) -> None:
+        return None
+
+
+class SizedTicket(LoadTicket):
+    """The tiers that the variants of a plan are in; reads nothing.
+
+    Args:
+      fastest: the tier out of which nothing can move up.
+    """
+
+    def __init__(self, tiers: Mapping[str, str], wanted: Collection[str], fastest: str) -> None:
+        self.tiers = dict(tiers)
+        self._fastest = fastest
+        self.missing = frozenset(wanted) - tiers.keys()
+        self.lossy = frozenset()
+
+    @property
+    def bytes_read(self) -> dict[str, int]:
+        """See `LoadTicket`."""
+        return {}
+
+    def whole(self) -> dict[str, np.ndarray]:
+        """See `LoadTicket`; every load is taken to be complete."""
+        return dict.fromkeys((key for key, tier in self.tiers.items() if tier not in (DEVICE, self._fastest)), NO_KV)
+
+    def copies(self, variant_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """See `LoadTicket`."""
+        return {key: NO_KV for key in variant_ids if self.tiers.get(key) == DEVICE}
+
+    def close(self) -> None:
+        """See `LoadTicket`."""
+
+
+class SizedStore(TieredStore):
+    """A `TieredStore` over `SizedTier`s: its tickets, pins, promotion and budgets, nothing behind them.
+
+    The disk is one more of them, at whose writes nobody waits: they are there at once, where the real ones are there
+    from the moment that they are queued. A tier with a budget of 0 is left out, but host memory.
+    """
+
+    def __init__(self, kv_spec: KVSpec, *, device_bytes: int, host_bytes: int, disk_bytes: int | None) -> None:
+        budgets = {DEVICE: device_bytes, HOST: host_bytes, DISK: disk_bytes}
+        tiers = [SizedTier(name, kv_spec, size) for name, size in budgets.items() if size != 0 or name == HOST]
+        super().__init__(kv_spec, tiers, None, MAX_PENDING_BYTES)
+        self.memory_tiers = tuple(tier.name for tier in tiers if tier.name != DISK)
+
+    def prepare_load(self, variant_ids: Iterable[str], *, counted: bool = True) -> LoadTicket:
+        """See `TieredStore`."""
+        wanted = tuple(dict.fromkeys(variant_ids))
+        found = {key: tier for key in wanted if (tier := self.tier_of(key)) is not None}
+        if counted:
+            for key in wanted:
+                self._count_look_up(found.get(key))
+        self._pins.update(found.keys())
+        return SizedTicket(found, wanted, self.memory_tiers[0])
+
+    def complete_store(
+        self, ticket: StoreTicket, kv: np.ndarray | None, *, wait: bool = False, tiers: Collection[str] | None = None
+    ) -> tuple[str, ...]:
+        """See `TieredStore`; whatever `kv` is, nothing of it is kept."""
+        ticket.close()
+        self._withdraw(ticket)
+        if ticket.exists:
+            return ()
+        allowed = self._memory if tiers is None else [tier for tier in self._memory if tier in tiers]
+        return tuple(tier for tier in allowed if self._fits(tier, self._put, tier, ticket.record, NO_KV))
+
+    def unread_bytes(self, variant_id: str) -> int:
+        """See `TieredStore`."""
+        summary = self.get_summary(variant_id) if self.tier_of(variant_id) == DISK else None
+        return 0 if summary is None else summary.num_bytes
+
+
+class SizedIndex(VariantIndex):
+    """The engine's index; its records are as small as eviction and erasure let them be."""
+
+    def _record(self, meta: VariantMeta, prompt: Prompt, origin: Origin) -> ShardRecord:
+        kept: dict[str, Any] = {"prefix_ids": list(meta.prefix_ids), "fidelity": meta.fidelity}
+        return ShardRecord.of_json(meta.variant_id, meta.chunk_id, meta.num_tokens, meta.num_bytes, kept)

@@ -1,0 +1,222 @@
+"""What is asked and when: arrivals, drawn or recorded, and the passages of each request, drawn or of a retrieval trace.
+
+Knows no cost and no cache. No public trace has both arrival times and passages, so wherever arrivals are recorded ones
+their combination with passages is ours.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ccjax.policy._checks import check_count, check_mass
+from ccjax.types import Chunk, ChunkId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passages:
+    """The passages of one request in prompt order: numbers that name them, and their lengths in tokens."""
+
+    numbers: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Requests by arrival.
+
+    Attributes:
+      arrival_s: [n] seconds from the start, ascending.
+      which: [n] index into `lists`, what each request retrieved.
+      lists: the distinct lists of passages.
+      question_tokens: of every request.
+      answer_tokens: [n] tokens of each answer.
+      system_tokens: of the system prompt that stands before all passages; 0 for none.
+    """
+
+    arrival_s: np.ndarray
+    which: np.ndarray
+    lists: Sequence[Passages]
+    question_tokens: int
+    answer_tokens: np.ndarray
+    system_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("question_tokens", self.question_tokens)
+        check_count("system_tokens", self.system_tokens, least=0)
+        if not len(self.arrival_s) == len(self.which) == len(self.answer_tokens):
+            raise ValueError(
+                f"arrival_s, which, answer_tokens: wanted one length, got {len(self.arrival_s)}, {len(self.which)}, "
+                f"{len(self.answer_tokens)}"
+            )
+        if len(self.arrival_s) and (self.arrival_s[0] < 0 or np.diff(self.arrival_s).min(initial=0.0) < 0):
+            raise ValueError("arrival_s: wanted ascending seconds of at least 0")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def at_rate(self, rate: float) -> Workload:
+        """The same requests, their gaps stretched alike so that they come `rate` a second on average."""
+        check_mass("rate", rate)
+        if not rate or not self.arrival_s[-1]:
+            raise ValueError(f"rate: wanted more than 0, and requests that do not come all at once, got {rate}")
+        return dataclasses.replace(self, arrival_s=self.arrival_s * (len(self) / rate / self.arrival_s[-1]))
+
+    def unhurried(self, count: int, gap_s: float) -> Workload:
+        """The same requests, the first `count` of which come `gap_s` seconds apart, and the rest with the gaps that
+        they had: what fills the caches leaves no line behind."""
+        if not 0 <= count <= len(self):
+            raise ValueError(f"count: wanted 0 to {len(self)}, the requests that there are, got {count}")
+        check_mass("gap_s", gap_s)
+        first_s = self.arrival_s[count] if count < len(self) else 0.0
+        slow, rest = np.arange(count) * gap_s, self.arrival_s[count:] - first_s
+        return dataclasses.replace(self, arrival_s=np.concatenate([slow, count * gap_s + rest]))
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Tokens of all passages that some request has, each once."""
+        return sum(dict(pair for one in self.lists for pair in zip(one.numbers, one.num_tokens, strict=True)).values())
+
+
+def chunk_of(number: int) -> Chunk:
+    """The chunk that stands for a passage: its one token id is its number, its id that of these ids."""
+    ids = (number,)
+    return Chunk(ChunkId(hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()), ids)
+
+
+# -- passages ----------------------------------------------------------------------------------------------------------
+
+
+def zipf_lists(
+    num_passages: int,
+    num_lists: int,
+    top_k: int,
+    tokens: Sequence[int],
+    *,
+    exponent: float,
+    seed: int,
+) -> list[Passages]:
+    """Lists of `top_k` distinct passages, each drawn with odds `rank ** -exponent`, most alike first.
+
+    RAGCache fig. 5 has 3 % of the documents in 60 % of MMLU's requests: 10,000 passages with an exponent of 0.9 come
+    close to that. Order within a list is as drawn, so the same passages may stand in several orders.
+
+    Args:
+      tokens: lengths, of which each passage has one, drawn.
+    """
+    check_count("num_passages", num_passages)
+    check_count("num_lists", num_lists)
+    check_count("top_k", top_k)
+    check_mass("exponent", exponent)
+    if top_k > num_passages:
+        raise ValueError(f"top_k: wanted at most {num_passages}, the passages that there are, got {top_k}")
+    rng = np.random.default_rng(seed)
+    odds = np.arange(1, num_passages + 1, dtype=np.float64) ** -exponent
+    edges = np.cumsum(odds / odds.sum())
+    lengths = rng.choice(np.asarray(tokens), num_passages)
+    found = []
+    for _ in range(num_lists):
+        numbers: dict[int, None] = {}
+        while len(numbers) < top_k:
+            drawn = np.searchsorted(edges, rng.random(top_k)).clip(max=num_passages - 1)
+            numbers.update(dict.fromkeys(drawn.tolist()))
+        chosen = tuple(numbers)[:top_k]
+        found.append(Passages(chosen, tuple(int(lengths[number]) for number in chosen)))
+    return found
+
+
+def trace_lists(path: Path, lengths: Sequence[int] | dict[int, int], top_k: int) -> list[Passages]:
+    """The lists of a retrieval trace (JSON lines with `docs`, ids of passages, best first), in its order.
+
+    Args:
+      lengths: tokens by passage id, or lengths of which each passage has the one of its id modulo their number.
+
+    Raises:
+      ValueError: a line is not what it should be, or a passage has no length.
+    """
+    check_count("top_k", top_k)
+    found = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines()):
+        row = json.loads(line)
+        if not isinstance(row, dict) or not isinstance(row.get("docs"), list):
+            raise ValueError(f"{path}: wanted an object with 'docs' in line {number + 1}, got {line[:80]!r}")
+        numbers = tuple(dict.fromkeys(int(one) for one in row["docs"]))[:top_k]
+        if isinstance(lengths, dict):
+            missing = [one for one in numbers if one not in lengths]
+            if missing:
+                raise ValueError(f"{path}: wanted the length of each passage, got none of passage {missing[0]}")
+        found.append(
+            Passages(
+                numbers, tuple(lengths[one if isinstance(lengths, dict) else one % len(lengths)] for one in numbers)
+            )
+        )
+    return found
+
+
+# -- arrivals ----------------------------------------------------------------------------------------------------------
+
+
+def poisson(count: int, rate: float, seed: int) -> np.ndarray:
+    """[count] seconds of arrivals of a Poisson process of `rate` a second."""
+    check_count("count", count)
+    check_mass("rate", rate)
+    if not rate:
+        raise ValueError("rate: wanted more than 0, got 0")
+    return np.cumsum(np.random.default_rng(seed).exponential(size=count)) / rate
+
+
+def recorded(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """([n] seconds of recorded arrivals from the first one on, [n] tokens of their answers).
+
+    Reads Azure's form (CSV with TIMESTAMP and GeneratedTokens) and Mooncake's (JSON lines with timestamp in ms and
+    output_length).
+
+    Raises:
+      ValueError: the file is neither.
+    """
+    times: list[float] = []
+    answers: list[int] = []
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            if path.suffix == ".csv":
+                for row in csv.DictReader(lines):
+                    # Seven digits of a second; Python's clock takes six.
+                    times.append(datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp())
+                    answers.append(int(row["GeneratedTokens"]))
+            else:
+                for line in lines:
+                    one = json.loads(line)
+                    times.append(one["timestamp"] / 1e3)
+                    answers.append(int(one["output_length"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: wanted arrivals as Azure's .csv or Mooncake's .jsonl has them: {error!r}") from error
+    if not times:
+        raise ValueError(f"{path}: wanted arrivals, got none")
+    order = np.argsort(np.asarray(times), kind="stable")
+    seconds = np.asarray(times)[order]
+    return seconds - seconds[0], np.maximum(1, np.asarray(answers)[order])
+
+
+def in_turn(count: int, values: np.ndarray) -> np.ndarray:
+    """[count] of recorded times, over and over where they are fewer: each round begins a mean gap after the last."""
+    rounds = -(-count // len(values))
+    period = values[-1] + values[-1] / max(1, len(values) - 1)
+    if rounds > 1 and not period:
+        raise ValueError("arrivals: wanted some time between them, got none")
+    return np.concatenate([values + number * period for number in range(rounds)])[:count]
+
+
+def draw_which(count: int, num_lists: int, *, exponent: float | None, seed: int) -> np.ndarray:
+    """[count] lists asked for: in their order over and over, or drawn with odds `rank ** -exponent`."""
+    if exponent is None:
+        return np.arange(count) % num_lists
+    rng = np.random.default_rng(seed)
+    odds = np.arange(1, num_lists + 1, dtype=np.float64) ** -exponent
+    return np.searchsorted(np.cumsum(odds / odds.sum()), rng.random(count)).clip(max=num_lists - 1)

@@ -1,0 +1,50 @@
+"""A tokenizer whose tokens are bytes, for models without one of their own. Knows no model.
+
+Nobody trained a model on these ids, so answers mean nothing; prompts are several times as long as with a real one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from ccjax.text.template import LLAMA3_TEMPLATE, ChatTemplate
+from ccjax.text.tokenizer import BaseTokenizer, Follows
+
+_NUM_BYTES = 256
+_CONTROL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+_FIRST_SHOWN, _NUM_SHOWN = 0x21, 94
+BYTE_TEMPLATE = ChatTemplate(LLAMA3_TEMPLATE, {"bos_token": _CONTROL[0], "eos_token": _CONTROL[-1]})
+"""Llama 3's, whose control tokens these are."""
+
+
+class ByteTokenizer(BaseTokenizer):
+    """Ids 0 to 255 are the bytes of UTF-8, five control tokens follow.
+
+    Ids beyond, which a model with a larger vocabulary draws, are shown as a printable character each, so that an answer
+    streams as it would with a tokenizer that has them.
+    """
+
+    def __init__(self) -> None:
+        self.special_names = {name: _NUM_BYTES + index for index, name in enumerate(_CONTROL)}
+        super().__init__({name: (token_id, re.escape(name)) for name, token_id in self.special_names.items()})
+        self.special_ids = frozenset(self.special_names.values())
+        self.bos_id: int | None = self.special_names["<|begin_of_text|>"]
+        self.eos_ids = frozenset({self.special_names["<|end_of_text|>"], self.special_names["<|eot_id|>"]})
+        self.vocab_size = _NUM_BYTES + len(_CONTROL)
+        self.fingerprint = hashlib.sha256("\0".join(("bytes-1", *_CONTROL)).encode()).hexdigest()
+
+    def _encode_plain(self, text: str, follows: Follows) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        content = bytearray()
+        for token_id in ids:
+            if token_id < _NUM_BYTES:
+                content.append(token_id)
+            elif token_id >= self.vocab_size:
+                content.append(_FIRST_SHOWN + token_id % _NUM_SHOWN)
+            elif not skip_special:
+                content += _CONTROL[token_id - _NUM_BYTES].encode()
+        return content.decode(errors="replace")

@@ -1,0 +1,125 @@
+"""Tensor parallelism: how the model's weights, keys and values lie on a mesh of devices (Megatron-LM's split).
+
+Attention heads, the MLP's inner width and the vocabulary are split over all devices; hidden states are on each. A mesh
+has two axes: kv heads are split over the first and repeated over the second, which is 1 until there are more devices
+than kv heads. Query heads follow their kv head. Knows no engine and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.llama3.config import LlamaConfig
+from models.llama3.params import Params, ParamSpec, build_params
+from models.llama3.quantized import QuantizedWeight, Weight
+
+_KV, _GROUP = "kv", "group"
+_ALL = (_KV, _GROUP)
+_SPLIT = {"heads": _ALL, "kv_heads": _KV, "ffn": _ALL, "vocab": _ALL}
+"""Logical axis of a weight -> mesh axes; the others are not split."""
+
+HEADS = PartitionSpec(None, _ALL)
+"""Queries [N, Q, H], and what attention gives of them."""
+
+KV_ROWS = PartitionSpec(None, _KV)
+"""Keys or values [N, K, H] of tokens."""
+
+PAGES = PartitionSpec(_KV)
+"""Keys or values [K, P, T, H] of a pool."""
+
+VARIANT = PartitionSpec(None, None, None, _KV)
+"""Keys and values [L, 2, N, K, H] of a chunk variant."""
+
+EVERYWHERE = PartitionSpec()
+ATTENTION_OUTPUT = (HEADS, HEADS, HEADS)
+"""Of `pallas_kernels.attention.AttentionOutput`."""
+
+Value = TypeVar("Value")
+
+
+def make_mesh(config: LlamaConfig, devices: Sequence[Any]) -> Mesh:
+    """The mesh of a model over so many devices, with two axes.
+
+    Raises:
+      ValueError: the model's heads or its MLP cannot be split evenly over them.
+    """
+    size = len(devices)
+    for name, number in (("attention heads", config.num_heads), ("MLP columns", config.d_ff)):
+        if size < 1 or number % size:
+            raise ValueError(f"tensor_parallel_size: wanted a divisor of the model's {number} {name}, got {size}")
+    if max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
+        raise ValueError(
+            f"tensor_parallel_size: wanted a divisor or a multiple of the model's {config.num_kv_heads} kv heads, "
+            f"got {size}"
+        )
+    num_kv = min(size, config.num_kv_heads)
+    return Mesh(np.asarray(devices, object).reshape(num_kv, size // num_kv), _ALL)
+
+
+def param_sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
+    """Where a weight lies."""
+    return axes_sharding(mesh, spec.axes, spec.shape)
+
+
+def axes_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    """Where an array lies whose axes have these names, as in the table of weights; None for one without. A vocabulary
+    that the devices do not divide is whole on each."""
+    split = [
+        None if axis is None or (axis == "vocab" and length % mesh.size) else _SPLIT.get(axis)
+        for axis, length in zip(axes, shape, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*split))
+
+
+def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
+    """The weights, laid out over the mesh."""
+
+    def place(spec: ParamSpec, leaf: Weight) -> Weight:
+        if isinstance(leaf, QuantizedWeight):
+            assert spec.scales is not None
+            scales = jax.device_put(leaf.scales, param_sharding(mesh, spec.scales))
+            return QuantizedWeight(jax.device_put(leaf.values, param_sharding(mesh, spec)), scales)
+        return jax.device_put(leaf, param_sharding(mesh, spec))
+
+    specs = build_params(config, lambda _, spec: spec)
+    return jax.tree.map(place, specs, params, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+def spread(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that this process has whole, each of its devices with its part; the others do the same."""
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def mesh_of(params: Params) -> Mesh | None:
+    """The mesh that weights lie on; None for those of a single device."""
+    sharding = params.embedding.sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
+def num_kv_shards(mesh: Mesh) -> int:
+    """Devices that the kv heads are split over; the others hold them again."""
+    return mesh.shape[_KV]
+
+
+def placement(mesh: Mesh | None, spec: PartitionSpec) -> NamedSharding | None:
+    """What `jax.device_put` takes for an array of that layout; None where there is no mesh."""
+    return None if mesh is None else NamedSharding(mesh, spec)
+
+
+def constrain(value: Value, mesh: Mesh | None, spec: PartitionSpec) -> Value:
+    """`value` inside a jitted step, to lie as `spec` says."""
+    return value if mesh is None else jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+
+def over_heads(
+    function: Callable[..., Value], mesh: Mesh | None, in_specs: Any, out_specs: Any
+) -> Callable[..., Value]:
+    """`function` with each device at its own heads, for kernels, which the compiler cannot split."""
+    if mesh is None:
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

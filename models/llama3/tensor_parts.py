@@ -1,0 +1,62 @@
+"""Parts of weights, cut out of a checkpoint's tensors without the rest of these. Knows no files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from models.llama3.expert_tensors import Source
+from models.llama3.params import ParamSpec
+
+
+def read_part(
+    tensors: Sequence[Any], parts: Sequence[Source], spec: ParamSpec, index: tuple[slice, ...] | None, dtype: Any
+) -> np.ndarray:
+    """A part of a weight, in our layout and in `dtype`, or as it is stored where that is None; `index` slices our axes
+    without steps, None is all of it.
+
+    Hugging Face keeps a linear weight as a matrix of our axes, inputs last: the input axes come first in ours. Of axes
+    that are one there, only the first may be cut, which is how heads are.
+
+    Args:
+      tensors: of the safetensors library, to be sliced; several for experts.
+      parts: where the weight is in each.
+
+    Raises:
+      ValueError: another axis is cut.
+    """
+    index = tuple(slice(None) for _ in spec.shape) if index is None else index
+    ranges = [range(*cut.indices(length)) for cut, length in zip(index, spec.shape, strict=True)]
+    if spec.layout == "as_is":
+        return np.ascontiguousarray(tensors[0][tuple(slice(one.start, one.stop) for one in ranges)], dtype=dtype)
+    lengths = spec.shape
+    if spec.num_experts:
+        experts, *ranges = ranges
+        lengths = lengths[1:]
+    else:
+        experts = range(1)
+    num_input_axes = len(spec.input_axes)
+    rows, columns = (
+        _flat(ranges[axes], lengths[axes]) for axes in (slice(num_input_axes, None), slice(num_input_axes))
+    )
+    shape = tuple(map(len, ranges))
+    if not spec.num_experts:
+        return np.ascontiguousarray(tensors[0][rows, columns].T.reshape(shape), dtype=dtype)
+    leaf = None
+    for place, expert in enumerate(experts):
+        part = tensors[expert][parts[expert].place(rows, columns)].T.reshape(shape)
+        leaf = np.empty((len(experts), *shape), part.dtype if dtype is None else dtype) if leaf is None else leaf
+        leaf[place] = part
+    assert leaf is not None
+    return leaf
+
+
+def _flat(ranges: Sequence[range], shape: Sequence[int]) -> slice:
+    """Where a part of some axes is once these are one."""
+    if any(len(part) < length for part, length in zip(ranges[1:], shape[1:], strict=True)):
+        raise ValueError(f"sharding: wanted the first of the axes {tuple(shape)} cut, got {ranges}")
+    inner = math.prod(shape[1:])
+    return slice(ranges[0].start * inner, ranges[0].stop * inner)

@@ -1,0 +1,260 @@
+"""Shared RAG-DCache: replicas without sharing, on one store, and with a generator for those who wait (figs. 10, 11,
+table V); and what the engine under them takes of each request.
+
+Real SQuAD questions go to a cluster of `scripts/serve.py --cluster ray` that retrieves, faster than it can answer, the
+same ones in every pass in another order. As in the paper only the first token is asked for and memory keeps no KV, so
+that all that is reused comes from the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from scripts.benchmarks import cluster_report
+from scripts.benchmarks.common import BenchmarkError, environment
+from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
+from scripts.benchmarks.serve_figures import spread
+from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
+from scripts.benchmarks.serve_server import scrape, serving
+from scripts.benchmarks.serve_workload import arrival_times, poisson_gaps
+
+SYSTEMS = ("none", "shared", "generator")
+TIMEOUT_S = 1800.0
+_PASSAGE_TOKENS = 480
+"""Longer than every paragraph but a few: a paragraph is a document, as in the paper."""
+_OVERHEAD_REQUESTS = 100
+_SHOWN = ("layers", "width", "replicas", "requests", "passes", "load", "order_after_s", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Questions and a file of the paragraphs that they are asked of."""
+
+    questions: Sequence[str]
+    paragraphs: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `run`."""
+    add = parser.add_argument
+    add("--data", type=Path, help="folder with qa/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
+    add("--layers", type=int, help="of the model with random weights (default 8)")
+    add("--width", type=int, help="of that model, a multiple of 64 (default 1024)")
+    add("--replicas", type=int, default=2, help="(default 2, as in the paper)")
+    add("--requests", type=int, help="different questions of a pass (default 100; the paper asks 1,000)")
+    add("--passes", type=int, help="(default 3)")
+    add("--documents", type=int, nargs="+", help="retrieved for a question (default: 1 2, as in the paper)")
+    add("--load", type=float, default=1.67, help="arrivals, in multiples of what the baseline can answer (1.67)")
+    add("--order-after-s", type=float, default=0.5, help="a request that waits longer is computed ahead (default 0.5)")
+    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(default: all)")
+    add("--no-overhead", action="store_true", help="leave out what the engine takes of each request")
+    add("--seed", type=int, default=0, help="of order and arrivals (default 0)")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables there")
+    add("--plot", type=Path, metavar="FILE", help="draw the passes there, as SVG")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures, prints tables, and returns the raw figures."""
+    _fill_in(options)
+    model = bench_model(None, options.data, options.layers, options.width)
+    cases, overhead = [], None
+    with tempfile.TemporaryDirectory() as scratch, Progress(console=Console(stderr=True)) as progress:
+        workload = _workload(options.data, options.requests, Path(scratch))
+        if not options.no_overhead:
+            overhead = _overhead(options, model, progress)
+        for num_documents in options.documents:
+            cases += _passes(options, model, workload, num_documents, Path(scratch), progress)
+    figures = {
+        "environment": environment(),
+        "options": {name: getattr(options, name) for name in _SHOWN},
+        "overhead": overhead,
+        "cases": cases,
+    }
+    cluster_report.show(figures)
+    if options.markdown is not None:
+        cluster_report.write(figures, options.markdown, options.plot)
+    elif options.plot is not None:
+        cluster_report.plot(figures, options.plot)
+    return figures
+
+
+def _fill_in(options: argparse.Namespace) -> None:
+    if options.data is None and os.environ.get("CCJAX_TEST_DATA"):
+        options.data = Path(os.environ["CCJAX_TEST_DATA"])
+    if options.data is None:
+        raise SystemExit("bench.py cluster: wanted --data or $CCJAX_TEST_DATA, a folder with qa/ and tokenizer_llama3/")
+    small = options.quick
+    defaults = {
+        "layers": (8, 1),
+        "width": (1024, 64),
+        "requests": (100, 8),
+        "passes": (3, 1),
+        "documents": ([1, 2], [2]),
+    }
+    for name, (usual, quick) in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, quick if small else usual)
+    if small:
+        options.no_overhead, options.systems = True, ["none", "generator"]
+
+
+def _workload(data: Path, count: int, folder: Path) -> Workload:
+    path = data / "qa" / "squad_xquad_en.jsonl"
+    if not path.exists():
+        raise BenchmarkError(f"--data: wanted a folder with qa/squad_xquad_en.jsonl, got {data}")
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    if count > len(rows):
+        raise BenchmarkError(f"--requests: wanted at most {len(rows)}, got {count}")
+    collection = folder / "documents" / "squad.jsonl"
+    collection.parent.mkdir()
+    paragraphs = {doc["text"]: doc["title"] for row in rows for doc in row["docs"]}
+    lines = (
+        json.dumps({"_id": f"p{number}", "title": title, "text": text})
+        for number, (text, title) in enumerate(paragraphs.items())
+    )
+    collection.write_text("\n".join(lines), encoding="utf-8")
+    # Every few: the rows are in order of their articles, and a pass is to meet all of these.
+    step = len(rows) / count
+    return Workload([rows[int(number * step)]["question"] for number in range(count)], collection.parent)
+
+
+def _body(question: str, num_documents: int, *, reuse: str = "exact") -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": question}],
+        "retrieval": {"top_k": num_documents},
+        "reuse": reuse,
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _flags(options: argparse.Namespace, model: BenchModel, documents: Path | None, store: Path | None) -> list[str]:
+    flags = [*model.flags, "--compile-cache-dir", str(cache_folder() / "compile")]
+    flags += [
+        "--max-model-len",
+        "1024",
+        "--max-num-batched-tokens",
+        "512",
+        "--max-num-seqs",
+        "4",
+        "--max-queue",
+        "4096",
+    ]
+    flags += ["--no-repair", "--strategy", "prefix", "--host-cache-bytes", "1", "--preload-bytes", "0"]
+    if documents is None:
+        flags += ["--no-docs"]
+    else:
+        flags += ["--docs", str(documents), "--index-dir", str(documents.parent / "index")]
+        flags += ["--chunk-tokens", str(_PASSAGE_TOKENS)]
+    return flags if store is None else [*flags, "--store", f"file://{store}"]
+
+
+def _passes(
+    options: argparse.Namespace,
+    model: BenchModel,
+    workload: Workload,
+    num_documents: int,
+    scratch: Path,
+    progress: Progress,
+) -> Iterator[dict[str, Any]]:
+    """A case for each pass of each system, over the same questions in the same orders at the same times."""
+    rate = 0.0
+    total = options.passes * options.requests
+    for system in options.systems:
+        task = progress.add_task(f"k = {num_documents}, {system}: start", total=total)
+        store = None if system == "none" else scratch / f"store-{num_documents}-{system}"
+        flags = _flags(options, model, workload.paragraphs, store)
+        flags += ["--cluster", "ray", "--replicas", str(options.replicas), "--log-level", "error"]
+        if system == "shared":
+            flags += ["--generators", "0"]
+        elif system == "generator":
+            flags += ["--generators", "1", "--order-after-s", str(options.order_after_s)]
+        reuse = "off" if system == "none" else "exact"
+        with serving(flags, lambda text, task=task: progress.update(task, description=text)) as url:
+            _warm_up(url, 4 * options.replicas, num_documents, reuse)
+            rate = rate or options.load * _capacity(url, workload, num_documents, 4 * options.replicas)
+            times_s = arrival_times(poisson_gaps(options.requests, options.seed), rate)
+            for number in range(options.passes):
+                progress.update(task, description=f"k = {num_documents}, {system}: pass {number + 1}")
+                order = random.Random(options.seed * 1000 + number).sample(workload.questions, len(workload.questions))
+                before = scrape(url)
+                bodies = [_body(question, num_documents, reuse=reuse) for question in order]
+                records = open_loop(url, bodies, list(times_s), TIMEOUT_S)
+                case = _figures(records, before, scrape(url))
+                yield {"documents": num_documents, "system": system, "pass": number + 1, "rate": rate, **case}
+                progress.advance(task, options.requests)
+
+
+def _warm_up(url: str, concurrency: int, num_documents: int, reuse: str) -> None:
+    """Requests over made-up passages, so that every path was taken once before anything is timed."""
+    words = random.Random(0).choices(("river", "stone", "engine", "paper", "winter", "market", "signal"), k=4000)
+    for round in range(3):
+        bodies = []
+        for number in range(2 * concurrency):
+            body = _body(f"What is number {number}?", num_documents, reuse=reuse)
+            del body["retrieval"]
+            starts = [150 * ((number + place) % 20) for place in range(num_documents)]
+            body["documents"] = [{"id": f"made-up-{at}", "text": " ".join(words[at : at + 130])} for at in starts]
+            bodies.append(body)
+        _check(closed_loop(url, bodies, concurrency if round else 1, TIMEOUT_S))
+
+
+def _capacity(url: str, workload: Workload, num_documents: int, concurrency: int) -> float:
+    """Answers a second without any cache, in closed loop."""
+    questions = workload.questions[: max(8, len(workload.questions) // 2)]
+    records = closed_loop(url, [_body(one, num_documents, reuse="off") for one in questions], concurrency, TIMEOUT_S)
+    _check(records)
+    return len(records) / max(record.end_s for record in records)
+
+
+def _figures(records: Sequence[Record], before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """Of one pass. Latency is from arrival to the end of the answer, which is its first token."""
+    _check(records)
+    span_s = max(record.end_s for record in records) - min(record.scheduled_s for record in records)
+    grown = {
+        name: after.get(f"ccjax_{name}_total", 0.0) - before.get(f"ccjax_{name}_total", 0.0)
+        for name in ("compilations", "orders_placed", "preemptions", "variants_adopted", "store_index_changes")
+    }
+    return {
+        "requests": len(records),
+        "throughput": len(records) / span_s,
+        "latency_ms": spread([record.end_s - record.scheduled_s for record in records]),
+        "computed_share": sum(r.computed_tokens or 0.0 for r in records) / sum(r.prompt_tokens for r in records),
+        "counters": grown,
+    }
+
+
+def _check(records: Sequence[Record]) -> None:
+    failed = [record for record in records if record.status != "ok"]
+    if failed:
+        raise BenchmarkError(f"{len(failed)} of {len(records)} requests failed, the first: {failed[0].error}")
+
+
+def _overhead(options: argparse.Namespace, model: BenchModel, progress: Progress) -> dict[str, Any]:
+    """Latency of a short prompt, one at a time: of one server, and of one replica behind the front."""
+    body = {**_body("What is it?", 1, reuse="off"), "retrieval": False}
+    found: dict[str, Any] = {}
+    for name, more in (("single", []), ("cluster", ["--cluster", "ray", "--replicas", "1"])):
+        task = progress.add_task(f"overhead, {name}", total=None)
+        flags = [*_flags(options, model, None, None), *more, "--log-level", "error"]
+        with serving(flags, lambda text, task=task: progress.update(task, description=text)) as url:
+            closed_loop(url, [body] * 20, 1, TIMEOUT_S)
+            records = closed_loop(url, [body] * _OVERHEAD_REQUESTS, 1, TIMEOUT_S)
+            _check(records)
+            found[name] = spread([record.end_s - record.scheduled_s for record in records])
+        progress.remove_task(task)
+    return {**found, "median_ms": found["cluster"]["p50"] - found["single"]["p50"], "requests": _OVERHEAD_REQUESTS}

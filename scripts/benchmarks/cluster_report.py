@@ -1,0 +1,167 @@
+"""Shows the figures of the cluster benchmark: tables for the terminal and for a page, and the plot. Computes nothing
+but ratios of what is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Figures = Mapping[str, Any]
+
+HEAD = ("documents", "system", "pass", "answers/s", "gain", "mean latency, s", "less", "p99, s", "computed", "orders")
+PAPERS = {1: (1.168, 0.368), 2: (1.252, 0.298)}
+"""k -> throughput and latency of configuration B beside the baseline (table V)."""
+THROUGHPUT_TARGET, LATENCY_TARGET = 1.28, 0.29
+"""Of configuration B at k = 2 by the third pass."""
+_LABELS = {"none": "no sharing", "shared": "shared store", "generator": "shared store, generator"}
+_COLOURS = {"none": "black", "shared": "tab:orange", "generator": "tab:blue"}
+
+
+def rows(figures: Figures) -> list[list[str]]:
+    """A row for each pass; its gains are over the baseline's same pass."""
+    found = []
+    for case in figures["cases"]:
+        gain, less = gains(figures, case)
+        found.append(
+            [
+                str(case["documents"]),
+                _LABELS[case["system"]],
+                str(case["pass"]),
+                f"{case['throughput']:.2f}",
+                "" if gain is None else f"{gain:.2f}",
+                f"{case['latency_ms']['mean'] / 1e3:.2f}",
+                "" if less is None else f"{less:.0%}",
+                f"{case['latency_ms']['p99'] / 1e3:.2f}",
+                f"{case['computed_share']:.0%}",
+                f"{case['counters']['orders_placed']:.0f}",
+            ]
+        )
+    return found
+
+
+def gains(figures: Figures, case: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Throughput over, and the share of latency less than, the baseline's same pass; None without one."""
+    same = ("documents", "pass")
+    base = [
+        one
+        for one in figures["cases"]
+        if one["system"] == "none" and all(one[name] == case[name] for name in same) and case["system"] != "none"
+    ]
+    if not base:
+        return None, None
+    latency = case["latency_ms"]["mean"] / base[0]["latency_ms"]["mean"]
+    return case["throughput"] / base[0]["throughput"], 1.0 - latency
+
+
+def says(figures: Figures) -> list[str]:
+    """What the figures come to beside the paper and the targets."""
+    lines = []
+    for number in dict.fromkeys(case["documents"] for case in figures["cases"]):
+        for system in ("shared", "generator"):
+            cases = [one for one in figures["cases"] if one["documents"] == number and one["system"] == system]
+            both = [gains(figures, case) for case in cases]
+            if not both or both[0][0] is None or both[-1][0] is None or both[0][1] is None or both[-1][1] is None:
+                continue
+            paper = ""
+            if system == "generator" and number in PAPERS:
+                paper = f"; paper, mean of its passes: {PAPERS[number][0]:.2f} times, {PAPERS[number][1]:.0%} less"
+            lines.append(
+                f"k = {number}, {_LABELS[system]}: throughput {both[0][0]:.2f} times the baseline's in the first pass, "
+                f"{both[-1][0]:.2f} in the last; mean latency {both[0][1]:.0%} less, then {both[-1][1]:.0%}{paper}."
+            )
+            if system == "generator" and number == 2:
+                is_reached = both[-1][0] >= THROUGHPUT_TARGET and both[-1][1] >= LATENCY_TARGET
+                verdict = "reached" if is_reached else "NOT reached"
+                lines.append(
+                    f"At k = 2 at least {THROUGHPUT_TARGET} times and {LATENCY_TARGET:.0%} less were wanted by the "
+                    f"last pass: {verdict}; no worse than the baseline in the first: "
+                    f"{'reached' if both[0][0] >= 1.0 and both[0][1] >= 0.0 else 'NOT reached'}."
+                )
+    overhead = figures["overhead"]
+    if overhead is not None:
+        single, cluster = overhead["single"], overhead["cluster"]
+        lines.append(
+            f"The front and Ray take {overhead['median_ms']:.1f} ms of a request: {cluster['p50']:.1f} ms of one "
+            f"replica behind the front, {single['p50']:.1f} ms of a single server (medians of {overhead['requests']}, "
+            f"one at a time; p99 {cluster['p99']:.1f} and {single['p99']:.1f} ms)."
+        )
+    return lines
+
+
+def show(figures: Figures) -> None:
+    """Prints the table and what it says."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(*HEAD)
+    for row in rows(figures):
+        table.add_row(*row)
+    console.print(table)
+    for line in says(figures):
+        console.print(line, highlight=False)
+
+
+def write(figures: Figures, path: Path, picture: Path | None) -> None:
+    """Writes the same as a page, with how it was measured and the picture."""
+    options, machine = figures["options"], figures["environment"]
+    rates = {case["documents"]: case["rate"] for case in figures["cases"]}
+    shown = ", ".join(f"k = {number}: {rate:.1f}/s" for number, rate in rates.items())
+    lines = [
+        "# Shared RAG-DCache, measured",
+        "",
+        f"`python scripts/bench.py cluster`, {machine['machine']} ({machine['device']}), jax "
+        f"{machine['versions']['jax']}, {machine['date']}. The paper's figures are of other models and machines (two "
+        "GPUs and a CPU beside them; here replicas and generator share one CPU); only ratios compare.",
+        "",
+        f"Model: random weights, {options['layers']} layers of width {options['width']}, float32, with the Llama-3 "
+        f"tokenizer. {options['requests']} SQuAD questions, the same in every pass in another order, over SQuAD's "
+        f"paragraphs; k of these are retrieved for each. {options['replicas']} replicas; Poisson arrivals at "
+        f"{options['load']} times what they answer without any cache ({shown}). One token is asked for, and memory "
+        "keeps no KV. Answers are those of a full prefill: passages are reused behind their own prefix only. The "
+        f"generator computes ahead for requests that have waited for {options['order_after_s']} s.",
+        "",
+        _line(HEAD),
+        _line(["---"] * len(HEAD)),
+        *map(_line, rows(figures)),
+        "",
+        *(f"- {line}" for line in says(figures)),
+    ]
+    if picture is not None:
+        plot(figures, picture)
+        lines += ["", f"![throughput and latency by pass]({picture.name})"]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def plot(figures: Figures, path: Path) -> None:
+    """Throughput and mean latency by pass, as the paper's figs. 10 and 11."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "ccjax"  # the same bytes for the same figures
+    from matplotlib import pyplot
+
+    numbers = list(dict.fromkeys(case["documents"] for case in figures["cases"]))
+    figure, panels = pyplot.subplots(
+        len(numbers), 2, figsize=(9, 3.2 * len(numbers)), layout="constrained", squeeze=False
+    )
+    for number, (left, right) in zip(numbers, panels, strict=True):
+        for system, label in _LABELS.items():
+            cases = [one for one in figures["cases"] if one["documents"] == number and one["system"] == system]
+            passes = [case["pass"] for case in cases]
+            left.plot(passes, [case["throughput"] for case in cases], "o-", color=_COLOURS[system], label=label)
+            latencies = [case["latency_ms"]["mean"] / 1e3 for case in cases]
+            right.plot(passes, latencies, "o-", color=_COLOURS[system], label=label)
+        left.set(title=f"k = {number}", xlabel="pass", ylabel="answers a second", ylim=(0, None))
+        right.set(title=f"k = {number}", xlabel="pass", ylabel="mean latency, s", ylim=(0, None))
+        for panel in (left, right):
+            panel.xaxis.get_major_locator().set_params(integer=True)
+    panels[0][0].legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

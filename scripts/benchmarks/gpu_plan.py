@@ -1,0 +1,332 @@
+"""The cases of `bench.py gpu`, most important first: what each computes, what memory and how long it needs. Knows no
+device and runs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from models.llama3 import LLAMA3_8B, LlamaConfig
+
+Kind = Literal["full", "reuse", "decode", "torch"]
+Way = tuple[Kind, float | None, str | None]
+"""Kind, ratio and tier of a case."""
+KV_ITEM_BYTES = 2
+"""bfloat16."""
+PAGE_TOKENS = 16
+"""As in the engine's pool."""
+
+_COMPILE_S = {"full": 25.0, "reuse": 35.0, "decode": 30.0, "torch": 5.0}
+"""Seconds to compile what a case needs, if nothing of it was compiled before."""
+_UTILISATION = {"full": 0.4, "reuse": 0.15, "decode": 0.4, "torch": 0.4}
+"""Share of the matmul ceiling that an estimate counts on; what is short or loads is further from it."""
+_TIER_S = {"device": 0.0, "host": 1.0, "disk": 6.0}
+"""Seconds per run and GiB of KV for putting what was read where it was before."""
+_SPARE_BYTES = 3 << 30
+"""For XLA's own buffers, fragmentation and what XLA picks algorithms with."""
+OPEN_S = 10.0
+"""To open an engine, or change it for another: its pool, the store, and all KV read once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How large everything is.
+
+    Attributes:
+      contexts: context lengths, in tokens; prompts are a little shorter (`prompt_tokens`).
+      short, long: the contexts that the targets are about.
+      passage_every: a passage per so many tokens of context.
+      max_num_batched_tokens: of the engines.
+      steps: tokens of the answers that decode steps are timed over, the first left out.
+      matmul_size, copy_bytes, transfer_bytes: of the ceilings.
+    """
+
+    name: str
+    config: LlamaConfig
+    contexts: tuple[int, ...]
+    short: int
+    long: int
+    batches: tuple[int, ...]
+    passage_every: int
+    passage_tokens: int
+    system_tokens: int
+    question_tokens: int
+    max_num_batched_tokens: int
+    steps: int
+    repetitions: int
+    matmul_size: int
+    copy_bytes: int
+    transfer_bytes: int
+
+    def num_passages(self, context: int) -> int:
+        """Passages of a prompt."""
+        return context // self.passage_every
+
+    def prompt_tokens(self, context: int) -> int:
+        """Tokens of a prompt."""
+        return self.system_tokens + self.num_passages(context) * self.passage_tokens + self.question_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the engines: prompt and answer of the longest case, in whole pages."""
+        longest = max(map(self.prompt_tokens, self.contexts)) + self.steps
+        return -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+
+
+LLAMA3_8B_SCALE = Scale(
+    name="llama3-8b",
+    config=LLAMA3_8B,
+    contexts=(4096, 8192, 16384, 32768),
+    short=8192,
+    long=32768,
+    batches=(1, 4),
+    passage_every=1024,
+    passage_tokens=1012,
+    system_tokens=32,
+    question_tokens=16,
+    max_num_batched_tokens=8192,
+    steps=48,
+    repetitions=5,
+    matmul_size=8192,
+    copy_bytes=1 << 30,
+    transfer_bytes=1 << 30,
+)
+QUICK_SCALE = Scale(
+    name="quick",
+    config=LlamaConfig(512, 128, 3, 4, 2, 32, 256, 500000.0),
+    contexts=(128, 256),
+    short=128,
+    long=256,
+    batches=(1, 2),
+    passage_every=32,
+    passage_tokens=28,
+    system_tokens=8,
+    question_tokens=8,
+    max_num_batched_tokens=128,
+    steps=10,
+    repetitions=2,
+    matmul_size=256,
+    copy_bytes=1 << 20,
+    transfer_bytes=1 << 20,
+)
+"""Every code path in a minute on a CPU; its figures mean nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One figure: a kind of prefill, or decode steps, at one context and batch.
+
+    Attributes:
+      ratio, tier: of `reuse`: share of every passage that is recomputed, and where its KV is.
+    """
+
+    kind: Kind
+    context: int
+    batch: int = 1
+    ratio: float | None = None
+    tier: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        what = {"full": "full prefill", "decode": "decode step", "torch": "full prefill, PyTorch SDPA"}.get(self.kind)
+        if self.kind == "reuse":
+            what = f"{self.ratio:.0%} recomputed, KV on {self.tier}"
+        return f"{what}, {self.context:,} tokens, batch {self.batch}"
+
+    def identity(self) -> dict[str, Any]:
+        """The fields as a row has them."""
+        return {"case": self.name, **dataclasses.asdict(self)}
+
+
+def cases(scale: Scale) -> list[Case]:
+    """All cases, most important first; what shares an engine stands together as far as that allows."""
+    short, long = scale.short, scale.long
+    others = [context for context in scale.contexts if context not in (short, long)]
+    first = [
+        Case("full", short),
+        Case("full", long),
+        Case("decode", short),
+        Case("reuse", short, 1, 0.15, "device"),
+        Case("reuse", long, 1, 0.15, "device"),
+        Case("reuse", short, 1, 0.15, "host"),
+        Case("reuse", long, 1, 0.15, "host"),
+        Case("torch", short),
+        Case("torch", long),
+        Case("reuse", short, 1, 0.15, "disk"),
+        Case("reuse", short, 1, 0.30, "device"),
+        Case("reuse", long, 1, 0.30, "device"),
+        Case("reuse", short, 1, 0.30, "host"),
+        Case("decode", long),
+    ]
+
+    def group(
+        contexts: Sequence[int], batch: int, kinds: Sequence[tuple[Kind, float | None, str | None]]
+    ) -> list[Case]:
+        return [Case(kind, context, batch, ratio, tier) for kind, ratio, tier in kinds for context in contexts]
+
+    plain: list[Way] = [("full", None, None), ("decode", None, None)]
+    memory: list[Way] = [("reuse", 0.15, "device"), ("reuse", 0.15, "host")]
+    more: list[Way] = [("reuse", 0.30, "device"), ("reuse", 0.30, "host")]
+    disk: list[Way] = [("reuse", 0.15, "disk"), ("reuse", 0.30, "disk")]
+    peer: list[Way] = [("torch", None, None)]
+    rest = group(others, 1, [*plain, *memory, *peer, *more])
+    for batch in scale.batches:
+        rest += group([short], batch, [*plain, *memory, *peer])
+    for batch in scale.batches:
+        rest += group([*others, long], batch, [*plain, *memory, *peer])
+        rest += group(scale.contexts, batch, more)
+        rest += group(scale.contexts, batch, disk)
+    return list(dict.fromkeys([*first, *rest]))
+
+
+# -- what is computed ------------------------------------------------------------------------------------------------
+
+
+def layer_weights(config: LlamaConfig) -> int:
+    """Weights of all layers that a token is multiplied with."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    return config.num_layers * config.d_model * (heads * config.head_dim + 3 * config.d_ff)
+
+
+def recomputed_tokens(case: Case, scale: Scale) -> int:
+    """Tokens of one prompt that run through the model again; as the engine rounds: up, for each passage."""
+    if case.kind != "reuse":
+        return 0
+    return scale.num_passages(case.context) * math.ceil((case.ratio or 0.0) * scale.passage_tokens)
+
+
+def computed_tokens(case: Case, scale: Scale) -> int:
+    """Tokens of one prompt that run through the model."""
+    if case.kind != "reuse":
+        return scale.prompt_tokens(case.context)
+    return recomputed_tokens(case, scale) + scale.question_tokens
+
+
+def prefill_flops(case: Case, scale: Scale) -> float:
+    """Floating-point operations of all prompts of a case: products with weights, and scores and sums of visible pairs
+    only. Recomputed tokens are counted as if they lay evenly over the prompt."""
+    config, length = scale.config, scale.prompt_tokens(case.context)
+    if case.kind == "reuse":
+        question = scale.question_tokens
+        pairs = recomputed_tokens(case, scale) * length / 2 + question * (length - (question - 1) / 2)
+    else:
+        pairs = length * (length + 1) / 2
+    products = 2 * computed_tokens(case, scale) * layer_weights(config)
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return case.batch * float(products + attention + 2 * config.d_model * config.vocab_size)
+
+
+def kv_bytes(scale: Scale, num_tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens."""
+    config = scale.config
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_ITEM_BYTES * num_tokens
+
+
+def decode_bytes(case: Case, scale: Scale) -> int:
+    """Bytes that one decode step has to read: weights without the embedding table, and every context."""
+    config = scale.config
+    weights = layer_weights(config) + config.d_model * config.vocab_size
+    mean_length = scale.prompt_tokens(case.context) + scale.steps // 2
+    return KV_ITEM_BYTES * weights + case.batch * kv_bytes(scale, mean_length)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def weight_bytes(scale: Scale) -> int:
+    """Bytes of all weights, norms left out."""
+    config = scale.config
+    return KV_ITEM_BYTES * (layer_weights(config) + 2 * config.d_model * config.vocab_size)
+
+
+def pool_tokens(case: Case, scale: Scale) -> int:
+    """Slots of the page pool that a case needs: requests with part-full pages, and every passage where it rests on the
+    device; the requests of a batch share passages."""
+    if case.kind == "torch":
+        return 0
+    passage = -(-scale.passage_tokens // PAGE_TOKENS) * PAGE_TOKENS
+    passages = scale.num_passages(case.context) * passage
+    ends = -(-scale.system_tokens // PAGE_TOKENS) - (-scale.question_tokens // PAGE_TOKENS)
+    request = passages + ends * PAGE_TOKENS + (scale.steps if case.kind == "decode" else 0) + PAGE_TOKENS
+    # What is read moves up to the device after each run, whatever tier it came from.
+    cached = passages + 4 * passage if case.kind == "reuse" else 0
+    return case.batch * request + cached
+
+
+def working_bytes(case: Case, scale: Scale) -> int:
+    """Bytes that the steps of a case take beside weights and pool: activations of a pack, and a layer's context as it
+    is read, rotated and transposed."""
+    config = scale.config
+    if case.kind == "decode":
+        rows = case.batch
+    else:
+        rows = min(case.batch * computed_tokens(case, scale), scale.max_num_batched_tokens)
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    row = 3 * config.d_ff + 6 * config.d_model + heads * config.head_dim
+    packed = max(case.context, scale.max_num_batched_tokens) * (2 if case.batch > 1 else 1)
+    context = 6 * packed * config.num_kv_heads * config.head_dim
+    return KV_ITEM_BYTES * (rows * row + context) + 4 * case.batch * config.vocab_size
+
+
+def torch_bytes(case: Case, scale: Scale) -> int:
+    """Bytes that PyTorch takes for a case beside the weights, which it shares: all rows at once, and their KV."""
+    config = scale.config
+    rows = case.batch * scale.prompt_tokens(case.context)
+    heads = 4 * config.num_heads + 2 * config.num_kv_heads
+    row = 3 * config.d_ff + 4 * config.d_model + heads * config.head_dim
+    return KV_ITEM_BYTES * rows * row + kv_bytes(scale, rows)
+
+
+def needed_bytes(case: Case, scale: Scale) -> int:
+    """Bytes of device memory that JAX needs for a case."""
+    return weight_bytes(scale) + kv_bytes(scale, pool_tokens(case, scale)) + working_bytes(case, scale) + _SPARE_BYTES
+
+
+def too_large(case: Case, scale: Scale, device_bytes: int | None, torch_free_bytes: int | None) -> str | None:
+    """Why a case does not fit, or None.
+
+    Args:
+      device_bytes: what JAX may take of the device; None where nobody knows.
+      torch_free_bytes: what PyTorch may take beside that; None where nobody knows.
+    """
+    need, have = needed_bytes(case, scale), device_bytes
+    if case.kind == "torch":
+        need, have = torch_bytes(case, scale), torch_free_bytes
+    if have is None or need <= have:
+        return None
+    return f"does not fit: needs {need / 1e9:.1f} GB of device memory, {have / 1e9:.1f} GB are there"
+
+
+def pool_bytes(chosen: Sequence[Case], scale: Scale, least_bytes: int) -> int:
+    """Bytes of one page pool for all of these cases, so that every engine compiles the same shapes; at least
+    `least_bytes`."""
+    most = max((kv_bytes(scale, pool_tokens(case, scale)) for case in chosen), default=0)
+    return max(most, least_bytes)
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def repetitions(case: Case, scale: Scale) -> int:
+    """Timed runs of a case; fewer of long ones."""
+    return scale.repetitions if case.batch * case.context <= 16384 else min(3, scale.repetitions)
+
+
+def estimate_s(case: Case, scale: Scale, matmul_tflops: float, *, compiles: bool, opens: bool) -> float:
+    """Seconds that a case may take: compiling, one run to warm up, the timed ones; careful rather than right.
+
+    Args:
+      compiles: nothing of its kind, context and batch ran before.
+      opens: it needs another engine than the one that is open.
+    """
+    prefill_s = prefill_flops(case, scale) / (matmul_tflops * 1e12 * _UTILISATION[case.kind])
+    run_s = prefill_s
+    num_runs = repetitions(case, scale) + 1
+    if case.kind == "decode":
+        run_s, num_runs = prefill_s + 0.03 * scale.steps, 2
+    if case.tier is not None:
+        run_s += _TIER_S[case.tier] * kv_bytes(scale, case.context) / (1 << 30)
+    return num_runs * run_s + compiles * _COMPILE_S[case.kind] + opens * OPEN_S

@@ -1,0 +1,266 @@
+"""What is fuzzed: parsers of what comes from outside. Each takes any bytes and may raise its own error only."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ccjax.engine.documents import DocumentRegistry
+from ccjax.engine.prefill_profile import PrefillProfile
+from ccjax.policy.calibration import Calibration, Trial
+from ccjax.policy.prefill_cost import PrefillGrid
+from ccjax.retrieval.documents import DocumentError, parse_document
+from ccjax.retrieval.filters import parse_filter
+from ccjax.retrieval.jsonl import read_lines
+from ccjax.server.body import parse_body
+from ccjax.server.errors import ApiError
+from ccjax.server.schemas import ChatBody, CompletionBody, PinBody, TokenizeBody, WarmBody
+from ccjax.text.tokenizer import read_settings
+from models.llama3.config import LlamaConfig
+from models.llama3.convert import CheckpointError, load_config, load_params
+from scripts.fuzzing.target import Target
+from scripts.serving.config_file import parse_arguments
+from scripts.serving.messages import StartupError
+from scripts.serving.options import parser
+from store.catalog import CatalogError, decode_part, encode_part
+from store.errors import ShardCorruptError
+from store.formats import AS_IT_IS, ObjectLayout
+from store.notes import Notes
+from store.objects import open_root
+from store.records import decode_known, decode_record, encode_record, known_from_raw
+from store.spec import KVSpec, ShardRecord, StoreIdentity
+
+_FOLDER = Path(tempfile.mkdtemp(prefix="ccjax-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+_SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
+_IDENTITY = StoreIdentity(model_fingerprint="f" * 64, tenant_salt="")
+_CONFIG = LlamaConfig(
+    vocab_size=16, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, max_position_embeddings=64
+)
+
+
+def _as_json(data: bytes) -> Any:
+    """As whoever calls those that take parsed JSON reads it; what is none becomes a text."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return data.decode("latin-1")
+
+
+def _document(suffix: str) -> Callable[[bytes], object]:
+    path = Path(f"file{suffix}")
+    return lambda data: parse_document(path, data)
+
+
+def _jsonl(data: bytes) -> None:
+    path = _FOLDER / "lines.jsonl"
+    path.write_bytes(data)
+    for line in read_lines(path, "lines.jsonl", max_line_bytes=4096):
+        if not isinstance(line, DocumentError):
+            assert line.document_id and line.document.text.strip()
+
+
+def _body(model: Any) -> Callable[[bytes], object]:
+    return lambda data: parse_body(model, data)
+
+
+def _filter(data: bytes) -> None:
+    import sqlite3
+
+    parsed = parse_filter(_as_json(data))
+    with sqlite3.connect(":memory:") as database:
+        database.execute("CREATE TABLE documents (document_id TEXT, metadata TEXT)")
+        database.execute(f"SELECT * FROM documents WHERE {parsed.sql}", parsed.parameters)
+
+
+def _record(data: bytes) -> None:
+    """Bytes as they are, and what they say under a right checksum."""
+    value = _as_json(data)
+    raws = [data]
+    if isinstance(value, dict):
+        value.pop("checksum", None)
+        try:
+            text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+            signed = {**value, "checksum": hashlib.sha256(text).hexdigest()}
+            raws.append(json.dumps(signed, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+        except ValueError:  # NaN
+            pass
+    for raw in raws:
+        try:
+            decode_record(raw, variant_id="v", identity=_IDENTITY, kv_spec=_SPEC)
+        except ShardCorruptError:
+            continue
+
+
+def _catalog(data: bytes) -> None:
+    """Bytes as they are, and as the table of a part whose checksum is right."""
+    head = {"catalog_version": 1, "namespace": "n", "table_bytes": len(data)}
+    head["table_sha256"] = hashlib.sha256(data).hexdigest()
+    for raw in (data, json.dumps(head).encode() + b"\n" + data):
+        try:
+            for known in decode_part(raw, "n"):
+                try:
+                    decode_known(known, identity=_IDENTITY, kv_spec=_SPEC)
+                except ShardCorruptError:
+                    continue
+        except CatalogError:
+            continue
+
+
+def _notes(data: bytes) -> None:
+    value = _as_json(data)
+    registry = DocumentRegistry(Notes(open_root(_FOLDER.as_uri()), "notes"))
+    notes = value if isinstance(value, dict) else {"link-0": value}
+    added = {str(name): note for name, note in notes.items() if isinstance(note, dict)}
+    registry.follow(added, [])
+    sorted((link.document_id, link.version or "", link.passage_id) for _, link in registry.links())
+    registry.pinned_chunks()
+    registry.outdated()
+    registry.follow({}, list(added))
+
+
+def _config_file(data: bytes) -> None:
+    path = _FOLDER / "serve.yaml"
+    path.write_bytes(data)
+    parse_arguments(parser(), ["--config", str(path)])
+
+
+def _model_file(data: bytes, name: str, read: Callable[[Path], object]) -> None:
+    folder = _FOLDER / name.partition(".")[0]
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(data)
+    read(folder)
+
+
+def _weights() -> Iterator[bytes]:
+    import jax
+
+    from models.llama3.convert import save_pretrained
+    from models.llama3.params import init_params
+
+    folder = _FOLDER / "seed"
+    save_pretrained(init_params(_CONFIG, jax.random.key(0)), _CONFIG, folder)
+    yield (folder / "model.safetensors").read_bytes()
+
+
+def _json_seed(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _pdf() -> bytes:
+    import pypdf
+    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+
+    writer, text, name = pypdf.PdfWriter(), DecodedStreamObject(), NameObject
+    text.set_data(b"BT /F 12 Tf (Anna in Paris) Tj ET")
+    page = writer.add_blank_page(72, 72)
+    font = DictionaryObject({name("/Type"): name("/Font"), name("/Subtype"): name("/Type1")})
+    font[name("/BaseFont")] = name("/Helvetica")
+    fonts = DictionaryObject({name("/F"): font})
+    page[name("/Resources")] = DictionaryObject({name("/Font"): fonts})
+    page[name("/Contents")] = writer._add_object(text)
+    file = io.BytesIO()
+    writer.write(file)
+    return file.getvalue()
+
+
+def _record_seed() -> bytes:
+    record = ShardRecord("v", "c", 3, 3 * 128, {"fidelity": "exact"})
+    layout = ObjectLayout(1, AS_IT_IS, 3 * 128 + 48, (1, 2))
+    return encode_record(record, identity=_IDENTITY, kv_spec=_SPEC, object_id="0" * 32, layout=layout)
+
+
+def _catalog_seeds() -> tuple[bytes, ...]:
+    known = known_from_raw(_record_seed(), variant_id="v", identity=_IDENTITY, kv_spec=_SPEC)
+    whole = encode_part([known], "n")
+    return whole, whole.partition(b"\n")[2]
+
+
+_MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hm?"}]}]
+_LINK = {"document_id": "d", "version": None, "chunk_id": "c", "passage_id": "p", "at": 1.0}
+_ERASURE = {"chunk_ids": ["c"], "links": ["link-0"], "whole": True, "at": 1.0}
+_CALIBRATION = Calibration(
+    "m", "q", "f1", 0.9, 0.95, {"cachecraft": (Trial(0.5, 10, 9, focus_window=3),)}, {"top_k": 5}
+)
+_PROFILE = PrefillProfile("m", "cpu", PrefillGrid((0, 64), (16, 64), ((0.1, 0.2), (0.2, 0.4))), {"dtype": "float32"})
+
+TARGETS: dict[str, Target] = {
+    "markdown": Target(
+        _document(".md"),
+        (DocumentError,),
+        (b"---\ntitle: A\nyear: 2020\nday: 2020-01-02\n---\n# B\n\ntext", b"B\n===\n\n```\n# no\n```\ntext"),
+    ),
+    "html": Target(
+        _document(".html"),
+        (DocumentError,),
+        (b"<title>A</title><h1>B</h1><p>c<br>d<pre> e </pre><table><tr><td>f</table>", b'<meta charset="utf-8">a'),
+        ("bs4", "html.parser"),
+    ),
+    "pdf": Target(_document(".pdf"), (DocumentError,), (_pdf(),), ("pypdf",)),
+    "jsonl": Target(_jsonl, (), (_json_seed({"_id": 1, "title": "A", "text": "b", "metadata": {"year": 2020}}),)),
+    "filter": Target(
+        _filter,
+        (ValueError,),
+        (
+            _json_seed({"type": "eq", "key": "year", "value": 2020}),
+            _json_seed({"type": "and", "filters": [{"type": "in", "key": "document_id", "value": ["a", "b"]}]}),
+        ),
+    ),
+    "chat": Target(
+        _body(ChatBody),
+        (ApiError,),
+        (_json_seed({"messages": _MESSAGES, "documents": [{"text": "a", "id": "b"}], "max_tokens": 2, "stop": ["a"]}),),
+    ),
+    "completion": Target(
+        _body(CompletionBody), (ApiError,), (_json_seed({"prompt": "a", "temperature": 0.5, "n": 2}),)
+    ),
+    "tokenize": Target(_body(TokenizeBody), (ApiError,), (_json_seed({"prompt": "a"}),)),
+    "warm": Target(_body(WarmBody), (ApiError,), (_json_seed({"documents": [{"text": "a", "id": "b"}]}),)),
+    "pin": Target(_body(PinBody), (ApiError,), (_json_seed({"ttl_s": 5.0}),)),
+    "record": Target(_record, (), (_record_seed(),)),
+    "catalog": Target(_catalog, (), _catalog_seeds()),
+    "notes": Target(_notes, (), (_json_seed({"link-0": _LINK, "erasing-1": _ERASURE, "pin-2": _LINK}),)),
+    "config-file": Target(
+        _config_file,
+        (StartupError,),
+        (b"port: 80\nwarmup: false\nranking-layers: [0, 1]\n", b"replica-resources: {GPU: 1}\nreplicas: 2:3\n"),
+    ),
+    "model-config": Target(
+        lambda data: _model_file(data, "config.json", load_config), (CheckpointError,), (_json_seed(_CONFIG.to_hf()),)
+    ),
+    "safetensors": Target(
+        lambda data: _model_file(
+            data, "model.safetensors", lambda folder: load_params(folder, _CONFIG, dtype="float32")
+        ),
+        (CheckpointError,),
+        tuple(_weights()),
+    ),
+    "tokenizer-settings": Target(
+        lambda data: _model_file(data, "tokenizer_config.json", read_settings),
+        (ValueError,),
+        (_json_seed({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ messages }}"}),),
+    ),
+    "calibration": Target(
+        lambda data: Calibration.from_json(_as_json(data)), (ValueError,), (_json_seed(_CALIBRATION.to_json()),)
+    ),
+    "prefill-profile": Target(
+        lambda data: PrefillProfile.from_json(_as_json(data)), (ValueError,), (_json_seed(_PROFILE.to_json()),)
+    ),
+}
+
+
+def _any(data: bytes) -> None:
+    """A byte says which target gets the rest."""
+    target = list(TARGETS.values())[data[0] % len(TARGETS)] if data else TARGETS["markdown"]
+    try:
+        target.run(data[1:])
+    except target.allowed:
+        pass
+
+
+ANY = Target(_any, (), tuple(bytes([i]) + seed for i, one in enumerate(TARGETS.values()) for seed in one.seeds))
+"""All targets at once, for a short look at each."""

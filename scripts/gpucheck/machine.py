@@ -1,0 +1,38 @@
+"""What a measurement on an accelerator is recorded with: machine, versions, state of the GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+from typing import Any
+
+from scripts.benchmarks.common import environment
+
+PACKAGES = (
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "libtpu",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+    "triton",
+)
+
+
+def machine() -> dict[str, Any]:
+    """Machine and versions as every benchmark has them, those of the device's own packages, and what nvidia-smi says
+    of the GPU, where there is one."""
+    found = environment()
+    for package in PACKAGES:
+        try:
+            found["versions"][package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    fields = "driver_version,power.limit,clocks.max.sm,clocks.max.mem,memory.total"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        gpu = dict(zip(fields.split(","), answer.split(", "), strict=True))
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        gpu = {}
+    return {**found, "gpu": gpu}

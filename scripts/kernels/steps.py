@@ -1,0 +1,234 @@
+"""The engine's jitted steps at Llama-3-8B's shapes, as abstract calls, and what compiling one says of its memory. Knows
+no chip's name, no compiler and no gate.
+
+To add a step, list a `StepCase`. Every array names its axes, as the table of weights does: on several chips a mesh
+decides by these names where each lies, on one chip they mean nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
+from models.llama3.paged_steps import paged_decode_step, paged_layer_step
+from models.llama3.params import LayerParams, Params, layer_table, top_table
+from models.llama3.sharding import axes_sharding, make_mesh
+from models.llama3.steps import layer_step, logits_step, rotate_step
+
+Axes = tuple[str | None, ...]
+Place = Callable[[Axes, tuple[int, ...]], Sharding | None]
+"""Axes and shape of an array -> where it lies."""
+PAGE_TOKENS = 16
+
+_KV: Axes = (None, "kv_heads", "head_dim")
+_PAGES: Axes = ("kv_heads", None, None, "head_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+    """One call of one step.
+
+    Attributes:
+      step: a jitted function of `models.llama3`.
+      rows: computed tokens; of `paged_decode_step` and `logits_step` requests, of `rotate_step` slots.
+      slots: of the context; of each request where there are several.
+      num_segments: columns of the mass output, 0 for none.
+      num_devices: that the model is split over.
+    """
+
+    name: str
+    step: Any
+    rows: int
+    slots: int = 0
+    num_segments: int = 0
+    num_devices: int = 1
+    config: LlamaConfig = LLAMA3_8B
+    dtype: str = "bfloat16"
+
+    def call(self, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional arguments, without memory, and static ones.
+
+        Args:
+          implementation: of the attention, by the chip's name.
+        """
+        return _CALLS[self.step](self, place, implementation)
+
+
+class _Arrays:
+    """Abstract arrays of a case."""
+
+    def __init__(self, case: StepCase, place: Place) -> None:
+        self._case, self._place = case, place
+
+    def make(self, shape: tuple[int, ...], axes: Axes, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        """An array in the case's dtype, or another."""
+        dtype = jnp.dtype(self._case.dtype) if dtype is None else dtype
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place(axes, shape))
+
+    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Positions, slots, tables: the same everywhere."""
+        return self.make(shape, (None,) * len(shape), jnp.int32)
+
+    def layer(self) -> LayerParams:
+        """The weights of a layer."""
+        table = layer_table(self._case.config)
+        return LayerParams(**{name: self.make(spec.shape, spec.axes) for name, spec in table.items()})
+
+    def top(self) -> Params:
+        """The weights outside the layers."""
+        table = top_table(self._case.config)
+        made: dict[str, Any] = {name: self.make(spec.shape, spec.axes) for name, spec in table.items()}
+        return Params(layers=(), lm_head=made.pop("lm_head", None), **made)
+
+    def hidden(self) -> jax.ShapeDtypeStruct:
+        """[N, D], hidden states."""
+        return self.make((self._case.rows, self._case.config.d_model), (None, "embed"))
+
+    def context(self, count: int) -> jax.ShapeDtypeStruct:
+        """[S, K, H], keys or values."""
+        return self.make((count, self._case.config.num_kv_heads, self._case.config.head_dim), _KV)
+
+    def pages(self) -> jax.ShapeDtypeStruct:
+        """[K, P, T, H]: twice what the contexts of the case take, as beside cached chunks."""
+        case = self._case
+        requests = case.rows if case.step is paged_decode_step else 1
+        shape = (case.config.num_kv_heads, 2 * requests * case.slots // PAGE_TOKENS, PAGE_TOKENS, case.config.head_dim)
+        return self.make(shape, _PAGES)
+
+
+def _statics(case: StepCase, implementation: str, **more: Any) -> dict[str, Any]:
+    return {"config": case.config, "implementation": implementation, "mesh": None, **more}
+
+
+def _layer(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    a, n, s = _Arrays(case, place), case.rows, case.slots
+    segments = a.ints(s) if case.num_segments else None
+    arrays = (a.layer(), a.hidden(), a.context(s), a.context(s), a.ints(n), a.ints(n), a.ints(s), segments)
+    return arrays, {
+        "config": case.config,
+        "num_segments": case.num_segments,
+        "implementation": implementation,
+        "mesh": None,
+    }
+
+
+def _paged_layer(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    a, n, s = _Arrays(case, place), case.rows, case.slots
+    rows, slots = (a.ints(n), a.ints(n), a.ints(n)), (a.ints(s), a.ints(s), a.ints(s))
+    arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), *rows, *slots, a.ints(s) if case.num_segments else None)
+    return arrays, {
+        "config": case.config,
+        "num_segments": case.num_segments,
+        "implementation": implementation,
+        "mesh": None,
+    }
+
+
+def _paged_decode(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    a, n, m = _Arrays(case, place), case.rows, 2 * case.slots // PAGE_TOKENS  # tables are padded to powers of two
+    tables = (a.ints(n, m), a.ints(n, m), a.ints(n, m))
+    arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), a.ints(n), a.ints(n), *tables, None)
+    return arrays, _statics(case, implementation)
+
+
+def _logits(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    a = _Arrays(case, place)
+    return (a.top(), a.hidden()), {"config": case.config}
+
+
+def _rotate(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    a = _Arrays(case, place)
+    return (a.context(case.rows), a.ints(case.rows)), {"config": case.config}
+
+
+_CALLS: dict[Any, Callable[[StepCase, Place, str], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    layer_step: _layer,
+    paged_layer_step: _paged_layer,
+    paged_decode_step: _paged_decode,
+    logits_step: _logits,
+    rotate_step: _rotate,
+}
+
+STEP_CASES = (
+    StepCase("step: layer, 8B, 8k of 8k", layer_step, 8192, 8192),
+    StepCase("step: layer, 8B, 15 % of 8k", layer_step, 1280, 8192, num_segments=16),
+    StepCase("step: paged layer, 8B, 8k of 8k", paged_layer_step, 8192, 8192),
+    StepCase("step: paged layer, 8B, 15 % of 8k", paged_layer_step, 1280, 8192, num_segments=16),
+    StepCase("step: paged decode, 8B, 1 request of 8k", paged_decode_step, 1, 8192),
+    StepCase("step: paged decode, 8B, 16 requests of 8k", paged_decode_step, 16, 8192),
+    StepCase("step: logits, 8B, 1 row", logits_step, 1),
+    StepCase("step: logits, 8B, 16 rows", logits_step, 16),
+    StepCase("step: rotate, 8B, 8k", rotate_step, 8192),
+    StepCase("4 devices: paged layer, 8B, 15 % of 8k", paged_layer_step, 1280, 8192, num_segments=16, num_devices=4),
+    StepCase("4 devices: paged decode, 8B, 16 of 8k", paged_decode_step, 16, 8192, num_devices=4),
+    StepCase(
+        *("4 devices: paged layer, 70B, 15 % of 8k", paged_layer_step, 1280, 8192),
+        **{"num_segments": 16, "num_devices": 4, "config": LLAMA3_70B},
+    ),
+    StepCase("4 devices: paged decode, 70B, 16 of 8k", paged_decode_step, 16, 8192, num_devices=4, config=LLAMA3_70B),
+)
+
+
+def compile_step(
+    case: StepCase, implementation: str, devices: Sequence[Any], platform: str, options: dict[str, Any] | None = None
+) -> Any:
+    """The executable of a step on the first described devices, as many as it takes."""
+    mesh = make_mesh(case.config, devices[: case.num_devices]) if case.num_devices > 1 else None
+
+    def place(axes: Axes, shape: tuple[int, ...]) -> Sharding:
+        return SingleDeviceSharding(devices[0]) if mesh is None else axes_sharding(mesh, axes, shape)
+
+    arrays, statics = case.call(place, implementation)
+    if "mesh" in statics:
+        statics["mesh"] = mesh
+    traced = case.step.trace(*arrays, **statics)
+    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+
+
+def step_figures(executable: Any) -> dict[str, int]:
+    """Bytes of the arguments; of the results that take memory of their own (donated arguments' are not copied); of what
+    the step needs besides; of all three (`hbm_bytes`). Where the compiler counts, operations and bytes moved; those of
+    a kernel it does not know. Of several devices each one's, and what they do together: sums, and anything else.
+
+    Raises:
+      ValueError: the compiler gives no memory analysis.
+    """
+    used = executable.memory_analysis()
+    if used is None:
+        raise ValueError("memory_analysis: wanted the sizes of the step, got None")
+    figures = {
+        "argument_bytes": used.argument_size_in_bytes,
+        "result_bytes": used.output_size_in_bytes - used.alias_size_in_bytes,
+        "temp_bytes": used.temp_size_in_bytes,
+    }
+    figures["hbm_bytes"] = sum(figures.values())
+    text, costs = executable.as_text(), executable.cost_analysis()
+    costs = (costs[0] if isinstance(costs, list) else costs) or {}
+    for name, key in (("flops", "flops"), ("moved_bytes", "bytes accessed")):
+        if costs.get(key, 0) > 0:
+            figures[name] = int(costs[key])
+    found = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    if found:
+        figures["sums"] = found.count("all-reduce")
+        figures["other_collectives"] = len(found) - figures["sums"]
+    return figures
+
+
+def step_controls(implementation: str) -> Iterator[tuple[str, StepCase, str, str]]:
+    """(name, case, implementation, what the gate must say): steps that must not pass for the case of the same name."""
+    dense, paged, split = STEP_CASES[1], STEP_CASES[4], STEP_CASES[9]
+    yield "attention that writes all scores out", dense, "reference", "temp_bytes rose|(?i:memory)"
+    kept = jax.jit(inspect.unwrap(paged_decode_step), static_argnames=("config", "implementation", "mesh"))
+    _CALLS[kept] = _paged_decode
+    yield "pages that are not donated", dataclasses.replace(paged, step=kept), implementation, "result_bytes rose"
+    # What the mesh is for: with heads that nobody splits each device would have all of them.
+    whole = dataclasses.replace(split, num_devices=1)
+    yield "a step that is not split", dataclasses.replace(whole, name=split.name), implementation, "argument_bytes rose"

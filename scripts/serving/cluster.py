@@ -1,0 +1,105 @@
+"""`scripts/serve.py --cluster ray`: from options to replicas."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from scripts.serving.messages import Display, StartupError, bars, naming, ready_line, url_of
+from scripts.serving.options import document_options, engine_settings
+
+if TYPE_CHECKING:
+    from ccjax.cluster.serving import ClusterOptions
+    from ccjax.server import ServerSettings
+
+
+def serve_cluster_of(args: argparse.Namespace, settings: ServerSettings, listener: socket.socket) -> int:
+    """Replicas on Ray, and the front that passes requests on to them."""
+    try:
+        from ccjax.cluster.nodes import NodeError
+        from ccjax.cluster.serving import serve_cluster
+    except ImportError as error:
+        raise StartupError(f"--cluster: needs the extra: pip install 'ccjax[cluster]' ({error})") from error
+
+    def on_ready(counts: dict[str, int]) -> None:
+        display.close()
+        replicas = f"{counts.get('running', 0)} replicas of {args.model}"
+        print(ready_line(args, settings, replicas, url_of(args, listener)), file=stdout, flush=True)
+
+    # Ray prints what its processes log. Whoever reads the line from stdout and no more must not keep the server from
+    # ending, once a pipe is full.
+    stdout = sys.stdout
+    display = Display(bars(), lambda *_: None, threading.Event())
+    with naming(args, "--model"):
+        options = _cluster_options(args, settings)
+        try:
+            with contextlib.closing(display), contextlib.redirect_stdout(sys.stderr):
+                serve_cluster(options, listener, on_ready, display)
+        except NodeError as error:
+            raise StartupError(
+                f"--cluster-address: {error}" if args.cluster_address else f"--cluster: {error}"
+            ) from error
+        except RuntimeError as error:
+            raise StartupError(f"--replicas: they do not start: {error}") from error
+    return 0
+
+
+def _cluster_options(args: argparse.Namespace, settings: ServerSettings) -> ClusterOptions:
+    from ccjax.cluster.replica import ReplicaOptions, Scale
+    from ccjax.cluster.serving import ClusterOptions
+    from ccjax.server.loading import user_cache
+
+    engine = engine_settings(args)
+    if engine.get("store") is not None:  # what several compute for one store, they agree on
+        engine.setdefault("share_computation", True)
+        if args.cluster_address is None and args.cluster_host is None:  # one machine
+            name = hashlib.sha256(engine["store"].encode()).hexdigest()[:16]
+            engine.setdefault("store_index", f"sqlite://{user_cache()}/store-index/{name}.db")
+    generators = args.generators if args.generators is not None else int("store_index" in engine)
+    if generators:
+        if "store_index" not in engine:
+            raise StartupError("--generators: wanted a --store-index, by which they are told what to compute")
+        engine.setdefault("order_after_s", 0.5)
+    processes = args.num_processes or 1
+    if engine.get("tensor_parallel_size", 1) % processes:
+        wanted = "a divisor of --tensor-parallel-size"
+        raise StartupError(f"--num-processes: wanted {wanted} {engine.get('tensor_parallel_size', 1)}, got {processes}")
+    if processes > 1 and generators and args.generator_device == "device":
+        raise StartupError("--generator-device: wanted cpu where replicas have several processes, got device")
+    scale = None
+    if args.replicas is not None:
+        least, most = args.replicas
+        scale = Scale(least, most, up_after_s=args.scale_up_after_s, down_after_s=args.scale_down_after_s)
+    replica = ReplicaOptions(
+        model=args.model,
+        engine=engine,
+        documents=document_options(args),
+        server=settings,
+        compile_cache_dir=str(args.compile_cache_dir or user_cache() / "compile"),
+        num_processes=processes,
+        warmup=args.warmup,
+        log_level=args.log_level.upper(),
+        log_format=args.log_format,
+    )
+    return ClusterOptions(
+        replica,
+        host=args.cluster_host,
+        port=args.cluster_port,
+        address=args.cluster_address,
+        generators=generators,
+        generators_on_cpu=args.generator_device == "cpu",
+        scale=scale,
+        resources=args.replica_resources,
+        drain_s=args.drain_timeout_s,
+    )
+
+
+def check_no_cluster_flags(args: argparse.Namespace) -> None:
+    for name in ("replicas", "generators", "cluster_host", "cluster_address", "replica_resources"):
+        if getattr(args, name) is not None:
+            raise StartupError(f"--{name.replace('_', '-')}: wanted only together with --cluster ray")

@@ -1,0 +1,66 @@
+"""`scripts/serve.py --coordinator-address ...`: one model over the devices of several processes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+
+from scripts.serving.messages import Display, StartupError, bars, naming
+from scripts.serving.options import engine_settings
+from scripts.serving.values import AUTO
+
+
+def check_host_flags(args: argparse.Namespace) -> None:
+    """Raises StartupError where they do not fit together."""
+    number, process = args.num_processes, args.process_id
+    if args.cluster is not None:
+        for name in ("coordinator_address", "process_id"):
+            if getattr(args, name) is not None:
+                raise StartupError(f"--{name.replace('_', '-')}: wanted none with --cluster ray, which finds hosts")
+    elif args.coordinator_address in (None, AUTO):
+        for name in ("num_processes", "process_id"):
+            if getattr(args, name) is not None:
+                raise StartupError(f"--{name.replace('_', '-')}: wanted only with --coordinator-address HOST:PORT")
+    elif number is None or process is None or not 0 <= process < number:
+        raise StartupError(f"--process-id: wanted 0 to --num-processes - 1, got {process} of {number}")
+
+
+def join_hosts(args: argparse.Namespace) -> bool:
+    """Makes this process one of the group that it is to be in, if any; True where it follows.
+
+    Raises:
+      StartupError: the others did not come.
+    """
+    if args.coordinator_address is None:
+        return False
+    from ccjax.engine.hosts import group, join
+
+    found = group()
+    if found is None:
+        where = None if args.coordinator_address == AUTO else args.coordinator_address
+        try:
+            found = join(where, args.num_processes, args.process_id)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise StartupError(f"--coordinator-address: {str(error).splitlines()[0]}") from error
+        if found.is_leader:  # what waits for the devices now may wait for ever
+            found.when_lost(lambda reason: os._exit(1))
+    return not found.is_leader
+
+
+def follow_of(args: argparse.Namespace) -> int:
+    """Computes what process 0 does, until that ends; returns the exit code."""
+    from ccjax.engine.hosts import LostHostError, follow
+    from ccjax.server.loading import with_dtype
+
+    display = Display(bars(), lambda *_: None, threading.Event())
+    with naming(args, "--model"), contextlib.closing(display):
+        settings = with_dtype(engine_settings(args))
+        try:
+            follow(args.model, progress=display, **settings)
+        except LostHostError as error:
+            print(f"serve.py: {error}", file=sys.stderr)
+            return 1
+    return 0

@@ -1,0 +1,43 @@
+"""What of each device's memory goes where, as lines of a table: at the start of a server, and by itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from scripts.serving.messages import naming
+from scripts.serving.options import engine_settings
+
+if TYPE_CHECKING:
+    from ccjax.engine.memory import MemoryPlan
+
+
+def memory_lines(plan: MemoryPlan) -> Iterator[str]:
+    """The plan of one device, a line for each part."""
+    size = plan.shapes.tensor_parallel_size
+    yield f"  Memory of {'the device' if size == 1 else f'each of {size} devices'}, MB:"
+    for name, num_bytes, what in plan.rows():
+        yield f"    {name:<14}{num_bytes / 1e6:>12,.1f}  {what}"
+
+
+def print_memory_plan(args: argparse.Namespace) -> int:
+    """Prints the plan of a server with these options; returns the exit code.
+
+    Raises:
+      StartupError: an option, or that the model does not fit, with what would.
+    """
+    from ccjax.engine import EngineConfig
+    from ccjax.engine.device_memory import memory_plan
+    from ccjax.engine.loading import model_config
+    from ccjax.engine.memory import check_fits
+    from ccjax.server.loading import with_dtype
+
+    with naming(args, "--model"):
+        config = EngineConfig(**with_dtype(engine_settings(args)))
+        plan = memory_plan(model_config(args.model, tokenizer=config.tokenizer), config)
+        print("\n".join(memory_lines(plan)))
+        sys.stdout.flush()
+        check_fits(plan)
+    return 0

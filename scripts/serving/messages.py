@@ -1,0 +1,118 @@
+"""What `scripts/serve.py` says: progress, the line when it is ready, and why it cannot start."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from scripts.serving.options import engine_fields
+
+if TYPE_CHECKING:
+    from ccjax.server import ServerSettings, Service
+
+_STAGES = {
+    "hosts": "Waiting for the other processes",
+    "weights": "Loading weights",
+    "read": "Reading documents",
+    "embed": "Embedding passages",
+    "train": "Finding clusters of passages",
+    "add": "Adding passages to them",
+    "compile": "Compiling for every prompt size",
+    "ray": "Starting Ray",
+    "replicas": "Starting replicas",
+}
+
+
+class StartupError(Exception):
+    """The server cannot start; the message is one line that names the argument."""
+
+
+class Stopped(Exception):
+    """The server is told to end while it still loads."""
+
+
+def bars() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+class Display:
+    """Shows (stage, done, total) as one bar a stage, tells `note`, and breaks off when the server ends."""
+
+    def __init__(self, bars: Any, note: Callable[[str, int, int], None], stopping: threading.Event) -> None:
+        self._bars, self._note, self._stopping = bars, note, stopping
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._stopping.is_set():
+            raise Stopped
+        self._note(stage, done, total)
+        if stage not in self._tasks:
+            self._bars.start()
+            self._tasks[stage] = self._bars.add_task(_STAGES.get(stage, stage.capitalize()), total=total)
+        # A stage may turn out to have nothing to do; without a total its bar would seem to run on for ever.
+        self._bars.update(self._tasks[stage], completed=done if total else 1, total=total or 1)
+
+    def close(self) -> None:
+        """Leaves the bars as they are."""
+        if self._tasks:  # without any, rich would print an empty line
+            self._bars.stop()
+
+
+@contextlib.contextmanager
+def naming(args: argparse.Namespace, default: str) -> Iterator[None]:
+    """Turns a refusal into a `StartupError` that names the command-line argument: the one the message begins with,
+    else `default`."""
+    from store.errors import StoreError
+
+    try:
+        yield
+    except (ValueError, OSError, StoreError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        argument, colon, rest = message.partition(": ")
+        renamed = {"docs_dir": "docs"}.get(argument, argument)
+        if colon and (renamed in vars(args) or renamed in engine_fields()):
+            message = f"--{renamed.replace('_', '-')}: {rest}"
+        else:
+            message = f"{'--store' if isinstance(error, StoreError) else default}: {message}"
+        raise StartupError(message) from error
+
+
+def url_of(args: argparse.Namespace, listener: socket.socket) -> str:
+    return f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{listener.getsockname()[1]}"
+
+
+def final_line(args: argparse.Namespace, service: Service, url: str) -> str:
+    backend = service.backend
+    documents = ""
+    if backend.retriever is not None:
+        documents = f" over {backend.retriever.num_passages} passages of {backend.retriever.num_documents} documents"
+    return ready_line(args, service.settings, f"{backend.model}{documents}", url)
+
+
+def ready_line(args: argparse.Namespace, settings: ServerSettings, what: str, url: str) -> str:
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
+    body = json.dumps({"messages": [{"role": "user", "content": _example_question(args)}], "max_tokens": 64})
+    return (
+        f"Ready: {what} on {url}  Try: curl -s {url}/v1/chat/completions"
+        f"{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
+
+
+def _example_question(args: argparse.Namespace) -> str:
+    from ccjax.engine.loading import ASSETS
+
+    questions = ASSETS / "demo_questions.jsonl"
+    if args.model != "demo" or args.docs is not None or args.no_docs or not questions.is_file():
+        return "YOUR QUESTION"
+    with questions.open(encoding="utf-8") as lines:
+        return json.loads(next(lines))["question"]

@@ -1,0 +1,207 @@
+"""Command line of the simulator, and what it makes of it: a workload and a deployment. Runs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.serving.values import num_bytes
+
+if TYPE_CHECKING:
+    from ccjax.simulation.run import Deployment
+    from ccjax.simulation.workload import Workload
+
+_TYPICAL_TOKENS = (90, 110, 130, 160, 200, 260)
+"""Lengths of drawn passages where none are given: about what paragraphs of Wikipedia have."""
+_POOL_SHARE = 0.5
+"""Of what the weights leave of a device, for pages of requests, where neither --pool-bytes nor a device budget says."""
+_USED_SHARE = 0.9
+_WEIGHTS_IN_WORKSPACE = 1.05
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """Of `scripts/simulate.py`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what is asked, and when")
+    add = what.add_argument
+    add("--requests", type=int, default=10_000, help="how many (default 10,000)")
+    add("--warmup", type=int, default=0, help="of these, how many fill the caches first and count in no figure")
+    add("--rate", type=float, help="arrivals a second (default 5, with --arrivals as recorded)")
+    add(
+        "--arrivals",
+        type=Path,
+        metavar="FILE",
+        help="recorded ones: Azure's .csv, Mooncake's .jsonl (default: Poisson)",
+    )
+    add("--trace", type=Path, metavar="FILE", help="retrieval trace: JSON lines with 'docs' (default: drawn)")
+    add("--lengths", type=Path, metavar="FILE", help="JSON: tokens by passage id, or a list that passages draw from")
+    add("--passages", type=int, default=5000, help="drawn: how many there are (default 5,000)")
+    add("--lists", type=int, default=20_000, help="drawn: distinct lists that requests retrieve (default 20,000)")
+    add("--zipf", type=float, default=0.9, help="drawn: exponent of how often passages, and lists, come (default 0.9)")
+    add("--top-k", type=int, default=5, help="passages of a request (default 5)")
+    add("--question-tokens", type=int, default=32, help="of each question (default 32)")
+    add("--system-tokens", type=int, default=32, help="of the system prompt, 0 for none (default 32)")
+    add("--answer-tokens", type=int, help="of each answer (default 16, with --arrivals as recorded)")
+    add("--seed", type=int, default=0, help="of all that is drawn (default 0)")
+
+    add = parser.add_argument_group("what answers").add_argument
+    add("--model", default="llama3-8b", help="a preset such as llama3-70b, or LAYERSxWIDTH[xHEADS] (default llama3-8b)")
+    add("--hardware", default="h100", help="a100, h100, h200, h800, a10g, v5e, v6e, or cpu: this one (default h100)")
+    add("--tensor-parallel-size", type=int, default=1, help="devices of a replica (default 1)")
+    add("--profile", type=Path, metavar="FILE", help="T(cached, new) of scripts/profile_prefill.py in place of FLOPs")
+    add("--replicas", type=int, default=1, help="each with tiers of its own (default 1)")
+    add("--strategy", default="cachecraft", help="of ccjax.policy.strategies; full for none (default cachecraft)")
+    add("--reuse", default="bounded", choices=("off", "exact", "bounded", "fast"), help="(default bounded)")
+    add("--recompute-ratio", type=float, help="of each passage reused behind another prefix (default: eq. 12)")
+    add("--eviction-policy", help="as with serve.py")
+    add("--max-variants", type=int, help="as with serve.py")
+    add("--device-cache-bytes", type=num_bytes, default=0, help="of a replica (default 0)")
+    add("--host-cache-bytes", type=num_bytes, default=64 * 2**30, help="of a replica (default 64GiB)")
+    add("--disk-cache-bytes", type=num_bytes, default=0, help="of a replica (default 0)")
+    add("--pool-bytes", type=num_bytes, help="for pages of requests (default: half of what the weights leave)")
+    add("--loading", default="layerwise", choices=("layerwise", "sync"), help="(default layerwise)")
+    add("--no-preload", action="store_true", help="do not read for waiting requests")
+    add("--max-num-seqs", type=int, default=32, help="as with serve.py (default 32)")
+    add("--max-num-batched-tokens", type=int, default=1024, help="as with serve.py (default 1,024)")
+    add("--max-queue", type=int, default=128, help="as with serve.py (default 128)")
+    add("--reorder-window", type=int, default=32, help="as with serve.py (default 32)")
+
+    add = parser.add_argument_group("what is wanted").add_argument
+    add("--size-for", metavar="GOAL", help="budgets and replicas for such as 'p99 TTFT < 1 s at 20 req/s'")
+    add("--budgets", type=num_bytes, nargs="+", help="host budgets to try (default: 5, 20, 50, 100 %% of all passages)")
+    add("--most-replicas", type=int, default=64, help="to try (default 64)")
+    add("--validate", action="store_true", help="measure the real engine on this CPU beside the simulation")
+    add("--paper", type=Path, metavar="FILE", help="simulate the papers' experiments, and put the tables in that page")
+    add("--plot", type=Path, metavar="FILE", help="with --paper: draw them (.svg or .png; needs matplotlib)")
+    add("--quick", action="store_true", help="with --paper: few requests, does it run at all")
+    add("--data", type=Path, help="folder with rag_trace/ and tokenizer_llama3/, for --validate")
+    add("--json", action="store_true", help="print raw figures as one JSON object on the last line")
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """What is asked.
+
+    Raises:
+      ValueError, OSError: an option, or a file that it names, is not what it should be.
+    """
+    import numpy as np
+
+    from ccjax.simulation import workload as made
+
+    if not 0 <= args.warmup < args.requests:
+        raise ValueError(f"--warmup: wanted fewer than --requests {args.requests}, got {args.warmup}")
+    lengths = _lengths(args.lengths) if args.lengths is not None else list(_TYPICAL_TOKENS)
+    if args.trace is not None:
+        lists = made.trace_lists(args.trace, lengths, args.top_k)
+        which = made.draw_which(args.requests, len(lists), exponent=None, seed=args.seed)
+    else:
+        tokens = list(lengths.values()) if isinstance(lengths, dict) else lengths
+        lists = made.zipf_lists(args.passages, args.lists, args.top_k, tokens, exponent=args.zipf, seed=args.seed)
+        which = made.draw_which(args.requests, len(lists), exponent=args.zipf, seed=args.seed + 1)
+    if args.arrivals is None:
+        times = made.poisson(args.requests, 5.0 if args.rate is None else args.rate, args.seed + 2)
+        answers = np.full(args.requests, 16 if args.answer_tokens is None else args.answer_tokens)
+    else:
+        found, recorded = made.recorded(args.arrivals)
+        times = made.in_turn(args.requests, found)
+        answers = np.resize(recorded, args.requests)
+        if args.answer_tokens is not None:
+            answers = np.full(args.requests, args.answer_tokens)
+    if answers.min() < 1:
+        raise ValueError(f"--answer-tokens: wanted at least 1, got {answers.min()}")
+    workload = made.Workload(times, which, lists, args.question_tokens, answers, args.system_tokens)
+    if args.arrivals is not None and args.rate is not None:
+        workload = workload.at_rate(args.rate)
+    return workload
+
+
+def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
+    """What answers.
+
+    Raises:
+      ValueError: an option is not what it should be, or the model does not fit its devices.
+    """
+    from ccjax.engine.pool import PAGE_TOKENS
+    from ccjax.policy.eviction import DEFAULT_POLICY, make_policy
+    from ccjax.policy.scheduling import SchedulerSettings
+    from ccjax.simulation.cache import CacheSettings
+    from ccjax.simulation.costs import GridCosts, RooflineCosts
+    from ccjax.simulation.hardware import hardware
+    from ccjax.simulation.run import Deployment
+    from models.llama3.presets import preset
+    from store.spec import KVSpec
+
+    device = hardware(args.hardware)
+    config = preset(args.model, vocab_size=128_256)
+    roofline = RooflineCosts(config, device, args.tensor_parallel_size)
+    dtype = "float32" if device.value_bytes == 4 else "bfloat16"
+    kv_spec = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    usable = _USED_SHARE * device.memory_bytes * args.tensor_parallel_size
+    left = int(usable - _WEIGHTS_IN_WORKSPACE * roofline.weight_bytes - args.device_cache_bytes)
+    page_bytes = kv_spec.num_bytes(PAGE_TOKENS)
+    longest = workload.system_tokens + max(sum(one.num_tokens) for one in workload.lists)
+    longest += workload.question_tokens + int(workload.answer_tokens.max())
+    pool = args.pool_bytes
+    if pool is None:
+        pool = left if args.device_cache_bytes else int(left * _POOL_SHARE)
+    if pool > left or pool < 2 * kv_spec.num_bytes(longest):
+        raise ValueError(
+            f"--pool-bytes: wanted two of the longest requests ({2 * kv_spec.num_bytes(longest) / 1e9:.2f} GB) at "
+            f"least and what weights and --device-cache-bytes leave of {args.tensor_parallel_size} x {device.name} "
+            f"({left / 1e9:.1f} GB) at most, got {pool / 1e9:.2f} GB"
+        )
+    costs = roofline
+    if args.profile is not None:
+        grid = _grid(args.profile)
+        costs = GridCosts(
+            grid,
+            config.num_layers,
+            decode_fixed_s=roofline.decode_s(1, 0),
+            decode_seq_s=roofline.decode_s(2, 0) - roofline.decode_s(1, 0),
+            disk_bytes_per_s=device.disk_bytes_per_s,
+        )
+    policy = args.eviction_policy or DEFAULT_POLICY
+    make_policy(policy)
+    return Deployment(
+        costs,
+        kv_spec,
+        CacheSettings(
+            strategy=args.strategy,
+            reuse="off" if args.strategy == "full" else args.reuse,
+            recompute_ratio=args.recompute_ratio,
+            eviction_policy=policy,
+            max_variants=args.max_variants,
+            device_cache_bytes=args.device_cache_bytes,
+            host_cache_bytes=args.host_cache_bytes,
+            disk_cache_bytes=args.disk_cache_bytes,
+        ),
+        SchedulerSettings(
+            num_pages=pool // page_bytes,
+            page_tokens=PAGE_TOKENS,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_seqs=args.max_num_seqs,
+            max_queue=args.max_queue,
+            reorder_window=args.reorder_window,
+        ),
+        replicas=args.replicas,
+        loading=args.loading,
+        preloads=not args.no_preload,
+    )
+
+
+def _lengths(path: Path) -> dict[int, int] | list[int]:
+    found = json.loads(path.read_text("utf-8"))
+    values = list(found.values()) if isinstance(found, dict) else found
+    if not isinstance(values, list) or not values or not all(type(one) is int and one > 0 for one in values):
+        raise ValueError(f"--lengths: wanted positive integers in an object by passage id, or in a list, in {path}")
+    return {int(key): value for key, value in found.items()} if isinstance(found, dict) else found
+
+
+def _grid(path: Path):
+    from ccjax.engine.prefill_profile import PrefillProfile
+
+    return PrefillProfile.from_json(json.loads(path.read_text("utf-8"))).grid

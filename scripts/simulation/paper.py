@@ -1,0 +1,390 @@
+"""The papers' experiments in virtual time: models, hardware, loads and budgets as the papers have them, workloads drawn
+to the figures that they give of theirs. Draws and writes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ccjax.engine.pool import PAGE_TOKENS
+from ccjax.policy.scheduling import SchedulerSettings
+from ccjax.simulation.cache import CacheSettings
+from ccjax.simulation.costs import Piece, RooflineCosts
+from ccjax.simulation.hardware import HARDWARE, Hardware
+from ccjax.simulation.run import Deployment, Simulation
+from ccjax.simulation.workload import Passages, Workload, draw_which, poisson, zipf_lists
+from models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
+from store.spec import KVSpec
+
+A100 = HARDWARE["a100"]
+H800 = HARDWARE["h800"]
+A10G = dataclasses.replace(HARDWARE["a10g"], compute_ratio=0.77)
+"""RAGCache fig. 3: an A10G prefills 4,000 tokens of Llama2-7B in a second, 54 of its 70 TFLOPS."""
+GIB = 2**30
+_PLENTY = 10**6
+_APART_S = 60.0
+"""Between two of the requests that fill the caches, so that no system begins with a line that these left behind."""
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much is simulated of each case: requests that count, and those before them that fill the caches."""
+
+    measured: int
+    warmup: int
+
+    @property
+    def requests(self) -> int:
+        """All of them."""
+        return self.measured + self.warmup
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """What a paper compares, as settings here."""
+
+    name: str
+    strategy: str
+    recompute_ratio: float | None = None
+    eviction_policy: str = "saved_seconds"
+    uses_host: bool = True
+    reorder_window: int = 1
+
+
+FULL = System("full prefill", "full")
+PREFIX = System("prefix cache", "prefix", eviction_policy="lru")
+NAIVE = System("Cache-Craft, none recomputed", "reuse")
+CRAFT_30 = System("Cache-Craft, 30 %", "cachecraft", 0.3)
+CRAFT_39 = System("Cache-Craft, 39 %", "cachecraft", 0.39)
+VLLM = System("vLLM", "full")
+SGLANG = System("SGLang", "prefix", eviction_policy="lru", uses_host=False)
+RAGCACHE = System("RAGCache", "prefix", eviction_policy="pgdsf", reorder_window=32)
+
+
+def sys_x(size: Size, rate: float, seed: int = 0) -> Workload:
+    """A stand-in for Sys-X (CacheCraft sec. 5.1.2, fig. 25): 186 chunks of user manuals, five to a request, inputs of
+    1,000 to 20,000 tokens with a median of 3,300, a few chunks in most requests; answers of 100 tokens."""
+    rng = np.random.default_rng(seed)
+    tokens = np.clip(rng.lognormal(np.log(520), 0.85, 186), 80, 6000).astype(int).tolist()
+    lists = _lists(186, 4000, 5, tuple(tokens), 0.85, seed)
+    which = draw_which(size.requests, len(lists), exponent=0.35, seed=seed + 1)
+    return Workload(poisson(size.requests, rate, seed + 2), which, lists, 40, np.full(size.requests, 100), 120)
+
+
+def wikipedia(
+    size: Size,
+    rate: float,
+    *,
+    exponent: float,
+    answer_tokens: int,
+    top_k: int = 2,
+    mean_tokens: int = 1200,
+    seed: int = 0,
+) -> Workload:
+    """A stand-in for MMLU or Natural Questions over Wikipedia (RAGCache sec. 3.2, fig. 5): documents drawn by Zipf's
+    law, so that 3 % of those that are asked for are in 60 % (MMLU) or less (Natural Questions) of the requests."""
+    rng = np.random.default_rng(seed)
+    tokens = np.clip(rng.lognormal(np.log(mean_tokens), 0.6, 4000), 64, 6000).astype(int).tolist()
+    lists = _lists(4000, 3000, top_k, tuple(tokens), exponent, seed)
+    which = draw_which(size.requests, len(lists), exponent=exponent, seed=seed + 1)
+    answers = np.full(size.requests, answer_tokens)
+    return Workload(poisson(size.requests, rate, seed + 2), which, lists, 32, answers, 32)
+
+
+@functools.cache  # the same for every rate
+def _lists(
+    num_passages: int, num_lists: int, top_k: int, tokens: tuple[int, ...], exponent: float, seed: int
+) -> list[Passages]:
+    return zipf_lists(num_passages, num_lists, top_k, tokens, exponent=exponent, seed=seed)
+
+
+MMLU = {"exponent": 0.95, "answer_tokens": 1}
+NQ = {"exponent": 0.7, "answer_tokens": 6}
+
+
+def simulate(
+    config: LlamaConfig,
+    device: Hardware,
+    workload: Workload,
+    system: System,
+    *,
+    warmup: int,
+    tensor_parallel_size: int = 1,
+    device_bytes: int = 0,
+    host_bytes: int = 0,
+    seats: int = 32,
+    batched_tokens: int = 8192,
+    is_hurried: bool = False,
+) -> tuple[Simulation, Row]:
+    """One run and its figures.
+
+    Args:
+      is_hurried: the requests before those that count come as fast as these.
+    """
+    if not is_hurried:
+        workload = workload.unhurried(warmup, _APART_S)
+    kv_spec = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, "bfloat16")
+    uses = system.strategy != "full"
+    cache = CacheSettings(
+        strategy=system.strategy,
+        reuse="bounded" if uses else "off",
+        recompute_ratio=system.recompute_ratio,
+        eviction_policy=system.eviction_policy,
+        device_cache_bytes=device_bytes if uses else 0,
+        host_cache_bytes=host_bytes if system.uses_host and uses else 0,
+    )
+    limits = SchedulerSettings(
+        num_pages=_PLENTY,
+        page_tokens=PAGE_TOKENS,
+        max_num_seqs=seats,
+        max_num_batched_tokens=batched_tokens,
+        max_queue=_PLENTY,
+        reorder_window=system.reorder_window,
+    )
+    deployment = Deployment(RooflineCosts(config, device, tensor_parallel_size), kv_spec, cache, limits)
+    simulation = Simulation(deployment, workload)
+    figures = simulation.run().figures(workload, warmup=warmup)
+    return simulation, figures
+
+
+def _row(system: System, figures: Row, **more: Any) -> Row:
+    return {
+        **more,
+        "system": system.name,
+        "ttft_s": figures["ttft_s"],
+        "latency_s": figures["latency_s"],
+        "throughput": figures["throughput"],
+        "computed_share": figures["computed_share"],
+        "hit_ratio": figures["hit_ratio"],
+    }
+
+
+# -- Cache-Craft -------------------------------------------------------------------------------------------------------
+
+_CRAFT_MODELS = (
+    ("Llama-3-8B on an A100", LLAMA3_8B, 1, (60, 120, 180, 240), 20 * GIB),
+    ("Llama-3-70B on four A100", LLAMA3_70B, 4, (30, 60, 90, 120), 100 * GIB),
+)
+
+
+def fig_22(size: Size) -> list[Row]:
+    """CacheCraft fig. 22: throughput and response latency by load, in queries a minute."""
+    rows = []
+    for name, config, devices, loads, device_bytes in _CRAFT_MODELS:
+        for load in loads:
+            for system in (FULL, PREFIX, NAIVE, CRAFT_30):
+                _, figures = simulate(
+                    config,
+                    A100,
+                    sys_x(size, load / 60),
+                    system,
+                    warmup=size.warmup,
+                    tensor_parallel_size=devices,
+                    device_bytes=device_bytes,
+                    host_bytes=128 * GIB,
+                    batched_tokens=150_000,
+                )
+                rows.append(_row(system, figures, model=name, load=load))
+    return rows
+
+
+def fig_23a(size: Size) -> list[Row]:
+    """CacheCraft fig. 23a: TTFT by length of the input, requests far apart, against prefix caching."""
+    workload = sys_x(size, 0.05)
+    found = {}
+    for system in (PREFIX, CRAFT_39):
+        run, _ = simulate(
+            LLAMA3_8B, A100, workload, system, warmup=size.warmup, device_bytes=20 * GIB, host_bytes=128 * GIB
+        )
+        found[system.name] = run.outcome.ttft_s[size.warmup :]
+        lengths = run.outcome.prompt[size.warmup :]
+    edges = (0, 2000, 4000, 8000, 20_000)
+    rows = []
+    for low, high in zip(edges, edges[1:], strict=False):
+        inside = (lengths >= low) & (lengths < high)
+        if inside.any():
+            means = {name: float(ttft[inside].mean()) for name, ttft in found.items()}
+            rows.append({"tokens": f"{low:,} to {high:,}", "requests": int(inside.sum()), "ttft_s": means})
+    means = {name: float(ttft.mean()) for name, ttft in found.items()}
+    rows.append({"tokens": "all", "requests": len(lengths), "ttft_s": means})
+    return rows
+
+
+def fig_23bcd(size: Size) -> list[Row]:
+    """CacheCraft fig. 23b-d: TTFT of a batch by model, length and batch size at 25 % recomputed, from costs alone."""
+    cases = [("b", config, 4, 8192, 4) for config in (LLAMA3_8B, LLAMA3_70B)]
+    cases += [("c", LLAMA3_8B, 1, length, 4) for length in (2048, 4096, 8192, 16_384)]
+    cases += [("d", LLAMA3_8B, 1, 8192, batch) for batch in (1, 2, 4, 8)]
+    rows = []
+    for panel, config, devices, length, batch in cases:
+        costs = RooflineCosts(config, A100, devices)
+        full_s = costs.pack_s([Piece(length, length)] * batch)
+        # 60 % of the prefix in the cache: what the paper grants prefix caching here.
+        prefix_s = costs.pack_s([Piece(round(0.4 * length), length)] * batch)
+        craft_s = costs.pack_s([Piece(round(0.25 * length), length)] * batch)
+        name = "Llama-3-70B" if config is LLAMA3_70B else "Llama-3-8B"
+        about = {"panel": panel, "model": name, "devices": devices, "tokens": length, "batch": batch}
+        rows.append({**about, "full_s": full_s, "prefix_s": prefix_s, "craft_s": craft_s})
+    return rows
+
+
+def fig_24_25(size: Size) -> Row:
+    """CacheCraft fig. 24 and 25: a trace from an empty cache, TTFT, tokens and hits over time; and what is stored at
+    its end, by chunk."""
+    workload = sys_x(size, 1.0)
+    found: Row = {"systems": []}
+    for system in (PREFIX, CRAFT_30):
+        run, figures = simulate(
+            LLAMA3_8B,
+            A100,
+            workload,
+            system,
+            warmup=size.warmup,
+            device_bytes=20 * GIB,
+            host_bytes=128 * GIB,
+            is_hurried=True,
+        )
+        hits = run.outcome.hits
+        found["systems"].append(
+            _row(system, figures)
+            | {
+                "over_time": {"ttft_s": run.outcome.ttft_s.tolist(), "computed": run.outcome.computed.tolist()},
+                "all_hit_share": float((hits[size.warmup :] == 5).mean()),
+            }
+        )
+        if system is CRAFT_30:
+            counts = Counter(meta.chunk_id for meta in run.replicas[0].cache.index)
+            found["variants"] = sorted(counts.values(), reverse=True)
+    return found
+
+
+# -- RAGCache ----------------------------------------------------------------------------------------------------------
+
+_CACHE_MODELS = (("Mistral-7B", MISTRAL_7B, 4 * GIB), ("Llama2-7B", LLAMA2_7B, 4 * GIB))
+_DATASETS = (("MMLU", MMLU, (0.5, 1.0, 1.5, 2.0, 2.5)), ("Natural Questions", NQ, (0.4, 0.8, 1.2, 1.6)))
+
+
+def fig_15(size: Size) -> list[Row]:
+    """RAGCache fig. 15: mean TTFT by rate, 7B models on an A10G with 192 GiB of host memory, four at once."""
+    rows = []
+    for model, config, device_bytes in _CACHE_MODELS:
+        for dataset, about, rates in _DATASETS:
+            for rate in rates:
+                for system in (VLLM, SGLANG, RAGCACHE):
+                    _, figures = simulate(
+                        config,
+                        A10G,
+                        wikipedia(size, rate, **about),
+                        system,
+                        warmup=size.warmup,
+                        device_bytes=device_bytes,
+                        host_bytes=192 * GIB,
+                        seats=4,
+                    )
+                    rows.append(_row(system, figures, model=model, dataset=dataset, rate=rate))
+    return rows
+
+
+def fig_18(size: Size) -> list[Row]:
+    """RAGCache fig. 18: mean TTFT by top-k, Mistral-7B, MMLU; documents of top-5 are cut as in the paper."""
+    rows = []
+    for top_k, tokens, rate in ((1, 1200, 1.5), (3, 1200, 0.7), (5, 800, 0.6)):
+        for system in (VLLM, SGLANG, RAGCACHE):
+            _, figures = simulate(
+                MISTRAL_7B,
+                A10G,
+                wikipedia(size, rate, top_k=top_k, mean_tokens=tokens, **MMLU),
+                system,
+                warmup=size.warmup,
+                device_bytes=4 * GIB,
+                host_bytes=192 * GIB,
+                seats=4,
+            )
+            rows.append(_row(system, figures, top_k=top_k, rate=rate))
+    return rows
+
+
+def fig_19(size: Size) -> list[Row]:
+    """RAGCache fig. 19: large models on two H800, MMLU. Llama2-70B has the shapes of Llama-3-70B but for its words."""
+    rows = []
+    for model, config, seats, rates in (
+        ("Mixtral-8x7B", MIXTRAL_8X7B, 8, (1.0, 4.0, 8.0)),
+        ("Llama2-70B", LLAMA3_70B, 4, (0.5, 1.0, 2.0)),
+    ):
+        for rate in rates:
+            for system in (VLLM, SGLANG, RAGCACHE):
+                _, figures = simulate(
+                    config,
+                    H800,
+                    wikipedia(size, rate, **MMLU),
+                    system,
+                    warmup=size.warmup,
+                    tensor_parallel_size=2,
+                    device_bytes=20 * GIB,
+                    host_bytes=384 * GIB,
+                    seats=seats,
+                )
+                rows.append(_row(system, figures, model=model, rate=rate))
+    return rows
+
+
+def fig_20(size: Size) -> list[Row]:
+    """RAGCache fig. 20, table 2: hit rate and TTFT by policy and host memory, at 0.8 requests a second."""
+    rows = []
+    for dataset, about, _ in _DATASETS:
+        for host_gib in (8, 16, 32, 64, 128):
+            for policy in ("pgdsf", "gdsf", "lru", "lfu", "saved_seconds"):
+                system = dataclasses.replace(RAGCACHE, name=policy, eviction_policy=policy)
+                _, figures = simulate(
+                    MISTRAL_7B,
+                    A10G,
+                    wikipedia(size, 0.8, **about),
+                    system,
+                    warmup=size.warmup,
+                    device_bytes=4 * GIB,
+                    host_bytes=host_gib * GIB,
+                    seats=4,
+                )
+                rows.append(_row(system, figures, dataset=dataset, host_gib=host_gib))
+    return rows
+
+
+def fig_21(size: Size) -> list[Row]:
+    """RAGCache fig. 21: cache-aware order on and off, a little more load than can be served: 1.1 times what the same
+    replica does when all requests come at once."""
+    rows = []
+    for dataset, about, _ in _DATASETS:
+        for host_gib in (16, 32, 64, 128):
+            memory: dict[str, Any] = {"device_bytes": 4 * GIB, "host_bytes": host_gib * GIB, "seats": 4}
+            flat = dataclasses.replace(RAGCACHE, reorder_window=1)
+            at_once = wikipedia(size, 1e3, **about)
+            run, _ = simulate(MISTRAL_7B, A10G, at_once, flat, warmup=size.warmup, **memory)
+            rate = 1.1 * size.measured / run.outcome.latency_s[size.warmup :].max()
+            for window in (1, 32):
+                system = dataclasses.replace(RAGCACHE, name=f"window {window}", reorder_window=window)
+                _, figures = simulate(
+                    MISTRAL_7B, A10G, wikipedia(size, rate, **about), system, warmup=size.warmup, **memory
+                )
+                rows.append(_row(system, figures, dataset=dataset, host_gib=host_gib, rate=rate))
+    return rows
+
+
+FIGURES: dict[str, Callable[[Size], Any]] = {
+    "craft_22": fig_22,
+    "craft_23a": fig_23a,
+    "craft_23bcd": fig_23bcd,
+    "craft_24_25": fig_24_25,
+    "ragcache_15": fig_15,
+    "ragcache_18": fig_18,
+    "ragcache_19": fig_19,
+    "ragcache_20": fig_20,
+    "ragcache_21": fig_21,
+}
+"""Name -> what simulates it."""

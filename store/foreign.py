@@ -1,0 +1,63 @@
+"""Records in formats that this program does not know. They are another release's, which has use for them, so they are
+left alone: neither read, nor replaced, nor taken for damage, nor their data for left-overs. Knows no KV."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Container, Mapping
+
+from store.errors import UnknownFormatError
+from store.objects import Root, for_each
+
+_log = logging.getLogger(__name__)
+
+
+class ForeignRecords:
+    """Those that were met so far in the namespace below `url`. Thread-safe."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._lock = threading.Lock()
+        self._objects: dict[str, str] = {}
+
+    def __contains__(self, variant_id: str) -> bool:
+        return variant_id in self._objects
+
+    def objects(self) -> Mapping[str, str]:
+        """Variant id -> its data object."""
+        with self._lock:
+            return dict(self._objects)
+
+    def add(self, variant_id: str, error: UnknownFormatError) -> None:
+        """One that was met; the first one is logged."""
+        with self._lock:
+            is_first, self._objects[variant_id] = not self._objects, error.object_id
+        if is_first:
+            _log.warning("store: %s; records of another release in %s are left alone", error, self._url)
+
+    def discard(self, variant_id: str) -> None:
+        """It is gone, or one that is known took its place."""
+        with self._lock:
+            self._objects.pop(variant_id, None)
+
+    def keep(self, listed: Container[str]) -> None:
+        """All others are gone."""
+        with self._lock:
+            self._objects = {key: name for key, name in self._objects.items() if key in listed}
+
+    def erase(
+        self, root: Root, namespace: str, delete: Callable[[str], bool], deleted: Callable[[str, str], None]
+    ) -> tuple[str, ...]:
+        """Deletes all with `delete`, which says whether a key is gone, and tells `deleted` of each variant; the keys
+        that could not be deleted."""
+
+        def erase_one(variant_id: str, object_id: str) -> str | None:
+            record, data = f"{namespace}/records/{variant_id}.json", f"{namespace}/data/{object_id}"
+            if not delete(record):
+                return record
+            deleted(variant_id, object_id)
+            self.discard(variant_id)
+            return None if delete(data) else data
+
+        return tuple(filter(None, for_each(root, lambda item: erase_one(*item), self.objects().items())))

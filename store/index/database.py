@@ -1,0 +1,189 @@
+"""One SQLite file that several processes of a host share, and that may be lost or damaged at any time: it is made anew
+then. Knows none of its tables."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from store.errors import IndexUnavailableError
+from store.index.outage import ANSWER_S, Outage
+
+APPLICATION_ID = 0x63636A78
+"""Of our files, so that no other program's database is taken for a damaged one of ours."""
+
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_PARTS = ("", "-wal", "-shm")
+
+T = TypeVar("T")
+
+
+class Database:
+    """Thread-safe.
+
+    A file that is deleted or set aside under an open connection is noticed by its inode, at the next call. Whoever
+    finds a damaged one moves it to `PATH.damaged`, where the last one stays for a look, and makes an empty one; a lock
+    file sees to it that only one process does, and that none opens it meanwhile.
+
+    Args:
+      schema: statements that make what is missing; run whenever the file is opened.
+      version: of the schema.
+    """
+
+    def __init__(self, path: Path, schema: Sequence[str], version: int) -> None:
+        self.path = path
+        self._schema = schema
+        self._version = version
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._inode: tuple[int, int] | None = None
+        self._outage = Outage(f"index {path}", self._probe)
+
+    def run(self, work: Callable[[sqlite3.Connection], T], *, writes: bool = True) -> T:
+        """What `work` returns, done in one transaction; it may be called twice.
+
+        Raises:
+          IndexUnavailableError: the file cannot be used, or another process holds it for too long.
+        """
+        self._outage.check()
+        with self._lock:
+            self._outage.check()  # whoever had the lock may have waited in vain
+            try:
+                try:
+                    return self._transact(work, writes)
+                except sqlite3.DatabaseError as error:
+                    if _is_damage(error):
+                        self._set_aside()
+                    elif "no such table" in str(error):  # the file was cut off: opening it makes them
+                        self._disconnect()
+                    else:
+                        raise
+                return self._transact(work, writes)
+            except IndexUnavailableError:
+                raise
+            except (sqlite3.Error, OSError) as error:
+                self._disconnect()
+                raise self._outage.begin(error) from error
+
+    def close(self) -> None:
+        """Closes the file; a later `run` opens it again."""
+        with self._lock:
+            self._disconnect()
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T], writes: bool) -> T:
+        connection = self._connected()
+        connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+        try:
+            result = work(connection)
+            connection.execute("COMMIT")
+            return result
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            raise
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None or self._inode_now() != self._inode:
+            self._disconnect()
+            with self._guard():
+                self._connect()
+        assert self._connection is not None
+        return self._connection
+
+    def _connect(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self.path, timeout=ANSWER_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._check_owner(connection)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {self._version}")
+            for statement in self._schema:
+                connection.execute(statement)
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        self._connection, self._inode = connection, self._inode_now()
+
+    def _check_owner(self, connection: sqlite3.Connection) -> None:
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if num_tables and (application, version) != (APPLICATION_ID, self._version):
+            raise IndexUnavailableError(
+                f"index {self.path}: wanted an index of version {self._version} or no file, got a database of "
+                "another program or version; name another file"
+            )
+
+    def _set_aside(self) -> None:
+        """Moves a damaged file away, unless another process did so since it was opened."""
+        inode = self._inode
+        self._disconnect()
+        with self._guard():
+            if inode is None or self._inode_now() != inode:
+                try:
+                    self._connect()
+                    return
+                except sqlite3.DatabaseError as error:
+                    if not _is_damage(error):
+                        raise
+            # The last writes lie in a file of their own, which must not be taken for those of the next database.
+            for part in _PARTS:
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(f"{self.path}{part}", f"{self.path}.damaged{part}")
+            self._connect()
+
+    def _inode_now(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _disconnect(self) -> None:
+        connection, self._connection, self._inode = self._connection, None, None
+        if connection is not None:
+            connection.close()
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """No other process opens the file or moves it meanwhile. Raises TimeoutError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            end_s = time.monotonic() + ANSWER_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end_s:
+                        raise TimeoutError("another process has been opening it for too long") from None
+                    time.sleep(0.005)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _probe(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(sqlite3.connect(self.path, timeout=ANSWER_S, isolation_level=None)) as connection:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("ROLLBACK")
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):  # else the next call sets it aside
+                    raise
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED

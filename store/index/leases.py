@@ -1,0 +1,152 @@
+"""Leases of a shared index, sealed where the store has keys; those of the store's root where the index does not answer.
+Knows no variant and no server.
+
+While some processes see the index and others do not, these two kinds of leases do not see each other, as those of
+processes without an index never do: then work is done twice, which leases may always let happen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from store.index.api import LeaseTable
+from store.leases import Lease
+from store.spec import StoreIdentity
+
+LATE_S = 60.0
+"""A sealed lease counts that much longer than its holder's clock had it: the index's own time decides, and clocks
+differ. After that it is one that somebody put back."""
+
+_MOST_FORGED = 8
+"""So many that nobody with our keys wrote are taken out of the way by one call."""
+
+
+class LeaseRows(Protocol):
+    """The leases of one namespace as an index keeps them. Thread-safe; may raise OSError."""
+
+    def take(self, rows: Sequence[tuple[str, str]], seconds: float) -> int:
+        """Writes value under key for so many seconds, in order, up to the first key that is there; how many."""
+        ...
+
+    def look(self, keys: Collection[str]) -> Mapping[str, str]:
+        """Key -> value, of those that are there and did not expire."""
+        ...
+
+    def drop(self, key: str, value: str) -> None:
+        """Takes a key away if that is its value."""
+        ...
+
+    def sweep(self) -> None:
+        """Deletes what expired."""
+        ...
+
+
+class IndexLeases:
+    """A `LeaseTable` on rows. May raise OSError.
+
+    Args:
+      identity: whose they are; where it has keys, a lease is sealed with its key and its end, and what is not sealed so
+        is no lease.
+      clock: seconds of this host, for the end of a sealed lease.
+
+    Attributes:
+      num_forged: such that were found so far.
+    """
+
+    def __init__(
+        self, rows: LeaseRows, identity: StoreIdentity | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._rows = rows
+        self._identity = identity if identity is not None and identity.keys is not None else None
+        self._clock = clock
+        self.num_forged = 0
+
+    def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
+        if not keys:
+            return []
+        holder, until_s = uuid.uuid4().hex, self._clock() + seconds
+        rows = [(key, self._value(key, holder, until_s)) for key in keys]
+        num_won = self._rows.take(rows, seconds)
+        for _ in range(_MOST_FORGED if self._identity is not None else 0):
+            if num_won == len(rows) or not self._drop_forged(keys[num_won]):
+                break
+            num_won += self._rows.take(rows[num_won:], seconds)
+        return [Lease(key, 0, value, until_s) for key, value in rows[:num_won]]
+
+    def held(self, keys: Collection[str]) -> frozenset[str]:
+        return frozenset(key for key, value in self._rows.look(keys).items() if self._is_ours(key, value))
+
+    def release(self, lease: Lease) -> None:
+        self._rows.drop(lease.key, lease.holder)
+
+    def sweep(self) -> None:
+        self._rows.sweep()
+
+    def _value(self, key: str, holder: str, until_s: float) -> str:
+        if self._identity is None:
+            return holder
+        return self._identity.seal("index lease", key, json.dumps([holder, until_s]).encode()).hex()
+
+    def _is_ours(self, key: str, value: str) -> bool:
+        if self._identity is None:
+            return True
+        try:
+            _, until_s = json.loads(self._identity.unseal("index lease", key, bytes.fromhex(value)))
+            if self._clock() < until_s + LATE_S:
+                return True
+        except (ValueError, TypeError):  # a SealError is one; SQLite keeps other types, too
+            pass
+        self.num_forged += 1
+        return False
+
+    def _drop_forged(self, key: str) -> bool:
+        """Makes room where somebody without our keys holds a key; False where one of us does."""
+        value = self._rows.look([key]).get(key)
+        if value is None:  # it just ended
+            return True
+        if self._is_ours(key, value):
+            return False
+        self._rows.drop(key, value)
+        return True
+
+
+class PreferredLeases:
+    """A `LeaseTable` of two. May raise what `fallback` raises.
+
+    Args:
+      preferred: of an index, whose leases have epoch 0.
+      fallback: of a root, whose leases have another.
+    """
+
+    def __init__(self, preferred: LeaseTable, fallback: LeaseTable) -> None:
+        self._preferred = preferred
+        self._fallback = fallback
+
+    def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
+        try:
+            return self._preferred.acquire(keys, seconds)
+        except OSError:
+            return self._fallback.acquire(keys, seconds)
+
+    def held(self, keys: Collection[str]) -> frozenset[str]:
+        try:
+            return self._preferred.held(keys)
+        except OSError:
+            return self._fallback.held(keys)
+
+    def release(self, lease: Lease) -> None:
+        if lease.epoch:
+            self._fallback.release(lease)
+            return
+        with contextlib.suppress(OSError):  # then it expires
+            self._preferred.release(lease)
+
+    def sweep(self) -> None:
+        with contextlib.suppress(OSError):
+            self._preferred.sweep()
+        self._fallback.sweep()

@@ -1,0 +1,49 @@
+"""Orders of a shared index, sealed by the keys of a store. Knows no server and nothing of what is ordered."""
+
+from __future__ import annotations
+
+import logging
+
+from store.index.api import Order, OrderBoard
+from store.signing import SealError
+from store.spec import StoreIdentity
+
+_log = logging.getLogger(__name__)
+
+_MOST_FORGED = 64
+"""So many that nobody with our keys placed are taken away by one call."""
+
+
+class SealedOrders:
+    """An `OrderBoard` on another one, for an identity that has keys. What none of them sealed is taken away undone.
+
+    Attributes:
+      num_forged: such orders that were taken so far.
+    """
+
+    def __init__(self, board: OrderBoard, identity: StoreIdentity) -> None:
+        self._board = board
+        self._identity = identity
+        self.num_forged = 0
+
+    def place(self, key: str, value: bytes, seconds: float) -> bool:
+        return self._board.place(key, self._identity.seal("order", key, value), seconds)
+
+    def take(self, seconds: float) -> Order | None:
+        for _ in range(_MOST_FORGED):
+            order = self._board.take(seconds)
+            if order is None:
+                return None
+            try:
+                return Order(order.key, self._identity.unseal("order", order.key, order.value), order.attempt)
+            except SealError as error:
+                _log.warning("store: %s; the order is not believed", error)
+                self.num_forged += 1
+                self._board.finish(order.key)
+        return None
+
+    def finish(self, key: str) -> None:
+        self._board.finish(key)
+
+    def __len__(self) -> int:
+        return len(self._board)

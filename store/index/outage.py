@@ -1,0 +1,73 @@
+"""That an index does not answer: the call that finds out waits, the ones after it do not. Knows no server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from store.errors import IndexUnavailableError
+
+ANSWER_S = 0.5
+"""Longest wait for a connection, and for an answer: what the call that meets an outage has to wait."""
+
+PROBE_INTERVAL_S = 0.5
+"""Pause between two looks, in the background, whether an index that did not answer does so again."""
+
+
+class Outage:
+    """Thread-safe.
+
+    Args:
+      name: of the index in messages; holds no password.
+      probe: raises while the index does not answer; called on a thread of its own.
+    """
+
+    def __init__(self, name: str, probe: Callable[[], object]) -> None:
+        self._name = name
+        self._probe = probe
+        self._lock = threading.Lock()
+        self._reason: str | None = None
+        self._next_probe_s = 0.0
+        self._is_probing = False
+
+    def check(self) -> None:
+        """To be called before each call of the index; has a look begun whether it is back, where one is due.
+
+        Raises:
+          IndexUnavailableError: it did not answer lately.
+        """
+        with self._lock:
+            if self._reason is None:
+                return
+            error = IndexUnavailableError(f"{self._name} did not answer lately: {self._reason}")
+            is_due = not self._is_probing and time.monotonic() >= self._next_probe_s
+            self._is_probing = self._is_probing or is_due
+        if is_due:
+            threading.Thread(target=self._look, name="store-index-probe", daemon=True).start()
+        raise error
+
+    def begin(self, error: Exception) -> IndexUnavailableError:
+        """Notes that a call failed because the index did not answer; what to raise for it."""
+        with self._lock:
+            self._reason = _first_line(error)
+            self._next_probe_s = time.monotonic() + PROBE_INTERVAL_S
+        return self.refusal(error)
+
+    def refusal(self, error: Exception) -> IndexUnavailableError:
+        """What to raise for a call that the index answered with a refusal."""
+        return IndexUnavailableError(f"{self._name}: {_first_line(error)}")
+
+    def _look(self) -> None:
+        reason = None
+        try:
+            self._probe()
+        except Exception as error:
+            reason = _first_line(error)
+        with self._lock:
+            self._reason, self._is_probing = reason, False
+            self._next_probe_s = time.monotonic() + PROBE_INTERVAL_S
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,218 @@
+"""A shared index in Redis, for the processes of several hosts. Knows no KV and no record.
+
+Time is that of Redis. Needs the package `redis`, which is imported where an index is made.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from store.index import scripts
+from store.index.api import (
+    CHANGES_AT_ONCE,
+    CHANGES_KEPT,
+    MOST_ORDERS,
+    Changes,
+    LeaseTable,
+    Order,
+    OrderBoard,
+    changes_read,
+    changes_to_send,
+)
+from store.index.leases import IndexLeases
+from store.index.orders import SealedOrders
+from store.index.outage import ANSWER_S, Outage
+from store.spec import StoreIdentity
+
+_WANTED = "store_index: wanted redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]"
+_TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
+
+
+class Server:
+    """The connection to one Redis, as far as an index uses it. Thread-safe.
+
+    Args:
+      settings: of `redis.Redis`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "store_index: a redis:// URL needs the package redis, which is not installed: "
+                "pip install 'ccjax[cluster]'"
+            ) from error
+        self._no_answer = (redis.ConnectionError, redis.TimeoutError, OSError)
+        self._refusal = redis.RedisError
+        self._client: Any = redis.Redis(
+            **settings,
+            socket_timeout=ANSWER_S,
+            socket_connect_timeout=ANSWER_S,
+            retry=Retry(NoBackoff(), 0),  # by default a call is repeated for seconds
+            protocol=2,
+        )
+        name = f"index redis://{settings['host']}:{settings['port']}/{settings['db']}"
+        self._outage = Outage(name, self._client.ping)
+        self._scripts: dict[str, Any] = {}
+
+    def run(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
+        """What one of `store.index.scripts` returns.
+
+        Raises:
+          IndexUnavailableError: no answer, or a refusal.
+        """
+        if script not in self._scripts:
+            self._scripts[script] = self._client.register_script(script)
+        return self._try(lambda: self._scripts[script](keys, arguments))
+
+    def values(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What each key holds; raises as `run`."""
+        return self._try(lambda: self._client.mget(keys)) if keys else []
+
+    def close(self) -> None:
+        """Gives the connections back."""
+        self._client.close()
+
+    def _try(self, call: Callable[[], Any]) -> Any:
+        self._outage.check()
+        try:
+            return call()
+        except self._no_answer as error:
+            raise self._outage.begin(error) from error
+        except self._refusal as error:
+            raise self._outage.refusal(error) from error
+
+
+class RedisIndex:
+    """One namespace of the index in a Redis. Its methods are those of `store.index.api.SharedIndex`.
+
+    Changes are a stream, trimmed to about the newest `CHANGES_KEPT`. A cursor is the stream's generation, drawn anew
+    wherever there is no stream, and the id of an entry. Each entry names the one before it, so that what was trimmed,
+    flushed, or lost by a restart from an older file is noticed.
+    """
+
+    def __init__(self, server: Server, namespace: str, identity: StoreIdentity | None = None) -> None:
+        self._server = server
+        prefix = f"ccjax:{{{namespace}}}"
+        self._keys = (f"{prefix}:generation", f"{prefix}:changes")
+        self._origin = uuid.uuid4().hex
+        self._leases = IndexLeases(RedisLeaseRows(server, f"{prefix}:lease"), identity)
+        orders = RedisOrders(server, f"{prefix}:orders")
+        self._sealed = None if identity is None or identity.keys is None else SealedOrders(orders, identity)
+        self.leases: LeaseTable = self._leases
+        self.orders: OrderBoard = orders if self._sealed is None else self._sealed
+
+    @classmethod
+    def of_url(cls, url: str, namespace: str, identity: StoreIdentity | None = None) -> RedisIndex:
+        """The index of a `redis://` or `rediss://` URL, as `store.index.open_index` has it. Raises ValueError."""
+        return cls(Server(_settings(url)), namespace, identity)
+
+    @property
+    def num_forged(self) -> int:
+        return self._leases.num_forged + (0 if self._sealed is None else self._sealed.num_forged)
+
+    def notify(
+        self, added: Mapping[str, bytes | None], removed: Mapping[str, str | None], *, is_complete: bool = True
+    ) -> None:
+        found = changes_to_send(added, removed, is_complete)
+        if found:
+            flat = [part for change in found for part in change]
+            self._server.run(scripts.NOTIFY, self._keys, uuid.uuid4().hex, self._origin, CHANGES_KEPT, *flat)
+
+    def changes(self, cursor: str | None) -> Changes:
+        theirs, _, entry = (cursor or "").partition(" ")
+        reply = self._server.run(
+            scripts.CHANGES, self._keys, uuid.uuid4().hex, self._origin, theirs, entry, CHANGES_AT_ONCE
+        )
+        generation, newest, is_complete, *flat = reply
+        found = [
+            (kind.decode(), variant_id.decode(), record)
+            for kind, variant_id, record in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        ]
+        return changes_read(f"{generation.decode()} {newest.decode()}", found, cursor is None or bool(is_complete))
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class RedisLeaseRows:
+    """The leases of one namespace, as `store.index.leases.LeaseRows` has them."""
+
+    def __init__(self, server: Server, prefix: str) -> None:
+        self._server = server
+        self._prefix = prefix
+
+    def take(self, rows: Sequence[tuple[str, str]], seconds: float) -> int:
+        places = self._places([key for key, _ in rows])
+        return self._server.run(scripts.ACQUIRE, places, _milliseconds(seconds), *(value for _, value in rows))
+
+    def look(self, keys: Collection[str]) -> dict[str, str]:
+        wanted = tuple(keys)
+        found = zip(wanted, self._server.values(self._places(wanted)), strict=True)
+        return {key: value.decode("latin-1") for key, value in found if value is not None}
+
+    def drop(self, key: str, value: str) -> None:
+        self._server.run(scripts.RELEASE, self._places([key]), value.encode("latin-1"))  # whatever somebody wrote
+
+    def sweep(self) -> None:
+        """Nothing: Redis deletes what expires."""
+
+    def _places(self, keys: Collection[str]) -> list[str]:
+        return [f"{self._prefix}:{key}" for key in keys]
+
+
+class RedisOrders:
+    """An `OrderBoard`."""
+
+    def __init__(self, server: Server, prefix: str) -> None:
+        self._server = server
+        names = ("values", "numbers", "attempts", "expiry", "free", "taken", "next")
+        self._keys = [f"{prefix}:{name}" for name in names]
+
+    def place(self, key: str, value: bytes, seconds: float) -> bool:
+        return bool(self._server.run(scripts.PLACE, self._keys, key, value, _milliseconds(seconds), MOST_ORDERS))
+
+    def take(self, seconds: float) -> Order | None:
+        found = self._server.run(scripts.TAKE, self._keys, _milliseconds(seconds))
+        return None if found is None else Order(found[0].decode(), found[1], found[2])
+
+    def finish(self, key: str) -> None:
+        self._server.run(scripts.FINISH, self._keys, key)
+
+    def __len__(self) -> int:
+        return self._server.run(scripts.COUNT, self._keys)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(1000 * seconds))
+
+
+def _settings(url: str) -> dict[str, Any]:
+    """The arguments of `redis.Redis` that a URL names. Raises ValueError, which shows no part of the URL: a password
+    with a character that should have been quoted may stand anywhere."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port, database = parts.port, parts.path.removeprefix("/")
+        options = urllib.parse.parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:
+        raise ValueError(f"{_WANTED}, got one that cannot be read (quote what is special in a password)") from None
+    if not parts.hostname or parts.fragment or not (database.isdecimal() or not database):
+        raise ValueError(f"{_WANTED}, got one without host, or with more than a number behind it")
+    allowed = _TLS_OPTIONS if parts.scheme == "rediss" else set()
+    if not options.keys() <= allowed or any(len(values) != 1 for values in options.values()):
+        raise ValueError(f"{_WANTED} with {sorted(allowed) or 'no'} options, each once; got others")
+    return {
+        "host": parts.hostname,
+        "port": port or 6379,
+        "db": int(database or 0),
+        "username": urllib.parse.unquote(parts.username) if parts.username else None,
+        "password": urllib.parse.unquote(parts.password) if parts.password else None,
+        "ssl": parts.scheme == "rediss",
+        **{name: values[0] for name, values in options.items()},
+    }

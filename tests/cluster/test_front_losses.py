@@ -1,0 +1,167 @@
+"""Replicas that are lost, fail or refuse, and how a front ends: what clients are told then."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+
+import httpx
+import pytest
+
+from ccjax.cluster.front import MAX_RETRIES, NoReplicaError, ReplicaLostError
+from tests.cluster.conftest import API_KEY, Cluster, bearer
+from tests.polling import wait_until
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Who lives in Paris?"}], "max_tokens": 6, "retrieval": False}
+STREAM = {**BODY, "stream": True}
+LOST = ReplicaLostError("killed")
+
+
+def outcomes(cluster: Cluster) -> dict[str, float]:
+    text = httpx.get(f"{cluster.url}/metrics", timeout=60).text
+    lines = [line for line in text.splitlines() if line.startswith("ccjax_cluster_lost_replicas_total")]
+    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def events(text: str) -> list[str]:
+    return [part.removeprefix("data: ") for part in text.split("\n\n") if part]
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
+@pytest.mark.parametrize("num_pieces", [0, 1], ids=["nothing yet", "its head only"])
+@pytest.mark.parametrize("num_lost", [1, MAX_RETRIES])
+def test_a_replica_lost_before_its_answer_costs_a_retry(cluster, body, num_pieces, num_lost):
+    wanted = cluster.post(CHAT, body)
+    cluster.replicas.plan = [(LOST, num_pieces)] * num_lost
+    found = cluster.post(CHAT, body)
+    assert found.status_code == 200 and len(cluster.replicas.calls) == 2 + num_lost
+    if body is STREAM:
+        assert len(events(found.text)) == len(events(wanted.text)) and "error" not in found.text
+    else:
+        assert found.json()["choices"] == wanted.json()["choices"]
+    assert outcomes(cluster) == {"tried again": num_lost, "given up": 0, "answer begun": 0}
+
+
+def test_after_some_retries_the_client_is_told(cluster):
+    cluster.replicas.plan = [(LOST, 0)] * (MAX_RETRIES + 1)
+    answer = cluster.post(CHAT, BODY)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "replica_lost" and answer.json()["error"]["type"] == "server_error"
+    assert len(cluster.replicas.calls) == MAX_RETRIES + 1
+    assert outcomes(cluster) == {"tried again": MAX_RETRIES, "given up": 1, "answer begun": 0}
+
+
+def test_a_stream_that_had_begun_ends_with_one_error(cluster):
+    cluster.replicas.plan = [(LOST, 4)]
+    answer = cluster.post(CHAT, STREAM)
+    *pieces, error, done = events(answer.text)
+    assert answer.status_code == 200 and done == "[DONE]" and len(cluster.replicas.calls) == 1
+    assert json.loads(error)["error"]["code"] == "replica_lost"
+    assert pieces and all("error" not in json.loads(piece) for piece in pieces)
+    assert outcomes(cluster)["answer begun"] == 1
+
+
+def test_another_body_that_had_begun_stays_short_of_its_length(cluster):
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"20")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(2):
+            await send({"type": "http.response.body", "body": b"0123456789", "more_body": True})
+        await send({"type": "http.response.body"})
+
+    cluster.replicas.apps = (app,)
+    assert cluster.post(CHAT, BODY).text == "0123456789" * 2
+    cluster.replicas.plan = [(LOST, 2)]
+    with pytest.raises(httpx.RemoteProtocolError):
+        cluster.post(CHAT, BODY)
+
+
+@pytest.mark.parametrize(("status", "body"), [(400, {"messages": []}), (404, {**BODY, "model": "other"})])
+def test_a_refusal_is_not_tried_again(cluster, status, body):
+    assert cluster.post(CHAT, body).status_code == status
+    assert len(cluster.replicas.calls) == 1
+
+
+def test_without_replicas_the_client_is_told_why(cluster):
+    cluster.replicas.plan = [(NoReplicaError("the deployment failed"), 0)]
+    answer = cluster.post(CHAT, BODY)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["message"] == "the deployment failed; try again"
+    assert len(cluster.replicas.calls) == 1
+
+
+@pytest.mark.parametrize("num_pieces", [0, 4])
+def test_an_unforeseen_failure_is_logged_and_says_nothing_of_its_inside(cluster, caplog, num_pieces):
+    cluster.replicas.plan = [(KeyError("secret"), num_pieces)]
+    answer = cluster.post(CHAT, STREAM)
+    error = answer.json() if num_pieces == 0 else json.loads(events(answer.text)[-2])
+    assert answer.status_code == (500 if num_pieces == 0 else 200)
+    assert error["error"]["code"] == "internal_error" and "secret" not in answer.text
+    assert "secret" in caplog.text and len(cluster.replicas.calls) == 1
+
+
+@contextlib.contextmanager
+def under_way(cluster: Cluster, *bodies):
+    """The answers to requests that are under way until the block is left."""
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor() as pool:
+        with contextlib.ExitStack() as busy:
+            for server in cluster.servers:
+                busy.enter_context(server.engine._exclusive())
+            answers = [pool.submit(cluster.post, CHAT, body) for body in bodies]
+            wait_until(lambda: sum(server.engine.batch_counts.waiting for server in cluster.servers) == len(bodies))
+            yield answers
+        stack.close()
+
+
+def test_a_front_that_drains_answers_what_it_took_and_refuses_the_rest(cluster):
+    with under_way(cluster, BODY, STREAM) as answers:
+        cluster.front.drain()
+        assert not cluster.front.is_drained
+        for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("DELETE", "/v1/cache/documents/x")):
+            refused = httpx.request(method, f"{cluster.url}{path}", timeout=60)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "not_ready"
+            assert refused.headers["retry-after"] == "1"
+        assert httpx.get(f"{cluster.url}/health", timeout=60).status_code == 200
+        ready = httpx.get(f"{cluster.url}/ready", timeout=60)
+        assert (ready.status_code, ready.json()["status"]) == (503, "shutting down")
+    assert [answer.result().status_code for answer in answers] == [200, 200]
+    assert answers[1].result().text.endswith("data: [DONE]\n\n") and "error" not in answers[1].result().text
+    wait_until(lambda: cluster.front.is_drained)
+
+
+def test_a_front_that_breaks_off_tells_everybody(cluster):
+    long = {**STREAM, "max_tokens": 400, "ignore_eos": True}
+    with httpx.stream("POST", f"{cluster.url}{CHAT}", json=long, headers=bearer(API_KEY), timeout=60) as begun:
+        lines = begun.iter_lines()
+        next(lines)
+        with under_way_beside(cluster) as waiting:
+            cluster.front.drain()
+            cluster.front.break_off()
+            answer = waiting.result(60)
+        rest = [line for line in lines if line]
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_ready"
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "not_ready" and rest[-1] == "data: [DONE]"
+    assert cluster.front.is_closing
+    wait_until(lambda: cluster.front.is_drained)
+    wait_until(lambda: all(server.engine.batch_counts.running == 0 for server in cluster.servers))
+
+
+@contextlib.contextmanager
+def under_way_beside(cluster: Cluster):
+    """A plain request that the front has passed on and that is not answered."""
+    before = len(cluster.replicas.calls)
+    body = {**BODY, "max_tokens": 400, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(cluster.post, CHAT, body)
+        wait_until(lambda: len(cluster.replicas.calls) > before)
+        yield waiting
+
+
+def test_readiness_is_that_of_the_replicas(cluster):
+    found = httpx.get(f"{cluster.url}/ready", timeout=60)
+    assert (found.status_code, found.json()) == (200, {"status": "ready", "replicas": {"running": 2}})
+    cluster.replicas.unreachable = {0, 1}
+    found = httpx.get(f"{cluster.url}/ready", timeout=60)
+    assert (found.status_code, found.json()["status"]) == (503, "no replica runs")

@@ -1,0 +1,143 @@
+"""A real cluster whose store is a bucket and whose index is in Redis, both of which go away and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.processes import REPLICA, Serving, documents, loading, serving
+from tests.polling import wait_until
+from tests.store.gate import Gate
+from tests.store.places import KEYS
+from tests.store.servers import free_port, moto
+
+pytestmark = pytest.mark.cluster
+
+
+class Redis:
+    """A Redis that keeps nothing."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.start()
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", str(self.port), "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        wait_until(lambda: self.keys() is not None)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def keys(self) -> set[str] | None:
+        """None where it does not answer."""
+        command = ["redis-cli", "-p", str(self.port), "--scan", "--pattern", "ccjax:*"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return None if done.returncode else set(done.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Redis]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server: apt-get install redis-server")
+    server = Redis()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Gate]:
+    with moto() as port:
+        gate = Gate(port)
+        yield gate
+        gate.shut()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, gate: Gate, redis: Redis) -> Iterator[Serving]:
+    folder: Path = tmp_path_factory.mktemp("cluster")
+    store = f"s3://chunks/kv?endpoint=http://127.0.0.1:{gate.port}&region=us-east-1"
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
+        options = ["--store", store, "--store-index", f"redis://127.0.0.1:{redis.port}/0"]
+        yield stack.enter_context(serving(folder, "--cluster", "ray", "--replicas", "2", *options))
+
+
+@pytest.fixture
+def cluster(running: Serving) -> Serving:
+    running.wait_for(2)
+    return running
+
+
+def tiers(cluster: Serving, name: str) -> set[str | None]:
+    """Where the passages of these documents come from."""
+    report = cluster.chat("What is it?", documents=documents(name), reuse="exact").json()["reuse"]
+    return {one["tier"] for one in report["per_document"] if one["role"] == "document"}
+
+
+def stored(cluster: Serving) -> float:
+    """Variants that the replicas know to be in the bucket."""
+    found = cluster.metrics().items()
+    return sum(value for (name, *labels), value in found if name == "ccjax_store_num_variants" and "disk" in labels)
+
+
+def wait_until_written(cluster: Serving) -> None:
+    """Nobody asks for anything any more, and for two seconds nothing new was stored."""
+    counts = [-1.0, stored(cluster)]
+    while counts[-1] != counts[-2]:
+        time.sleep(2.0)
+        counts.append(stored(cluster))
+
+
+def test_answers_go_on_without_the_bucket_and_sharing_works_again_with_it(cluster: Serving, gate: Gate) -> None:
+    wanted = cluster.text("What is it?", documents=documents("before"), reuse="exact")
+    with loading(cluster) as load:
+        time.sleep(1.0)
+        gate.shut()
+        started = time.monotonic()
+        assert cluster.text("What is it?", documents=documents("before"), reuse="exact") == wanted
+        assert tiers(cluster, "meanwhile") == {None} and tiers(cluster, "meanwhile") <= {None, "host"}
+        print(f"three answers without the bucket took {time.monotonic() - started:.1f} s")
+        time.sleep(2.0)
+        gate.open()
+        opened, number = time.monotonic(), 0
+        before = stored(cluster)
+        while stored(cluster) <= before:
+            number += 1
+            tiers(cluster, f"after {number}")
+            assert time.monotonic() - opened < 60, "nothing is stored again"
+        print(f"stored again {time.monotonic() - opened:.1f} s after the bucket was back")
+        tiers(cluster, "afterwards")
+    wait_until_written(cluster)
+    assert set(load.statuses) == {200}
+    for victim in cluster.pids(REPLICA):  # one after the other: none remembers
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(1.0)
+        cluster.wait_for(2)
+    assert tiers(cluster, "afterwards") == {"disk"} and tiers(cluster, "before") == {"disk"}
+
+
+def test_answers_go_on_without_redis_and_leases_are_there_again_with_it(cluster: Serving, redis: Redis) -> None:
+    tiers(cluster, "told")
+    assert redis.keys(), "nothing is told by Redis at all"
+    with loading(cluster) as load:
+        redis.kill()
+        started = time.monotonic()
+        assert tiers(cluster, "untold") == {None} and tiers(cluster, "untold") <= {None, "host", "disk"}
+        print(f"two answers without Redis took {time.monotonic() - started:.1f} s")
+        time.sleep(1.0)
+        redis.start()
+        started = time.monotonic()
+        wait_until(redis.keys, timeout_s=30)
+        print(f"told again {time.monotonic() - started:.1f} s after Redis was back")
+    assert set(load.statuses) == {200}

@@ -1,0 +1,147 @@
+"""The books that a sending process keeps of replicas, with Ray's own classes and no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import warnings
+
+import pytest
+
+from ccjax.policy.routing import ChunkFilter, PromptSummary, Summary
+from ccjax.types import ChunkId
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, as it is imported
+    from ray.serve._private.common import DeploymentID, RequestMetadata
+    from ray.serve.request_router import PendingRequest, ReplicaID
+
+    from ccjax.cluster import router as module
+    from ccjax.cluster.replica import NUMBER, STATS
+
+DEPLOYMENT = DeploymentID("Replica", "ccjax")
+CHUNKS = tuple(ChunkId(hashlib.sha256(name.encode()).hexdigest()) for name in "abc")
+PROMPT = PromptSummary(tuple((chunk, 100) for chunk in CHUNKS), 10)
+
+
+@dataclasses.dataclass
+class Replica:
+    """The part of Ray's `RunningReplica` that a router reads."""
+
+    name: str
+    routing_stats: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def replica_id(self) -> ReplicaID:
+        return ReplicaID(self.name, DEPLOYMENT)
+
+    def publish(self, number, held=(), waiting=0):
+        self.routing_stats = {NUMBER: number, STATS: Summary(ChunkFilter.of(held), waiting)}
+
+
+class Clock:
+    now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def router(clock):
+    router = object.__new__(module.CacheAwareRouter)  # what Ray's own part needs a cluster for is not used here
+    router.initialize_state()
+    return router
+
+
+def pending(prompt=PROMPT, name="r"):
+    metadata = RequestMetadata(request_id=name, internal_request_id=name)
+    return PendingRequest(args=[], kwargs={} if prompt is None else {"prompt": prompt}, metadata=metadata)
+
+
+def order(router, replicas, prompt=PROMPT):
+    ranks = asyncio.run(choose(router, replicas, prompt))
+    assert all(len(one) == 1 for one in ranks) and len(ranks) == len(replicas)
+    return [one[0].name for one in ranks]
+
+
+async def choose(router, replicas, prompt):
+    return await router.choose_replicas(replicas, pending(prompt))
+
+
+async def send(router, replica, name="r", prompt=PROMPT):
+    router.on_request_routed(pending(prompt, name), replica.replica_id, None)
+
+
+def test_a_request_goes_where_its_chunks_are(router):
+    one, two = Replica("one"), Replica("two")
+    for number, (better, worse) in enumerate([(one, two), (two, one)]):
+        better.publish(number, CHUNKS[:2])
+        worse.publish(number, CHUNKS[:1])
+        assert order(router, [one, two]) == order(router, [two, one]) == [better.name, worse.name]
+
+
+def test_what_was_sent_since_counts_until_a_summary_says_so(router, clock):
+    one, two = Replica("one"), Replica("two")
+    one.publish(1, CHUNKS)
+    two.publish(1, CHUNKS[:2])
+    assert order(router, [one, two]) == ["one", "two"]
+    for number in range(11):  # ten tokens each: more than the chunk that the other one lacks
+        asyncio.run(send(router, one, str(number)))
+    assert order(router, [one, two]) == ["two", "one"]
+    assert order(router, [one, two]) == ["two", "one"]  # the same publication again says nothing new
+    clock.now_s += 1.0
+    one.publish(2, CHUNKS)
+    assert order(router, [one, two]) == ["one", "two"]
+
+
+def test_what_was_sent_just_before_a_summary_may_not_be_in_it(router, clock):
+    one, two = Replica("one"), Replica("two")
+    one.publish(1, CHUNKS)
+    two.publish(1, CHUNKS[:2])
+    order(router, [one, two])
+    for number in range(11):
+        asyncio.run(send(router, one, str(number)))
+    clock.now_s += module._UNDER_WAY_S / 2
+    one.publish(2, CHUNKS)
+    assert order(router, [one, two]) == ["two", "one"]
+
+
+def test_an_old_summary_says_nothing_and_looks_no_idler_than_the_others(router, clock):
+    one, two = Replica("one"), Replica("two")
+    one.publish(1, CHUNKS)
+    two.publish(1, (), waiting=50)
+    assert order(router, [one, two]) == ["one", "two"]
+    clock.now_s += module.OLDEST_SUMMARY_S + 1
+    two.publish(2, CHUNKS[:1], waiting=50)
+    assert order(router, [one, two]) == ["two", "one"]
+
+
+def test_without_chunks_the_one_with_less_under_way_goes_first(router):
+    one, two = Replica("one"), Replica("two")
+    for replica in (one, two):
+        replica.publish(1)
+    asyncio.run(send(router, one, "r", PromptSummary()))
+    for prompt in (PromptSummary(), None):
+        assert order(router, [one, two], prompt) == ["two", "one"]
+    router.on_request_completed(one.replica_id, "r")
+    asyncio.run(send(router, two, "s", PromptSummary()))
+    assert order(router, [one, two], None) == ["one", "two"]
+
+
+def test_nothing_is_kept_of_a_replica_that_died(router, monkeypatch):
+    one = Replica("one")
+    one.publish(1, CHUNKS)
+    order(router, [one])
+    monkeypatch.setattr(module.RequestRouter, "on_replica_actor_died", lambda *_: None)
+    assert list(router._books) == ["one"]
+    router.on_replica_actor_died(one.replica_id)
+    assert router._books == {}
+    router.on_request_completed(one.replica_id, "late")  # its requests end after it

@@ -1,0 +1,72 @@
+"""One of the processes that hold a model together: `python -m tests.engine.hosts_worker ADDRESS PROCESS FILE`.
+
+The JSON file has the model's directory, the engine's settings and what is asked: [segments, reuse] each, then `crowd`
+at once. Process 0 prints one JSON line with what it got; the others one with what they read of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import models.llama3.convert as convert
+from ccjax.engine import Engine, Request, SamplingParams
+from ccjax.engine.hosts import follow
+from ccjax.engine.warmup import _run_steps
+from models import lockstep
+
+
+def main(address: str, process: str, file: str) -> None:
+    """Runs the one command there is."""
+    wanted = json.loads(Path(file).read_text())
+    group = lockstep.join(address, 2, int(process), 120)
+    read, num_read = convert.read_part, 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_read
+        part = read(*args)
+        num_read += part.nbytes
+        return part
+
+    convert.read_part = counting
+    if not group.is_leader:
+        follow(wanted["model"], **wanted["settings"])
+        print(json.dumps({"num_read": num_read}), flush=True)
+        return
+    with Engine.from_pretrained(wanted["model"], **wanted["settings"]) as engine:
+
+        def answer(asked: list[Any]) -> dict[str, Any]:
+            segments, reuse = asked
+            sampling = SamplingParams(max_new_tokens=6, logprobs=0)
+            response = engine.run(Request(segments=segments, sampling=sampling, reuse=reuse))
+            assert response.logprobs is not None
+            return {
+                "tokens": list(response.token_ids),
+                "logprobs": [token.logprob for token in response.logprobs],
+                "reused": response.reuse.reused_tokens,
+                "recomputed": response.reuse.recomputed_tokens,
+            }
+
+        tokens = [token for part in wanted["asked"][0][0] for token in part]
+        got = {
+            "num_read": num_read,
+            "warmed": len(list(ThreadPoolExecutor(4).map(lambda seed: compute_apart(engine, seed), range(4)))),
+            "logits": engine.prefill_logits(tokens).tolist(),
+            "answers": [answer(asked) for asked in wanted["asked"]],
+            "crowd": list(ThreadPoolExecutor(4).map(answer, wanted["crowd"])),
+        }
+        print(json.dumps(got), flush=True)
+
+
+def compute_apart(engine: Engine, seed: int) -> None:
+    """Steps that wait for no other thread's, as those of the background compiler beside the batch: devices must take
+    them in one order all the same, or their sums get mixed up."""
+    for _ in range(20):
+        _run_steps(engine._prefiller, (16 << seed, 256, 2))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""A process for the tests of clocks that disagree: `python -m tests.engine.skewed_worker MODEL_DIR STORE INDEX`.
+
+Prints one JSON line once it is warm, then one for each JSON line that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+if __name__ == "__main__":
+    # libfaketime 0.9.10 fails the sleep until a time that Python asks for; waits with a timeout it leaves alone.
+    time.sleep = lambda seconds: threading.Event().wait(seconds) and None  # type: ignore[assignment]
+
+import ccjax.engine.load_plan  # noqa: E402
+import ccjax.engine.sharing  # noqa: E402
+from ccjax.engine import Engine  # noqa: E402
+from ccjax.engine.batch.pack import Pack  # noqa: E402
+
+_RUN_LAYER = Pack.run_layer
+CLAIM_S = 8.0
+"""Longer than any answer here takes on a busy machine."""
+
+TEXTS = (
+    "The garden of {} has an old well and four pear trees.",
+    "The house of {} was painted blue in spring.",
+)
+
+
+class Worker:
+    """Does what it is told, on one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def clock(self) -> dict[str, Any]:
+        return {"time": time.time(), "monotonic": time.monotonic()}
+
+    def ask(self, documents: list[dict[str, str]], hold_s: float = 0.0) -> dict[str, Any]:
+        """What a short answer took; says "computing" in the middle of it and stays there for `hold_s`."""
+        Pack.run_layer = _held(hold_s) if hold_s else _RUN_LAYER  # type: ignore[method-assign]
+        response = self._engine.generate("Who?", documents, max_new_tokens=4)
+        self._engine.flush()
+        report = response.reuse
+        counts = {name: getattr(report, f"{name}_tokens") for name in ("computed", "reused", "recomputed")}
+        passages = [one.reused_tokens for one in report.per_document if one.role == "document"]
+        return counts | {"tokens": list(response.token_ids), "waited_s": report.load_wait_s, "passages": passages}
+
+    def pin(self, name: str, ttl_s: float) -> dict[str, Any]:
+        return {"until": self._engine.pin(name, ttl_s=ttl_s).until}
+
+    def erase(self, name: str) -> dict[str, Any]:
+        return {"variants": self._engine.erase(name).variants}
+
+    def look(self) -> dict[str, Any]:
+        """Takes in what others did, and does what is done now and then; document -> until when it is pinned."""
+        self._engine.refresh()
+        with self._engine._exclusive():
+            self._engine._documents.tend()
+        return {one.document_id: one.pinned_until for one in self._engine.documents()}
+
+    def pin_notes(self) -> dict[str, Any]:
+        """Names of the pins that are noted."""
+        with self._engine._exclusive():
+            return {"names": sorted(name for name in self._engine._documents.registry._notes.items() if "pin-" in name)}
+
+    def corrupt(self) -> dict[str, Any]:
+        return {"number": self._engine.store_usage()["disk"].corrupt}
+
+
+def _held(seconds: float):
+    def run_layer(pack: Pack) -> None:
+        Pack.run_layer = _RUN_LAYER  # type: ignore[method-assign]
+        _say({"computing": True})
+        time.sleep(seconds)
+        _RUN_LAYER(pack)
+
+    return run_layer
+
+
+def _say(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def main(model: str, store: str, index: str) -> None:
+    # Nobody loses patience: what ends a wait is the holder, or the end of its lease.
+    ccjax.engine.sharing.longest_shared_wait_s = lambda *_: 60.0
+    ccjax.engine.sharing.claim_s = lambda *_: CLAIM_S
+    # Nor is anything computed because a busy machine reads more slowly than this model computes.
+    ccjax.engine.load_plan.loads_to_give_up = lambda *_: frozenset()
+    settings = {"store": store, "share_computation": True, "max_model_len": 512, "strategy": "cachecraft"}
+    with Engine.from_pretrained(model, store_index=None if index == "none" else index, **settings) as engine:
+        worker = Worker(engine)
+        for number in range(2):  # the second one measures what a token takes; as long as those to come
+            name = f"warming {number} of {time.monotonic_ns()}"
+            own = [{"text": text.format(name)} for text in TEXTS]
+            worker.ask(own)
+            worker.ask(own)
+        _say(worker.clock())
+        for line in sys.stdin:
+            order = json.loads(line)
+            _say(getattr(worker, order.pop("do"))(**order))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,184 @@
+"""Requests that wait in line, and an engine that computes what they will need (Shared RAG-DCache sec. III-B)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from ccjax.engine import EngineConfig, Request, SamplingParams, ahead_calls, variant_records
+from ccjax.engine.ahead import Ahead
+from ccjax.engine.prompts import chunk_id
+from ccjax.errors import ConfigError, RequestError
+from ccjax.types import Chunk
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+
+MODEL = TinyModel()
+LENGTHS = (23, 31, 17)
+SEGMENTS = draw_segments(np.random.default_rng(5), LENGTHS)
+NUM_PASSAGE_TOKENS = sum(LENGTHS)
+NUM_QUESTION_TOKENS = len(SEGMENTS[-1])
+
+
+@pytest.fixture
+def engines(tmp_path):
+    """A replica and a generator on one store, with nothing but that in common."""
+    shared = {"store": f"file://{tmp_path}/store", "store_index": f"sqlite://{tmp_path}/index.db"}
+    with (
+        MODEL.engine(**shared, order_after_s=0.0, share_computation=True) as replica,
+        MODEL.engine(**shared) as generator,
+    ):
+        yield replica, generator
+
+
+def request(segments, reuse="bounded"):
+    return Request(segments=segments, sampling=SamplingParams(4), reuse=reuse)
+
+
+@contextlib.contextmanager
+def in_line(engine, *requests):
+    """The futures of requests that wait until the block is left."""
+    with ThreadPoolExecutor() as pool:
+        with engine._exclusive():
+            futures = [pool.submit(engine.run, one) for one in requests]
+            deadline_s = time.monotonic() + 10.0
+            while len(engine._loop.in_line()) < len(requests):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            yield futures
+
+
+def work_off(generator):
+    """What came of every order on the board."""
+    results = []
+    while (done := generator.compute_ahead()) is not None:
+        results.append([one.status for one in done])
+    return results
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded", "fast"])
+def test_the_whole_group_is_computed_while_its_request_waits(engines, mode):
+    replica, generator = engines
+    with MODEL.engine() as plain:
+        wanted = plain.run(request(SEGMENTS, "off")).token_ids
+    with in_line(replica, request(SEGMENTS, mode)) as (future,):
+        assert replica.order_ahead() == 1
+        assert work_off(generator) == [["computed"] * 3]
+    response = future.result()
+    assert response.token_ids == wanted
+    assert response.reuse.computed_tokens == NUM_QUESTION_TOKENS and response.reuse.exact
+    assert generator.order_counts.computed_tokens >= NUM_PASSAGE_TOKENS
+
+
+def test_what_two_prompts_begin_with_is_computed_once(engines):
+    replica, generator = engines
+    with in_line(replica, request(SEGMENTS), request(permuted(SEGMENTS, (0, 2)))) as futures:
+        assert replica.order_ahead() == 2
+        assert sorted(work_off(generator)) == [["computed"] * 3, ["present", "computed"]]
+    assert all(future.result().reuse.computed_tokens == NUM_QUESTION_TOKENS for future in futures)
+
+
+@pytest.mark.parametrize(("dtype", "is_exact"), [("float32", False), ("bfloat16", True)])
+def test_what_another_platform_computed_is_exact_up_to_its_rounding_only(tmp_path, monkeypatch, dtype, is_exact):
+    model, store = TinyModel(), f"file://{tmp_path}/store"
+    params = jax.tree.map(lambda weight: weight.astype(dtype), model.loaded.params)
+    model.loaded = dataclasses.replace(model.loaded, params=params)
+    with monkeypatch.context() as patch, model.engine(store=store, dtype=dtype) as other:
+        patch.setattr(variant_records, "own_platform", lambda: "elsewhere")
+        other.run(request(SEGMENTS))
+    with model.engine(store=store, dtype=dtype) as engine:
+        exact = engine.run(request(SEGMENTS, "exact")).reuse
+        assert exact.exact and (exact.computed_tokens == NUM_QUESTION_TOKENS) is is_exact
+        assert engine.run(request(SEGMENTS, "bounded")).reuse.reused_tokens > 0
+        records = engine._store.records()
+        assert {record.meta["platform"] for record in records} == {"elsewhere"}
+    with model.engine(store=f"file://{tmp_path}/own", dtype=dtype) as engine:
+        engine.run(request(SEGMENTS))
+        assert {record.meta["platform"] for record in engine._store.records()} == {"cpu"}
+
+
+def test_nothing_is_ordered_twice_or_that_is_there(engines):
+    replica, generator = engines
+    replica.run(request(SEGMENTS))
+    replica.flush()
+    with in_line(replica, request(SEGMENTS, "exact"), request(permuted(SEGMENTS, (0, 1)), "exact")):
+        assert replica.order_ahead() == 0  # all of the first is there, and so is the second, a shorter path
+    with in_line(replica, request(permuted(SEGMENTS, (2, 1)), "exact")):
+        assert replica.order_ahead() == 1
+        assert replica.order_ahead() == 0
+        assert work_off(generator) == [["computed"] * 2]
+
+
+def test_who_did_not_wait_long_enough_orders_nothing(tmp_path):
+    shared = {"store": f"file://{tmp_path}/store", "store_index": f"sqlite://{tmp_path}/index.db"}
+    with MODEL.engine(**shared, order_after_s=0.3) as replica, in_line(replica, request(SEGMENTS)):
+        assert replica.order_ahead() == 0
+        time.sleep(0.35)
+        assert replica.order_ahead() == 1
+
+
+def test_modes_and_engines_without_reuse_order_nothing(engines, tmp_path):
+    replica, _ = engines
+    with in_line(replica, request(SEGMENTS, "off")):
+        assert replica.order_ahead() == 0
+    with MODEL.engine(store=f"file://{tmp_path}/other") as alone, in_line(alone, request(SEGMENTS)):
+        assert alone.order_ahead() == 0
+        with pytest.raises(ConfigError, match="store_index"):
+            alone.compute_ahead()
+
+
+def test_an_order_of_a_generator_that_died_is_taken_by_another(engines, monkeypatch):
+    replica, generator = engines
+    monkeypatch.setattr(ahead_calls, "_TAKE_S", 0.2)
+    with in_line(replica, request(SEGMENTS, "exact")) as (future,):
+        assert replica.order_ahead() == 1
+        order = generator._orders.take(0.2)
+        assert order is not None and order.attempt == 1
+        assert generator.compute_ahead() is None
+        time.sleep(0.25)
+        assert work_off(generator) == [["computed"] * 3]
+    assert future.result().reuse.computed_tokens == NUM_QUESTION_TOKENS
+
+
+def test_orders_that_make_no_sense_are_dropped(engines):
+    replica, generator = engines
+    chunk = Chunk(chunk_id([1, 2]), (1, 2))
+    foreign = Ahead((Chunk(chunk_id([1, 500]), (1, 500)),), False)
+    long = Ahead((Chunk(chunk_id([1] * 5000), (1,) * 5000),), False)
+    value = json.loads(Ahead((chunk,), False).encode())
+    bad = [b"", b"[]", b'{"version": 2}', json.dumps(value | {"chunks": [{"token_ids": ["1"]}]}).encode()]
+    for number, raw in enumerate([*bad, foreign.encode(), long.encode(), Ahead((), False).encode()]):
+        assert replica._orders.place(f"order-{number}", raw, 60.0)
+    assert work_off(generator) == [["failed"]] * 7
+    assert generator.order_counts.failed == generator.order_counts.taken == 7
+    assert len(replica._orders) == 0 and generator.num_variants == 0
+
+
+def test_what_is_written_is_read_and_the_key_is_that_of_the_variant():
+    chunks = tuple(
+        Chunk(chunk_id(ids), tuple(ids), document_id=f"d{ids[0]}", version="v", title="T", source_id="s")
+        for ids in ([1, 2, 3], [4, 5])
+    )
+    ahead = Ahead(chunks, True)
+    assert Ahead.decode(ahead.encode()) == ahead
+    assert ahead.key != Ahead(chunks, True).warming(max_model_len=100, vocab_size=97) and len(ahead.key) == 64
+    assert ahead.key != Ahead(chunks[::-1], True).key
+    with pytest.raises(RequestError, match="max_model_len"):
+        ahead.warming(max_model_len=5, vocab_size=97)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("inf"), True, "1"])
+def test_the_wait_must_be_a_time(value):
+    with pytest.raises(ConfigError, match="order_after_s"):
+        EngineConfig(store="file:///x", store_index="sqlite:///x.db", order_after_s=value)
+
+
+def test_orders_need_an_index():
+    with pytest.raises(ConfigError, match="store_index"):
+        EngineConfig(store="file:///x", order_after_s=1.0)

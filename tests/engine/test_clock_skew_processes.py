@@ -1,0 +1,179 @@
+"""Real processes on one directory and one Redis, whose clocks are ten minutes apart: leases, pins and erasures hold.
+
+libfaketime moves the wall clock of a process; the times of files stay those of the file server. It is preloaded, as the
+command `faketime` leaves a process behind when it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.skewed_worker import TEXTS
+from tests.redis_server import RedisServer
+from tests.server.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SKEW_S = 600.0
+SKEWED = ["ahead", "behind"]
+WORKER = "tests.engine.skewed_worker"
+
+LIBRARY = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
+
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs libfaketime: apt-get install faketime")
+
+
+class Process:
+    """A worker; `offset_s` is how far its clock is ahead."""
+
+    def __init__(self, offset_s: float, *arguments: str) -> None:
+        self.offset_s = offset_s
+        command = [sys.executable, "-m", WORKER, *arguments]
+        environment = dict(os.environ)
+        if offset_s:
+            environment |= {"LD_PRELOAD": str(LIBRARY), "FAKETIME": f"{offset_s:+.0f}s"}
+            environment |= dict.fromkeys(("FAKETIME_DONT_FAKE_MONOTONIC", "DONT_FAKE_MONOTONIC", "NO_FAKE_STAT"), "1")
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """The next line that it prints."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the worker ended with {self._process.poll()}"
+        return json.loads(line)
+
+    def begin(self, do: str, **arguments: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+    def tell(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.begin(do, **arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory, common_redis: RedisServer) -> tuple[str, ...]:
+    folder = tmp_path_factory.mktemp("skew")
+    write_tiny_model(folder / "model", ["Anna and Bob live by the river, and someone keeps bees there."])
+    return str(folder / "model"), f"file://{folder}/store", common_redis.url
+
+
+@pytest.fixture(scope="module")
+def processes(arguments: tuple[str, ...]) -> Iterator[dict[str, Process]]:
+    """One whose clock is right, one ahead, one behind."""
+    offsets = {"right": 0.0, "ahead": SKEW_S, "behind": -SKEW_S}
+    found = {name: Process(offset_s, *arguments) for name, offset_s in offsets.items()}
+    try:
+        for process in found.values():
+            process.answer()
+        yield found
+    finally:
+        for process in found.values():
+            process.kill()
+
+
+def passages(name: str) -> list[dict[str, str]]:
+    """Two documents; the first one's id is the name."""
+    ids = (name, f"{name}-2")
+    return [{"id": one, "text": text.format(name)} for one, text in zip(ids, TEXTS, strict=True)]
+
+
+@pytest.fixture(params=SKEWED)
+def pair(request: pytest.FixtureRequest, processes: dict[str, Process]) -> tuple[str, Process, Process]:
+    """A name of its own, the process whose clock is wrong, and the one whose clock is right."""
+    return f"{request.node.originalname} {request.param}", processes[request.param], processes["right"]
+
+
+@pytest.fixture(params=["wrong first", "right first"])
+def ordered(request: pytest.FixtureRequest, pair: tuple[str, Process, Process]) -> tuple[str, Process, Process]:
+    name, wrong, right = pair
+    return (f"{name} 1", wrong, right) if request.param == "wrong first" else (f"{name} 2", right, wrong)
+
+
+def test_the_clocks_are_apart(processes: dict[str, Process]) -> None:
+    for process in processes.values():
+        found = process.tell("clock")
+        assert abs(found["time"] - time.time() - process.offset_s) < 30
+        assert abs(found["monotonic"] - time.monotonic()) < 30
+
+
+def test_what_both_want_at_once_is_computed_once(pair: tuple[str, Process, Process]) -> None:
+    name, *both = pair
+    for process in both:
+        process.begin("ask", documents=passages(name))
+    first, second = sorted((process.answer() for process in both), key=lambda found: found["computed"], reverse=True)
+    assert first["tokens"] == second["tokens"]
+    assert sum(first["passages"]) == 0 and min(second["passages"]) > 0
+    assert second["recomputed"] == 0 and first["computed"] == second["computed"] + sum(second["passages"])
+
+
+def test_a_lease_is_not_taken_from_who_has_it(ordered: tuple[str, Process, Process]) -> None:
+    name, holder, other = ordered
+    holder.begin("ask", documents=passages(name), hold_s=0.7)
+    assert holder.answer() == {"computing": True}
+    found = other.tell("ask", documents=passages(name))
+    assert found["waited_s"] > 0.3 and min(found["passages"]) > 0 and found["recomputed"] == 0
+    assert holder.answer()["tokens"] == found["tokens"]
+
+
+def test_what_one_stored_the_other_reads(ordered: tuple[str, Process, Process]) -> None:
+    name, first, second = ordered
+    stored = first.tell("ask", documents=passages(name))
+    found = second.tell("ask", documents=passages(name))
+    assert sum(stored["passages"]) == 0 and min(found["passages"]) > 0 and found["recomputed"] == 0
+    assert found["tokens"] == stored["tokens"]
+    assert first.tell("corrupt") == second.tell("corrupt") == {"number": 0}
+
+
+def test_pins_are_seen_and_stay_noted(ordered: tuple[str, Process, Process]) -> None:
+    name, first, second = ordered
+    first.tell("ask", documents=passages(name))
+    until = first.tell("pin", name=name, ttl_s=3600.0)["until"]
+    assert second.tell("look")[name] == until
+    short = first.tell("pin", name=f"{name}-2", ttl_s=120.0)["until"]
+    notes = first.tell("pin_notes")["names"]
+    second.tell("look")  # by its clock it may have run out long ago, or last for long
+    assert set(notes) <= set(second.tell("pin_notes")["names"])
+    found = first.tell("look")
+    assert found[name] == until and found[f"{name}-2"] == short  # of who pinned, it holds
+
+
+def test_an_erasure_holds_and_what_is_computed_after_it_stays(ordered: tuple[str, Process, Process]) -> None:
+    name, first, second = ordered
+    first.tell("ask", documents=passages(name))
+    assert min(second.tell("ask", documents=passages(name))["passages"]) > 0  # in memory of both
+    assert first.tell("erase", name=name)["variants"] > 0
+    assert name not in second.tell("look")
+    anew = second.tell("ask", documents=passages(name))
+    assert anew["passages"][0] == 0
+    for process in (first, second):
+        process.tell("look")
+        found = process.tell("ask", documents=passages(name))
+        assert min(found["passages"]) > 0 and found["tokens"] == anew["tokens"]
+
+
+@pytest.mark.parametrize("skewed", SKEWED)
+def test_the_lease_of_a_dead_process_ends(processes: dict[str, Process], skewed: str) -> None:
+    """Nobody gives up waiting before it does: a minute is their patience. The last tests, as each ends a process."""
+    holder, other = processes[skewed], processes["right"]
+    name = f"dead {skewed}"
+    holder.begin("ask", documents=passages(name), hold_s=3600.0)
+    assert holder.answer() == {"computing": True}
+    holder.kill()
+    found = other.tell("ask", documents=passages(name))
+    assert 0.0 < found["waited_s"] < 40 and sum(found["passages"]) == 0

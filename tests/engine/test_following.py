@@ -1,0 +1,422 @@
+"""Engines on one store and one shared index: what one stored, evicted or erased the others know when they plan next,
+whatever happens to the index."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.batch.pack import Pack
+from ccjax.engine.maintenance import MaintenanceCounts
+from ccjax.errors import ConfigError
+from ccjax.server.metrics import ServerMetrics
+from ccjax.types import Document
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+from tests.engine.sharing_worker import LENGTHS, SEGMENTS
+from tests.polling import wait_until
+from tests.server.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = TinyModel()
+NUM_QUESTION_TOKENS = len(SEGMENTS[-1])
+NUM_CHUNKS = 1 + len(LENGTHS)
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def index_url(request, index_url) -> str:
+    """Namespaces are those of the model, so each test needs an index to itself."""
+    if index_url.startswith("redis"):
+        request.getfixturevalue("common_redis").run("FLUSHALL")
+    return index_url
+
+
+@pytest.fixture
+def start(url):
+    """`start(index, **settings)` is an engine on the store that all of a test's engines share."""
+    with contextlib.ExitStack() as engines:
+        yield lambda index, **settings: engines.enter_context(
+            MODEL.engine(**{"store": url, "store_index": index, **settings})
+        )
+
+
+def answer(engine, segments=SEGMENTS, **options):
+    return engine.generate_from_tokens(segments, **{"max_new_tokens": 4, **options})
+
+
+def only_by_requests(engine) -> None:
+    """From now on nothing but a request takes in what has come."""
+    engine._following.close()
+
+
+def refuse(*_, **__):
+    raise AssertionError("not to be called")
+
+
+def others(seed: int):
+    return draw_segments(np.random.default_rng(seed), LENGTHS)
+
+
+@contextlib.contextmanager
+def constant_load(engine):
+    """Requests follow each other without a pause, two at a time; yields the list of all that failed."""
+    is_over, failed = threading.Event(), []
+    seeds = itertools.count(1000)
+
+    def ask() -> None:
+        while not is_over.is_set():
+            try:
+                answer(engine, others(next(seeds)), max_new_tokens=8)
+            except Exception as error:
+                failed.append(error)
+                raise
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield failed
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+# -- what another engine stored --------------------------------------------------------------------------------------
+
+
+def test_the_next_request_reuses_what_another_engine_just_stored(start, index_url, monkeypatch):
+    first, second = start(index_url), start(index_url)
+    monkeypatch.setattr(second, "refresh", refuse)
+    wanted = answer(first)
+    first.flush()
+    wait_until(lambda: second.num_variants == NUM_CHUNKS, timeout_s=5)  # with no request at all
+    got = answer(second)
+    assert got.token_ids == wanted.token_ids
+    assert (got.reuse.computed_tokens, got.reuse.recomputed_tokens) == (NUM_QUESTION_TOKENS, 0)
+    assert second.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS)
+    assert first.maintenance_counts == MaintenanceCounts()
+    monkeypatch.undo()
+    second.refresh()
+    first.refresh()
+    assert second.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS)
+    assert first.maintenance_counts == MaintenanceCounts()
+
+
+def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the_root(start, index_url, monkeypatch):
+    first, second = start(index_url), start(index_url)
+    answer(second, others(1))  # compiles
+    only_by_requests(second)
+    follow, threads = second._maintenance.follow, []
+    monkeypatch.setattr(
+        second._maintenance, "follow", lambda *news: threads.append(threading.current_thread().name) or follow(*news)
+    )
+    answer(first)
+    first.flush()
+    wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS, timeout_s=5)
+    assert second.num_variants == NUM_CHUNKS and threads == []  # its own
+    for name in ("read", "names"):
+        monkeypatch.setattr(second._store._disk._root, name, refuse)
+    assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
+    assert threads == ["ccjax-batch"] and second.num_variants == 2 * NUM_CHUNKS
+
+
+def test_an_engine_under_constant_load_follows(start, index_url, monkeypatch):
+    first, second = start(index_url), start(index_url, host_cache_bytes=1 << 16)
+    answer(first, others(1))
+    answer(second, others(1))
+    only_by_requests(second)
+    with constant_load(second) as failed:
+        answer(first)
+        first.flush()
+        time.sleep(0.2)
+        assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
+    assert failed == []
+
+
+def test_a_guest_sees_what_came(start, index_url):
+    first, second = start(index_url), start(index_url)
+    only_by_requests(second)
+    answer(first)
+    first.flush()
+    wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS, timeout_s=5)
+    with second._exclusive() as is_ours:
+        assert is_ours and second.num_variants == NUM_CHUNKS
+
+
+def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypatch, caplog):
+    first, second = start(index_url), start(index_url)
+    only_by_requests(second)
+
+    def fail(*_):
+        raise ValueError("made to fail")
+
+    monkeypatch.setattr(second._maintenance, "follow", fail)
+    answer(first)
+    first.flush()
+    wait_until(lambda: second._store.news.has_come, timeout_s=5)
+    assert answer(second).reuse.prompt_tokens == sum(map(len, SEGMENTS))
+    assert "could not be taken in" in caplog.text
+
+
+def test_requests_in_line_are_planned_anew_only_for_their_own_chunks(start, index_url):
+    first, second = start(index_url), start(index_url)
+    answer(second, others(1))
+    chunks = [meta.chunk_id for meta in second._variants]
+    before = second._variants.changes.last(chunks)
+    answer(first)
+    first.flush()
+    wait_until(lambda: second.num_variants == 2 * NUM_CHUNKS, timeout_s=5)
+    assert second._variants.changes.last(chunks) == before
+    assert second._variants.changes.last([meta.chunk_id for meta in first._variants]) > before
+
+
+# -- what another engine took out ------------------------------------------------------------------------------------
+
+
+def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch):
+    first, second = start(index_url), start(index_url)
+    monkeypatch.setattr(second, "refresh", refuse)
+    answer(first)
+    first.flush()
+    wait_until(lambda: second.num_variants == NUM_CHUNKS, timeout_s=5)
+    answer(second, [*SEGMENTS[:2], SEGMENTS[-1]])  # the system prompt and a passage: in its memory from now on
+    for meta in tuple(first._variants):
+        first._variants.discard(meta.variant_id)
+    wait_until(lambda: second.num_variants == 2, timeout_s=5)
+    assert second.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS, vanished=NUM_CHUNKS - 2)
+    report = answer(second).reuse
+    assert report.failed_loads == 0 and report.reused_tokens == len(SEGMENTS[0]) + len(SEGMENTS[1])
+
+
+def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, monkeypatch):
+    """Else it would not be known which texts a repaired chunk has seen, and no erasure of those would find it."""
+    first, second = start(index_url), start(index_url, max_num_batched_tokens=16, strategy="reuse", host_cache_bytes=1)
+    answer(first)
+    first.flush()
+    wait_until(lambda: second.num_variants == NUM_CHUNKS, timeout_s=5)
+    run_layer, keep, known = Pack.run_layer, second._prefill.keep, []
+
+    def evict_first(pack) -> None:
+        if pack._pool is second._pool and first.num_variants and not pack._loading():  # all is in the pages
+            for meta in tuple(first._variants):
+                first._variants.discard(meta.variant_id)
+            wait_until(lambda: not first._store.news._gone and not first._store.news._is_sending)
+            time.sleep(0.2)
+        run_layer(pack)
+
+    def look(prefilled) -> None:
+        known.extend(variant_id in second._variants for variant_id in prefilled.plan.pin)
+        keep(prefilled)
+
+    monkeypatch.setattr(Pack, "run_layer", evict_first)
+    monkeypatch.setattr(second._prefill, "keep", look)
+    report = answer(second, [*permuted(SEGMENTS, (3, 2, 1, 0))[:-1], [5] * 40, SEGMENTS[-1]]).reuse
+    assert report.reused_tokens > 0 and report.failed_loads == 0
+    assert len(known) == NUM_CHUNKS and all(known)
+    wait_until(lambda: second.num_variants == 1, timeout_s=5)  # the fifth passage; the others' are gone
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(directory, ["Anna lives in Paris.", "Bob works in Rome."])
+    return directory
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_an_erasure_reaches_the_memory_of_others_at_once(text_model, url, index_url, is_busy):
+    anna, bob = Document("Anna lives in Paris. " * 4, "anna"), Document("Bob works in Rome. " * 4, "bob")
+    settings = {"store": url, "store_index": index_url, "max_model_len": 512}
+    with (
+        Engine.from_pretrained(text_model, **settings) as first,
+        Engine.from_pretrained(text_model, **settings) as other,
+    ):
+        for engine in (first, other):
+            engine.generate("Who?", [anna, bob], max_new_tokens=1)
+            engine.flush()
+        is_over = threading.Event()
+
+        def ask() -> None:
+            for number in itertools.count():
+                if is_over.is_set():
+                    return
+                other.generate(f"Question {number}?", [bob], max_new_tokens=8)
+
+        asking = threading.Thread(target=ask)
+        if is_busy:
+            asking.start()
+        try:
+            assert {"anna", "bob"} == {document.document_id for document in other.documents()}
+            first.erase("anna")
+            wait_until(lambda: {one.document_id for one in other.documents()} == {"bob"}, timeout_s=10)
+            erased = {chunk for erasure in first._documents.registry._erasures.values() for chunk in erasure.chunk_ids}
+            with other._exclusive():
+                assert erased and not other._variants.of_chunks(erased)
+        finally:
+            is_over.set()
+            if is_busy:
+                asking.join()
+
+
+# -- who computes what -------------------------------------------------------------------------------------------------
+
+
+def spawn(url: str, start_file: Path, seconds: float, index_url: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.engine.sharing_worker", url, str(start_file), str(seconds), index_url]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_with_the_same_prompt_compute_it_once(url, index_url, tmp_path):
+    processes = [spawn(url, tmp_path / "start", 0.0, index_url) for _ in range(2)]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        (tmp_path / "start").touch()
+        results = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    first, second = sorted(results, key=lambda result: result["reused"])
+    assert first["tokens"] == second["tokens"]
+    assert first["reused"] == 0 and second["computed"] == NUM_QUESTION_TOKENS and second["recomputed"] == 0
+    assert not list(tmp_path.glob("store/*/leases/*"))  # the root's were not needed
+
+
+def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, index_url, start, tmp_path):
+    holder = spawn(url, tmp_path / "start", 3600.0, index_url)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
+        (tmp_path / "start").touch()
+        assert holder.stdout.readline() == "computing\n"
+    finally:
+        holder.kill()
+        holder.communicate()
+    engine = start(index_url, share_computation=True)
+    for seed in (1, 2):
+        answer(engine, others(seed))
+    started = time.monotonic()
+    report = answer(engine).reuse
+    assert 0.5 < report.load_wait_s and time.monotonic() - started < 8
+    assert report.computed_tokens == sum(map(len, SEGMENTS))
+
+
+# -- an index that is away, lost, or unknown to some -------------------------------------------------------------------
+
+
+def shares(giver, taker, segments) -> bool:
+    """True if what one answers now the other reuses within a moment, without a refresh."""
+    expected = answer(giver, segments).token_ids
+    giver.flush()
+    end_s = time.monotonic() + 3
+    while time.monotonic() < end_s:
+        time.sleep(0.1)
+        if giver._variants.chunk_ids() <= taker._variants.chunk_ids():
+            break
+    got = answer(taker, segments)
+    assert got.token_ids == expected
+    return got.reuse.computed_tokens == NUM_QUESTION_TOKENS
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped", "flushed"])
+def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, own_redis, way, caplog):
+    first, second = (start(own_redis.url, share_computation=True) for _ in range(2))
+    assert shares(first, second, others(1))
+    stopped = own_redis.stopped()
+    if way == "flushed":
+        own_redis.run("FLUSHALL")
+    elif way == "killed":
+        own_redis.kill()
+    else:
+        stopped.__enter__()
+    away_s = time.monotonic()
+    seeds = itertools.count(100)
+    slowest_s = 0.0
+    while way != "flushed" and time.monotonic() < away_s + 3:
+        begun_s = time.monotonic()
+        assert answer(first, others(next(seeds))).finish_reason == "length"
+        slowest_s = max(slowest_s, time.monotonic() - begun_s)
+    assert slowest_s < 3
+    answer(first)
+    first.flush()
+    if way == "killed":
+        own_redis.start()
+    elif way == "stopped":
+        stopped.__exit__(None, None, None)
+    wait_until(lambda: first.news_counts.is_up and second.news_counts.is_up, timeout_s=5)
+    wait_until(lambda: second.num_variants == first.num_variants, timeout_s=5)  # what was stored meanwhile, too
+    assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
+    assert shares(first, second, others(2)) and shares(second, first, others(3))
+    logged = [one.getMessage() for one in caplog.records if "index" in one.getMessage()]
+    assert len(logged) == (0 if way == "flushed" else 4), logged  # away and back, for each engine
+
+
+def test_a_lost_sqlite_file_is_made_anew_and_the_store_listed(start, tmp_path):
+    first, second = (start(f"sqlite://{tmp_path}/index.db") for _ in range(2))
+    assert shares(first, second, others(1))
+    for file in tmp_path.glob("index.db*"):
+        file.write_bytes(b"damaged" * 1000)
+    assert shares(first, second, others(2)) and shares(second, first, others(3))
+
+
+def test_engines_with_and_without_an_index_share_a_store(start, index_url):
+    with_it, without = (start(index, share_computation=True) for index in (index_url, None))
+    assert without.news_counts is None
+    tokens = answer(with_it).token_ids
+    with_it.flush()
+    without.refresh()
+    got = answer(without)
+    assert got.token_ids == tokens and got.reuse.computed_tokens == NUM_QUESTION_TOKENS
+    answer(without, others(1))
+    without.flush()
+    with_it.refresh()
+    assert answer(with_it, others(1)).reuse.computed_tokens == NUM_QUESTION_TOKENS
+
+
+# -- settings and metrics ----------------------------------------------------------------------------------------------
+
+
+def test_an_index_needs_a_store_and_its_password_is_not_shown():
+    with pytest.raises(ConfigError, match="store_index: wanted a store that it is the index of, got none"):
+        EngineConfig(store_index="redis://:hidden@host")
+    with pytest.raises(ConfigError, match="store_index: wanted a URL such as .*, got int"):
+        EngineConfig(store="file:///x", store_index=5)  # type: ignore[arg-type]
+    assert "hidden" not in repr(EngineConfig(store="file:///x", store_index="redis://:hidden@host"))
+    assert EngineConfig().store_index is None
+
+
+def test_a_bad_url_ends_the_start_and_names_the_setting(url):
+    with pytest.raises(ValueError, match="store_index: wanted a URL that starts with one of sqlite://"):
+        MODEL.engine(store=url, store_index="memcached://:hidden@host")
+
+
+def metrics_of(engine) -> list[str]:
+    metrics = ServerMetrics()
+    metrics.attach(version="0", model="tiny", engine=engine, retriever=None)
+    return metrics.render().decode().splitlines()
+
+
+def test_metrics_tell_whether_the_index_answers_and_what_came(start, own_redis):
+    first, second, without = start(own_redis.url), start(own_redis.url), start(None)
+    answer(first)
+    first.flush()
+    wait_until(lambda: second.num_variants == NUM_CHUNKS, timeout_s=5)
+    assert {"ccjax_store_index_up 1.0", f"ccjax_store_index_changes_total {NUM_CHUNKS}.0"} <= {*metrics_of(second)}
+    own_redis.kill()
+    wait_until(lambda: "ccjax_store_index_up 0.0" in metrics_of(second), timeout_s=5)
+    assert not [line for line in metrics_of(without) if "store_index" in line]

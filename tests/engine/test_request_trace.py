@@ -1,0 +1,91 @@
+"""What a trace says of plans that drop tokens on the way; tests/server/test_trace.py has the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ccjax.engine.cached_prefill import Prefilled
+from ccjax.engine.plan_rows import PrefillOutcome
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.report import build_report
+from ccjax.engine.trace import Tracer
+from ccjax.policy.contract import reuse_contract
+from ccjax.policy.planner import PlannerSettings
+from ccjax.types import Chunk, ChunkId, PrefillPlan, Segment, VariantId
+
+NUM_LAYERS = 6
+
+
+def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
+    """The segments of a prompt with two reused chunks, three and two tokens of which are recomputed."""
+    ids = [ChunkId("a"), ChunkId("b")]
+    plan = PrefillPlan(
+        "",
+        (
+            *(
+                Segment("document", "reuse", 8 * at, 8, key, VariantId(f"v{key}"), offsets, cfo=0.3, fidelity="approx")
+                for at, (key, offsets) in enumerate(zip(ids, ((0, 3, 7), (1, 2)), strict=True))
+            ),
+            Segment("question", "compute", 16, 4, fidelity="approx"),
+        ),
+        hkvd_counts_by_layer=counts,
+    )
+    prompt = Prompt(tuple(Chunk(key, tuple(range(8))) for key in ids), False, (1, 2, 3, 4), 1)
+    prefilled = Prefilled(prompt, plan, outcome, None, None, 0.0, 0.0, 0)
+    report = build_report(
+        plan,
+        prompt,
+        outcome,
+        mode="bounded",
+        contract=reuse_contract("bounded", None, PlannerSettings(), None),
+        strategy="cachecraft",
+        num_layers=NUM_LAYERS,
+        tiers={"va": "host", "vb": "disk"},
+        plan_s=0.0,
+        prefill_s=0.0,
+        failed_loads=0,
+        preloaded_bytes=0,
+        load_s=0.0,
+        given_up_loads=0,
+    )
+    tracer = Tracer(NUM_LAYERS, lambda _: {}, lambda num_tokens: num_tokens / 10)
+    tracer.prefilled(prefilled, report)
+    trace = tracer.finish(0.0, 0.0)
+    assert trace.full_prefill_s == pytest.approx(2.0)
+    for segment in trace.segments[:-1]:
+        assert len(segment.recomputed_offsets) == segment.recomputed_tokens
+    return trace.segments[:-1]
+
+
+def test_a_focus_cut_ends_what_is_recomputed_of_the_others():
+    first, second = traced(PrefillOutcome(focused=frozenset({0}), focus_cut_layer=4, unrepaired=frozenset({1})))
+    assert (first.recomputed_offsets, first.recomputed_layers, first.focused) == ((0, 3, 7), 6, True)
+    assert (second.recomputed_offsets, second.recomputed_layers, second.focused) == ((1, 2), 4, False)
+    assert (first.tier, second.tier) == ("host", "disk")
+
+
+def test_where_deviation_chooses_the_marks_are_what_it_chose_first():
+    outcome = PrefillOutcome(
+        unrepaired=frozenset({0, 1}),
+        repaired_tokens={0: 1, 1: 2},
+        not_repaired=[np.asarray([0, 7])],
+    )
+    first, second = traced(outcome, counts=(5, 5, 3, 2, 2, 1))
+    assert (first.recomputed_offsets, second.recomputed_offsets) == ((3,), (1, 2))
+    assert first.recomputed_layers == second.recomputed_layers == 3
+
+
+def test_what_runs_behind_the_first_token_is_another_answers():
+    tracer = Tracer(2, lambda _: {}, lambda _: None)
+    tracer.load(0, 0.0, 0.5)
+    tracer.layers([0.0, 1.0, 2.0], has_new_sizes=False)
+    tracer.token(2.5)
+    tracer.layers([3.0, 4.0, 5.0], has_new_sizes=True)
+    trace = tracer.finish(0.0, 0.0)
+    assert [(span.kind, span.layer, span.end_s) for span in trace.spans] == [
+        ("load", 0, 0.5),
+        ("layer", 0, 1.0),
+        ("layer", 1, 2.0),
+    ]
+    assert not trace.has_new_sizes

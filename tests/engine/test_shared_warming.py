@@ -1,0 +1,235 @@
+"""Warming in parts of a large job: who computes what, what is on disk in the end, what stands behind neighbours; and
+what pruning takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.capture import capture_variants, context_deviations
+from ccjax.engine.loading import load_model
+from ccjax.errors import ReadOnlyError, RequestError
+from ccjax.policy.capture import make_variant_id
+from ccjax.types import Document
+from store.errors import StoreUnavailableError
+from tests.engine.helpers import After
+
+ANNA, BOB, CARLA, DINO = (
+    Document(f"{name} sings in the {name} choir.", f"{name}.md#0", name, "1", source_id=f"{name}.md")
+    for name in ("Anna", "Bob", "Carla", "Dino")
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("demo", dtype="float32")
+
+
+@pytest.fixture
+def start(model, tmp_path):
+    """`start(**settings)` is an engine over one store; all are closed in the end."""
+    engines: list[Engine] = []
+
+    def make(**settings) -> Engine:
+        engines.append(Engine(model, EngineConfig(**{"store": tmp_path.as_uri(), **settings})))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def id_of(engine, document, behind=()):
+    system, _ = engine.warming_frame()
+    chunks = engine.passage_chunks([*behind, document])
+    return make_variant_id(chunks[-1].chunk_id, (system.chunk_id, *(one.chunk_id for one in chunks[:-1])), "exact")
+
+
+def statuses(results):
+    return [one.status for one in results]
+
+
+def leases(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.rglob("leases/*"))
+
+
+def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
+    engine = start()
+    results = engine.warm_shared([ANNA, BOB, ANNA], compare=False)
+    assert statuses(results) == ["computed", "computed", "present"] and leases(tmp_path) == []
+    names = {path.stem for path in tmp_path.rglob("records/*.json")}
+    assert {id_of(engine, ANNA), id_of(engine, BOB)} < names and len(names) == 3
+    on_disk = [engine._store.charge_bytes("disk", id_of(engine, one)) for one in (ANNA, BOB)]
+    assert [one.num_bytes for one in results] == [*on_disk, 0]
+    system, _ = engine.warming_frame()
+    lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([ANNA, BOB])]
+    assert [one.computed_tokens for one in results] == [len(system.token_ids) + lengths[0] + 1, lengths[1] + 1, 0]
+    assert statuses(start().warm_shared([ANNA, BOB])) == ["present", "present"]
+
+
+def test_what_another_process_claimed_is_left_to_it_and_its_result_taken_in(start, tmp_path):
+    engine, other = start(), start()
+    assert other._store.claims.claim([id_of(engine, BOB)], 60)
+    assert statuses(engine.warm_shared([ANNA, BOB, CARLA])) == ["computed", "elsewhere", "computed"]
+    assert len(leases(tmp_path)) == 1, "the other one's"
+    assert statuses(other.warm_shared([BOB])) == ["computed"] and leases(tmp_path) == []
+    found = engine.warm_shared([BOB])  # no refresh in between
+    assert statuses(found) == ["present"] and found[0].computed_tokens == 0
+
+
+def test_neighbours_and_companions_that_another_process_stored_are_reused(start):
+    engine, other = start(), start()
+    other.warm_shared([ANNA, BOB], compare=False)
+    lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([CARLA, DINO])]
+    (result,) = engine.warm_shared([CARLA], behind=[[ANNA]], compare=False)
+    assert result.computed_tokens == lengths[0] + 1, "neither the system prompt nor the neighbour again"
+    (result,) = engine.warm_shared([DINO], companion=BOB, compare=True)
+    assert result.computed_tokens == 2 * (lengths[1] + 1)
+
+
+def test_a_store_that_refuses_leases_stops_nobody(start, monkeypatch):
+    engine = start()
+
+    def refuse(*_, **__):
+        raise StoreUnavailableError("no answer")
+
+    monkeypatch.setattr(engine._store._disk.leases, "acquire", refuse)
+    monkeypatch.setattr(engine._store._disk.leases, "held", refuse)
+    assert statuses(engine.warm_shared([ANNA])) == ["computed"]
+
+
+def test_what_the_disk_refuses_is_not_called_computed(start, monkeypatch):
+    engine = start()
+    engine.warm_shared([ANNA])
+    with monkeypatch.context() as patch:
+
+        def fail(*_, **__):
+            raise StoreUnavailableError("disk full")
+
+        patch.setattr(engine._store._disk, "write", fail)
+        (result,) = engine.warm_shared([BOB])
+        assert (result.status, result.num_bytes) == ("unwritten", 0) and result.reason
+        assert id_of(engine, BOB) not in engine._variants, "memory must not pass for the store"
+    assert statuses(engine.warm_shared([BOB])) == ["computed"]
+
+
+def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
+    engine, compute = start(), type(start()._documents).compute
+    seen = []
+
+    def fail_once(self, warming, *args, **kwargs):
+        seen.append(1)
+        if len(seen) == 2:
+            raise RuntimeError("device lost")
+        return compute(self, warming, *args, **kwargs)
+
+    monkeypatch.setattr(type(engine._documents), "compute", fail_once)
+    results = engine.warm_shared([ANNA, BOB, CARLA])
+    assert statuses(results) == ["computed", "failed", "computed"] and results[1].reason == "RuntimeError: device lost"
+    assert leases(tmp_path) == [] and not engine._store._pins
+
+
+def test_it_ends_between_layers_with_what_is_done_on_disk(start, tmp_path):
+    engine = start()
+    engine.warm_shared([DINO], compare=False)
+    in_the_second = After(3)  # asked while steps are compiled, too: only what comes behind the first is counted
+    results = engine.warm_shared(
+        [ANNA, BOB, CARLA],
+        compare=False,
+        is_cancelled=lambda: id_of(engine, ANNA) in engine._variants and in_the_second(),
+    )
+    assert statuses(results) == ["computed"] and leases(tmp_path) == [] and not engine._store._pins
+    assert statuses(start().warm_shared([ANNA, BOB], compare=False)) == ["present", "computed"]
+
+
+def test_behind_neighbours_only_the_document_itself_is_stored_and_compared_with_itself_alone(start):
+    engine = start()
+    engine.warm_shared([ANNA, BOB, CARLA], compare=False)
+    before = set(engine._variants.ids())
+    (result,) = engine.warm_shared([CARLA], behind=[[ANNA, BOB]], compare=True)
+    assert set(engine._variants.ids()) - before == {id_of(engine, CARLA, [ANNA, BOB])}
+    lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([BOB, CARLA])]
+    assert result.computed_tokens == sum(lengths) + 1, "the first neighbour is stored alone"
+    (meta,) = (one for one in engine._variants if one.variant_id == id_of(engine, CARLA, [ANNA, BOB]))
+    prompt = engine._variants.prompt_of(meta)
+    alone = dataclasses.replace(prompt, chunks=(prompt.chunks[0], prompt.chunks[-1]))
+    own, other = kv_of(engine, prompt), kv_of(engine, alone)
+    # The prefix was read, not computed: the same numbers up to the rounding of other shapes, and of three digits.
+    np.testing.assert_allclose(meta.token_deviations, context_deviations(own, other), rtol=2e-2, atol=1e-5)
+    assert max(meta.token_deviations) > 0.05, "the tolerance is not what passes"
+    response = engine.generate("Who sings?", [ANNA, BOB, CARLA], reuse="exact", max_new_tokens=2)
+    assert response.reuse.per_document[-1].reused_tokens == lengths[1]
+
+
+def kv_of(engine, prompt):
+    """Keys before RoPE and values of the last chunk, from a full prefill."""
+    plan = engine._prefill.plan(prompt, "exact", {})
+    result = engine._prefiller.run(prompt.token_ids, plan, collect=True)
+    *_, (_, kv) = capture_variants(plan, result, {}, None)
+    return kv
+
+
+def test_a_single_document_is_compared_behind_its_companion(start):
+    engine = start()
+    engine.warm_shared([BOB], companion=ANNA)
+    (meta,) = (one for one in engine._variants if one.variant_id == id_of(engine, BOB))
+    assert len(meta.token_deviations) == meta.num_tokens and engine.num_variants == 2, "the companion is not stored"
+    engine.warm_shared([CARLA], companion=CARLA)
+    (meta,) = (one for one in engine._variants if one.variant_id == id_of(engine, CARLA))
+    assert not meta.token_deviations
+
+
+def test_refusals(start, model):
+    engine = start()
+    with pytest.raises(RequestError, match="behind: wanted one list for each of 1 documents, got 2"):
+        engine.warm_shared([ANNA], behind=[[], []])
+    with pytest.raises(ReadOnlyError):
+        start(read_only=True).warm_shared([ANNA])
+    with pytest.raises(ReadOnlyError):
+        start(read_only=True).prune(set())
+    with Engine(model, EngineConfig()) as memory, pytest.raises(ValueError, match="store: wanted an engine"):
+        memory.warm_shared([ANNA])
+
+
+# -- prune ------------------------------------------------------------------------------------------------------
+
+
+def test_pruning_takes_what_is_of_no_passage_and_what_was_computed_behind_it(start):
+    engine = start()
+    engine.warm_shared([ANNA, BOB, CARLA], compare=False)
+    engine.warm_shared([CARLA, ANNA], behind=[[BOB], [CARLA]], compare=False)
+    engine.generate("Who sings?", [Document("Eve came with a request.", "eve")], max_new_tokens=1)
+    engine.flush()
+    size = sum(engine._store.charge_bytes("disk", id_of(engine, *one)) for one in ((BOB,), (CARLA, [BOB])))
+    keep = {chunk.chunk_id for chunk in engine.passage_chunks([ANNA, CARLA])}
+    other = start()
+    pruned = other.prune(keep)
+    assert (pruned.passages, pruned.variants, pruned.num_bytes) == (1, 2, size)
+    assert {one.document_id for one in other.documents()} == {"Anna.md", "Carla.md", "eve"}
+    assert id_of(engine, CARLA, [BOB]) not in other._variants and id_of(engine, ANNA, [CARLA]) in other._variants
+    assert dataclasses.astuple(other.prune(keep)) == (0, 0, 0)
+    engine.refresh()
+    assert id_of(engine, CARLA, [BOB]) not in set(engine._store.ids("disk"))
+
+
+def test_pruning_leaves_what_is_pinned_or_of_a_request(start):
+    engine = start()
+    engine.warm_shared([ANNA, BOB])
+    engine.generate("Who sings?", [dataclasses.replace(BOB, id="mine", source_id=None)], max_new_tokens=1)
+    engine.pin("Anna.md")
+    assert engine.prune(set()).variants == 0
+    engine.unpin("Anna.md")
+    assert engine.prune(set()).variants == 1 and id_of(engine, BOB) in engine._variants
+
+
+def test_links_of_passages_that_are_there_can_be_noted(start):
+    engine = start()
+    engine.warm_shared([ANNA])
+    renamed = dataclasses.replace(ANNA, id="new.md#0", source_id="new.md")
+    engine.note_passages(engine.passage_chunks([renamed]))
+    engine.flush()
+    assert {one.document_id for one in start().documents()} == {"Anna.md", "new.md"}

@@ -1,0 +1,190 @@
+"""The identities of reuse over several devices, and that answers are those of one device."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
+from ccjax.engine.compilations import compilations
+from ccjax.engine.conversion import to_checkpoint
+from ccjax.engine.loading import load_model
+from ccjax.errors import ConfigError
+from models.llama3.sharding import mesh_of
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
+from tests.engine.test_identities import answer, assert_same
+from tests.models.test_convert import write
+from tests.oracles import llama_forward
+
+MODEL = TinyModel(num_attention_heads=8, num_key_value_heads=2, head_dim=16, vocab_size=96)
+MIXTURE = TinyModel(
+    num_attention_heads=8, num_key_value_heads=2, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2
+)
+SIZES = [2, 4, 8]
+"""With 2 kv heads: these alone split; each on two devices; each on four."""
+
+SEGMENTS = draw_segments(np.random.default_rng(1), [40, 33, 61], vocab=96)
+
+
+def engine_of(size, **settings):
+    return MODEL.engine(tensor_parallel_size=size, max_model_len=512, **settings)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("attention", [None, "triton_interpret"])
+def test_full_prefill_is_the_oracle(size, attention):
+    tokens = [token for segment in SEGMENTS for token in segment]
+    with engine_of(size, attention=attention) as engine:
+        logits = engine.prefill_logits(tokens)
+    np.testing.assert_allclose(logits, llama_forward(MODEL.weights, MODEL.raw, tokens)[0], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_experts_are_split_within_each(size):
+    """Prompts long enough for every form of the routed MLP, and decode."""
+    segments = draw_segments(np.random.default_rng(3), [150, 33])
+    with (
+        MIXTURE.engine(max_model_len=512) as single,
+        MIXTURE.engine(max_model_len=512, tensor_parallel_size=size) as engine,
+    ):
+        for reuse in ("off", "bounded", "bounded"):
+            assert_same(answer(engine, segments, reuse), answer(single, segments, reuse))
+        assert (
+            engine._prefiller.params.layers[0].w_gate.addressable_shards[0].data.shape[2] * size == MIXTURE.config.d_ff
+        )
+
+
+@pytest.mark.parametrize("name", ["random:tiny", "random:tiny:1"])
+def test_weights_in_8_bits_are_split_with_their_scales(name):
+    settings = {"quantization": "int8", "max_model_len": 512}
+    segments = draw_segments(np.random.default_rng(3), [50, 33], vocab=250)
+    with (
+        Engine.from_pretrained(name, **settings) as single,
+        Engine.from_pretrained(name, tensor_parallel_size=4, **settings) as engine,
+    ):
+        assert_same(answer(engine, segments, "bounded"), answer(single, segments, "bounded"))
+        scales = engine._prefiller.params.layers[0].wq.scales
+        assert scales.shape[0] == 4 and scales.addressable_shards[0].data.shape[0] == 1
+
+
+@pytest.mark.parametrize(("is_checkpoint", "quantization"), [(False, "int8"), (True, None), (True, "int8")])
+def test_weights_that_a_host_reads_whole_are_split_as_they_are(tmp_path, is_checkpoint, quantization):
+    source = write(tmp_path / "files", MODEL.weights, MODEL.raw)
+    if is_checkpoint:
+        to_checkpoint(source, tmp_path / "checkpoint", quantization=quantization)
+        source = tmp_path / "checkpoint"
+    settings = {"dtype": "float32", "quantization": quantization}
+    wanted = load_model(source, **settings).params
+    params = load_model(source, **settings, tensor_parallel_size=4).params
+    assert mesh_of(params) is not None and mesh_of(wanted) is None
+    for got, one in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        assert got.dtype == one.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(one))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("device_cache_bytes", [0, 2 << 20])
+def test_identities(size, device_cache_bytes):
+    """Of DESIGN: empty store, same prefix, everything recomputed, exact in any order; and one device gives the same."""
+    settings = {"device_cache_bytes": device_cache_bytes}
+    total = sum(map(len, SEGMENTS))
+    with MODEL.engine() as single:
+        wanted = answer(single, SEGMENTS, "off")
+    with engine_of(size, **settings) as engine, engine_of(size, recompute_ratio=1.0, **settings) as everything:
+        plain = answer(engine, SEGMENTS, "off")
+        assert_same(plain, wanted)
+        cold, warm = answer(engine, SEGMENTS, "bounded"), answer(engine, SEGMENTS, "bounded")
+        assert_same(cold, plain)
+        assert_same(warm, plain)
+        assert (cold[2].reused_tokens, warm[2].reused_tokens) == (0, total - len(SEGMENTS[-1]))
+        assert warm[2].exact and warm[2].recomputed_tokens == 0
+        for order in ((2, 0, 1), (1, 2, 0)):
+            shuffled = permuted(SEGMENTS, order)
+            plain = answer(engine, shuffled, "off")
+            assert_same(answer(everything, shuffled, "bounded"), plain)
+            assert_same(answer(engine, shuffled, "exact"), plain)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "cachecraft", "cacheblend", "legolink", "h2o", "reuse", "set"])
+def test_approximate_reuse_gives_what_it_gives_on_one_device(strategy):
+    """The naive one too: it is far from full prefill, so that equal means reused alike."""
+    settings = {"strategy": strategy, "max_model_len": 512, "device_cache_bytes": 2 << 20}
+    found = []
+    for size in (1, 4):
+        with MODEL.engine(tensor_parallel_size=size, **settings) as engine:
+            answer(engine, SEGMENTS, "bounded")
+            found.append(answer(engine, permuted(SEGMENTS, (2, 1, 0)), "bounded"))
+            full = answer(engine, permuted(SEGMENTS, (2, 1, 0)), "off")
+    assert_same(found[1], found[0])
+    assert found[1][2].reused_tokens == found[0][2].reused_tokens
+    assert found[1][2].recomputed_tokens == found[0][2].recomputed_tokens
+    if strategy == "reuse":
+        assert max(abs(a - b) for a, b in zip(found[0][1], full[1], strict=True)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(1, 4), (4, 1), (2, 8)])
+def test_what_one_mesh_stored_another_one_loads(tmp_path, writer, reader):
+    store = f"file://{tmp_path}/store"
+    with engine_of(writer, store=store) as engine:
+        wanted = answer(engine, SEGMENTS, "bounded")
+    with engine_of(reader, store=store) as engine:
+        got = answer(engine, SEGMENTS, "exact")
+    assert_same(got, wanted)
+    assert got[2].exact and got[2].computed_tokens == len(SEGMENTS[-1])
+
+
+@pytest.mark.parametrize("device_cache_bytes", [0, 2 << 20])
+def test_after_warm_up_a_batch_compiles_nothing(device_cache_bytes):
+    """A value that lies elsewhere than at warm-up would be a new size for the compiler."""
+    requests = [
+        Request(segments=permuted(SEGMENTS, order), sampling=SamplingParams(6), reuse=reuse)
+        for order in ((0, 1), (2, 0), (1,), (2, 1, 0))
+        for reuse in ("off", "bounded")
+    ]
+    with MODEL.engine() as single:
+        wanted = [single.run(request).token_ids for request in requests[::2]]
+    with engine_of(4, max_num_batched_tokens=64, max_num_seqs=8, device_cache_bytes=device_cache_bytes) as engine:
+        engine.warmup()
+        with ThreadPoolExecutor(8) as pool:
+            before = compilations().count
+            answers = [response.token_ids for response in pool.map(engine.run, requests)]
+            assert compilations().count == before
+    assert answers[::2] == wanted
+
+
+def test_each_device_has_its_part():
+    with engine_of(4, device_cache_bytes=2 << 20) as engine:
+        wq, k_pages = engine._prefiller.params.layers[0].wq, engine._pool._layers[0][0]
+        assert [shard.data.shape for shard in wq.addressable_shards] == [(64, 2, wq.shape[2])] * 4
+        assert [shard.data.shape[0] for shard in k_pages.addressable_shards] == [1] * 4  # of two kv heads
+        assert len({shard.device for shard in k_pages.addressable_shards}) == 4
+        assert len(engine._prefiller.put(np.zeros(3)).sharding.device_set) == 4  # or each layer would copy it
+        answer(engine, SEGMENTS, "bounded")
+        assert engine._pool._layers[0][0].sharding == k_pages.sharding
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (3, "wanted a divisor of the model's 8 attention heads, got 3"),
+        (16, "wanted at most 8, the cpu devices here, got 16"),
+        (0, "wanted a positive integer, got 0"),
+        (None, "wanted a positive integer, got None"),
+        (True, "wanted a positive integer, got True"),
+    ],
+)
+def test_an_impossible_size_is_refused(size, message):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: {message}"):
+        MODEL.engine(tensor_parallel_size=size)
+
+
+def test_a_model_is_loaded_over_its_devices():
+    """The embedded one has 4 kv heads of 4, each device one."""
+    model = load_model("demo", dtype="float32", tensor_parallel_size=2)
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(model.params)} == {2}
+    with pytest.raises(ConfigError, match="tensor_parallel_size: wanted 2, as the model was loaded, got 4"):
+        type(MODEL).engine(type("Loaded", (), {"loaded": model}), tensor_parallel_size=4, max_model_len=128)
+    assert EngineConfig().tensor_parallel_size == 1

@@ -1,0 +1,73 @@
+"""Requests drawn from the server's own OpenAPI document, right and wrong ones, against a real server.
+
+More of them: `CCJAX_FUZZ_EXAMPLES=1000 python -m pytest tests/fuzz`, drawn anew every time.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings, strategies
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+
+from ccjax.server import ServerSettings, Service, create_app
+
+EXAMPLES = os.environ.get("CCJAX_FUZZ_EXAMPLES")
+SETTINGS = ServerSettings(top_k=2, admin_key="admin", request_timeout_s=5, max_body_bytes=100_000)
+ADMIN = {"Authorization": "Bearer admin"}
+CHECKS = [content_type_conformance, response_schema_conformance]
+VALID = {"messages": [{"role": "user", "content": "Who lives in Paris?"}], "prompt": "Anna lives in", "max_tokens": 2}
+
+schema = schemathesis.openapi.from_dict(create_app(Service(SETTINGS)).openapi())
+drawn = settings(
+    max_examples=int(EXAMPLES or 5),
+    deadline=None,
+    derandomize=EXAMPLES is None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def url(start_server):
+    with start_server(SETTINGS) as server:
+        yield server.url
+        assert httpx.get(f"{server.url}/ready", timeout=30).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def statuses():
+    """How often came which status, by operation."""
+    counts = collections.defaultdict(collections.Counter)
+    yield counts
+    assert counts and all(count[200] for count in counts.values()), counts
+
+
+def send(case, url) -> int:
+    """The status of the answer, which is none of a fault of the server: 504 is a time limit's."""
+    response = case.call(base_url=url, headers=ADMIN, timeout=60)
+    assert response.status_code < 500 or response.status_code == 504, response.text
+    case.validate_response(response, checks=CHECKS)
+    return response.status_code
+
+
+@schema.parametrize()
+@drawn
+def test_whatever_is_sent_is_answered_or_refused(case, url):
+    send(case, url)
+
+
+@schema.include(path_regex="completions").parametrize()
+@schema.given(data=strategies.data())
+@settings(drawn, max_examples=4 * drawn.max_examples)
+def test_single_odd_fields_are_answered_or_refused(case, url, data, statuses):
+    """All at once they would nearly always be refused for the first of them."""
+    body = case.body if isinstance(case.body, dict) else {}
+    names = sorted(body.keys() - VALID.keys() - {"model"})
+    kept = data.draw(strategies.sets(strategies.sampled_from(names), max_size=2)) if names else ()
+    wanted = "prompt" if "/chat/" not in case.operation.path else "messages"
+    case.body = {name: body[name] for name in kept} | {name: VALID[name] for name in (wanted, "max_tokens")}
+    statuses[case.operation.label][send(case, url)] += 1

@@ -1,0 +1,108 @@
+"""What fuzzing found, so that it stays found: each is refused by the error that its parser promises."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from ccjax.retrieval.documents import DocumentError, parse_document
+from ccjax.retrieval.jsonl import read_lines
+from models.llama3.config import LlamaConfig
+from scripts.fuzzing.targets import TARGETS
+from store.catalog import CatalogError, decode_part
+from store.errors import ShardCorruptError
+from store.records import decode_record
+from store.spec import KVSpec, StoreIdentity
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
+RECORD = json.loads(TARGETS["record"].seeds[0])
+CONFIG = json.loads(TARGETS["model-config"].seeds[0])
+
+
+def record_with(**changes: object) -> bytes:
+    """A record under a right checksum; None takes a field out."""
+    body = {name: value for name, value in (RECORD | changes).items() if value is not None and name != "checksum"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    body["checksum"] = hashlib.sha256(text).hexdigest()
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decoded(raw: bytes):
+    return decode_record(raw, variant_id="v", identity=StoreIdentity("f" * 64), kv_spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format_version": None},
+        {"checksums": None},
+        {"checksums": ["g", "h"]},
+        {"checksums": ["1"]},
+        {"head_groups": 0},
+        {"head_groups": True},
+        {"num_tokens": "3"},
+        {"object_id": "../../../etc"},
+        {"object_id": ""},
+        {"object_id": 5},
+        {"object_id": "a/b"},
+        {"meta": None},
+    ],
+)
+def test_a_record_that_says_what_none_can_say_is_damaged(changes):
+    assert decoded(record_with()).object_id == "0" * 32
+    with pytest.raises(ShardCorruptError, match="record of variant v: "):
+        decoded(record_with(**changes))
+
+
+def catalog_of(table: object) -> bytes:
+    text = json.dumps(table).encode()
+    head = {"catalog_version": 1, "namespace": "n", "table_bytes": len(text)}
+    head["table_sha256"] = hashlib.sha256(text).hexdigest()
+    return json.dumps(head).encode() + b"\n" + text
+
+
+def test_a_catalog_names_no_file_elsewhere():
+    row = {"variant_id": ["v"], "chunk_id": ["c"], "num_tokens": [3], "object_id": ["o"], "charge_bytes": [1]}
+    row |= {"is_lossy": [False], "crc32": [0], "record_bytes": [0]}
+    (known,) = decode_part(catalog_of(row), "n")
+    assert known.object_id == "o"
+    for name in ("variant_id", "chunk_id", "object_id"):
+        for bad in ("../../x", "", None, 5):
+            with pytest.raises(CatalogError, match=f"{name} is no id"):
+                decode_part(catalog_of(row | {name: [bad]}), "n")
+    for table in ([], 5, {}):
+        with pytest.raises(CatalogError):
+            decode_part(catalog_of(table), "n")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0, "head_dim": None},
+        {"hidden_size": float("inf")},
+        {"rope_theta": float("nan")},
+        {"rms_norm_eps": -1},
+        {"rope_scaling": [1], "rope_parameters": None},
+        {"model_type": ["llama"]},
+        {"vocab_size": "many"},
+    ],
+)
+def test_an_odd_model_is_refused_by_name(changes):
+    LlamaConfig.from_hf(CONFIG)
+    with pytest.raises(ValueError, match="config.json|rope_theta|rms_norm_eps|invalid literal"):
+        LlamaConfig.from_hf(CONFIG | changes)
+
+
+def test_odd_documents_are_refused():
+    with pytest.raises(DocumentError, match="unknown character encoding"):
+        parse_document(Path("x.html"), b'<meta charset="a\0b">text')
+
+
+def test_a_deep_line_spoils_no_collection(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b"[" * 2000 + b'\n{"_id": "a", "text": "b"}\n')
+    wrong, right = read_lines(path, "c", max_line_bytes=10_000)
+    assert isinstance(wrong, DocumentError) and "recursion" in str(wrong) and right.document.text == "b"

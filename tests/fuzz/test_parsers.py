@@ -1,0 +1,50 @@
+"""A short look at every parser by coverage-guided fuzzing; `make fuzz` looks for longer."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+import scripts.fuzzing.fuzz as fuzzing
+from scripts.fuzzing.fuzz import fuzz
+from scripts.fuzzing.targets import ANY, TARGETS
+
+needs_atheris = pytest.mark.skipif(find_spec("atheris") is None, reason="atheris (ccjax[fuzz]) is not installed")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_each_target_takes_its_seeds(name):
+    for seed in TARGETS[name].seeds:
+        TARGETS[name].run(seed)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_each_target_refuses_or_takes_what_is_none(name):
+    for data in (b"", b"\0", b"\xff\xfe", b"[" * 4000, b"[" * 100_000, b"{}", b"[1]", b"null", b"a: &a [*a]"):
+        try:
+            TARGETS[name].run(data)
+        except TARGETS[name].allowed:
+            pass
+
+
+@needs_atheris
+def test_a_short_look_finds_nothing(tmp_path):
+    outcome = fuzz("scripts.fuzzing.targets", "any", ANY.seeds, 10, tmp_path)
+    assert outcome.is_clean, outcome.line
+    assert outcome.num_runs > 1000 and outcome.coverage > 500, outcome.line
+
+
+@needs_atheris
+def test_what_is_broken_is_found_and_kept(tmp_path):
+    outcome = fuzz("tests.fuzz.broken", "fault", [b"ant"], 30, tmp_path)
+    assert not outcome.is_clean and "KeyError" in outcome.line, outcome.line
+    (found,) = (tmp_path / "fault" / "findings").iterdir()
+    assert found.read_bytes().startswith(b"bug") and outcome.line.endswith(str(found))
+
+
+@needs_atheris
+def test_what_hangs_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "SLOWEST_S", 1)
+    outcome = fuzz("tests.fuzz.broken", "hang", [b"a"], 5, tmp_path)
+    assert not outcome.is_clean and "timeout" in outcome.line, outcome.line

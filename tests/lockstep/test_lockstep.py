@@ -1,0 +1,266 @@
+"""A leader and a follower, here threads of one process: both run the same, in the same order, with the same values."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models import lockstep
+from models.lockstep import wire
+from models.lockstep.follower import follow
+from models.lockstep.group import _HELLO, Group
+from models.lockstep.leader import Leader
+from models.lockstep.steps import record_with
+from tests.polling import wait_until
+
+MESH = Mesh(np.asarray(jax.devices()[:1], object), ("kv",))
+PLACE = NamedSharding(MESH, PartitionSpec())
+WEIGHTS = {"weight": jax.device_put(np.arange(4.0, dtype=np.float32), PLACE)}
+SHARED = {"mesh": MESH, "config": "a config", "top": WEIGHTS}
+
+
+@lockstep.step(static_argnames=("config",), donate_argnames=("x",))
+def mixed_step(x: Any, y: Any, *, config: str) -> tuple[Any, Any]:
+    """Two arrays of two."""
+    return x + 1.0, x + 2.0 * y + float(len(config))
+
+
+class Probe:
+    """Stands for a step: what it is given, by side."""
+
+    name = "probe"
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Any]] = {"leader": [], "follower": []}
+        self.arrays: list[weakref.ref[Any]] = []
+        self.fails = ""
+        lockstep.steps.STEPS[self.name] = self  # pyright: ignore[reportArgumentType]
+
+    def jitted(self, *args: Any) -> jax.Array:
+        side = "follower" if threading.current_thread().name == "follower" else "leader"
+        if self.fails == side:
+            raise ArithmeticError(f"no luck on the {side}")
+        if side == "follower":
+            self.arrays += [weakref.ref(value) for value in args if isinstance(value, jax.Array)]
+        self.seen[side].append([np.asarray(jax.tree.leaves(value)[0]).tolist() for value in args])
+        return jax.device_put(np.float32(len(self.seen[side])), PLACE)
+
+
+class Pair:
+    """Both sides."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.ended: list[BaseException | None] = []
+        self.lost: list[str] = []
+        self.probe = Probe()
+        self.leader = Leader({0: ours}, SHARED, self.lost.append)
+        self.thread = threading.Thread(target=self._follow, args=(theirs,), name="follower")
+        self.thread.start()
+        record_with(self.leader)
+
+    def run_probe(self, *args: Any) -> jax.Array:
+        return self.leader.run(self.probe, args, {})  # pyright: ignore[reportArgumentType]
+
+    def close(self) -> None:
+        record_with(None)
+        self.leader.end()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def _follow(self, connection: socket.socket) -> None:
+        try:
+            follow(connection, SHARED)
+            self.ended.append(None)
+        except BaseException as error:
+            self.ended.append(error)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with contextlib.closing(Pair()) as pair:
+        yield pair
+
+
+def test_both_sides_see_the_same_in_the_same_order(pair):
+    """Random programs of four threads, whose arrays come and go."""
+
+    def program(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        arrays = [lockstep.put(random.normal(size=3).astype(np.float32), PLACE)]
+        for number in range(60):
+            kind, chosen = random.integers(5), arrays[random.integers(len(arrays))]
+            if kind == 0:
+                arrays += lockstep.put([random.normal(size=3).astype(np.float32) for _ in range(2)], PLACE)
+            elif kind == 1:
+                arrays.append(lockstep.zeros((3,), np.float32, PLACE))
+            elif kind == 2:
+                arrays.pop(random.integers(len(arrays)))
+                arrays = arrays or [lockstep.zeros((3,), np.float32, PLACE)]
+            elif kind == 3:
+                x = arrays.pop(next(i for i, array in enumerate(arrays) if array is chosen))
+                arrays += mixed_step(x, np.float32(number), config="a config")
+            pair.run_probe(arrays[-1], np.int32(number), (arrays[0], None), SHARED["top"])
+
+    list(ThreadPoolExecutor(4).map(program, range(4)))
+    pair.close()
+    assert pair.ended == [None] and pair.lost == []
+    assert len(pair.probe.seen["leader"]) == 240 and pair.probe.seen["follower"] == pair.probe.seen["leader"]
+
+
+def test_what_the_caller_does_to_its_buffer_later_is_not_seen(pair):
+    buffer = np.ones((64, 64), np.float32)
+    on_mesh = lockstep.put(buffer, PLACE)
+    buffer[:] = 7.0
+    pair.run_probe(on_mesh)
+    pair.close()
+    for side in ("leader", "follower"):
+        assert pair.probe.seen[side] == [[np.ones((64, 64)).tolist()]]
+
+
+def test_arrays_that_are_gone_here_are_gone_there(pair):
+    kept = lockstep.zeros((3,), np.float32, PLACE)
+    for _ in range(5):
+        pair.run_probe(lockstep.zeros((3,), np.float32, PLACE), kept)
+    gc.collect()
+    pair.run_probe(kept)
+    wait_until(lambda: len(pair.probe.seen["follower"]) == 6)
+    gc.collect()
+    alive = [array() is not None for array in pair.probe.arrays]
+    assert alive == [False, True] * 5 + [True]
+
+
+def test_a_step_of_nothing_on_the_mesh_is_run_here_alone(pair):
+    first, second = mixed_step(jnp.ones(2), np.ones(2, np.float32), config="another")
+    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [10.0, 10.0])
+    pair.close()
+    assert pair.ended == [None]  # it never heard of that config
+
+
+def test_a_follower_that_fails_says_why(pair):
+    pair.probe.fails = "follower"
+    array = lockstep.zeros((3,), np.float32, PLACE)
+    pair.run_probe(array)
+    wait_until(lambda: bool(pair.lost))
+    assert pair.lost == ["process 0 has gone: ArithmeticError: no luck on the follower"]
+    with pytest.raises(lockstep.LostHostError, match="no luck on the follower"):
+        pair.run_probe(array)
+    assert isinstance(pair.ended[0], ArithmeticError)
+
+
+def test_after_a_step_that_failed_here_nothing_runs_any_more(pair):
+    array = lockstep.zeros((3,), np.float32, PLACE)
+    pair.probe.fails = "leader"
+    with pytest.raises(ArithmeticError):
+        pair.run_probe(array)
+    with pytest.raises(lockstep.LostHostError, match="failed here: no luck on the leader"):
+        lockstep.put(np.ones(3), PLACE)
+    assert len(pair.lost) == 1
+    pair.thread.join(30)
+    assert isinstance(pair.ended[0], lockstep.LostHostError), "the follower is not left waiting"
+
+
+@pytest.mark.parametrize("last_words", [b"", b"\0", b"\0\0\0\x09{"])
+def test_a_leader_that_goes_without_a_word_is_missed(pair, last_words):
+    lockstep.zeros((3,), np.float32, PLACE)
+    for connection in pair.leader._connections.values():
+        connection.sendall(last_words)
+    for connection in pair.leader._connections.values():
+        connection.shutdown(socket.SHUT_RDWR)
+    pair.thread.join(10)
+    assert isinstance(pair.ended[0], lockstep.LostHostError)
+
+
+def test_an_array_that_the_group_does_not_have_is_refused(pair):
+    with pytest.raises(TypeError, match="`put`"):
+        pair.run_probe(lockstep.zeros((3,), np.float32, PLACE), jnp.ones(3))
+
+
+def test_nothing_runs_after_the_end(pair):
+    pair.close()
+    with pytest.raises(lockstep.LostHostError, match="ended"):
+        pair.leader.zeros((3,), np.float32, PLACE)
+
+
+# -- coming together -------------------------------------------------------------------------------------------------
+
+TOKEN = bytes(range(32))
+
+
+@pytest.fixture
+def leading() -> Iterator[Group]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    invitation = {"host": "127.0.0.1", "port": listener.getsockname()[1], "token": TOKEN.hex()}
+    group = Group(0, 3, listener, invitation)
+    yield group
+    group.end()
+
+
+def follower_of(group: Group, process: int) -> Group:
+    return Group(process, 3, None, {"host": "127.0.0.1", "port": group._port, "token": group._token.hex()})
+
+
+def test_strangers_are_turned_away_and_followers_come_once(leading):
+    address = ("127.0.0.1", leading._port)
+    said = [b"", b"GET / HTTP/1.1\r\n\r\n" * 4, _HELLO.pack(bytes(32), 1), _HELLO.pack(TOKEN, 0), _HELLO.pack(TOKEN, 3)]
+    strangers = []
+    for words in said:
+        strangers.append(socket.create_connection(address))
+        strangers[-1].sendall(words)
+        strangers[-1].shutdown(socket.SHUT_WR)
+    with ThreadPoolExecutor(2) as followers:
+        following = [followers.submit(follower_of(leading, process).follow, SHARED) for process in (1, 2)]
+        leading.lead(SHARED, timeout_s=30)
+        for stranger in strangers:
+            stranger.settimeout(10)
+            with stranger, contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        with pytest.raises(RuntimeError, match="one engine"):
+            leading.lead(SHARED)
+        leading.end()
+        assert [one.result(30) for one in following] == [None, None]
+
+
+def test_a_process_that_comes_twice_does_not_take_its_own_place(leading):
+    with contextlib.ExitStack() as stack:
+        came = []
+        for process in (1, 1, 2):
+            came.append(stack.enter_context(socket.create_connection(("127.0.0.1", leading._port))))
+            came[-1].sendall(_HELLO.pack(TOKEN, process))
+            came[-1].settimeout(10)
+        leading.lead(SHARED, timeout_s=30)
+        assert came[1].recv(1) == b""
+        leading.end()
+        for connection in (came[0], came[2]):
+            with connection.makefile("rb") as stream:
+                message = wire.receive(stream)
+            assert message is not None and message.header["do"] == "end"
+
+
+def test_who_does_not_come_is_named(leading):
+    with ThreadPoolExecutor(1) as followers:
+        following = followers.submit(follower_of(leading, 1).follow, SHARED)
+        with pytest.raises(lockstep.LostHostError, match=r"\[2\]"):
+            leading.lead(SHARED, timeout_s=1.0)
+        leading.end()
+        with pytest.raises((lockstep.LostHostError, OSError)):
+            following.result(30)
+
+
+def test_a_leader_that_is_not_there_is_named(leading):
+    follower = follower_of(leading, 1)
+    leading.end()
+    with pytest.raises(lockstep.LostHostError, match=str(leading._port)):
+        follower.follow(SHARED)

@@ -1,0 +1,235 @@
+"""models.llama3.checkpoint: what is written is what is read, and nothing half, damaged or foreign is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.llama3 import checkpoint, init_params
+from models.llama3.checkpoint import (
+    INDEX,
+    is_checkpoint,
+    leaf_names,
+    load_checkpoint,
+    read_index,
+    write_checkpoint,
+    write_params,
+)
+from models.llama3.convert import CheckpointError
+from models.llama3.params import ParamSpec, abstract_params
+from models.llama3.presets import PRESETS, preset
+from models.llama3.quantized import WEIGHT_FORMATS
+from tests.measured_memory import CAN_MEASURE, ROOT, peak_bytes
+
+# A read that fails ends Orbax's event loop while others are on their way: these say so when they come back.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+CONFIG = PRESETS["tiny"]
+
+
+def write(directory: Path, *, seed: int = 0, dtype: str = "float32", quantization: str | None = None):
+    params = init_params(CONFIG, jax.random.key(seed), jnp.dtype(dtype), quantization=quantization)
+    write_checkpoint(
+        directory,
+        CONFIG,
+        lambda add: write_params(params, CONFIG, quantization, add),
+        source=f"seed {seed}",
+        dtype=dtype,
+        is_rounded=False,
+        quantization=quantization,
+    )
+    return params
+
+
+def assert_same(got, wanted):
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [leaf.dtype for leaf in jax.tree.leaves(wanted)]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 100_000, 1 << 30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", [None, *WEIGHT_FORMATS])
+def test_what_was_written_is_read_leaf_by_leaf(tmp_path, monkeypatch, part_bytes, dtype, quantization):
+    monkeypatch.setattr(checkpoint, "_PART_BYTES", part_bytes)
+    params = write(tmp_path, dtype=dtype, quantization=quantization)
+    seen, done = [], []
+
+    def put(spec: ParamSpec, host: np.ndarray) -> jax.Array:
+        assert host.shape == spec.shape
+        seen.append(spec.axes)
+        return jnp.asarray(host)
+
+    got = load_checkpoint(tmp_path, dtype=jnp.dtype(dtype), put=put, progress=lambda *at: done.append(at))
+    assert_same(got, params)
+    assert len(seen) == len(leaf_names(CONFIG, quantization)) and done[-1][0] == done[-1][1]
+    assert read_index(tmp_path).quantization == quantization
+
+
+def test_other_dtypes_and_formats_are_made_as_from_safetensors(tmp_path):
+    write(tmp_path)
+    assert_same(load_checkpoint(tmp_path, dtype=jnp.bfloat16), init_params(CONFIG, jax.random.key(0), jnp.bfloat16))
+    packed = init_params(CONFIG, jax.random.key(0), quantization="int8")
+    got = load_checkpoint(tmp_path, dtype=jnp.float32, quantization="int8")
+    np.testing.assert_array_equal(got.layers[0].wq.values, packed.layers[0].wq.values)
+    write(tmp_path, quantization="int8")
+    assert_same(load_checkpoint(tmp_path, dtype=jnp.float32, quantization="int8"), packed)
+    with pytest.raises(CheckpointError, match="wanted weights for fp8, got a checkpoint in int8"):
+        load_checkpoint(tmp_path, dtype=jnp.float32, quantization="fp8")
+
+
+def data_files(directory: Path) -> list[Path]:
+    """The files that hold weights."""
+    return sorted(
+        path for path in (directory / "weights").rglob("*") if path.is_file() and path.parent.name.endswith("weight")
+    )
+
+
+def test_a_flipped_byte_is_never_loaded(tmp_path):
+    write(tmp_path)
+    files = [path for path in data_files(tmp_path) if not path.name.startswith(".")]
+    assert len(files) >= len(leaf_names(CONFIG, None))
+    for path in files[:: len(files) // 6]:
+        sound = path.read_bytes()
+        path.write_bytes(sound[: len(sound) // 2] + bytes([sound[len(sound) // 2] ^ 4]) + sound[len(sound) // 2 + 1 :])
+        with pytest.raises(CheckpointError, match="damaged|got"):
+            load_checkpoint(tmp_path, dtype=jnp.float32)
+        path.write_bytes(sound)
+    load_checkpoint(tmp_path, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("how", ["truncated", "gone", "whole part gone"])
+def test_a_missing_file_is_never_loaded(tmp_path, how):
+    write(tmp_path)
+    path = next(path for path in data_files(tmp_path) if "q_proj" in str(path) and not path.name.startswith("."))
+    if how == "truncated":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif how == "gone":  # tensorstore would read zeros
+        path.unlink()
+    else:
+        path.parent.parent.rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="wanted"):
+        load_checkpoint(tmp_path, dtype=jnp.float32)
+
+
+def test_the_index_is_guarded(tmp_path):
+    write(tmp_path)
+    path = tmp_path / INDEX
+    sound = json.loads(path.read_text())
+    for change, message in (
+        ({"source": "another"}, "its checksum failed"),
+        ({"folder": "../../etc"}, "damaged"),
+        ({"format_version": 2}, "format version 1, got 2: upgrade"),
+    ):
+        path.write_text(json.dumps(sound | change))
+        with pytest.raises(CheckpointError, match=message):
+            read_index(tmp_path)
+    path.write_text("{}")
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_index(tmp_path)
+    path.write_text(json.dumps(sound))
+    read_index(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_theta": 5.0}))
+    with pytest.raises(CheckpointError, match=r"wanted the config.json that it was written with"):
+        read_index(tmp_path)
+    path.unlink()
+    assert not is_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="wanted a finished checkpoint"):
+        read_index(tmp_path)
+
+
+def test_what_fails_half_way_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_PART_BYTES", 1)
+    old = write(tmp_path)
+
+    def half(add):
+        add(np.zeros((512, 64), np.float32))
+        add(np.zeros(64, np.float32))
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_checkpoint(tmp_path, CONFIG, half, source="new", dtype="float32", is_rounded=False)
+    with pytest.raises(ValueError, match="produce: wanted"):
+        write_checkpoint(tmp_path, CONFIG, lambda add: None, source="new", dtype="float32", is_rounded=False)
+    assert len(list((tmp_path / "weights").iterdir())) == 1
+    assert_same(load_checkpoint(tmp_path, dtype=jnp.float32), old)
+    new = write(tmp_path, seed=1)
+    assert_same(load_checkpoint(tmp_path, dtype=jnp.float32), new)
+    assert len(list((tmp_path / "weights").iterdir())) == 1
+
+
+KILLED = """
+import os, sys, threading
+import jax, numpy as np
+from models.llama3 import checkpoint, init_params
+from models.llama3.presets import PRESETS
+checkpoint._PART_BYTES = 1
+config, left = PRESETS["tiny"], int(sys.argv[2])
+params = init_params(config, jax.random.key(1))
+
+def produce(add):
+    def counted(array):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), 9)
+        add(array)
+    checkpoint.write_params(params, config, None, counted)
+
+checkpoint.write_checkpoint(sys.argv[1], config, produce, source="new", dtype="float32", is_rounded=False)
+"""
+
+
+@pytest.mark.parametrize("num_leaves", [0, 1, 11, 20])
+def test_a_killed_writer_leaves_the_old_one_or_none(tmp_path, num_leaves):
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(num_leaves)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == -9 and not is_checkpoint(tmp_path)
+    old = write(tmp_path)
+    assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120).returncode == -9
+    assert_same(load_checkpoint(tmp_path, dtype=jnp.float32), old)
+    assert_same(load_checkpoint(tmp_path, dtype=jnp.float32), write(tmp_path))
+    assert len(list((tmp_path / "weights").iterdir())) == 1, "what the killed one left is swept by the next"
+
+
+LOAD = """
+checkpoint._PART_BYTES = 32 << 20
+if sys.argv[2] == "part by part":
+    params = checkpoint.load_checkpoint(sys.argv[1], dtype=jnp.bfloat16)
+else:
+    whole = checkpoint.load_checkpoint(sys.argv[1], dtype=jnp.float32)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), whole)
+jax.block_until_ready(params)
+"""
+
+
+@pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
+@pytest.mark.parametrize("way", ["part by part", "all at once"])
+def test_loading_holds_two_parts_beside_the_result(tmp_path, monkeypatch, way):
+    monkeypatch.setattr(checkpoint, "_PART_BYTES", 32 << 20)
+    config = preset("8x1024", 2048)
+    params = init_params(config, jax.random.key(0))
+    write_checkpoint(
+        tmp_path,
+        config,
+        lambda add: write_params(params, config, None, add),
+        source="s",
+        dtype="float32",
+        is_rounded=False,
+    )
+    wide = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
+    allowed = wide // 2 + 3 * (32 << 20) + 40_000_000
+    assert allowed < wide + wide // 4
+    peak = peak_bytes(LOAD, str(tmp_path), way, setup="from models.llama3 import checkpoint")
+    print(f"{peak / 1e6:.0f} MB for {wide / 2e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")
+    assert (peak < allowed) == (way == "part by part")

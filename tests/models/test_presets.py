@@ -1,0 +1,118 @@
+"""models.llama3.presets: sizes of the known models, shapes by name, and what is drawn for them."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.llama3 import LlamaConfig, abstract_params, init_params
+from models.llama3.params import ParamSpec, build_params
+from models.llama3.presets import PRESETS, preset
+from tests.measured_memory import CAN_MEASURE, peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.55),
+        ("llama3.2-1b", 1.236),
+        ("llama2-7b", 6.738),
+        ("mistral-7b", 7.248),
+        ("mixtral-8x7b", 46.703),
+    ],
+)
+def test_presets_have_as_many_weights_as_the_model_cards_say(name, billions):
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(preset(name, 0))))
+    assert total / 1e9 == pytest.approx(billions, abs=0.006)
+
+
+def test_a_preset_survives_config_json():
+    for config in PRESETS.values():
+        assert LlamaConfig.from_hf(config.to_hf()) == config
+
+
+def test_a_shape_by_name():
+    config = preset("16x1024", 1000)
+    assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (16, 1024, 16, 4)
+    assert (config.head_dim, config.d_ff, config.vocab_size, config.tie_embeddings) == (64, 2816, 1000, True)
+    assert preset("2x256x4", 1000).num_heads == 4 and preset("2x256x4", 1000).head_dim == 64
+
+
+@pytest.mark.parametrize("name", ["llama4", "", "LLAMA3-8B", "0x64", "2x", "2x100", "2x64x0", "2x64x4x4", "-1x64"])
+def test_other_names_are_refused_with_those_there_are(name):
+    with pytest.raises(ValueError, match="llama3-8b, llama3-70b, llama3.2-1b|a multiple of twice the heads") as error:
+        preset(name, 1000)
+    assert repr(name) in str(error.value)
+
+
+def test_weights_are_drawn_as_the_table_says():
+    config = preset("2x512x4", 3000)
+    params = init_params(config, jax.random.key(3))
+    specs = jax.tree.leaves(build_params(config, lambda _, spec: spec), is_leaf=lambda x: isinstance(x, ParamSpec))
+    leaves = jax.tree.leaves(params)
+    for leaf, spec in zip(leaves, specs, strict=True):
+        values = np.asarray(leaf, np.float64)
+        if spec.init_std is None:
+            assert (values == 1).all()
+            continue
+        assert values.mean() == pytest.approx(0, abs=5 * spec.init_std / math.sqrt(values.size))
+        assert values.std() == pytest.approx(spec.init_std, rel=0.01)
+    drawn = [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec.init_std is not None]
+    same_shape = [np.asarray(leaf) for leaf in drawn if leaf.shape == drawn[1].shape]
+    assert len(same_shape) == config.num_layers and all((one != same_shape[0]).mean() > 0.99 for one in same_shape[1:])
+
+
+@pytest.mark.parametrize("drawn_at_once", [1 << 23, 1 << 11])
+def test_the_same_weights_in_either_dtype_and_however_they_are_sharded(monkeypatch, drawn_at_once):
+    monkeypatch.setattr("models.llama3.params._DRAWN_AT_ONCE", drawn_at_once)
+    config, key = preset("tiny", 0), jax.random.key(5)
+    plain = init_params(config, key)
+    narrow = init_params(config, key, jnp.bfloat16)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(jnp.bfloat16), b), plain, narrow)
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    axis_of = {"heads": "model", "kv_heads": "model", "ffn": "model", "vocab": "model"}
+
+    def sharding(spec: ParamSpec) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(axis_of.get(axis) for axis in spec.axes)))
+
+    sharded = init_params(config, key, sharding=sharding)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b)), plain, sharded)
+    assert sharded.layers[0].wq.sharding.shard_shape(sharded.layers[0].wq.shape) == (64, 2, 16)
+    other = init_params(config, jax.random.key(6))
+    assert not np.array_equal(other.embedding, plain.embedding)
+
+
+def test_progress_ends_with_all():
+    seen = []
+    init_params(preset("tiny", 0), jax.random.key(0), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+DRAW = """
+config = preset("6x1024", 65536)
+if sys.argv[1] == "leaf by leaf":
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+else:
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(config, jax.random.key(0)))
+jax.block_until_ready(params)
+"""
+
+
+@pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
+@pytest.mark.parametrize("way", ["leaf by leaf", "all at once"])
+def test_drawing_never_holds_the_model_twice(way):
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(preset("6x1024", 65536)))]
+    model_bytes = 2 * sum(map(math.prod, shapes))
+    assert model_bytes > 240_000_000
+    allowed = model_bytes + 20 * (1 << 23) + 40_000_000
+    assert allowed < 2 * model_bytes
+    setup = "from models.llama3.params import init_params\nfrom models.llama3.presets import preset\n"
+    peak = peak_bytes(DRAW, way, setup=setup)
+    print(f"{peak / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")
+    assert (peak < allowed) == (way == "leaf by leaf")

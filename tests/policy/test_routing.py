@@ -1,0 +1,136 @@
+"""Which replica a request goes to."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ccjax.policy.routing import (
+    BITS_PER_CHUNK,
+    LARGEST_FILTER_BYTES,
+    ChunkFilter,
+    PromptSummary,
+    ReplicaState,
+    Summary,
+    load_cost,
+    missing_tokens,
+    rank,
+)
+from ccjax.types import ChunkId
+
+
+def chunk(name: object) -> ChunkId:
+    return ChunkId(hashlib.sha256(str(name).encode()).hexdigest())
+
+
+def replica(name, held=(), waiting=0, sent=0.0, under_way=0, cost=1.0):
+    return ReplicaState(name, Summary(ChunkFilter.of(map(chunk, held)), waiting, cost), sent, under_way)
+
+
+def prompt(*names, length=100, other=20):
+    return PromptSummary(tuple((chunk(name), length) for name in names), other)
+
+
+@given(st.sets(st.integers(), max_size=300))
+def test_a_filter_holds_all_that_was_put_in(names):
+    held = ChunkFilter.of(map(chunk, names))
+    assert all(chunk(name) in held for name in names)
+    assert len(held.bits) <= len(names) * BITS_PER_CHUNK // 8 + 1
+
+
+def test_a_filter_lets_few_others_pass():
+    held = ChunkFilter.of(chunk(number) for number in range(5000))
+    passed = sum(chunk(f"other {number}") in held for number in range(20_000))
+    assert passed < 200  # 0.3 % are expected, 60; a filter with one probe lets 8 % pass
+    assert chunk(1) not in ChunkFilter.of([])
+
+
+def test_a_filter_never_grows_beyond_its_limit():
+    held = ChunkFilter.of(chunk(number) for number in range(LARGEST_FILTER_BYTES * 8 // BITS_PER_CHUNK + 5000))
+    assert len(held.bits) == LARGEST_FILTER_BYTES
+
+
+def test_what_is_missing_counts_by_what_it_costs():
+    one = replica("a", held="x", cost=0.25)
+    assert missing_tokens(one, prompt("x", "y", "z")) == 20 + 0.25 * 200
+    assert missing_tokens(ReplicaState("b", None, 0.0, 0), prompt("x", "y")) == 220
+
+
+def test_chunks_draw_a_request_until_the_line_is_longer_than_they_are_worth():
+    asked = prompt("x", "y")
+    for waiting, best in ((0, "a"), (199, "a"), (201, "b")):
+        assert rank([replica("a", held="xy", waiting=waiting), replica("b")], asked, 0.5)[0] == best
+    assert rank([replica("a", held="xy", sent=201.0), replica("b")], asked, 0.5)[0] == "b"
+    # Where loading is cheap, so is going elsewhere.
+    assert rank([replica("a", held="xy", waiting=30, cost=0.1), replica("b", cost=0.1)], asked, 0.5)[0] == "b"
+
+
+def test_like_prompts_meet_where_all_else_is_equal():
+    replicas = [replica(name) for name in "abcd"]
+    homes = {name: rank(replicas, prompt(name), draw)[0] for name in range(400) for draw in (0.1, 0.9)}
+    assert all(rank(replicas[::-1], prompt(name), 0.3)[0] == home for name, home in homes.items())
+    counts = collections.Counter(homes.values())
+    assert all(60 <= counts[name] <= 140 for name in "abcd")
+    # Without one of them only its own prompts move (Thaler, Ravishankar 1998).
+    for name, home in homes.items():
+        assert rank(replicas[:3], prompt(name), 0.3)[0] == home or home == "d"
+
+
+def test_a_replica_that_is_silent_does_not_look_idle():
+    silent = ReplicaState("a", None, 0.0, 0)
+    order = rank([silent, replica("b", waiting=50), replica("c", waiting=500)], prompt("x"), 0.5)
+    assert order == [
+        "b",
+        *sorted("ac", key=lambda name: rank([silent, replica("c", waiting=500)], prompt("x"), 0).index(name)),
+    ]
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_without_chunks_the_less_busy_of_two_goes_first(busy, draw):
+    replicas = [replica(str(number), under_way=count) for number, count in enumerate(busy)]
+    order = rank(replicas, PromptSummary(), draw)
+    assert sorted(order) == sorted(one.replica_id for one in replicas)
+    first, *rest = (busy[int(name)] for name in order)
+    assert not rest or first <= rest[0]
+
+
+def test_two_choices_beat_one():
+    """The fullest of 50 that 5,000 requests go to one after the other has little more than the mean (Mitzenmacher)."""
+    import random
+
+    drawn, under_way = random.Random(0), collections.Counter({str(number): 0 for number in range(50)})
+    for _ in range(5000):
+        states = [replica(name, under_way=count) for name, count in under_way.items()]
+        under_way[rank(states, PromptSummary(), drawn.random())[0]] += 1
+    assert max(under_way.values()) <= 105 and min(under_way.values()) >= 90
+
+
+def test_every_pair_is_drawn():
+    replicas = [replica(name) for name in "abc"]
+    firsts = {tuple(rank(replicas, PromptSummary(), step / 60)[:2]) for step in range(60)}
+    assert len(firsts) == 6
+
+
+def test_bad_input_is_named():
+    assert rank([], prompt("x"), 0.0) == []
+    with pytest.raises(ValueError, match="draw"):
+        rank([replica("a")], prompt("x"), 1.0)
+    with pytest.raises(ValueError, match="load_s"):
+        load_cost(-1.0, 1.0)
+    with pytest.raises(ValueError, match="compute_s"):
+        load_cost(1.0, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("load_s", "compute_s", "wanted"),
+    [(None, 1.0, 1.0), (1.0, None, 1.0), (1.0, 0.0, 1.0), (1.0, 4.0, 0.25), (9.0, 4.0, 1.0)],
+)
+def test_load_cost_is_a_share_of_computing(load_s, compute_s, wanted):
+    assert load_cost(load_s, compute_s) == wanted

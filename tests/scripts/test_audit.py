@@ -1,0 +1,58 @@
+"""The audit of dependencies: what it takes for clean, for a finding, and for not having looked."""
+
+import pytest
+
+from scripts import audit
+
+CLEAN = {"name": "a", "version": "1", "vulns": []}
+FLAWED = {"name": "b", "version": "2", "vulns": [{"id": "CVE-1", "fix_versions": ["3"]}]}
+UNKNOWN = {"name": "c", "skip_reason": "not found"}
+OURS = {"name": "ccjax", "skip_reason": "not found"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "code", "told"),
+    [
+        ([CLEAN, OURS], 0, "0 of 1 packages"),
+        ([CLEAN, FLAWED, OURS], 1, "b 2: CVE-1, fixed in 3"),
+        ([CLEAN, UNKNOWN], 0, "nothing is known of 1: c"),
+        ([UNKNOWN, OURS], 77, "SKIPPED"),
+        ([], 77, "SKIPPED"),
+    ],
+)
+def test_verdicts(capsys, packages, code, told):
+    assert audit.judge(packages) == code
+    assert told in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("ways", [["venv"], ["pip-audit"]])
+def test_what_cannot_be_installed_or_does_not_end_is_no_finding(monkeypatch, capsys, tmp_path, ways):
+    def run(command, **how):
+        if ways[0] in " ".join(map(str, command)):
+            raise audit.subprocess.TimeoutExpired(command, how["timeout"])
+        return audit.subprocess.CompletedProcess(command, 0, stdout="/site-packages")
+
+    if ways == ["pip-audit"]:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "pip-audit").touch()
+    monkeypatch.setattr(audit.subprocess, "run", run)
+    assert audit.main(["--with", str(tmp_path), "--of", "python"]) == 77
+    assert "SKIPPED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code"),
+    [
+        ("Traceback\nrequests.exceptions.ConnectionError: no route\n", 77),
+        ("ERROR:pip_audit._cli:Could not connect to the vulnerability feed", 77),
+        ("Traceback\nKeyError: 'vulns'\n", 2),
+        ("", 2),
+    ],
+)
+def test_no_report_is_an_error_unless_the_index_does_not_answer(monkeypatch, capsys, tmp_path, stderr, code):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pip-audit").touch()
+    done = audit.subprocess.CompletedProcess([], 1, stdout="", stderr=stderr)
+    monkeypatch.setattr(audit.subprocess, "run", lambda command, **_: done)
+    assert audit.main(["--with", str(tmp_path), "--of", "python"]) == code
+    assert ("SKIPPED" in capsys.readouterr().err) == (code == 77)

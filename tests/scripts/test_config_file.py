@@ -1,0 +1,256 @@
+"""`--config` and `--print-config`: the same options, checked the same way, wherever they stand."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.serving.config_file import _options, config_lines, parse_arguments
+from scripts.serving.messages import StartupError
+from scripts.serving.options import parser
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GIVEN = {  # every option, each with another value than its default
+    "host": "0.0.0.0",
+    "port": "0",
+    "served-model-name": "llama",
+    "api-key-file": "/keys",
+    "admin-key-file": "/admin-keys",
+    "store-key-file": "/store-keys",
+    "quota-file": "/quotas.toml",
+    "max-queue": "3",
+    "request-timeout-s": "1e2",
+    "stall-timeout-s": "5",
+    "max-body-bytes": "1MB",
+    "page": "false",
+    "log-format": "json",
+    "otlp-traces-endpoint": "http://traces:4318/v1/traces",
+    "warmup": "false",
+    "compile-cache-dir": "/compiled",
+    "log-level": "info",
+    "docs": "/documents",
+    "no-docs": "true",
+    "index-dir": "/index",
+    "index-kind": "hnsw",
+    "index-recall": "0.9",
+    "embedder": "lexical",
+    "chunk-tokens": "100",
+    "overlap-tokens": "5",
+    "top-k": "2",
+    "retrieval-stages": "3",
+    "max-prefill-bs": "2",
+    "refresh-interval-s": "60",
+    "cluster": "ray",
+    "replicas": "2:3",
+    "scale-up-after-s": "5",
+    "scale-down-after-s": "60",
+    "cluster-address": "10.0.0.1:6379",
+    "coordinator-address": "10.0.0.1:8476",
+    "num-processes": "2",
+    "process-id": "1",
+    "cluster-host": "10.0.0.2",
+    "cluster-port": "6380",
+    "replica-resources": {"GPU": "1", "fast": "0.5"},
+    "generators": "2",
+    "generator-device": "device",
+    "drain-timeout-s": "10",
+    "model": "random:tiny",
+    "reuse": "exact",
+    "repair": "false",
+    "store-refresh-interval-s": "5",
+    "dtype": "bfloat16",
+    "tensor-parallel-size": "2",
+    "quantization": "int8",
+    "tokenizer": "/tokenizer",
+    "attention": "xla",
+    "max-model-len": "4096",
+    "strategy": "cacheblend",
+    "alpha": "0.5",
+    "recompute-ratio": "0.25",
+    "max-deviation": "0.1",
+    "calibration": "/calibration.json",
+    "prefill-profile": "/profile.json",
+    "ranking-layers": ["0", "1"],
+    "focus-window": "4",
+    "focus-rule": "largest_gap",
+    "store": "s3://bucket/prefix?endpoint=http://host:9000",
+    "store-index": "redis://host:6379/1",
+    "reorder-window": "8",
+    "flow-share": "2.0",
+    "max-num-seqs": "16",
+    "max-num-batched-tokens": "512",
+    "max-decode-gap-ms": "50",
+    "max-retries": "1",
+    "order-after-s": "0.25",
+    "device-cache-bytes": "8GiB",
+    "gpu-memory-utilization": "0.8",
+    "device-memory-bytes": "80GB",
+    "host-cache-bytes": "1GiB",
+    "disk-cache-bytes": "1TB",
+    "disk-kv-dtype": "int8",
+    "disk-compression": "zstd",
+    "preload-bytes": "64MiB",
+    "eviction-policy": "lru",
+    "max-variants": "1000",
+    "cached-documents": "4",
+    "pin-share": "0.25",
+    "shadow-ratio": "0.01",
+    "shadow-target": "0.95",
+    "system-prompt": 'Answer: briefly, "please" - or yes.',
+    "share-computation": "true",
+    "encrypt-store": "true",
+    "even-out-timing": "true",
+}
+SECRET = {"api-key": "first", "admin-key": "second", "tenant-salt": "third"}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """`read(content, *argv)` is what comes of a file with that content and these arguments."""
+
+    def read(content: object, *argv: str) -> argparse.Namespace:
+        file = tmp_path / "serve.yaml"
+        file.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
+        return parse_arguments(parser(), ["--config", str(file), *argv])
+
+    return read
+
+
+def as_arguments(options: dict[str, object]) -> list[str]:
+    arguments = []
+    for name, value in options.items():
+        if name in ("page", "warmup", "repair"):
+            arguments.append(f"--no-{name}")
+        elif value == "true":
+            arguments.append(f"--{name}")
+        else:
+            parts = [f"{key}={part}" for key, part in value.items()] if isinstance(value, dict) else value
+            arguments.append(f"--{name}={value if isinstance(value, str) else ','.join(parts)}")
+    return arguments
+
+
+def without_file(args: argparse.Namespace) -> dict[str, object]:
+    return {name: value for name, value in vars(args).items() if name != "config"}
+
+
+def test_every_option_can_stand_in_a_file_and_means_the_same(read):
+    by_file = without_file(read({**GIVEN, **SECRET}))
+    by_command_line = without_file(parser().parse_args(as_arguments({**GIVEN, **SECRET})))
+    assert by_file == by_command_line
+    defaults = vars(parser().parse_args([]))
+    assert {name for name in by_file if by_file[name] == defaults.get(name, ...)} == {
+        "print_config",
+        "print_memory_plan",
+    }
+    assert {*_options(parser())} == GIVEN.keys() | SECRET.keys(), "new ones belong there"
+
+
+def test_names_are_taken_with_either_line(read):
+    assert read("max_queue: 5").max_queue == read("max-queue: 5").max_queue == 5
+
+
+def test_the_command_line_goes_before_the_file(read):
+    args = read({"port": 1, "warmup": False, "share-computation": True, "top-k": 9}, "--port", "2", "--warmup")
+    assert (args.port, args.warmup, args.share_computation, args.top_k) == (2, True, True, 9)
+    assert read({"share-computation": True}, "--no-share-computation").share_computation is False
+    assert parser().parse_args([]).warmup is True
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "{}", "\n---\n"])
+def test_an_empty_file_changes_nothing(read, content):
+    assert without_file(read(content)) == without_file(parse_arguments(parser(), []))
+
+
+def test_values_are_the_text_that_stands_there(read):
+    assert read("replicas: 2:30").replicas == (2, 30)  # YAML 1.1 has the number 150 there
+    assert read("served-model-name: 1.10").served_model_name == "1.10"
+    assert read("system-prompt: no").system_prompt == "no"
+    assert read("host: !!python/object/apply:os.abort [a]").host == "a"  # no tag makes anything happen
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prot: 80", "prot: no such option, did you mean port?"),
+        ("unheard-of: 1", "unheard-of: no such option"),
+        ("config: other.yaml", "config: no such option"),
+        ("no-warmup: true", "no-warmup: no such option, did you mean warmup?"),
+        ("port: 123456", r"port: wanted 0 \(any free port\) to 65535, got '123456'"),
+        ("port:", r"port: wanted 0 \(any free port\) to 65535, got ''"),
+        ("max-queue: many", "max-queue: wanted int, got 'many'"),
+        ("host-cache-bytes: 2 parsecs", "host-cache-bytes: wanted a size such as 2GiB"),
+        ("warmup: maybe", "warmup: wanted true or false, got 'maybe'"),
+        ("warmup: [true]", r"warmup: wanted true or false, got \['true'\]"),
+        ("log-level: loud", "log-level: wanted one of debug, info, warning, error, got 'loud'"),
+        ("ranking-layers: [[0]]", r"ranking-layers: wanted a text or a list of them, got \[\['0'\]\]"),
+        ("port: 1\nport: 2", "not YAML as wanted: 'port' comes twice in .*line 2, column 1"),
+        ("max-queue: 1\nmax_queue: 2", "'max_queue' comes twice"),
+        ("? [a]\n: 1", "is no name"),
+        ("port: [", "not YAML as wanted: .*line 1, column 8"),
+        ("- port", "wanted lines 'name: value', got a list"),
+        ("port", "wanted lines 'name: value', got a str"),
+        ("a: " + "[" * 5000, "not YAML as wanted"),
+        ("host: &a [*a]", "not YAML as wanted: found unconstructable recursive node"),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_and_key(read, content, message):
+    with pytest.raises(StartupError, match=f"^--config: .*serve.yaml: .*{message}"):
+        read(content)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for name, content in (("missing.yaml", None), ("latin.yaml", b"host: \xe9")):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(StartupError, match=f"--config: cannot read .*{name}: "):
+            parse_arguments(parser(), ["--config", str(tmp_path / name)])
+
+
+def test_what_is_printed_comes_to_the_same(read):
+    options = parser()
+    args = read({**GIVEN, **SECRET})
+    lines = config_lines(options, args)
+    again = read("\n".join(lines))
+    for name in SECRET:
+        for namespace in (args, again):
+            vars(namespace).pop(name.replace("-", "_"), None)
+    assert without_file(again) == without_file(args)
+    assert not any(secret in "\n".join(lines) for secret in SECRET.values())
+
+
+def test_defaults_are_printed_too_and_mean_what_none_given_means(read):
+    lines = config_lines(parser(), parse_arguments(parser(), []))
+    assert {"port: 8000", "warmup: true", "dtype: auto", "strategy: auto", "# store:"} <= {*lines}
+    assert config_lines(parser(), read("\n".join(lines))) == lines
+
+
+def test_passwords_in_urls_are_not_printed(read):
+    content = {"store": "file:///x", "store-index": "redis://user:hidden@host/1"}
+    lines = config_lines(parser(), read(content))
+    assert "# store-index: redis://...@host/1 (what is secret is not shown)" in lines and "store: file:///x" in lines
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--alpha", "-1"], "serve.py: error: --alpha: wanted"),
+        (["--top-k", "0"], "serve.py: error: --top-k: wanted"),
+        (["--config", "missing.yaml"], "serve.py: error: --config: cannot read missing.yaml: No such file"),
+    ],
+)
+def test_the_command_checks_what_it_prints(argv, message):
+    command = [sys.executable, "scripts/serve.py", "--print-config", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
+
+
+def test_the_command_prints_a_file():
+    command = [sys.executable, "scripts/serve.py", "--print-config", "--port", "81"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert yaml.safe_load(done.stdout)["port"] == 81

@@ -1,0 +1,403 @@
+"""`bench.py gpu` without an accelerator: its plan and counts by hand, every code path with a tiny model, what it leaves
+behind when it is cut off. What it says of speed only a device shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.llama3 import LLAMA3_8B, abstract_params, init_params
+from scripts.benchmarks import gpu_cases, gpu_report, gpu_torch
+from scripts.benchmarks.gpu_engines import Prompts, _steps
+from scripts.benchmarks.gpu_plan import (
+    LLAMA3_8B_SCALE,
+    QUICK_SCALE,
+    Case,
+    cases,
+    decode_bytes,
+    estimate_s,
+    kv_bytes,
+    layer_weights,
+    pool_bytes,
+    pool_tokens,
+    prefill_flops,
+    recomputed_tokens,
+    too_large,
+    weight_bytes,
+)
+from scripts.gpucheck.needs import NEEDED
+from scripts.gpucheck.record import Record
+from scripts.gpucheck.timing import transfer_gbps
+
+ROOT = Path(__file__).resolve().parents[2]
+LARGE = LLAMA3_8B_SCALE
+H100_BYTES, H100_TORCH_BYTES = int(0.75 * 85.5e9), int(0.24 * 85.5e9)
+"""What JAX takes of an H100 by default, and what that leaves."""
+
+
+def bench(*options, code=None, **environment):
+    """`bench.py gpu` in a process of its own, which does not inherit the four devices of these tests."""
+    command = [sys.executable, *(("-c", code) if code else ("scripts/bench.py",)), "gpu", *options]
+    variables = {**os.environ, "XLA_FLAGS": "", **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_matters_most_comes_first_and_nothing_is_left_out():
+    planned = cases(LARGE)
+    assert len(planned) == len(set(planned)) == 4 * 2 * (3 + 2 * 3)
+    wanted = {Case("full", 8192), Case("full", 32768), Case("decode", 8192)}
+    wanted |= {Case("reuse", length, 1, 0.15, tier) for length in (8192, 32768) for tier in ("device", "host")}
+    assert wanted == set(planned[: len(wanted)])
+    assert {(case.context, case.batch) for case in planned[:14]} == {(8192, 1), (32768, 1)}
+
+
+def test_prompts_fill_their_context_and_no_step_is_a_size_larger():
+    for context in LARGE.contexts:
+        assert 0.98 * context < LARGE.prompt_tokens(context) <= context
+    assert LARGE.prompt_tokens(4096) == 4096 == 32 + 4 * 1012 + 16
+    assert recomputed_tokens(Case("reuse", 8192, 1, 0.15, "host"), LARGE) == 8 * 152
+    assert LARGE.max_model_len <= LLAMA3_8B.max_position_embeddings
+
+
+def test_weights_are_those_of_the_model():
+    params = abstract_params(LLAMA3_8B)
+    matrices = [leaf for leaf in jax.tree.leaves(params.layers) if leaf.ndim > 1]
+    assert layer_weights(LLAMA3_8B) == sum(leaf.size for leaf in matrices)
+    tables = params.embedding.size + params.lm_head.size
+    assert weight_bytes(LARGE) == 2 * (sum(leaf.size for leaf in matrices) + tables)
+    one = Case("decode", 8192)
+    context = LARGE.prompt_tokens(8192) + LARGE.steps // 2
+    assert decode_bytes(one, LARGE) == weight_bytes(LARGE) - 2 * params.embedding.size + 131072 * context
+
+
+@pytest.mark.parametrize("case", [Case("full", 8192), Case("reuse", 8192, 1, 0.15, "device")], ids=lambda c: c.kind)
+def test_operations_are_those_of_the_rows_and_the_pairs_they_see(case):
+    """Counted token by token, with recomputed ones drawn: within 1 %, which attention over everything exceeds."""
+    length, config = LARGE.prompt_tokens(8192), LLAMA3_8B
+    rows = np.arange(length)
+    if case.kind == "reuse":
+        chosen = np.random.default_rng(0).choice(length - 16, 8 * math.ceil(0.15 * 1012), replace=False)
+        rows = np.concatenate([chosen, np.arange(length - 16, length)])
+    products = 2 * len(rows) * layer_weights(config) + 2 * config.d_model * config.vocab_size
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (rows + 1).sum()
+    assert prefill_flops(case, LARGE) == pytest.approx(products + attention, rel=0.01)
+    everything = 4 * config.num_layers * config.num_heads * config.head_dim * len(rows) * length
+    assert prefill_flops(case, LARGE) != pytest.approx(products + everything, rel=0.01)
+    assert prefill_flops(Case(case.kind, 8192, 4, case.ratio, case.tier), LARGE) == 4 * prefill_flops(case, LARGE)
+
+
+def test_what_does_not_fit_is_told_with_its_size():
+    planned = cases(LARGE)
+    left_out = {case: too_large(case, LARGE, H100_BYTES, H100_TORCH_BYTES) for case in planned}
+    assert [case for case in planned if left_out[case]] == [Case("torch", 32768, 4)]
+    on_40_gb = [case for case in planned if too_large(case, LARGE, int(0.75 * 42.4e9), int(0.24 * 42.4e9))]
+    assert Case("reuse", 32768, 4, 0.15, "device") in on_40_gb and Case("full", 8192) not in on_40_gb
+    assert re.fullmatch(
+        r"does not fit: needs \d+\.\d GB of device memory, 16\.0 GB are there",
+        str(too_large(Case("full", 8192), LARGE, 16 * 10**9, None)),
+    )
+    assert too_large(Case("full", 8192), LARGE, None, None) is None
+
+
+def test_one_pool_holds_what_each_case_needs():
+    planned = cases(LARGE)
+    pool = pool_bytes(planned, LARGE, 0)
+    assert all(kv_bytes(LARGE, pool_tokens(case, LARGE)) <= pool for case in planned)
+    # 32 passages of 64 pages for each of four requests and once for the tier, system, question and a new page.
+    widest = Case("reuse", 32768, 4, 0.15, "device")
+    assert pool_tokens(widest, LARGE) == 16 * (4 * (32 * 64 + 2 + 1 + 1) + (32 + 4) * 64)
+    assert pool_bytes([], LARGE, 7) == 7
+
+
+def test_the_first_fourteen_cases_are_estimated_to_fit_ten_minutes():
+    seen, total = set(), 0.0
+    for case in cases(LARGE)[:14]:
+        key = (case.kind, case.context, case.ratio)
+        total += estimate_s(case, LARGE, 700.0, compiles=key not in seen, opens=case.kind != "torch")
+        seen.add(key)
+    assert total < 540.0
+
+
+def test_passages_are_never_behind_what_they_were_computed_behind():
+    prompts = Prompts(QUICK_SCALE)
+    case = Case("reuse", 256, 2, 0.15, "device")
+    filling = prompts.filling(8)
+    assert [len(one) for one in filling] == [3] + 8 * [4]
+    stored = {tuple(one[2]): tuple(map(tuple, one[:2])) for one in filling[1:]}
+    drawn = [prompts.of(case) for _ in range(20)]
+    for segments in (one for batch in drawn for one in batch):
+        assert len(segments) == 10 and sum(map(len, segments)) == QUICK_SCALE.prompt_tokens(256)
+        assert set(map(tuple, segments[1:-1])) == set(stored)
+        assert (tuple(segments[0]), tuple(segments[1])) not in stored.values()
+    assert len({str(one) for batch in drawn for one in batch}) == 40
+
+
+def test_steps_count_while_all_decode():
+    fast, slow = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 3.5, 4.5, 5.5, 9.0]
+    assert _steps([fast, slow]) == [1.0, 1.0]  # between 2 and 6, the first gap of each left out
+
+
+def test_a_transfer_is_timed_from_both_kinds_of_memory():
+    assert all(transfer_gbps(1 << 20, 2, kind) > 0.0 for kind in ("pinned_host", "unpinned_host"))
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def results(*rows, is_complete=True, is_quick=False, **changes):
+    """A results file with some rows; those of cases as `row` makes them."""
+    suites = {"cases": list(rows), "ceilings": [{"name": "matmul_tflops", "value": 700.0}]}
+    head = {"benchmark": "gpu", "device": "Slide Rule", "date": "2026-01-01", "commit": "abc", "elapsed_s": 500.0}
+    head |= {"versions": {"jax": "0.11.2"}, "shapes": gpu_cases.shapes(LARGE), "is_quick": is_quick}
+    return {**head, "is_complete": is_complete, "failures": [], "suites": suites, **changes}
+
+
+def row(case, **figures):
+    return {**case.identity(), **figures}
+
+
+FULL, LONG = Case("full", 8192), Case("full", 32768)
+DEVICE, HOST = (Case("reuse", 8192, 1, 0.15, tier) for tier in ("device", "host"))
+
+
+def test_targets_are_judged_and_what_is_missing_is_not_measured():
+    measured = [
+        row(FULL, ttft_s=0.30, share_of_matmul=0.61),
+        row(LONG, note="not run: may take 99 s, 3 s were left"),
+        row(DEVICE, ttft_s=0.061),
+        row(HOST, ttft_s=0.067),
+        row(Case("decode", 8192), step_s=0.008, gbps=2000.0, share_of_copy=0.70),
+    ]
+    found = gpu_report.targets(results(*measured))
+    assert [one.verdict for one in found] == [
+        "reached",
+        "NOT reached",
+        "not measured",
+        "reached",
+        "not measured",
+        "reached",
+    ]
+    assert found[1].got == pytest.approx(0.30 / 0.061) and found[3].got == pytest.approx(61 / 67)
+    faster = [row(DEVICE, ttft_s=0.059), *measured[:1]]
+    assert gpu_report.targets(results(*faster))[1].verdict == "reached"
+    other = [row(DEVICE, ttft_s=0.01, as_named=False), *measured[:1]]
+    assert gpu_report.targets(results(*other))[1].got is None, "it is not what the case is named after"
+
+
+def test_tables_show_every_figure_and_notes_every_gap():
+    found = results(
+        row(FULL, ttft_s=0.30, share_of_matmul=0.61),
+        row(DEVICE, ttft_s=0.06),
+        row(LONG, note="not run: may take 99 s, 3 s were left"),
+        row(Case("torch", 8192), note="torch is not installed"),
+    )
+    shown = "\n\n".join(gpu_report.tables(found))
+    (line,) = (line for line in shown.splitlines() if line.startswith("| 8,192 x 1"))
+    assert [cell.strip() for cell in line.split("|")[2:7]] == ["300", "61", "", "60", "5"]
+    assert "32,768 x 1" not in shown and "NOT reached" not in shown and "Decode" not in shown
+    assert gpu_report.notes(found) == [
+        "not run: full prefill, 32,768 tokens, batch 1",
+        "torch is not installed: full prefill, PyTorch SDPA, 8,192 tokens, batch 1",
+    ]
+
+
+def test_the_readme_gets_what_stands_between_its_markers(tmp_path):
+    readme, folder = tmp_path / "README.md", tmp_path / "results"
+    folder.mkdir()
+    (folder / "check.json").write_text('{"benchmark": "gpu_check"}')
+    (folder / "quick.json").write_text(json.dumps(results(is_quick=True)))
+    readme.write_text(f"before\n\n{gpu_report.BEGIN}\nold table\n{gpu_report.END}\n\nafter\n")
+    assert gpu_report.write_section(readme, folder)
+    assert readme.read_text().splitlines() == [
+        *("before", "", gpu_report.BEGIN, gpu_report.NO_RESULTS, gpu_report.END, "", "after"),
+    ]
+    assert not gpu_report.write_section(readme, folder), "the second time nothing changes"
+    (folder / "rule.json").write_text(json.dumps(results(row(FULL, ttft_s=0.3, share_of_matmul=0.6))))
+    done = bench("--readme", str(readme), "--output", str(folder))
+    assert done.returncode == 0 and "changed" in done.stdout, done.stderr
+    text = readme.read_text()
+    assert text.startswith("before\n\n" + gpu_report.BEGIN) and text.endswith(gpu_report.END + "\n\nafter\n")
+    assert "Slide Rule" in text and "commit abc" in text and "old table" not in text
+    assert "cut off" not in text and gpu_report.NO_RESULTS not in text
+
+
+@pytest.mark.parametrize("text", ["", gpu_report.BEGIN, f"{gpu_report.END}\n{gpu_report.BEGIN}"])
+def test_a_readme_without_its_markers_stays_as_it_is(tmp_path, text):
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    with pytest.raises(ValueError, match="wanted one line '<!-- bench.py gpu: begin -->'"):
+        gpu_report.write_section(readme, tmp_path)
+    assert readme.read_text() == text
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_code_path_runs_on_a_cpu(tmp_path):
+    done = bench("--quick", "--json", "--output", str(tmp_path), "--compile-cache", str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    (path,) = tmp_path.glob("*-quick.json")
+    assert json.loads(path.read_text())["suites"] == found["suites"] and found["is_complete"]
+    assert {"date", "commit", "machine", "device", "python", "versions", "shapes", "gpu"} <= found.keys()
+    rows = {row["case"]: row for row in found["suites"]["cases"]}
+    assert list(rows) == [case.name for case in cases(QUICK_SCALE)]
+    for case in cases(QUICK_SCALE):
+        got = rows[case.name]
+        if case.kind == "torch" and "note" in got:
+            assert got["note"] == "torch is not installed"
+            continue
+        assert "note" not in got and got["compile_s"] >= 0.0
+        if case.kind == "decode":
+            assert got["gbps"] == got["bytes"] / got["step_s"] / 1e9 and len(got["runs_s"]) >= 4
+            continue
+        assert got["tflops"] == got["flops"] / got["ttft_s"] / 1e12
+        if case.kind == "torch" and case.batch == 1:
+            assert got["logits_distance"] <= gpu_cases.SAME
+        if case.kind == "reuse" and (case.batch == 1 or case.tier == "device"):
+            assert got["failed_loads"] == 0
+            if got["given_up_loads"]:  # on a busy machine so small a model computes sooner than it loads
+                assert case.tier != "device"
+                continue
+            assert got["late_compilations"] == 0
+            assert got["tiers"] == [case.tier] and got["as_named"]
+            assert got["recomputed_tokens"] == case.batch * recomputed_tokens(case, QUICK_SCALE)
+            assert got["loaded_bytes"] == case.batch * kv_bytes(
+                QUICK_SCALE, QUICK_SCALE.prompt_tokens(case.context) - QUICK_SCALE.question_tokens
+            ) - case.batch * kv_bytes(QUICK_SCALE, QUICK_SCALE.system_tokens) * (case.tier == "device")
+            assert ("merge_gbps" in got) == (case.tier in ("host", "disk"))
+    assert sum(row["compilations"] for row in found["suites"]["cases"] if "compilations" in row) > 10
+    assert [row["verdict"] for row in found["suites"]["targets"]].count("not measured") == 0
+    assert any((tmp_path / "cache").iterdir()), "what was compiled is kept"
+
+
+def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
+    done = bench("--quick", "--time-limit-s", "0.5", "--output", str(tmp_path), "--compile-cache", str(tmp_path / "c"))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text())
+    assert found["is_complete"] and {"matmul_tflops", "copy_gbps", "transfer_gbps"} <= {
+        row["name"] for row in found["suites"]["ceilings"]
+    }
+    assert all(row["note"].startswith("not run: may take") for row in found["suites"]["cases"])
+    assert len(found["suites"]["cases"]) == len(cases(QUICK_SCALE))
+    assert "not run: full prefill, 128 tokens, batch 1; " in done.stdout
+
+
+def test_a_killed_run_leaves_what_it_had(tmp_path):
+    command = [sys.executable, "scripts/bench.py", "gpu", "--quick", "--output", str(tmp_path)]
+    command += ["--compile-cache", str(tmp_path / "cache")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        limit_s = time.monotonic() + 300.0
+        rows = []
+        while not rows:
+            assert time.monotonic() < limit_s and process.poll() is None
+            time.sleep(0.05)
+            for path in tmp_path.glob("*.json"):
+                rows = json.loads(path.read_text())["suites"].get("cases", [])
+        process.send_signal(signal.SIGKILL)
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text())
+    assert not found["is_complete"] and found["suites"]["cases"][0]["ttft_s"] > 0.0
+    assert "cut off" in gpu_report._source(found)
+
+
+def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):
+    record = Record(tmp_path / "found.json", {}, is_quick=True, limit_s=60.0)
+
+    def breaks():
+        raise RuntimeError("no such instruction")
+
+    gpu_cases.attempt(record, FULL, breaks)
+    gpu_cases.attempt(record, LONG, lambda: {"ttft_s": 1.0})
+    first, second = json.loads(record.path.read_text())["suites"]["cases"]
+    assert first["note"] == "failed: RuntimeError: no such instruction" and second["ttft_s"] == 1.0
+    assert record.failures == [f"{FULL.name}: {first['note']}"]
+
+
+def test_without_an_accelerator_it_says_so_and_is_no_failure(tmp_path):
+    done = bench("--output", str(tmp_path / "out"), JAX_PLATFORMS="cpu")
+    assert done.returncode == 0 and "skipped, jax sees no accelerator" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+_BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+sys.argv[0] = "scripts/bench.py"
+sys.path.insert(0, "scripts")
+import bench
+bench.main()
+"""
+NOT_NEEDED = (
+    *("faiss", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "semantic_text_splitter", "bs4"),
+    *("yaml", "pypdf", "sklearn", "ray", "redis", "optax", "transformers", "matplotlib", "httpx"),
+)
+
+
+def test_it_runs_with_the_listed_packages_alone(tmp_path):
+    """As on a machine with an accelerator, where little else is installed."""
+    options = (
+        "--quick",
+        "--only",
+        "KV on disk, 128",
+        "--output",
+        str(tmp_path),
+        "--compile-cache",
+        str(tmp_path / "c"),
+    )
+    done = bench(*options, code=_BLOCK.format(blocked={*NOT_NEEDED, "torch"}))
+    assert done.returncode == 0, done.stderr + done.stdout
+    (path,) = tmp_path.glob("*.json")
+    assert len(json.loads(path.read_text())["suites"]["cases"]) == 4
+
+
+def test_what_is_missing_is_listed(monkeypatch, tmp_path):
+    code = (
+        "import importlib.util as u; was = u.find_spec\nu.find_spec = lambda n, *a: n not in ('tensorstore', 'xxhash')"
+    )
+    code += " and was(n, *a)  or None\n" + _BLOCK.format(blocked={"tensorstore", "xxhash"})
+    done = bench("--quick", "--output", str(tmp_path), code=code)
+    assert done.returncode == 1 and done.stderr == "bench.py gpu: not installed: tensorstore, xxhash\n"
+
+
+def test_the_list_of_packages_names_nothing_that_is_not_a_dependency():
+    text = (ROOT / "pyproject.toml").read_text()
+    own = {"jaxlib"}  # comes with jax
+    assert all(f'"{package}>=' in text for package in set(NEEDED.values()) - own)
+
+
+@pytest.mark.peers
+def test_pytorch_computes_the_same_and_a_wrong_mask_is_noticed():
+    config = QUICK_SCALE.config
+    params = init_params(config, jax.random.key(3), jnp.bfloat16)
+    peer = gpu_torch.TorchPeer(params, config)
+    from models.llama3.forward import forward
+
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 100))
+    wanted = np.asarray(forward(params, config, jnp.asarray(ids))[:, -1])
+    seconds, right = peer.prefill(ids.tolist())
+    _, wrong = peer.prefill(ids.tolist(), is_causal=False)
+    assert seconds > 0.0
+    for number in range(2):
+        assert gpu_cases.relative_distance(right[number], wanted[number]) < gpu_cases.SAME / 3
+        assert gpu_cases.relative_distance(wrong[number], wanted[number]) > 3 * gpu_cases.SAME

@@ -1,0 +1,211 @@
+"""scripts/precompute.py as users run it: a server over its store computes no passage; killed, joined, interrupted,
+changed documents, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ccjax.engine import Engine
+from ccjax.engine.loading import DEMO_CORPUS
+from ccjax.precompute.compilation import MOST_IN_BATCH
+from ccjax.server.loading import DocumentOptions, open_documents
+from scripts import precompute
+from scripts.serving import options
+
+ROOT = Path(__file__).resolve().parents[2]
+QUESTION = "Which tool does Yara Ames own?"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """What runs keep between each other: compiled steps."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def start(tmp_path, cache):
+    """`start(name, *options)` runs the script beside the test, in a session of its own; all are ended."""
+    processes = []
+
+    def run(name: str, *options: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "scripts/precompute.py", *arguments(tmp_path, cache, name), *map(str, options)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes))
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def arguments(tmp_path: Path, cache: Path, name: str) -> list[str]:
+    given = {
+        "store": (tmp_path / "store").as_uri(),
+        "report": tmp_path / f"{name}.json",
+        "compile-cache-dir": cache,
+        "index-dir": tmp_path / f"index-{name}",
+        "embedder": "lexical",
+    }
+    return [text for key, value in given.items() for text in (f"--{key}", str(value))]
+
+
+def report(tmp_path: Path, name: str) -> dict:
+    return json.loads((tmp_path / f"{name}.json").read_text())
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What a run that went well printed on stderr."""
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors
+    return errors
+
+
+def records(tmp_path: Path) -> set[str]:
+    return {path.stem for path in tmp_path.glob("store/*/records/*.json")}
+
+
+def wait_for_records(tmp_path: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while len(records(tmp_path)) < count:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def retriever_of(tmp_path: Path, engine: Engine, name: str):
+    options = DocumentOptions(index_dir=str(tmp_path / f"index-{name}"), embedder="lexical")
+    retriever = open_documents("demo", options, engine.tokenizer)
+    assert retriever is not None and retriever.report.rebuilt is None and not retriever.report.added, "embedded again"
+    return retriever
+
+
+def test_a_killed_run_goes_on_and_a_server_computes_no_passage(start, tmp_path):
+    killed = start("killed", "--neighbours", 1)
+    wait_for_records(tmp_path, 10, killed)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    time.sleep(0.3)  # what the system had taken of them is there by then
+    before = records(tmp_path)
+    assert not (tmp_path / "killed.json").exists()
+
+    finished(start("again", "--workers", 2, "--neighbours", 1))
+    found = report(tmp_path, "again")
+    run, estimate = found["run"], found["estimate"]
+    assert run["computed"] == estimate["variants"] and run["present"] == 0, "none that was there"
+    assert 10 <= len(before) < 151 and run["computed"] == 151 - len(before), "one is the system prompt's"
+    assert len(records(tmp_path)) == 151 and found["failed"] == []
+    assert found["passages"] == {"total": 75, "stored": 75, "share": 1.0, "token_share": 1.0}
+    assert found["behind_neighbours"]["stored"] == 75
+    assert estimate["num_bytes"] == pytest.approx(run["stored_bytes"], rel=0.01)
+    held = {path.name.partition(".")[0] for path in tmp_path.glob("store/*/leases/*")}
+    assert len(held) <= MOST_IN_BATCH, "of the killed run alone: what it was at"
+    assert list(tmp_path.glob(".ccjax-sample-*")) == []
+
+    with Engine.from_pretrained("demo", store=found["store"], read_only=True) as engine:
+        retriever = retriever_of(tmp_path, engine, "again")
+        passages = [one.as_document() for one in retriever.search(QUESTION, 5)]
+        alone = engine.generate(QUESTION, passages[:1])
+        assert alone.text.strip() == "mallet" and alone.reuse.exact
+        assert [part.computed_tokens + part.recomputed_tokens for part in alone.reuse.per_document] == [0, 0]
+        several = engine.generate(QUESTION, passages)
+        assert [part.computed_tokens for part in several.reuse.per_document] == [0] * 6
+        assert several.reuse.per_document[1].recomputed_tokens == 0 < several.reuse.recomputed_tokens
+        assert several.text.strip() == "mallet"
+        # A variant that existed before there was any question: exact behind the neighbour it was computed behind.
+        near, *_ = retriever.neighbours(1)[passages[0].id or ""]
+        neighbour = next(one.as_document() for one in retriever.passages(near.partition("#")[0]))
+        second = engine.generate(QUESTION, [neighbour, passages[0]], reuse="exact").reuse.per_document[-1]
+        assert second.reused_tokens == second.num_tokens
+
+
+def test_two_runs_on_one_store_share_the_work(start, tmp_path):
+    runs = [start(name, "--neighbours", 1) for name in ("one", "two")]
+    for process in runs:
+        finished(process)
+    one, two = (report(tmp_path, name) for name in ("one", "two"))
+    assert one["passages"]["share"] == two["passages"]["share"] == 1.0
+    assert min(one["run"]["computed"], two["run"]["computed"]) > 0
+    assert one["run"]["computed"] + two["run"]["computed"] == 150, "nothing twice"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_cleanly(start, tmp_path, number, code):
+    process = start("ended", "--neighbours", 2, "--disk-kv-dtype", "int8")
+    wait_for_records(tmp_path, 5, process)
+    os.killpg(process.pid, number)  # as a terminal does: to the workers as well
+    _, errors = process.communicate(timeout=60)
+    found = report(tmp_path, "ended")
+    assert process.returncode == code and "run the same command again to go on" in errors
+    assert found["interrupted"] == signal.Signals(number).name and found["failed"] == []
+    stored = found["passages"]["stored"] + found["behind_neighbours"]["stored"]
+    assert 0 < stored == found["run"]["computed"] < 150
+    assert len(records(tmp_path)) == stored + 1 and list(tmp_path.glob("store/*/leases/*")) == []
+
+
+def test_changed_documents_and_pruning_and_questions(start, tmp_path):
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for path in sorted(DEMO_CORPUS.iterdir())[:8]:
+        shutil.copy(path, docs)
+    questions = tmp_path / "questions.jsonl"
+    lines = (DEMO_CORPUS.parent / "demo_questions.jsonl").read_text().splitlines()[:3]
+    questions.write_text("\n".join(lines))
+    finished(start("run", "--documents", docs))
+    assert report(tmp_path, "run")["run"]["computed"] == 8
+    first = records(tmp_path)
+    changed, gone, *_ = sorted(docs.iterdir())
+    changed.write_text(changed.read_text().replace("mallet", "hammer"))
+    gone.unlink()
+    (docs / "ends.pdf").write_bytes(b"not a PDF")
+    finished(start("run", "--documents", docs, "--prune", "--questions", questions, "--top-k", 2))
+    found = report(tmp_path, "run")
+    assert (found["run"]["computed"], found["passages"]["stored"], found["passages"]["total"]) == (1, 7, 7)
+    assert (found["pruned"]["passages"], found["pruned"]["variants"]) == (2, 2)
+    assert len(records(tmp_path) - first) == 1 and len(first - records(tmp_path)) == 2
+    assert [Path(one["path"]).name for one in found["unusable_files"]] == ["ends.pdf"]
+    quality = found["quality"]
+    assert (quality["num_questions"], quality["num_documents"], quality["num_known"]) == (3, 2.0, 3)
+    assert quality["same_tokens"]["mean"] == 1.0 and 0.0 <= quality["computed_share"] < 1.0
+
+
+def test_a_dry_run_and_refusals_leave_nothing_behind(tmp_path, cache, capsys):
+    def refusal(*options: object) -> str:
+        capsys.readouterr()
+        assert precompute.main([*arguments(tmp_path, cache, "dry"), *map(str, options)]) == 2
+        *_, last = capsys.readouterr().err.splitlines()
+        return last
+
+    text = refusal("--disk-cache-bytes", "1MB")
+    assert text.startswith("precompute.py: error: --store: wanted room for 20") and "1000000 left of" in text
+    assert not (tmp_path / "store").exists()
+    assert precompute.main([*arguments(tmp_path, cache, "dry"), "--dry-run", "--disk-kv-dtype", "int8"]) == 0
+    found = report(tmp_path, "dry")
+    assert found["dry_run"] and found["estimate"]["seconds"] > 0 and found["run"]["computed"] == 0
+    assert 4.0 < 20_153_376 / found["estimate"]["object_bytes"] * 1.15 and not (tmp_path / "store").exists()
+    assert "--documents: wanted a directory, got" in refusal("--documents", tmp_path / "none")
+    assert "--devices: wanted one for each of 1 workers, got '0,1'" in refusal("--devices", "0,1")
+    assert "--report: wanted a file in a directory" in refusal("--report", tmp_path / "none" / "report.json")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["--chunk-tokens", "50", "--overlap-tokens", "5", "--index-dir", "/i", "--embedder", "lexical"],
+        ["--index-kind", "ivf", "--index-recall", "0.9"],
+    ],
+)
+def test_documents_are_read_as_a_server_reads_them(given):
+    own = precompute._parser().parse_args(["--store", "file:///s", "--documents", "/d", *given])
+    (settings,) = precompute._settings(own)
+    assert settings.documents == options.document_options(options.parser().parse_args(["--docs", "/d", *given]))

@@ -1,0 +1,83 @@
+"""The simulator's command line."""
+
+import json
+
+import pytest
+
+from scripts.simulate import main
+
+SMALL = ("--requests", "300", "--passages", "200", "--lists", "300", "--quiet", "--rate", "20")
+
+
+def run(capsys, *options):
+    assert main([*SMALL, *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_prints_its_table_and_json(capsys):
+    out = run(capsys, "--json", "--warmup", "100", "--recompute-ratio", "0.3")
+    assert "tokens computed" in out and "TTFT" in out
+    found = json.loads(out.splitlines()[-1])
+    assert found["figures"]["requests"] == 200 and found["figures"]["answered"] == 200
+    assert 0 < found["figures"]["computed_share"] < 1
+    assert found["settings"]["model"] == "llama3-8b"
+
+
+def test_reuse_is_worth_something_on_every_device(capsys):
+    for options in (
+        ["--hardware", "v6e"],
+        ["--hardware", "a100", "--model", "llama3-70b", "--tensor-parallel-size", "4"],
+    ):
+        mean = {}
+        for strategy in ("full", "cachecraft"):
+            out = run(capsys, *options, "--strategy", strategy, "--json", "--recompute-ratio", "0.15")
+            mean[strategy] = json.loads(out.splitlines()[-1])["figures"]["ttft_s"]["mean"]
+        assert mean["cachecraft"] < mean["full"]
+
+
+def test_sizes_are_searched(capsys):
+    out = run(
+        capsys,
+        "--size-for",
+        "p99 TTFT < 0.15 s at 40 req/s",
+        "--budgets",
+        "1GB",
+        "20GB",
+        "--most-replicas",
+        "8",
+        "--json",
+    )
+    found = json.loads(out.splitlines()[-1])
+    assert "fewest" in out
+    by_budget = {one["host_cache_bytes"]: one["replicas"] for one in found["needed"]}
+    assert by_budget[20 * 10**9] <= by_budget[10**9]
+    assert all(one["figures"]["rate"] == pytest.approx(40, rel=0.02) for one in found["tried"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hardware", "tpu9"], "hardware: wanted one of"),
+        (["--model", "llama9"], "wanted one of llama3-8b"),
+        (["--size-for", "soon"], "size-for: wanted such as"),
+        (["--model", "llama3-70b"], "--pool-bytes: wanted"),
+        (["--warmup", "300"], "--warmup: wanted fewer than"),
+        (["--eviction-policy", "none"], "eviction policy: wanted one of"),
+        (["--trace", "/nowhere.jsonl"], "No such file"),
+        (["--top-k", "500"], "top_k: wanted at most 200"),
+    ],
+)
+def test_errors_name_the_argument(capsys, options, message):
+    assert main([*SMALL, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_papers_page_keeps_what_stands_before_it(tmp_path, capsys):
+    page, plot = tmp_path / "simulation.md", tmp_path / "simulation.svg"
+    page.write_text("# Own words\n\n## The papers' experiments\n\nold tables\n")
+    assert main(["--paper", str(page), "--plot", str(plot), "--quick", "--quiet"]) == 0
+    text = page.read_text()
+    assert text.startswith("# Own words") and "old tables" not in text
+    for figure in ("fig. 22", "fig. 23", "fig. 24 and 25", "fig. 15", "fig. 18", "fig. 19", "table 2", "fig. 21"):
+        assert f"{figure}:" in text
+    assert "nan" not in text and plot.read_text().startswith("<?xml")

@@ -1,0 +1,63 @@
+"""Small runs with costs that are easy to work out by hand."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from ccjax.policy.scheduling import SchedulerSettings
+from ccjax.simulation.cache import CacheSettings
+from ccjax.simulation.costs import Piece
+from ccjax.simulation.run import Deployment, Simulation
+from ccjax.simulation.workload import Passages, Workload
+from store.spec import KVSpec
+
+KV = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
+"""32 bytes a token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerToken:
+    """A millisecond a computed token, 10 ms a decode step, links of so many bytes a second."""
+
+    host_bytes_per_s: float = 1e12
+    disk_bytes_per_s: float = 1e12
+    num_layers: int = 4
+
+    def pack_s(self, pieces: Sequence[Piece]) -> float:
+        return 1e-3 * sum(piece.new for piece in pieces)
+
+    def decode_s(self, num_seqs: int, context_tokens: int) -> float:
+        return 0.01
+
+    def link_s(self, tier: str, num_bytes: int) -> float:
+        return num_bytes / (self.host_bytes_per_s if tier == "host" else self.disk_bytes_per_s)
+
+    def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
+        return 1e-3 * num_tokens
+
+    def load_s(self, tier: str, num_bytes: int) -> float:
+        return 0.0 if tier == "device" else self.link_s(tier, num_bytes)
+
+
+def workload(arrivals, lists, *, answers=1, question=10, system=0):
+    """Requests at these times for these lists of (number, tokens)."""
+    made = [Passages(tuple(n for n, _ in one), tuple(t for _, t in one)) for one in lists]
+    distinct = list(dict.fromkeys(made))
+    which = np.array([distinct.index(one) for one in made])
+    return Workload(np.array(arrivals, float), which, distinct, question, np.full(len(made), answers), system)
+
+
+def deployment(costs=PerToken(), *, scheduler=None, **settings):
+    """A replica with room in host memory unless told otherwise."""
+    of_run = {name: settings.pop(name) for name in ("replicas", "loading", "preloads", "host_work") if name in settings}
+    cache = CacheSettings(**{"host_cache_bytes": 1 << 20, "recompute_ratio": 0.3, **settings})
+    limits = {"num_pages": 1000, "max_num_batched_tokens": 4096, **(scheduler or {})}
+    return Deployment(costs, KV, cache, SchedulerSettings(**limits), **of_run)
+
+
+def simulated(work, deployed, seed=0):
+    """The run, done."""
+    simulation = Simulation(deployed, work, seed=seed)
+    simulation.run()
+    return simulation

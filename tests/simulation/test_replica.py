@@ -1,0 +1,223 @@
+"""One replica against times and tokens worked out by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ccjax.simulation.costs import Piece
+from ccjax.simulation.replica import HostWork
+from ccjax.simulation.run import Simulation
+from ccjax.simulation.workload import Workload, draw_which, poisson, zipf_lists
+from tests.simulation.builders import PerToken, deployment, simulated, workload
+
+A, B, C = (1, 100), (2, 50), (3, 20)
+
+
+def times(simulation):
+    return simulation.outcome.ttft_s.tolist()
+
+
+def test_what_was_computed_is_reused_and_fixed():
+    run = simulated(workload([0, 1, 2], [[A, B], [A, B], [B, A]]), deployment())
+    # All; the question; behind another prefix 30 % of both, ceil of each, and the question.
+    assert run.outcome.computed.tolist() == [160, 10, 15 + 30 + 10]
+    assert run.outcome.recomputed.tolist() == [0, 0, 45]
+    assert times(run) == pytest.approx([0.160, 0.010, 0.055], abs=1e-6)
+    assert run.outcome.hits.tolist() == [0, 2, 2]
+    assert run.outcome.tier_tokens["host"].tolist() == [0, 150, 150]
+
+
+def test_a_prefix_is_reused_as_far_as_it_goes():
+    run = simulated(
+        workload([0, 1, 2], [[A, B], [A, C], [B, A]]), deployment(strategy="prefix", eviction_policy="pgdsf")
+    )
+    assert run.outcome.computed.tolist() == [160, 30, 160]
+
+
+def test_without_reuse_all_is_computed():
+    run = simulated(workload([0, 1], [[A, B], [A, B]]), deployment(reuse="off", strategy="full"))
+    assert run.outcome.computed.tolist() == [160, 160]
+    assert len(run.replicas[0].cache.index) == 0
+
+
+def test_requests_wait_for_those_before_them():
+    run = simulated(workload([0, 0.01, 0.02], [[A], [B], [C]]), deployment(scheduler={"max_num_seqs": 1}))
+    # 110 ms, then 60 and 30 in turn, or 30 and 60: the order is by cached tokens, of which none has any.
+    assert times(run) == pytest.approx([0.110, 0.110 - 0.01 + 0.060, 0.110 - 0.02 + 0.060 + 0.030])
+
+
+def test_those_that_wait_share_a_pack():
+    run = simulated(workload([0, 0.01, 0.02], [[A], [B], [C]]), deployment())
+    assert run.outcome.num_packs == 2
+    assert times(run)[1:] == pytest.approx([0.110 + 0.090 - 0.01, 0.110 + 0.090 - 0.02])
+
+
+def test_answers_take_decode_steps():
+    run = simulated(workload([0], [[A]], answers=5), deployment())
+    assert run.outcome.num_decode_steps == 4
+    assert run.outcome.latency_s[0] == pytest.approx(0.110 + 4 * 0.01)
+
+
+def test_answers_go_on_between_the_layers_of_a_long_prompt():
+    work = workload([0, 0.125], [[C], [(9, 2000)]], answers=30)
+    run = simulated(work, deployment(scheduler={"max_decode_gap_s": 0.6}))
+    # A layer of the long prompt takes 2.01 s / 4; the answer's pause may be 0.6 s.
+    whole = run.outcome.latency_s[0]
+    assert whole < 0.030 + 29 * 0.01 + 2.01
+    patient = simulated(work, deployment(scheduler={"max_decode_gap_s": 60.0}))
+    assert patient.outcome.num_decode_steps > 0 and patient.outcome.ttft_s[1] < run.outcome.ttft_s[1]
+
+
+def test_loads_hide_behind_layers_but_one():
+    # 3,200 bytes of KV at 32,000 bytes a second: 0.1 s, against 10 ms of products in 4 layers.
+    costs = PerToken(host_bytes_per_s=32_000)
+    work = workload([0, 1], [[A], [A]])
+    layerwise = simulated(work, deployment(costs))
+    assert times(layerwise)[1] == pytest.approx(0.1 + 0.010 / 4)
+    sync = simulated(work, deployment(costs, loading="sync"))
+    assert times(sync)[1] == pytest.approx(0.110)
+    on_device = simulated(work, deployment(costs, device_cache_bytes=1 << 20))
+    assert times(on_device)[1] == pytest.approx(0.010)
+    assert on_device.outcome.tier_tokens["device"].tolist() == [0, 100]
+
+
+def test_what_waits_is_read_from_disk_meanwhile():
+    costs = PerToken(disk_bytes_per_s=32_000)
+    work = workload([0, 1, 1.001], [[A], [(9, 500)], [A]])
+    settings = {"host_cache_bytes": 0, "disk_cache_bytes": 1 << 20, "scheduler": {"max_num_seqs": 1}}
+    waited = simulated(work, deployment(costs, preloads=False, **settings))
+    ahead = simulated(work, deployment(costs, **settings))
+    assert waited.outcome.tier_tokens["disk"][2] == ahead.outcome.tier_tokens["disk"][2] == 100
+    assert times(waited)[2] - times(ahead)[2] > 0.09
+
+
+def test_a_disk_that_is_slower_than_computing_is_left_alone():
+    work = workload([0, 1], [[A], [A]])
+    run = simulated(work, deployment(PerToken(disk_bytes_per_s=100), host_cache_bytes=0, disk_cache_bytes=1 << 20))
+    assert run.outcome.computed.tolist() == [110, 110]
+
+
+def test_what_is_worth_least_leaves():
+    # Room for one passage: the one that is used again stays.
+    run = simulated(
+        workload([0, 1, 2, 3, 4], [[A], [A], [(5, 100)], [A], [(5, 100)]]), deployment(host_cache_bytes=3200)
+    )
+    assert run.outcome.hits.tolist() == [0, 1, 0, 1, 0]
+    recent = simulated(
+        workload([0, 1, 2, 3, 4], [[A], [A], [(5, 100)], [A], [(5, 100)]]),
+        deployment(host_cache_bytes=3200, eviction_policy="lru"),
+    )
+    assert recent.outcome.hits.tolist() == [0, 1, 0, 0, 0]
+
+
+def test_a_full_line_refuses():
+    run = simulated(
+        workload([0, 0, 0, 0], [[A], [A], [A], [A]]),
+        deployment(scheduler={"max_queue": 2, "max_num_seqs": 1, "flow_share": 100.0}),
+    )
+    figures = run.outcome.figures(run._workload)
+    assert figures["refused"] == 2 and figures["answered"] == 2
+    assert np.isnan(run.outcome.ttft_s).sum() == 2
+
+
+def test_few_pages_preempt_and_all_answers_end():
+    work = workload([0] * 6, [[(n, 40)] for n in range(6)], answers=60)
+    run = simulated(work, deployment(scheduler={"num_pages": 17}))
+    assert run.outcome.num_preempted > 0
+    assert not np.isnan(run.outcome.latency_s).any()
+    assert run.replicas[0]._free_pages == 17
+
+
+def test_host_work_takes_time_before_and_behind_the_first_token():
+    work = workload([0, 0.001], [[A], [B]])
+    run = simulated(work, deployment(host_work=HostWork(0.02, 0.05), scheduler={"max_num_seqs": 1}))
+    assert times(run) == pytest.approx([0.130, 0.130 + 0.05 - 0.001 + 0.02 + 0.060])
+
+
+def test_what_a_request_has_to_itself_keeps_nobody_waiting():
+    work = workload([0, 0.001], [[A], [B]], answers=2)
+    plain = simulated(work, deployment(scheduler={"max_num_seqs": 1}))
+    run = simulated(work, deployment(host_work=HostWork(apart_s=0.07), scheduler={"max_num_seqs": 1}))
+    for name in ("ttft_s", "latency_s"):
+        assert getattr(run.outcome, name) == pytest.approx(getattr(plain.outcome, name) + 0.07)
+
+
+def test_the_first_pack_after_a_pause_takes_longer():
+    work = workload([0, 0.001, 1.0], [[A], [B], [C]])
+    run = simulated(work, deployment(host_work=HostWork(pack_s=0.01, wake_s=0.04), scheduler={"max_num_seqs": 1}))
+    assert times(run) == pytest.approx([0.160, 0.160 - 0.001 + 0.070, 0.050 + 0.030])
+
+
+def test_a_prompt_that_is_spread_over_packs_takes_the_head_once(monkeypatch):
+    seen = []
+    pack_s = PerToken.pack_s
+    monkeypatch.setattr(PerToken, "pack_s", lambda self, pieces: [seen.append(pieces), pack_s(self, pieces)][1])
+    simulated(workload([0], [[A]]), deployment(scheduler={"max_num_batched_tokens": 64}))
+    assert [piece for pieces in seen for piece in pieces][-2:] == [Piece(64, 64, False), Piece(46, 110, True)]
+
+
+def drawn(count, rate, seed=0):
+    lists = zipf_lists(60, 80, 3, [20, 40, 70], exponent=0.9, seed=seed)
+    which = draw_which(count, len(lists), exponent=0.9, seed=seed)
+    return Workload(poisson(count, rate, seed), which, lists, 10, np.full(count, 3), 8)
+
+
+@pytest.mark.parametrize("policy", ["pgdsf", "saved_seconds", "lru"])
+@pytest.mark.parametrize("strategy", ["prefix", "cachecraft", "auto"])
+def test_a_drawn_run_keeps_its_budgets_and_counts_every_token(strategy, policy):
+    work = drawn(300, 15.0)
+    budget = 3000 * 32
+    run = simulated(
+        work,
+        deployment(
+            strategy=strategy,
+            eviction_policy=policy,
+            device_cache_bytes=budget // 4,
+            host_cache_bytes=budget,
+            disk_cache_bytes=2 * budget,
+        ),
+    )
+    for usage in run.replicas[0].cache.store.usage().values():
+        assert usage.used_bytes <= usage.budget_bytes
+    outcome = run.outcome
+    reused = sum(tokens for tokens in outcome.tier_tokens.values())
+    documents = np.array([sum(work.lists[place].num_tokens) for place in work.which])
+    assert (outcome.prompt == documents + 18).all()
+    assert (reused <= documents).all()
+    assert (outcome.computed >= 10).all() and (outcome.computed <= outcome.prompt).all()
+    assert (outcome.latency_s >= outcome.ttft_s).all()
+    assert not run.replicas[0].cache.store._pins
+
+
+def test_the_same_seed_gives_the_same_run():
+    first, second = (simulated(drawn(300, 15.0), deployment(replicas=3), seed=4) for _ in range(2))
+    assert first.outcome.ttft_s.tobytes() == second.outcome.ttft_s.tobytes()
+    other = simulated(drawn(300, 15.0, seed=1), deployment(replicas=3), seed=4)
+    assert first.outcome.ttft_s.tobytes() != other.outcome.ttft_s.tobytes()
+
+
+def test_requests_go_where_their_passages_are():
+    """Two lists that share nothing, in turn, far apart in time: each stays where it was first."""
+    work = workload(range(40), [[A, B] if n % 2 else [(7, 100), (8, 50)] for n in range(40)])
+    run = simulated(work, deployment(replicas=2))
+    homes = run.outcome.replica
+    assert len(set(homes[0::2].tolist())) == len(set(homes[1::2].tolist())) == 1
+    assert run.outcome.computed[4:].tolist() == [10] * 36
+
+
+def test_more_replicas_serve_more():
+    work = drawn(400, 15.0)
+    one, three = (simulated(work, deployment(reuse="off", replicas=n)).outcome for n in (1, 3))
+    assert np.nanmean(three.ttft_s) < np.nanmean(one.ttft_s) / 3
+
+
+def test_progress_counts_every_request():
+    seen = []
+    Simulation(deployment(), drawn(30, 10.0)).run(seen.append)
+    assert sum(seen) == 30
+
+
+def test_unknown_loading_is_refused():
+    with pytest.raises(ValueError, match="loading: wanted one of layerwise, sync"):
+        simulated(drawn(3, 1.0), dataclasses.replace(deployment(), loading="eager"))

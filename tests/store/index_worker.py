@@ -1,0 +1,37 @@
+"""A second process for the tests of shared indexes: `python -m tests.store.index_worker COMMAND URL NAMESPACE ...`."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+from store.index import open_index
+
+
+def race(url: str, namespace: str, start_file: str, num_keys: str) -> None:
+    """Asks for leases that another process asks for too, one by one in any order; prints the ones that it got."""
+    index = open_index(url, namespace)
+    index.leases.held(["x"])
+    print("started", flush=True)
+    while not Path(start_file).exists():
+        time.sleep(0.001)
+    won = []
+    for number in random.sample(range(int(num_keys)), int(num_keys)):  # in one order who is behind never overtakes
+        won += [lease.key for lease in index.leases.acquire([f"k{number}"], 600)]
+        time.sleep(0.002)  # or all is over before the other one has begun
+    print(json.dumps(won))
+
+
+def hold(url: str, namespace: str, seconds: str) -> None:
+    """Takes a lease and an order, and says when; gives neither up."""
+    index = open_index(url, namespace)
+    assert index.leases.acquire(["v"], float(seconds)) and index.orders.take(float(seconds)) is not None
+    print(time.time(), flush=True)
+    time.sleep(3600)
+
+
+if __name__ == "__main__":
+    {"race": race, "hold": hold}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,305 @@
+"""A store that is encrypted, and somebody without its keys who can read everything in it, and write: they find no text
+and no KV in it, and what they change is never used."""
+
+import builtins
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from store import KVSpec, ShardCorruptError, StorageFormat, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
+from store.encryption import OVERHEAD_BYTES
+from store.formats import object_bytes
+from store.signing import SealError
+from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_record, open_store, put, url_of
+
+KEY, OLD_KEY, THEIR_KEY = b"k" * 32, b"o" * 32, b"t" * 32
+HEAD_BYTES = OVERHEAD_BYTES - 16
+
+
+def encrypted(*keys: bytes, model: str = "model-a") -> StoreIdentity:
+    found = StoreKeys(keys)
+    return StoreIdentity(model, keys=found, cipher=StoreCipher(found))
+
+
+HIDDEN = encrypted(KEY)
+SEALED = StoreIdentity("model-a", keys=StoreKeys((KEY,)))
+
+
+def opened(place, identity=HIDDEN, **options):
+    return open_store(place.url, identity=identity, host_bytes=0, **options)
+
+
+def object_of(place, variant_id, store) -> str:
+    before = set(place.object_keys(HIDDEN))
+    put(store, variant_id)
+    (new,) = set(place.object_keys(HIDDEN)) - before
+    return new
+
+
+# -- what is hidden ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_variants_come_back_also_to_other_processes(place, kv_dtype):
+    with opened(place, kv_dtype=kv_dtype) as store:
+        put(store, "v", 40)
+        np.testing.assert_allclose(get(store, "v"), make_kv("v", 40), atol=0 if kv_dtype == "auto" else 0.3)
+    with opened(place) as again:  # in another format itself, which decides what it writes only
+        np.testing.assert_allclose(get(again, "v"), make_kv("v", 40), atol=0 if kv_dtype == "auto" else 0.3)
+        assert again.usage()["disk"].corrupt == 0 and again.records() == [make_record("v", 40)]
+        keys = (place.record_key("v", HIDDEN), *place.object_keys(HIDDEN))
+        assert again.usage()["disk"].used_bytes == sum(len(place.read(key)) for key in keys)
+
+
+def secrets_of(kv: np.ndarray) -> dict[str, bytes]:
+    """What may stand nowhere: text, ids as JSON, and the begin of each layer."""
+    rows = {f"row {layer}": kv[layer].tobytes()[:64] for layer in range(len(kv))}
+    return {"ids": b"[0,1,2,3,4", "ids of a note": b"[17, 4711, 9", "text": b"Sesame", "hint": b"open-word", **rows}
+
+
+@pytest.mark.parametrize(("identity", "is_found"), [(HIDDEN, False), (SEALED, True), (OURS, True)])
+def test_no_byte_of_text_or_kv_lies_in_any_file(tmp_path, monkeypatch, identity, is_found):
+    monkeypatch.setattr("store.commits.LEAST_CHANGES", 1)
+    index = f"sqlite://{tmp_path}/index.db"
+    with open_store(tmp_path / "store", identity=identity, host_bytes=0, index=index) as store:
+        put(store, "v")
+        put(store, "w")
+        store.notes.put("n", {"document": "Sesame", "ids": [17, 4711, 9]}, wait=True)
+        store.write_hints({"word": "open-word"})
+        assert store.claims is not None and store.claims.claim(["x"], 60) == ("x",)
+        store.tidy()
+        assert store.news is not None and store.news.flush(5)
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        contents = {file: file.read_bytes() for file in files}
+    kinds = {"records", "data", "notes", "catalog", "hints.json", "index.db"}
+    assert all(any(kind in str(file) for file in files) for kind in kinds)
+    found = {
+        name for name, secret in secrets_of(make_kv("v")).items() if any(secret in raw for raw in contents.values())
+    }
+    assert found == (set(secrets_of(make_kv("v"))) if is_found else set())
+    catalog = [raw for file, raw in contents.items() if "catalog" in str(file)]
+    assert any(b"chunk-of-v" in raw for raw in catalog) == is_found  # the catalog's own table is hidden as well
+
+
+def test_layers_are_read_one_by_one(tmp_path):
+    """A layer is a frame of its own: neither more is read for it, nor has the rest to be sound."""
+    spec = KVSpec(6, 2, 4, "float32")
+    tier = TensorStoreTier(url_of(tmp_path), spec, HIDDEN)
+    tier.write(make_record("v", 40, spec), make_kv("v", 40, spec))
+    (file,) = (file for file in (tmp_path / HIDDEN.namespace / "data").rglob("*") if file.is_file())
+    raw = bytearray(file.read_bytes())
+    assert len(raw) == object_bytes(spec, 40, 1, StorageFormat(is_encrypted=True)) == 6 * (2560 + OVERHEAD_BYTES + 16)
+    raw[3 * (2560 + OVERHEAD_BYTES) + 100] ^= 1
+    file.write_bytes(raw)
+    reader = tier.open("v")
+    assert_same_bytes(reader.wait(1, 3), make_kv("v", 40, spec)[1:3])
+    assert reader.bytes_there == reader.bytes_read == 2 * 2560
+    with pytest.raises(ShardCorruptError):
+        reader.wait(3, 4)
+
+
+def test_a_layer_of_several_parts_is_one_frame(place):
+    with opened(place, head_groups=2) as store:
+        put(store, "v")
+        assert_same_bytes(get(store, "v"), make_kv("v"))
+
+
+def test_size_is_known_beforehand(tmp_path):
+    tier = TensorStoreTier(url_of(tmp_path), SPEC, HIDDEN)
+    wanted = tier.charge_bytes(make_record("v"))
+    tier.write(make_record("v"), make_kv("v"))
+    assert tier.charged("v") == wanted
+
+
+def test_nothing_is_encrypted_alike_twice():
+    first, second = (HIDDEN.seal("note", "a", b"the same") for _ in range(2))
+    assert first[:16] == second[:16] and first[16:HEAD_BYTES] != second[16:HEAD_BYTES]  # the key's id, the nonce
+    assert first[HEAD_BYTES:] != second[HEAD_BYTES:] and len(first) == len(b"the same") + OVERHEAD_BYTES
+    assert HIDDEN.unseal("note", "a", first) == HIDDEN.unseal("note", "a", second) == b"the same"
+
+
+def test_with_seals_alone_is_another_namespace(place):
+    with opened(place) as ours, opened(place, SEALED) as sealed, opened(place, OURS) as plain:
+        put(ours, "v")
+        for other in (sealed, plain):
+            other.refresh()
+            assert other.summaries() == []
+    assert len({one.namespace for one in (HIDDEN, SEALED, OURS)}) == 3
+    assert HIDDEN.namespace == encrypted(THEIR_KEY).namespace
+
+
+# -- what somebody who can write may do --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["magic", "bit", "nonce", "key id", "tag", "truncated", "longer", "empty", "plain"])
+def test_changed_record_misses_and_is_quarantined(place, how):
+    with opened(place) as store:
+        put(store, "v")
+        put(store, "w")
+    key = place.record_key("v", HIDDEN)
+    raw = bytearray(place.read(key))
+    at = {"magic": 0, "bit": HEAD_BYTES + 9, "nonce": 20, "key id": 9, "tag": len(raw) - 1}.get(how)
+    if at is not None:
+        raw[at] ^= 1
+    other = {"truncated": raw[:-1], "longer": raw + b"x", "empty": b"", "plain": b"{}"}
+    place.write(key, bytes(other.get(how, raw)))
+    with opened(place) as store:
+        assert [record.variant_id for record in store.records()] == ["w"]
+        usage = store.usage()["disk"]
+        assert usage.corrupt == usage.forged == 1
+        assert key not in place.keys() and any("/quarantine/v." in name for name in place.keys())
+        put(store, "v")
+        assert_same_bytes(get(store, "v"), make_kv("v"))
+
+
+@pytest.mark.parametrize("how", ["magic", "bit", "nonce", "key id", "tag", "truncated", "plain"])
+def test_changed_kv_misses_and_is_counted(place, how):
+    with opened(place) as store:
+        key = object_of(place, "v", store)
+        raw = bytearray(place.read(key))
+        frame = make_kv("v")[0].nbytes + OVERHEAD_BYTES
+        at = {"magic": 0, "bit": HEAD_BYTES + 9, "nonce": 20, "key id": 9, "tag": frame - 1}.get(how)
+        if at is not None:
+            raw[at] ^= 1
+        elif how == "plain":
+            raw[HEAD_BYTES : frame - 16] = make_kv("v")[0].tobytes()
+        place.write(key, bytes(raw[:-1] if how == "truncated" else raw))
+        with pytest.raises(ShardCorruptError):
+            get(store, "v")
+        assert store.usage()["disk"].corrupt == 1
+
+
+def test_objects_of_two_variants_swapped(place):
+    with opened(place) as store:
+        first, second = object_of(place, "v", store), object_of(place, "w", store)
+        raw = place.read(first)
+        place.write(first, place.read(second))
+        place.write(second, raw)
+        for variant_id in ("v", "w"):
+            with pytest.raises(ShardCorruptError):
+                get(store, variant_id)
+
+
+def test_what_is_encrypted_is_bound_to_what_it_is(monkeypatch):
+    """Each layer to its object and number, whatever the digests in the record say."""
+    from store.encryption import KVCipher
+
+    monkeypatch.setattr("store.arrays.ShardReader._is_sound", lambda self, layer: True)
+    kv = make_kv("v")
+    assert HIDDEN.cipher is not None
+    vault = KVCipher(HIDDEN.cipher, HIDDEN.namespace)
+    frames, out = vault.encrypt("object", kv), np.empty_like(kv[0])
+    vault.decrypt("object", 1, frames[1], out)
+    assert_same_bytes(out, kv[1])
+    other = KVCipher(HIDDEN.cipher, SEALED.namespace)
+    for cipher, name, number in ((vault, "object", 0), (vault, "other", 1), (other, "object", 1)):
+        with pytest.raises(SealError):
+            cipher.decrypt(name, number, frames[1], out)
+    raw = HIDDEN.seal("record", "v", b"data")
+    for kind, name in (("note", "v"), ("record", "w")):
+        with pytest.raises(SealError):
+            HIDDEN.unseal(kind, name, raw)
+    with pytest.raises(SealError):
+        encrypted(KEY, model="model-b").unseal("record", "v", raw)
+
+
+def test_changed_notes_hints_and_leases_are_not_believed(place):
+    with opened(place) as store:
+        store.notes.put("a", {"x": 1}, wait=True)
+        store.write_hints({"x": 1})
+    space = HIDDEN.namespace
+    place.write(f"{space}/notes/c.json", place.read(f"{space}/notes/a.json"))  # a sound note under another name
+    place.write(f"{space}/notes/b.json", b'{"x": 3}')
+    place.write(f"{space}/hints.json", b'{"x": 3}')
+    place.write(f"{space}/leases/v.00000001", b'{"expires_s": 9e9, "holder": "me"}')
+    with opened(place) as store:
+        store.notes.refresh()
+        assert store.notes.items() == {"a": {"x": 1}, "b": {}, "c": {}}
+        assert store.read_hints() == {}
+        assert store.claims is not None and store.claims.taken(["v"]) == frozenset()
+
+
+def test_changed_catalog_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("store.commits.LEAST_CHANGES", 1)
+    tier = TensorStoreTier(url_of(tmp_path), SPEC, HIDDEN)
+    tier.write(make_record("v"), make_kv("v"))
+    tier.tidy()
+    (part,) = (tmp_path / HIDDEN.namespace / "catalog").iterdir()
+    raw = bytearray(part.read_bytes())
+    raw[HEAD_BYTES + 5] ^= 1
+    part.write_bytes(raw)
+    again = TensorStoreTier(url_of(tmp_path), SPEC, HIDDEN)
+    assert again.records() == [make_record("v")] and again.num_corrupt == 0
+
+
+# -- keys ----------------------------------------------------------------------------------------------------------
+
+
+def test_rotation(place):
+    """Old key, then both, then the new one in front, then the new one alone: nothing that was written anew is lost."""
+    with opened(place, encrypted(OLD_KEY)) as store:
+        put(store, "v")
+    with opened(place, encrypted(KEY, OLD_KEY)) as first, opened(place, encrypted(OLD_KEY, KEY)) as second:
+        put(first, "w")
+        second.refresh()
+        for store in (first, second):
+            assert_same_bytes(get(store, "v"), make_kv("v"))
+            assert_same_bytes(get(store, "w"), make_kv("w"))
+    with opened(place) as store:
+        assert [one.variant_id for one in store.summaries()] == ["w"] and store.usage()["disk"].forged == 1
+        assert_same_bytes(get(store, "w"), make_kv("w"))
+
+
+def test_another_key_reads_nothing(place):
+    with opened(place) as store:
+        put(store, "v")
+    with opened(place, encrypted(THEIR_KEY)) as store:
+        assert store.records() == [] and store.usage()["disk"].forged == 1
+
+
+def test_keys_show_nowhere():
+    raw = HIDDEN.seal("note", "a", b"x")
+    assert KEY.decode() not in repr(HIDDEN) + repr(HIDDEN.cipher) and KEY[:8] not in raw
+
+
+def test_cipher_of_other_keys_is_refused():
+    with pytest.raises(ValueError, match="cipher: wanted one of the same keys"):
+        StoreIdentity("model-a", keys=StoreKeys((THEIR_KEY,)), cipher=HIDDEN.cipher)
+    with pytest.raises(ValueError, match="cipher"):
+        StoreIdentity("model-a", cipher=HIDDEN.cipher)
+
+
+def test_compression_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="compression: wanted none in a store that is encrypted, got 'zstd'"):
+        open_store(tmp_path, identity=HIDDEN, compression="zstd")
+
+
+def test_missing_package_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("cryptography"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ValueError, match=r"encrypt_store: .*pip install 'ccjax\[encryption\]'"):
+        StoreCipher(StoreKeys((KEY,)))
+
+
+def test_record_that_says_otherwise_is_refused(tmp_path):
+    """An encrypted record of an object that is not encrypted: a program that forgot to encrypt it would be noticed."""
+    from store.records import decode_record
+
+    tier = TensorStoreTier(url_of(tmp_path), SPEC, HIDDEN)
+    tier.write(make_record("v"), make_kv("v"))
+    body = json.loads(HIDDEN.unseal("record", "v", (tmp_path / HIDDEN.namespace / "records/v.json").read_bytes()))
+    assert body["is_encrypted"] is True
+    del body["is_encrypted"], body["checksum"]
+    how = {"sort_keys": True, "separators": (",", ":")}
+    body["checksum"] = hashlib.sha256(json.dumps(body, **how).encode()).hexdigest()
+    raw = HIDDEN.seal("record", "v", json.dumps(body, **how).encode())
+    with pytest.raises(ShardCorruptError, match="is_encrypted"):
+        decode_record(raw, variant_id="v", identity=HIDDEN, kv_spec=SPEC)

@@ -1,0 +1,418 @@
+"""One suite for every kind of shared index: leases, orders, changes; several processes; histories against a model."""
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+import store.index.sqlite
+from store.index import open_index
+from store.index.api import CHANGES_AT_ONCE, CHANGES_KEPT, Order
+from store.index.sqlite import SqliteIndex
+from tests.polling import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def namespace() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def open_one(index_url, namespace):
+    """`open_one()` is the index as one more process has it."""
+    opened = []
+
+    def open_another(name: str = namespace):
+        opened.append(open_index(index_url, name))
+        return opened[-1]
+
+    yield open_another
+    for index in opened:
+        index.close()
+
+
+@pytest.fixture
+def pair(open_one):
+    return open_one(), open_one()
+
+
+@pytest.fixture
+def spawn(index_url, namespace):
+    processes = []
+
+    def start(command: str, *arguments: object) -> subprocess.Popen[str]:
+        line = [sys.executable, "-m", "tests.store.index_worker", command, index_url, namespace, *map(str, arguments)]
+        processes.append(subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def keys_of(leases) -> list[str]:
+    return [lease.key for lease in leases]
+
+
+# -- leases --------------------------------------------------------------------------------------------------------
+
+
+def test_one_holder_until_it_gives_up(pair):
+    ours, theirs = (index.leases for index in pair)
+    assert ours.held(["a", "b"]) == frozenset() and ours.held([]) == frozenset() and ours.acquire([], 10) == []
+    (lease,) = ours.acquire(["a"], 10)
+    assert lease.key == "a" and lease.epoch == 0 and lease.holder
+    assert theirs.acquire(["a"], 10) == [] and ours.acquire(["a"], 10) == []
+    assert theirs.held(["a", "b"]) == {"a"}
+    ours.release(lease)
+    assert theirs.held(["a"]) == frozenset() and keys_of(theirs.acquire(["a"], 10)) == ["a"]
+    ours.release(lease)  # not ours any more
+    assert ours.held(["a"]) == {"a"}
+
+
+def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
+    ours, theirs = (index.leases for index in pair)
+    assert keys_of(theirs.acquire(["c"], 10)) == ["c"]
+    assert keys_of(ours.acquire(["a", "b", "c", "d"], 10)) == ["a", "b"]
+    assert theirs.held(["a", "b", "c", "d"]) == {"a", "b", "c"}
+    assert theirs.acquire(["a", "d"], 10) == [] and theirs.held(["d"]) == frozenset()
+
+
+def test_a_lease_ends_by_itself_and_its_end_takes_no_other_one_along(pair):
+    ours, theirs = (index.leases for index in pair)
+    (lease,) = ours.acquire(["a"], 0.2)
+    assert theirs.acquire(["a"], 10) == []
+    time.sleep(0.25)
+    assert theirs.held(["a"]) == frozenset()
+    assert keys_of(theirs.acquire(["a"], 10)) == ["a"]
+    ours.release(lease)
+    assert ours.held(["a"]) == {"a"}
+    ours.sweep()
+    assert ours.held(["a"]) == {"a"}
+
+
+def test_namespaces_do_not_see_each_other(open_one):
+    ours, theirs = open_one(), open_one("other-" + uuid.uuid4().hex)
+    ours.leases.acquire(["a"], 10)
+    ours.orders.place("a", b"1", 10)
+    cursor = theirs.changes(None).cursor
+    ours.notify({"v": b"record"}, {"w": None})
+    assert theirs.leases.held(["a"]) == frozenset() and keys_of(theirs.leases.acquire(["a"], 10)) == ["a"]
+    assert len(theirs.orders) == 0 and theirs.orders.take(1) is None
+    found = theirs.changes(cursor)
+    assert (found.added, found.removed, found.is_complete) == ({}, {}, True)
+
+
+def test_exactly_one_process_gets_each_of_200_leases(spawn, tmp_path):
+    rivals = [spawn("race", tmp_path / "start", 200) for _ in range(2)]
+    for rival in rivals:
+        assert rival.stdout is not None and rival.stdout.readline() == "started\n"
+    (tmp_path / "start").touch()
+    won = [json.loads(rival.communicate(timeout=60)[0]) for rival in rivals]
+    assert sorted(won[0] + won[1]) == sorted(f"k{number}" for number in range(200))
+    assert won[0] and won[1]  # else it was no race
+
+
+def test_a_holder_that_is_killed_is_succeeded_once_its_time_is_over(spawn, open_one):
+    index = open_one()
+    index.orders.place("work", b"do it", 60)
+    holder = spawn("hold", 1.5)
+    taken_s = float(holder.stdout.readline())
+    holder.kill()
+    holder.wait()
+    assert index.leases.acquire(["v"], 10) == [] and index.orders.take(10) is None
+    wait_until(lambda: index.leases.acquire(["v"], 10))
+    assert 1.4 < time.time() - taken_s < 4
+    taken: list[Order | None] = []  # the holder took it after the lease
+    wait_until(lambda: taken.append(index.orders.take(10)) or taken[-1])
+    assert taken[-1] == Order("work", b"do it", attempt=2)
+
+
+# -- orders --------------------------------------------------------------------------------------------------------
+
+
+def test_orders_are_taken_oldest_first_by_one_and_done_once(pair):
+    ours, theirs = (index.orders for index in pair)
+    assert ours.take(10) is None and len(ours) == 0
+    assert ours.place("b", b"\x00\xff", 10) and theirs.place("a", b"2", 10)
+    assert not theirs.place("b", b"other", 10)  # it stays as it was
+    assert len(ours) == len(theirs) == 2
+    assert theirs.take(10) == Order("b", b"\x00\xff", 1)
+    assert not ours.place("b", b"3", 10) and len(ours) == 2
+    assert ours.take(10) == Order("a", b"2", 1) and ours.take(10) is None
+    ours.finish("b")
+    ours.finish("b")
+    ours.finish("never there")
+    assert len(theirs) == 1
+    assert ours.place("b", b"again", 10) and theirs.take(10) == Order("b", b"again", 1)
+
+
+def test_an_order_that_is_not_finished_in_time_is_taken_again_in_its_old_place(pair):
+    ours, theirs = (index.orders for index in pair)
+    for key in ("a", "b", "c"):
+        ours.place(key, key.encode(), 60)
+    assert ours.take(0.2) == Order("a", b"a", 1)
+    assert theirs.take(60) == Order("b", b"b", 1)
+    time.sleep(0.25)
+    assert theirs.take(60) == Order("a", b"a", 2)
+    assert theirs.take(60) == Order("c", b"c", 1) and theirs.take(60) is None
+
+
+def test_orders_get_too_old_taken_or_not_and_asking_again_does_not_prolong_them(pair):
+    ours, theirs = (index.orders for index in pair)
+    ours.place("taken", b"", 0.3)
+    ours.place("waiting", b"", 0.3)
+    assert theirs.take(60) == Order("taken", b"", 1)
+    assert not ours.place("waiting", b"", 60)
+    time.sleep(0.35)
+    assert len(ours) == 0 and theirs.take(60) is None
+    assert ours.place("waiting", b"", 60) and theirs.take(60) == Order("waiting", b"", 1)
+
+
+def test_the_oldest_order_gives_way_where_there_are_too_many(pair, monkeypatch):
+    ours, theirs = (index.orders for index in pair)
+    monkeypatch.setattr(sys.modules[type(ours).__module__], "MOST_ORDERS", 3)
+    for number in range(5):
+        assert ours.place(f"k{number}", b"", 60)
+    assert len(theirs) == 3 and [theirs.take(60).key for _ in range(3)] == ["k2", "k3", "k4"]
+
+
+# -- changes -------------------------------------------------------------------------------------------------------
+
+
+def everything(index, cursor):
+    """All that `changes` has since a cursor, and the cursor behind it."""
+    added, removed = {}, {}
+    while True:
+        found = index.changes(cursor)
+        assert found.is_complete
+        if found.cursor == cursor:
+            return added, removed, cursor
+        cursor = found.cursor
+        added.update(found.added)
+        removed.update(found.removed)
+
+
+def test_others_are_told_once_and_the_teller_is_not(pair):
+    ours, theirs = pair
+    before, mine = theirs.changes(None), ours.changes(None)
+    assert (before.added, before.removed, before.is_complete) == ({}, {}, True)
+    ours.notify({"v": b"\x00 record \xff", "long": None}, {"w": "object", "x": None})
+    found = theirs.changes(before.cursor)
+    assert found.added == {"v": b"\x00 record \xff", "long": None} and found.is_complete
+    assert found.removed == {"w": "object", "x": None}
+    again = theirs.changes(found.cursor)
+    assert (again.added, again.removed, again.is_complete, again.cursor) == ({}, {}, True, found.cursor)
+    own = ours.changes(mine.cursor)
+    assert (own.added, own.removed, own.is_complete) == ({}, {}, True)
+    late = theirs.changes(None)
+    assert (late.added, late.removed) == ({}, {})
+
+
+def test_what_happened_to_a_variant_last_counts(pair):
+    ours, theirs = pair
+    cursor = theirs.changes(None).cursor
+    ours.notify({"v": b"1", "w": b"1", "x": b"1"}, {})
+    ours.notify({}, {"v": "one", "w": "one"})
+    ours.notify({"w": b"2"}, {})
+    found = theirs.changes(cursor)
+    assert found.added == {"v": b"1", "x": b"1", "w": b"2"} and found.removed == {"v": "one", "w": "one"}
+
+
+def test_of_two_objects_that_went_none_is_named(pair):
+    ours, theirs = pair
+    cursor = theirs.changes(None).cursor
+    ours.notify({}, {"v": "one", "w": "one", "x": None})
+    ours.notify({}, {"v": "two", "w": "one", "x": "two"})
+    assert theirs.changes(cursor).removed == {"v": None, "w": "one", "x": None}
+
+
+def test_records_of_any_size_and_more_than_fit_in_one_answer(pair):
+    ours, theirs = pair
+    cursor = theirs.changes(None).cursor
+    wanted = {f"v{number}": number.to_bytes(4, "big") for number in range(2 * CHANGES_AT_ONCE + 50)}
+    wanted["large"] = bytes(range(256)) * 400
+    ours.notify(wanted, {})
+    assert len(theirs.changes(cursor).added) == CHANGES_AT_ONCE
+    assert everything(theirs, cursor)[:2] == (wanted, {})
+
+
+def test_that_more_happened_is_passed_on(pair):
+    ours, theirs = pair
+    cursor = theirs.changes(None).cursor
+    ours.notify({"v": b"1"}, {}, is_complete=False)
+    found = theirs.changes(cursor)
+    assert found.added == {"v": b"1"} and not found.is_complete
+    assert theirs.changes(found.cursor).is_complete
+    ours.notify({}, {}, is_complete=False)
+    assert not theirs.changes(found.cursor).is_complete
+
+
+def test_a_cursor_older_than_what_is_kept_is_not_complete_and_one_just_young_enough_is(pair):
+    ours, theirs = pair
+    cursor = theirs.changes(None).cursor
+    for start in range(0, CHANGES_KEPT, 512):
+        ours.notify({f"v{number}": b"1" for number in range(start, start + 512)}, {})
+    added, _, end = everything(theirs, cursor)
+    assert len(added) == CHANGES_KEPT
+    ours.notify({f"w{number}": b"1" for number in range(200)}, {})  # Redis cuts off nodes of a hundred
+    found = theirs.changes(cursor)
+    assert not found.is_complete and found.cursor != cursor
+    assert len(everything(theirs, end)[0]) == 200
+    assert everything(theirs, found.cursor)[0] == {}
+    ours.notify({"x": b"1"}, {})
+    assert theirs.changes(found.cursor).added == {"x": b"1"}
+
+
+@pytest.mark.parametrize("cursor", ["", "nonsense", "nonsense 5", "0123 0-0"])
+def test_a_cursor_of_another_index_is_not_complete(pair, cursor):
+    ours, theirs = pair
+    ours.notify({"v": b"1"}, {})
+    found = theirs.changes(cursor)
+    assert not found.is_complete and found.added == {}
+    assert theirs.changes(found.cursor).is_complete
+
+
+# -- histories against a model ---------------------------------------------------------------------------------------
+
+WHO = st.integers(0, 1)
+KEY = st.sampled_from(("a", "b", "c"))
+SHORT_S, LONG_S = 0.15, 1000.0
+SECONDS = st.sampled_from((SHORT_S, LONG_S))
+
+
+class Histories(RuleBasedStateMachine):
+    """Two processes on one index. In the model, time is what `pass_time` adds: short leases and orders are over after
+    it, and every other step takes no time."""
+
+    url = ""
+
+    @initialize()
+    def begin(self):
+        self.now_s = 0.0
+        self.oldest_short_s = None
+        namespace = uuid.uuid4().hex
+        if self.url.startswith("sqlite"):
+            path = Path(self.url.removeprefix("sqlite://"))
+            self.indexes = [SqliteIndex(path, namespace, lambda: self.now_s) for _ in range(2)]
+        else:
+            self.indexes = [open_index(self.url, namespace) for _ in range(2)]
+        self.is_real = not self.url.startswith("sqlite")
+        self.leases = {}  # key -> (lease, end)
+        self.old_leases = []
+        self.orders = {}  # key -> [number, value, end, free at, attempt]
+        self.number = 0
+
+    def teardown(self):
+        for index in getattr(self, "indexes", ()):
+            index.close()
+
+    def keep_time(self, seconds=LONG_S):
+        """Lets what is short end before real time makes that uncertain."""
+        if self.is_real and self.oldest_short_s is not None and time.monotonic() > self.oldest_short_s + SHORT_S / 2:
+            self.pass_time()
+        if seconds == SHORT_S and self.oldest_short_s is None:
+            self.oldest_short_s = time.monotonic()
+
+    @rule()
+    def pass_time(self):
+        self.now_s += 2 * SHORT_S
+        self.oldest_short_s = None
+        if self.is_real:
+            time.sleep(1.2 * SHORT_S)
+        self.leases = {key: one for key, one in self.leases.items() if one[1] > self.now_s}
+        self.orders = {key: one for key, one in self.orders.items() if one[2] > self.now_s}
+
+    @rule(who=WHO, keys=st.lists(KEY, min_size=1, max_size=3, unique=True), seconds=SECONDS)
+    def acquire(self, who, keys, seconds):
+        self.keep_time(seconds)
+        won = self.indexes[who].leases.acquire(keys, seconds)
+        taken = next((number for number, key in enumerate(keys) if key in self.leases), len(keys))
+        assert keys_of(won) == keys[:taken]
+        for lease in won:
+            self.leases[lease.key] = lease, self.now_s + seconds
+            self.old_leases.append(lease)
+
+    @rule(who=WHO, which=st.integers(0, 100))
+    def release(self, who, which):
+        self.keep_time()
+        if self.old_leases:
+            lease = self.old_leases[which % len(self.old_leases)]
+            self.indexes[who].leases.release(lease)
+            if self.leases.get(lease.key, (None,))[0] == lease:
+                del self.leases[lease.key]
+
+    @rule(who=WHO)
+    def look(self, who):
+        self.keep_time()
+        assert self.indexes[who].leases.held(["a", "b", "c"]) == self.leases.keys()
+        assert len(self.indexes[who].orders) == len(self.orders)
+
+    @rule(who=WHO, key=KEY, value=st.binary(max_size=3), seconds=SECONDS)
+    def place(self, who, key, value, seconds):
+        self.keep_time(seconds)
+        assert self.indexes[who].orders.place(key, value, seconds) == (key not in self.orders)
+        if key not in self.orders:
+            self.number += 1
+            self.orders[key] = [self.number, value, self.now_s + seconds, self.now_s, 0]
+
+    @rule(who=WHO, seconds=SECONDS)
+    def take(self, who, seconds):
+        self.keep_time(seconds)
+        free = [(one[0], key) for key, one in self.orders.items() if one[3] <= self.now_s]
+        found = self.indexes[who].orders.take(seconds)
+        if not free:
+            assert found is None
+            return
+        key = min(free)[1]
+        one = self.orders[key]
+        one[3], one[4] = self.now_s + seconds, one[4] + 1
+        assert found == Order(key, one[1], one[4])
+
+    @rule(who=WHO, key=KEY)
+    def finish(self, who, key):
+        self.keep_time()
+        self.indexes[who].orders.finish(key)
+        self.orders.pop(key, None)
+
+
+def test_histories_of_two_processes_are_those_of_the_model(index_url):
+    is_sqlite = index_url.startswith("sqlite")
+
+    class OfThisKind(Histories):
+        url = index_url
+
+    OfThisKind.TestCase.settings = settings(
+        max_examples=150 if is_sqlite else 20,
+        stateful_step_count=40 if is_sqlite else 20,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    OfThisKind.TestCase("runTest").runTest()
+
+
+def test_an_index_in_sqlite_does_not_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr(store.index.sqlite, "CHANGES_KEPT", 32)
+    path = tmp_path / "index.db"
+    index, other = SqliteIndex(path, "n"), SqliteIndex(path, "n")
+    sizes = []
+    for turn in range(60):
+        cursor = other.changes(None).cursor
+        for number in range(20):
+            index.notify({f"v{turn}-{number}": bytes(10_000)}, {})
+            index.leases.release(index.leases.acquire([f"v{number}"], 10)[0])
+        assert len(other.changes(cursor).added) == 20
+        sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
+    assert max(sizes[30:]) <= max(sizes[:30]) < 8_000_000
+    index.close()
+    other.close()

@@ -1,0 +1,400 @@
+"""Stores on one root and one shared index: each knows at once what the others committed and deleted, and none depends
+on it."""
+
+import contextlib
+import time
+
+import pytest
+
+import store.news
+from store import ShardNotFoundError
+from store.index import open_index
+from store.leases import Leases
+from store.news import News
+from store.objects import open_root
+from tests.polling import wait_until
+from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, make_record, open_store, put, record_file
+
+
+@pytest.fixture
+def open_at(tmp_path):
+    """`open_at(index)` is the store as one more process has it, with that index or without one."""
+    with contextlib.ExitStack() as stores:
+        yield lambda index, **options: stores.enter_context(open_store(tmp_path / "kv", index=index, **options))
+
+
+@pytest.fixture
+def index_url(request, index_url):
+    """Namespaces are those of the model, so each test needs an index to itself."""
+    if index_url.startswith("redis"):
+        request.getfixturevalue("common_redis").run("FLUSHALL")
+    return index_url
+
+
+@pytest.fixture
+def open_one(open_at, index_url):
+    """`open_one()` is the store as one more process has it."""
+    return lambda **options: open_at(index_url, **options)
+
+
+def came(one, *variant_ids):
+    """Waits until the store has news of these, and takes them."""
+    seen: set[str] = set()
+
+    def all_came():
+        seen.update(one.news.take()[0])
+        return set(variant_ids) <= seen
+
+    wait_until(all_came, timeout_s=5)
+
+
+def test_what_one_stores_another_can_load_without_a_look_at_the_root(open_one, monkeypatch):
+    ours, theirs = open_one(), open_one()
+
+    def refuse(*_):
+        raise AssertionError("the record came along")
+
+    monkeypatch.setattr(theirs._disk._root, "names", refuse)
+    monkeypatch.setattr(theirs._disk._root, "read", refuse)
+    put(ours, "v")
+    came(theirs, "v")
+    assert theirs.tier_of("v") == "disk" and theirs.get_record("v") == make_record("v")
+    assert_same_bytes(get(theirs, "v"), make_kv("v"))
+    assert ours.usage()["disk"].used_bytes == theirs.usage()["disk"].used_bytes > 0
+    assert ours.news.take() == ((), ()) and not theirs.news.needs_listing
+    assert theirs.news.counts.num_followed == 1
+
+
+def test_a_long_record_is_read_from_the_root(open_one, monkeypatch):
+    monkeypatch.setattr(store.news, "LARGEST_SENT_BYTES", 10)
+    ours, theirs = open_one(), open_one()
+    sent = []
+    notify = ours.news.index.notify
+    monkeypatch.setattr(ours.news.index, "notify", lambda added, *a, **k: sent.append(added) or notify(added, *a, **k))
+    put(ours, "v")
+    came(theirs, "v")
+    assert sent == [{"v": None}]
+    assert_same_bytes(get(theirs, "v"), make_kv("v"))
+
+
+def test_evictions_and_discards_are_followed_on_disk_and_not_in_memory(open_one):
+    ours, theirs = open_one(), open_one()
+    for key in ("v", "w", "x"):
+        put(ours, key)
+    came(theirs, "v", "w", "x")
+    get(theirs, "w")  # in its memory from now on
+    assert ours.evict("disk", ["v", "w"]) == ("v", "w")
+    ours.discard("x")
+    went: set[str] = set()
+    wait_until(lambda: went.update(theirs.news.take()[1]) or went == {"v", "w", "x"}, timeout_s=5)
+    assert [theirs.tiers_of(key) for key in ("v", "w", "x")] == [(), ("host",), ()]
+    assert theirs.usage()["disk"].used_bytes == 0
+    put(theirs, "v")
+    came(ours, "v")
+    assert_same_bytes(get(ours, "v"), make_kv("v"))
+
+
+def test_what_a_load_is_open_of_stays_until_it_is_over(open_one):
+    ours, theirs = open_one(), open_one()
+    for key in ("v", "w"):
+        put(ours, key)
+    came(theirs, "v", "w")
+    ticket = theirs.prepare_load(["v"])
+    assert_same_bytes(ticket.read_layers("v", 0, 3), make_kv("v"))
+    ours.evict("disk", ["v", "w"])
+    wait_until(lambda: theirs.tier_of("w") is None, timeout_s=5)
+    time.sleep(0.2)
+    assert theirs.tier_of("v") == "disk" and theirs.get_record("v") == make_record("v")
+    theirs.complete_load(ticket, ok=False)
+    wait_until(lambda: theirs.tier_of("v") is None, timeout_s=5)
+
+
+def test_a_variant_that_was_written_anew_meanwhile_is_the_new_one(open_one):
+    ours, theirs = open_one(), open_one()
+    put(ours, "v")
+    came(theirs, "v")
+    object_id = theirs._disk._commits.get("v").object_id
+    for _ in range(3):
+        ours.evict("disk", ["v"])
+        ours.discard("v")
+        put(ours, "v")
+    wait_until(lambda: (known := theirs._disk._commits.get("v")) and known.object_id != object_id, timeout_s=5)
+    wait_until(lambda: theirs._disk._commits.get("v") == ours._disk._commits.get("v"), timeout_s=5)
+    assert_same_bytes(get(theirs, "v"), make_kv("v"))
+
+
+def test_old_news_of_a_variant_do_not_replace_what_is_known(open_one):
+    ours, theirs = open_one(), open_one()
+    put(ours, "v")
+    came(theirs, "v")
+    old = theirs._disk._commits.get("v").raw
+    ours.discard("v")
+    put(ours, "v")
+    wait_until(lambda: theirs._disk._commits.get("v") == ours._disk._commits.get("v"), timeout_s=5)
+    ours.news.index.notify({"v": old}, {})
+    time.sleep(0.2)
+    assert theirs._disk._commits.get("v") == ours._disk._commits.get("v")
+    assert_same_bytes(get(theirs, "v"), make_kv("v"))
+
+
+def test_late_news_of_a_deletion_take_nothing_that_was_written_after_it(open_one):
+    """Who deletes tells of it a moment later; the one who then wrote the variant anew, and others, hear of it last."""
+    ours, theirs, third = open_one(), open_one(), open_one()
+    put(ours, "v")
+    came(theirs, "v")
+    old = theirs._disk._commits.get("v").object_id
+    ours.news.index.notify, notify = (lambda *_, **__: None), ours.news.index.notify
+    ours.discard("v")
+    theirs.refresh()
+    assert theirs.tier_of("v") is None
+    put(theirs, "v")
+    came(third, "v")
+    notify({}, {"v": old})
+    put(ours, "w")  # nothing is told of it
+    notify({"w": None}, {})
+    came(theirs, "w")
+    came(third, "w")
+    for one in (theirs, third):
+        assert one._disk._commits.get("v") is not None and "v" not in one.news.take()[1]
+        assert_same_bytes(get(one, "v"), make_kv("v"))
+
+
+def test_a_deletion_without_an_object_asks_the_root(open_one):
+    ours, theirs = open_one(), open_one()
+    for key in ("v", "w"):
+        put(ours, key)
+    came(theirs, "v", "w")
+    ours._disk._root.delete(ours._disk._commits.record_key("w"))
+    ours.news.index.notify({}, {"v": None, "w": None})
+    wait_until(lambda: theirs.tier_of("w") is None, timeout_s=5)
+    assert theirs.tier_of("v") == "disk" and theirs.news.take()[1] == ("w",)
+
+
+def test_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(open_one):
+    """Another process deleted it before the writer told of it."""
+    ours, theirs = open_one(), open_one()
+    put(ours, "v")
+    came(theirs, "v")
+    known = theirs._disk._commits.get("v")
+    ours.discard("v")
+    wait_until(lambda: theirs.tier_of("v") is None, timeout_s=5)
+    theirs.news.take()
+    ours.news.index.notify({}, {"v": known.object_id})
+    ours.news.index.notify({"v": known.raw}, {})
+    ours.news.index.notify({"nowhere": None}, {})
+    put(ours, "w")
+    came(theirs, "w")
+    assert theirs.tier_of("v") is None
+
+
+@pytest.fixture
+def told(index_url):
+    """What one process has to tell, not sent by itself, and the index as another one has it with a cursor."""
+    with contextlib.closing(open_index(index_url, "n")) as other:
+        news, cursor = News(open_index(index_url, "n")), other.changes(None).cursor
+        yield news, lambda: other.changes(cursor)
+        news.index.close()
+
+
+def test_a_deletion_takes_back_only_news_of_its_own_object(told):
+    news, changes = told
+    for key in ("same", "newer", "unknown"):
+        news.committed(key, "new", b"1")
+    news.deleted("same", "new")
+    news.deleted("newer", "old")
+    news.deleted("unknown", None)
+    news._send()
+    found = changes()
+    assert found.added == {"newer": b"1"} and found.removed == {"same": "new", "newer": "old", "unknown": None}
+
+
+def test_what_could_not_be_sent_is_sent_with_what_came_since(told, monkeypatch):
+    news, changes = told
+    news.committed("v", "one", b"1")
+    news.deleted("w", "one")
+    news.deleted("x", "one")
+
+    def happens_meanwhile(*_, **__):
+        news.committed("v", "two", b"2")
+        news.deleted("x", "two")
+        news.deleted("y", "one")
+        raise OSError("no answer")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(news.index, "notify", happens_meanwhile)
+        news._send()
+    news._send()
+    found = changes()
+    assert found.added == {"v": b"2"} and found.removed == {"w": "one", "x": None, "y": "one"}
+
+
+@pytest.mark.parametrize("record", [b"{}", b"\xff" * 100, None], ids=["empty", "no JSON", "none"])
+def test_wrong_news_are_looked_up_and_adopt_nothing_that_is_not_there(open_one, caplog, record):
+    ours, theirs = open_one(), open_one()
+    put(ours, "sound")
+    came(theirs, "sound")
+    ours.news.index.notify({"nowhere": record, "sound": record}, {"never there": "object", "nor this": None})
+    put(ours, "w")
+    came(theirs, "w")
+    assert theirs.tier_of("nowhere") is None
+    assert_same_bytes(get(theirs, "sound"), make_kv("sound"))
+    assert theirs.usage()["disk"].corrupt == 0 and not theirs.news.needs_listing
+
+
+def test_a_record_that_goes_to_quarantine_is_told_of(open_one, tmp_path):
+    ours = open_one()
+    put(ours, "v")
+    theirs, third = open_one(), open_one()
+    record_file(tmp_path / "kv", "v").write_bytes(b"damaged")
+    assert theirs._disk.look_up(["v"]) == ("v",)  # known, so not read
+    assert not theirs._disk._commits.take_in("v")
+    wait_until(lambda: third.tier_of("v") is None, timeout_s=5)
+
+
+def test_an_erasure_asks_others_for_a_listing(open_one):
+    ours, theirs = open_one(), open_one()
+    put(ours, "v")
+    came(theirs, "v")
+    assert ours.erase(["v"], uncommitted=True) == ()
+    wait_until(lambda: theirs.news.needs_listing, timeout_s=5)
+    wait_until(lambda: theirs.tier_of("v") is None, timeout_s=5)
+    theirs.refresh()
+    assert not theirs.news.needs_listing and not ours.news.needs_listing
+
+
+def test_leases_are_those_of_the_index_and_of_all_who_have_it(open_one, open_at, tmp_path):
+    ours, theirs, without = open_one(), open_one(), open_at(None)
+    assert ours.claims.claim(["v", "w"], 60) == ("v", "w")
+    assert theirs.claims.taken(["v", "w", "x"]) == {"v", "w"} and theirs.claims.claim(["v"], 60) == ()
+    assert not list(tmp_path.glob("kv/*/leases/*"))
+    assert without.claims.claim(["v"], 60) == ("v",)  # it knows no better, and works twice
+    put(ours, "v")
+    wait_until(lambda: theirs.claims.taken(["v", "w"]) == {"w"}, timeout_s=5)
+    assert not without._disk.write(make_record("v"), make_kv("v"))
+    ours.claims.release(["w"])
+    assert theirs.claims.taken(["v", "w"]) == frozenset()
+
+
+def test_a_store_without_the_index_shares_with_those_that_have_it_by_listing(open_one, open_at):
+    with_it, without = open_one(), open_at(None)
+    assert without.news is None
+    put(with_it, "v")
+    put(without, "w")
+    assert without.refresh() == (("v",), ()) and with_it.refresh() == (("w",), ())
+    without.evict("disk", ["v"])
+    with_it.evict("host", ["v"])
+    with pytest.raises(ShardNotFoundError):
+        get(with_it, "v")
+
+
+def test_nothing_is_told_of_another_models_variants(open_one):
+    ours, theirs = open_one(), open_one(identity=OTHERS, exclusive=False)
+    put(ours, "v")
+    time.sleep(0.2)
+    assert theirs.news.counts.num_followed == 0 and theirs.tier_of("v") is None
+
+
+def test_an_index_needs_a_store():
+    with pytest.raises(ValueError, match="store_index: wanted a store"):
+        open_store(None, index="sqlite:///tmp/never.db")
+
+
+# -- an index that is away -------------------------------------------------------------------------------------------
+
+
+def warnings(caplog) -> list[str]:
+    return [one.getMessage() for one in caplog.records if "index" in one.getMessage()]
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_an_index_that_is_away_costs_two_log_lines_and_what_happened_is_known_after_it(
+    own_redis, open_at, caplog, way, tmp_path
+):
+    ours, theirs = (open_at(own_redis.url) for _ in range(2))
+    put(ours, "before")
+    came(theirs, "before")
+    stopped = own_redis.stopped()
+    own_redis.kill() if way == "killed" else stopped.__enter__()
+    wait_until(lambda: not ours.news.counts.is_up and not theirs.news.counts.is_up, timeout_s=5)
+    started = time.monotonic()
+    for number in range(5):
+        put(ours, f"v{number}")
+        assert ours.claims.claim([f"w{number}"], 60) == (f"w{number}",)
+    ours.evict("disk", ["v0", "before"])
+    assert time.monotonic() - started < 3  # nobody waits for the index again and again
+    assert theirs.claims.taken(["w0", "w4", "w5"]) == {"w0", "w4"}  # by the root's leases
+    assert theirs.tier_of("v1") is None
+    own_redis.start() if way == "killed" else stopped.__exit__(None, None, None)
+    if way == "stopped":
+        came(theirs, "v1", "v2", "v3", "v4")
+        wait_until(lambda: theirs.tier_of("before") is None, timeout_s=5)
+        assert theirs.tier_of("v0") is None
+    else:
+        wait_until(lambda: theirs.news.needs_listing, timeout_s=5)
+        theirs.refresh()
+        assert theirs.tier_of("v1") == "disk" and theirs.tier_of("before") is None
+    wait_until(lambda: ours.news.counts.is_up and theirs.news.counts.is_up, timeout_s=5)
+    put(ours, "after")
+    came(theirs, "after")
+    ours.claims.release([f"w{number}" for number in range(5)])
+    assert not list(tmp_path.glob("kv/*/leases/*"))
+    assert len([one for one in warnings(caplog) if "until it answers" in one]) == 2  # one of each store
+    assert len([one for one in warnings(caplog) if "answers again" in one]) == 2
+    assert len(warnings(caplog)) == 4
+
+
+def test_a_lease_of_the_index_outlives_its_outage_and_is_given_up_without_an_error(own_redis, open_at, caplog):
+    ours, theirs = (open_at(own_redis.url) for _ in range(2))
+    assert ours.claims.claim(["v"], 60) == ("v",)
+    own_redis.kill()
+    ours.claims.release(["v"])
+    assert theirs.claims.claim(["v"], 60) == ("v",)
+    assert "nothing is shared" not in caplog.text
+
+
+def test_a_store_opens_while_the_index_is_away(own_redis, open_at, caplog):
+    own_redis.kill()
+    ours = open_at(own_redis.url)
+    assert not ours.news.counts.is_up and not ours.news.needs_listing and len(warnings(caplog)) == 1
+    put(ours, "v")
+    own_redis.start()
+    wait_until(lambda: ours.news.counts.is_up and ours.news.needs_listing, timeout_s=5)
+    theirs = open_at(own_redis.url)
+    assert theirs.tier_of("v") == "disk"
+
+
+def test_what_cannot_be_told_is_bounded_and_then_a_listing_is_asked_for(own_redis, open_at, monkeypatch):
+    monkeypatch.setattr(store.news, "CHANGES_KEPT", 3)
+    ours, theirs = (open_at(own_redis.url) for _ in range(2))
+    with own_redis.stopped():
+        wait_until(lambda: not ours.news.counts.is_up, timeout_s=5)
+        for number in range(8):
+            put(ours, f"v{number}")
+        assert len(ours.news._unsent) <= 3
+    wait_until(lambda: theirs.news.needs_listing, timeout_s=5)
+    theirs.refresh()
+    assert len(theirs.usage()) == 2 and theirs.usage()["disk"].num_variants == 8
+
+
+def test_a_flush_waits_no_longer_than_a_second_for_the_index(own_redis, open_at):
+    ours = open_at(own_redis.url)
+    with own_redis.stopped():
+        started = time.monotonic()
+        put(ours, "v")
+        ours.flush()
+        assert time.monotonic() - started < 3
+    wait_until(lambda: ours.news.counts.is_up, timeout_s=5)
+
+
+def test_what_is_committed_last_is_told_before_the_end(open_one):
+    theirs = open_one()
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(contextlib.closing(open_one()))
+        ours.complete_store(ours.prepare_store(make_record("v")), make_kv("v"))
+    came(theirs, "v")
+
+
+def test_a_root_lease_is_seen_by_no_index(open_one, tmp_path):
+    ours = open_one()
+    assert Leases(open_root((tmp_path / "kv").as_uri()), OURS).acquire(["v"], 60)
+    assert ours.claims.taken(["v"]) == frozenset() and ours.claims.claim(["v"], 60) == ("v",)

@@ -1,0 +1,366 @@
+"""A store whose entries are sealed by keys, and somebody without these keys who can write everything in it: what they
+put there is never read as KV, never believed, and is counted."""
+
+import dataclasses
+import hashlib
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from store import KVSpec, ShardCorruptError, StoreIdentity, StoreKeys, TensorStoreTier
+from store.arrays import checksum
+from store.catalog import decode_part, encode_part
+from store.index.api import Changes
+from store.leases import Leases
+from store.notes import Notes
+from store.objects import open_root
+from store.records import decode_record, encode_record
+from store.signing import SEAL_BYTES, SealError
+from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_record, open_store, put, url_of
+
+KEY, OLD_KEY, THEIR_KEY = b"k" * 32, b"o" * 32, b"t" * 32
+SEALED = StoreIdentity("model-a", keys=StoreKeys((KEY,)))
+STRANGER = StoreIdentity("model-a", keys=StoreKeys((THEIR_KEY,)))
+SIZE = SPEC.num_bytes(5)
+
+
+def opened(place, identity=SEALED, **options):
+    return open_store(place.url, identity=identity, host_bytes=0, **options)
+
+
+def object_of(place, variant_id, store) -> str:
+    before = set(place.object_keys(SEALED))
+    put(store, variant_id)
+    (new,) = set(place.object_keys(SEALED)) - before
+    return new
+
+
+def record_of(place, variant_id) -> str:
+    return place.record_key(variant_id, SEALED)
+
+
+def forged_record(raw: bytes, kv: np.ndarray | None = None, **changes) -> bytes:
+    """A record with other contents, and every checksum right that needs no key, as whoever knows this program makes."""
+    body = json.loads(raw[:-SEAL_BYTES]) | changes
+    if kv is not None:
+        body["checksums"] = [f"{checksum(layer, 'sha256'):064x}" for layer in kv]
+    del body["checksum"]
+    canonical = {"sort_keys": True, "separators": (",", ":")}
+    digest = hashlib.sha256(json.dumps(body, **canonical).encode()).hexdigest()
+    return json.dumps({**body, "checksum": digest}, **canonical).encode()
+
+
+def test_sealed_variants_come_back_also_to_other_processes(place):
+    with opened(place) as store:
+        put(store, "v")
+        assert_same_bytes(get(store, "v"), make_kv("v"))
+    with opened(place) as again:
+        assert_same_bytes(get(again, "v"), make_kv("v"))
+        assert again.usage()["disk"].corrupt == 0 and again.records() == [make_record("v")]
+        assert again.usage()["disk"].used_bytes == sum(
+            len(place.read(key)) for key in (record_of(place, "v"), *place.object_keys(SEALED))
+        )
+
+
+@pytest.mark.parametrize(("kv_dtype", "compression"), [("int8", "none"), ("auto", "zstd"), ("fp8", "zstd")])
+def test_other_formats_are_sealed_as_well(tmp_path, kv_dtype, compression):
+    how = {"identity": SEALED, "host_bytes": 0, "kv_dtype": kv_dtype, "compression": compression}
+    with open_store(tmp_path, **how) as store:
+        put(store, "v", 40)
+        np.testing.assert_allclose(get(store, "v"), make_kv("v", 40), atol=0.3)
+        (folder,) = (tmp_path / SEALED.namespace / "data").iterdir()
+        (file,) = folder.iterdir()
+        raw = bytearray(file.read_bytes())
+        raw[30] ^= 1
+        file.write_bytes(raw)
+        with pytest.raises(ShardCorruptError):
+            get(store, "v")
+
+
+def test_with_keys_and_without_share_a_place_and_see_nothing_of_each_other(place):
+    with opened(place) as ours, opened(place, OURS) as plain:
+        put(ours, "v")
+        put(plain, "w")
+        ours.refresh()
+        plain.refresh()
+        assert [one.variant_id for one in ours.summaries()] == ["v"]
+        assert [one.variant_id for one in plain.summaries()] == ["w"]
+    assert SEALED.namespace != OURS.namespace and SEALED.namespace == STRANGER.namespace
+
+
+# -- what somebody who can write may do --------------------------------------------------------------------------
+
+
+def test_record_without_a_seal_is_quarantined_and_counted(place):
+    with opened(place) as store:
+        put(store, "v")
+        put(store, "w")
+    key = record_of(place, "v")
+    place.write(key, place.read(key)[:-SEAL_BYTES])
+    with opened(place) as store:
+        assert [record.variant_id for record in store.records()] == ["w"]
+        usage = store.usage()["disk"]
+        assert usage.corrupt == usage.forged == 1
+        assert key not in place.keys() and any("/quarantine/v." in name for name in place.keys())
+        put(store, "v")  # and the place is free again
+        assert_same_bytes(get(store, "v"), make_kv("v"))
+
+
+@pytest.mark.parametrize("sealed_by", ["nobody", "another key", "the seal that was there"])
+def test_other_kv_with_every_checksum_made_right_is_not_read(place, sealed_by):
+    """Whoever cannot seal can still write other KV, the record that fits it, and put both in place."""
+    bad = make_kv("v", writer=7)
+    with opened(place) as store:
+        key = object_of(place, "v", store)
+    raw = place.read(record_of(place, "v"))
+    place.write(key, bad.tobytes() + place.read(key)[SIZE:])
+    forged = forged_record(raw, bad)
+    if sealed_by == "another key":
+        forged = STRANGER.seal("record", "v", forged)
+    elif sealed_by != "nobody":
+        forged += raw[-SEAL_BYTES:]
+    place.write(record_of(place, "v"), forged)
+    with opened(place) as store:
+        assert store.prepare_load(["v"]).missing == {"v"}
+        assert store.usage()["disk"].forged == 1
+    # The forgery is a good one: without the check of seals it would be read.
+    plain = StoreIdentity("model-a")
+    body = forged_record(forged if sealed_by != "nobody" else forged + bytes(SEAL_BYTES), namespace=plain.namespace)
+    body = json.loads(body) | {"checksums": [f"{checksum(layer, 'xxh3'):016x}" for layer in bad]}
+    del body["digest"]
+    good = forged_record(json.dumps(body).encode() + bytes(SEAL_BYTES))
+    assert decode_record(good, variant_id="v", identity=plain, kv_spec=SPEC).record == make_record("v")
+
+
+def test_other_kv_of_the_same_xxh3_is_not_read(place, monkeypatch):
+    """xxh3 can be made to collide; here it always does. What the record binds the KV by is sha256."""
+    with opened(place) as store:
+        key = object_of(place, "v", store)
+        place.write(key, make_kv("v", writer=7).tobytes() + place.read(key)[SIZE:])
+        monkeypatch.setattr("store.signing.xxhash.xxh3_64_intdigest", lambda data: 5)
+        with pytest.raises(ShardCorruptError, match="not the one that the record commits"):
+            get(store, "v")
+
+
+def test_objects_of_two_variants_swapped(place):
+    with opened(place) as store:
+        first, second = object_of(place, "v", store), object_of(place, "w", store)
+        raw = place.read(first)
+        place.write(first, place.read(second))
+        place.write(second, raw)
+        for variant_id in ("v", "w"):
+            with pytest.raises(ShardCorruptError):
+                get(store, variant_id)
+
+
+def test_records_of_two_variants_swapped(place):
+    with opened(place) as store:
+        put(store, "v")
+        put(store, "w")
+    raw = place.read(record_of(place, "v"))
+    place.write(record_of(place, "v"), place.read(record_of(place, "w")))
+    place.write(record_of(place, "w"), raw)
+    with opened(place) as store:
+        assert store.records() == [] and store.usage()["disk"].forged == 2
+
+
+def test_old_record_put_back_over_a_new_one_misses(place):
+    with opened(place) as store:
+        put(store, "v")
+        old = place.read(record_of(place, "v"))
+        store.discard("v")
+        put(store, "v")
+        assert place.read(record_of(place, "v")) != old
+    place.write(record_of(place, "v"), old)
+    with opened(place) as store, pytest.raises(ShardCorruptError):  # it commits an object that is gone
+        get(store, "v")
+
+
+def test_old_record_over_the_new_object_does_not_bind_it(place):
+    """The new object, which is another variant's here, moved to the name that the old record commits."""
+    with opened(place) as store:
+        old_object = object_of(place, "v", store)
+        old = place.read(record_of(place, "v"))
+        store.discard("v")
+        other = place.read(object_of(place, "w", store))
+    place.write(old_object, other)
+    place.write(record_of(place, "v"), old)
+    with opened(place) as store, pytest.raises(ShardCorruptError):
+        get(store, "v")
+
+
+@pytest.mark.parametrize(
+    "source", [StoreIdentity("model-b", keys=SEALED.keys), StoreIdentity("model-a", "t", SEALED.keys)]
+)
+def test_variant_of_another_model_or_tenant_copied_here(place, source):
+    """Sealed by the very same key, but as something else."""
+    with opened(place, source, exclusive=False) as store:
+        put(store, "v")
+    with opened(place, exclusive=False):
+        pass
+    for key in place.keys():
+        if key.startswith((f"{source.namespace}/records/", f"{source.namespace}/data/")):
+            place.write(key.replace(source.namespace, SEALED.namespace), place.read(key))
+    with opened(place, exclusive=False) as store:
+        assert store.records() == [] and store.usage()["disk"].forged == 1
+
+
+def test_record_is_bound_even_where_its_contents_are_not(place):
+    """The namespace stands in the record, too: this is what the seal says of it."""
+    with opened(place) as store:
+        put(store, "v")
+    data = place.read(record_of(place, "v"))[:-SEAL_BYTES]
+    for kind, name in (("note", "v"), ("record", "w")):
+        with pytest.raises(SealError):
+            SEALED.unseal("record", "v", SEALED.seal(kind, name, data))
+    other = dataclasses.replace(SEALED, model_fingerprint="model-b")
+    with pytest.raises(SealError):
+        SEALED.unseal("record", "v", other.seal("record", "v", data))
+
+
+def test_news_with_a_forged_record_are_checked_against_the_store(tmp_path):
+    """Who can write to the shared index cannot seal either."""
+    tier = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
+    writer = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
+    writer.write(make_record("v"), make_kv("v"))
+    raw = (tmp_path / SEALED.namespace / "records" / "v.json").read_bytes()
+    forged = forged_record(raw, make_kv("v", writer=7))
+    assert tier.follow({"v": forged, "gone": forged}) == ("v",)
+    shard = tier._commits.details("v")
+    assert shard is not None and shard.layout.checksums == tuple(checksum(one, "sha256") for one in make_kv("v"))
+    assert Changes("", {"v": forged}, {}, True).added["v"] == forged
+
+
+def test_forged_catalog_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("store.commits.LEAST_CHANGES", 1)
+    tier = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
+    tier.write(make_record("v"), make_kv("v"))
+    tier.tidy()
+    (part,) = (tmp_path / SEALED.namespace / "catalog").iterdir()
+    (known,) = decode_part(part.read_bytes()[:-SEAL_BYTES], SEALED.namespace)
+    raw = forged_record(known.raw, make_kv("v", writer=7), chunk_id="another") + known.raw[-SEAL_BYTES:]
+    bad = known._replace(raw=raw, chunk_id="another", charge_bytes=known.charge_bytes - 9, crc32=zlib.crc32(raw))
+    part.write_bytes(encode_part([bad], SEALED.namespace))
+    again = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
+    assert [one.chunk_id for one in again.summaries()] == ["chunk-of-v"] and again.records() == [make_record("v")]
+    monkeypatch.setattr(type(SEALED), "unseal", lambda self, kind, name, raw: raw)  # the catalog would have been used
+    fooled = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
+    assert [one.chunk_id for one in fooled.summaries()] == ["another"]
+
+
+def test_forged_notes_hints_and_leases_are_not_believed(place):
+    with opened(place) as store:
+        store.notes.put("a", {"x": 1}, wait=True)
+        store.notes.put("b", {"x": 2}, wait=True)
+        store.write_hints({"x": 1})
+    space = SEALED.namespace
+    raw = place.read(f"{space}/notes/a.json")
+    place.write(f"{space}/notes/c.json", raw)  # a sound note under another name
+    place.write(f"{space}/notes/b.json", b'{"x": 3}')
+    place.write(f"{space}/hints.json", b'{"x": 3}' + place.read(f"{space}/hints.json")[-SEAL_BYTES:])
+    place.write(f"{space}/leases/v.00000001", b'{"expires_s": 9e9, "holder": "me"}')
+    with opened(place) as store:
+        store.notes.refresh()
+        assert store.notes.items() == {"a": {"x": 1}, "b": {}, "c": {}}
+        assert store.read_hints() == {}
+        assert store.claims is not None and store.claims.taken(["v"]) == frozenset()
+        assert store.claims.claim(["v"], 60) == ("v",)
+
+
+def test_note_that_was_forged_before_it_was_written_is_replaced(tmp_path):
+    root = open_root(url_of(tmp_path))
+    root.make_prefix("notes")
+    root.create("notes/a.json", b"{}")
+    ours = Notes(root, "notes", SEALED, run=lambda work: work())
+    ours.put("a", {"x": 1}, wait=True)
+    later = Notes(root, "notes", SEALED)
+    later.refresh()
+    assert later.items() == {"a": {"x": 1}}
+    Notes(root, "notes", SEALED, run=lambda work: work()).put("a", {"x": 2}, wait=True)  # a sound one stays
+    again = Notes(root, "notes", SEALED)
+    again.refresh()
+    assert again.items() == {"a": {"x": 1}}
+
+
+def test_lease_of_another_epoch_is_not_believed(tmp_path):
+    root = open_root(url_of(tmp_path))
+    leases = Leases(root, SEALED)
+    (lease,) = leases.acquire(["v"], 60)
+    raw = root.read(f"{SEALED.namespace}/leases/v.00000001")
+    leases.release(lease)
+    root.create(f"{SEALED.namespace}/leases/v.00000007", raw)
+    assert Leases(root, SEALED).held(["v"]) == frozenset()
+
+
+# -- keys ----------------------------------------------------------------------------------------------------------
+
+
+def test_rotation(place):
+    """Old key, then both, then the new one in front, then the new one alone: nothing that was sealed anew is lost."""
+    old = StoreIdentity("model-a", keys=StoreKeys((OLD_KEY,)))
+    both = StoreIdentity("model-a", keys=StoreKeys((OLD_KEY, KEY)))
+    turned = StoreIdentity("model-a", keys=StoreKeys((KEY, OLD_KEY)))
+    with opened(place, old) as store:
+        put(store, "v")
+    with opened(place, turned) as first, opened(place, both) as second:
+        put(first, "w")
+        second.refresh()
+        for store in (first, second):
+            assert_same_bytes(get(store, "v"), make_kv("v"))
+            assert_same_bytes(get(store, "w"), make_kv("w"))
+    with opened(place, SEALED) as store:
+        assert [one.variant_id for one in store.summaries()] == ["w"] and store.usage()["disk"].forged == 1
+
+
+def test_key_file(tmp_path, caplog):
+    path = tmp_path / "keys"
+    path.write_text(f"# ours\n\n  {KEY.decode()}  \n{OLD_KEY.decode()}\n")
+    path.chmod(0o600)
+    assert StoreKeys.of_file(path) == StoreKeys((KEY, OLD_KEY)) and not caplog.records
+    path.chmod(0o640)
+    StoreKeys.of_file(path)
+    assert "wanted mode 600" in caplog.text
+    assert KEY.decode() not in caplog.text + repr(StoreKeys((KEY,))) + repr(SEALED)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"", "at least one, got none"),
+        (b"# a comment\n", "at least one, got none"),
+        (b"hush-too-short\n", "at least 32 characters, number 1 has 14"),
+        (KEY + b"\n" + KEY + b"\n", "got one twice"),
+        (KEY + b"\xff\n", "it is not UTF-8"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_key_file_is_named_and_not_shown(tmp_path, content, wanted):
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=wanted) as caught:
+        StoreKeys.of_file(path)
+    assert str(path) in str(caught.value) and "store_key_file" in str(caught.value)
+    assert "hush" not in str(caught.value) and KEY.decode() not in str(caught.value)
+
+
+def test_size_of_a_record_is_known_beforehand(tmp_path):
+    tier = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
+    record = make_record("v")
+    wanted = tier.charge_bytes(record)
+    tier.write(record, make_kv("v"))
+    assert tier.charged("v") == wanted
+
+
+def test_sealed_record_of_weak_digests_is_refused():
+    """One that was sealed says sha256; a program that forgot to would be noticed."""
+    kv_spec = KVSpec(1, 1, 2, "float32")
+    from store.formats import AS_IT_IS, expected_layout
+
+    layout = expected_layout(kv_spec, 5, 1, AS_IT_IS)
+    record = dataclasses.replace(make_record("v"), num_bytes=kv_spec.num_bytes(5))
+    raw = encode_record(record, identity=SEALED, kv_spec=kv_spec, object_id="0" * 32, layout=layout)
+    with pytest.raises(ShardCorruptError, match="digests by sha256"):
+        decode_record(raw, variant_id="v", identity=SEALED, kv_spec=kv_spec)

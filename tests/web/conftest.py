@@ -1,0 +1,134 @@
+"""The real server process with the demo model, and a real Chromium. Skips where there is no browser to drive.
+
+CCJAX_CHROMIUM names another one than Debian's. Screenshots and compiled steps are kept in build/web.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+READY_S = 180
+OUTPUT = ROOT / "build" / "web"
+PHONE = {"width": 375, "height": 812}
+DESKTOP = {"width": 1280, "height": 900}
+OpenPage = Callable[..., "Page"]
+
+
+@contextlib.contextmanager
+def serving(home: Path, *arguments: str, port: int = 0) -> Iterator[str]:
+    """scripts/serve.py until it is ready; yields its URL, and kills it."""
+    # The flags of the other tests (strict promotion, eight devices) are none that a user has.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_NUMPY", "XLA_FLAGS"))}
+    environment |= {"XDG_CACHE_HOME": str(home), "HOME": str(home)}
+    # Without warm-up: a size is compiled when it is first asked for, and then kept for the next run.
+    quick = ("--no-warmup", "--no-repair", "--embedder", "lexical", "--compile-cache-dir", str(OUTPUT / "compiled"))
+    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", "--port", str(port), *quick]
+    with subprocess.Popen(
+        [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                assert selector.select(READY_S), "no final line"
+            line = process.stdout.readline()
+            found = re.search(r"http://[\d.]+:\d+", line)
+            assert found is not None, f"the server ended: {line!r}"
+            yield found[0]
+        finally:
+            process.kill()
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    store = tmp_path_factory.mktemp("store")
+    with serving(tmp_path_factory.mktemp("home"), "--store", f"file://{store}") as url:
+        yield url
+
+
+@pytest.fixture
+def fresh_url(tmp_path: Path) -> Iterator[str]:
+    """A server that nobody asked anything."""
+    with serving(tmp_path) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[web]'")
+    path = os.environ.get("CCJAX_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("needs Chromium: apt install chromium, or name one in CCJAX_CHROMIUM")
+    with playwright.sync_playwright() as driver:
+        # A container's user may not make sandboxes; what is opened is our own page.
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    """`open_page(url, **context)` is a page in a context of its own. What it logs as an error fails the test, unless it
+    has one of the `expected` texts in it."""
+    contexts, errors = [], []
+
+    def opened(url: str, *, expected: tuple[str, ...] = (), **context: Any) -> Page:
+        contexts.append(browser.new_context(**{"viewport": DESKTOP, "reduced_motion": "reduce"} | context))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(60_000)
+
+        def note(kind: str, text: str) -> None:
+            if kind == "error" and not any(part in text for part in expected):
+                errors.append(text)
+
+        page.on("console", lambda message: note(message.type, message.text))
+        page.on("pageerror", lambda error: note("error", str(error)))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not errors
+
+
+@pytest.fixture
+def screenshot() -> Callable[[Page, str], None]:
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+
+    def shoot(page: Page, name: str) -> None:
+        page.screenshot(path=OUTPUT / f"{name}.png", full_page=True)
+
+    return shoot
+
+
+def wait_until(is_so: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """The page's policy forbids Playwright's own waits for functions, which evaluate texts."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
