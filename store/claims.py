@@ -21,6 +21,9 @@ class Claims:
 
     Args:
       is_queued: whether a variant is on its way to disk; `written` follows for each such one.
+
+    Attributes:
+      is_failing: the disk refused when it was last asked.
     """
 
     def __init__(self, tier: TensorStoreTier, is_queued: Callable[[str], bool]):
@@ -29,7 +32,7 @@ class Claims:
         self._is_queued = is_queued
         self._held: dict[str, Lease] = {}
         self._lock = threading.Lock()
-        self._is_failing = False
+        self.is_failing = False
 
     def claim(self, variant_ids: Sequence[str], seconds: float) -> tuple[str, ...]:
         """Takes leases on the first of these variants, up to the one that another process has; which ones it got."""
@@ -37,6 +40,10 @@ class Claims:
         with self._lock:
             self._held.update((lease.key, lease) for lease in held)
         return tuple(lease.key for lease in held)
+
+    def holds(self, variant_id: str) -> bool:
+        """Whether this process said that it computes it."""
+        return variant_id in self._held
 
     def taken(self, variant_ids: Collection[str]) -> frozenset[str]:
         """Those that other processes say they compute; none while the disk cannot be asked."""
@@ -73,9 +80,9 @@ class Claims:
         try:
             result = call()
         except OSError as error:
-            if not self._is_failing:
+            if not self.is_failing:
                 _log.warning("store: leases: %s; nothing is shared until they work again", error)
-            self._is_failing = True
+            self.is_failing = True
             return None
-        self._is_failing = False
+        self.is_failing = False
         return result

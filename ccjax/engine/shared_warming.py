@@ -102,13 +102,16 @@ class SharedWarming:
         taken = self._claims.taken(wanted)
         num_tokens = sum(prompt.num_tokens for prompt in prompts) * (2 if self._warming.compare else 1)
         seconds = max(LEAST_CLAIM_S, claim_s(num_tokens, self._rates.seconds_per_token))
-        self._claimed = self._claims.claim([key for key in wanted if key not in taken], seconds)
+        free = [key for key in wanted if key not in taken and not self._claims.holds(key)]
+        self._claimed = self._claims.claim(free, seconds)
         arrived = self._claims.committed(wanted)
         heads = {_variant_id(chunks) for prompt in prompts for chunks in self._heads(prompt)}
         behind = self._claims.committed(sorted(key for key in heads.difference(wanted) if key not in self._variants))
         self._variants.follow((*arrived, *behind), ())
-        # Asked again: what was lost in a race is somebody else's, too. Where the disk cannot be asked, nothing is.
-        self._elsewhere = self._claims.taken(wanted) - set(arrived)
+        # What was lost in a race is somebody else's, with all that comes behind it: whoever won may be about to claim
+        # that. Where the disk cannot be asked, nothing is.
+        if not self._claims.is_failing:
+            self._elsewhere = frozenset(key for key in wanted if not self._claims.holds(key))
 
     def _heads(self, prompt: Prompt) -> list[tuple[Chunk, ...]]:
         """Beginnings of prompts whose last chunk is likely to be stored: the system prompt, the first document, and the

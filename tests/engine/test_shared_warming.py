@@ -81,6 +81,19 @@ def test_what_another_process_claimed_is_left_to_it_and_its_result_taken_in(star
     assert statuses(found) == ["present"] and found[0].computed_tokens == 0
 
 
+def test_who_loses_a_race_leaves_all_to_the_winner_who_may_not_have_claimed_it_all_yet(start, monkeypatch):
+    engine, other = start(), start()
+    acquire = engine._store._disk.leases.acquire
+
+    def lose(keys, seconds):
+        assert other._store.claims.claim(keys[:1], 60) == (keys[0],)
+        return acquire(keys, seconds)
+
+    monkeypatch.setattr(engine._store._disk.leases, "acquire", lose)
+    assert statuses(engine.warm_shared([ANNA, BOB, CARLA])) == ["elsewhere"] * 3
+    assert statuses(other.warm_shared([ANNA, BOB, CARLA])) == ["computed"] * 3
+
+
 def test_neighbours_and_companions_that_another_process_stored_are_reused(start):
     engine, other = start(), start()
     other.warm_shared([ANNA, BOB], compare=False)
