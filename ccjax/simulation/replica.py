@@ -8,9 +8,10 @@ nothing fails, nobody cancels; of n answers there is one; there is one flow and 
 from __future__ import annotations
 
 import dataclasses
+import random
 
 from ccjax.engine.pool import PAGE_TOKENS, num_pages
-from ccjax.policy._checks import check_mass
+from ccjax.policy._checks import check_mass, check_masses
 from ccjax.policy.scheduling import Costs, LineFullError, Pack, Scheduler, SchedulerSettings, Work
 from ccjax.simulation.cache import Planned, ReplicaCache
 from ccjax.simulation.costs import CostModel, Piece, overlapped_s
@@ -34,6 +35,7 @@ class HostWork:
       pack_s: by which every pack takes longer than its cost model has it, whatever its size.
       wake_s: by which a pack takes longer when nothing ran before it: on a CPU the weights have left its caches.
       apart_s: of a request's latency, beside all that: its text is tokenized, its answer handed over.
+      jitter: times by which packs took longer than they should; one of them is drawn for each pack. Empty for none.
     """
 
     before_s: float = 0.0
@@ -41,10 +43,12 @@ class HostWork:
     pack_s: float = 0.0
     wake_s: float = 0.0
     apart_s: float = 0.0
+    jitter: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("before_s", "after_s", "pack_s", "wake_s", "apart_s"):
             check_mass(name, getattr(self, name))
+        check_masses("jitter", self.jitter)
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,6 +105,7 @@ class Replica:
         self._is_layerwise = loading == "layerwise"
         self._preloads = preloads and bool(cache.settings.disk_cache_bytes)
         self._index = int(name)
+        self._rng = random.Random(self._index)
         self._jobs: dict[str, Job] = {}
         self._waiting: dict[str, Job] = {}
         self._free_pages = settings.num_pages
@@ -272,7 +277,10 @@ class Replica:
                 host_s += self._host_work.before_s
         compute_s, num_layers = self._costs.pack_s(sizes), self._costs.num_layers
         whole_s = overlapped_s(compute_s, load_s, num_layers) if self._is_layerwise else compute_s + load_s
-        whole_s += host_s + self._host_work.pack_s + (self._host_work.wake_s if self._has_paused else 0.0)
+        whole_s += self._host_work.pack_s + (self._host_work.wake_s if self._has_paused else 0.0)
+        if self._host_work.jitter:
+            whole_s *= self._rng.choice(self._host_work.jitter)
+        whole_s += host_s
         self._has_paused = False
         if self.scheduler.num_decoding:
             for _ in range(num_layers):

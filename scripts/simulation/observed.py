@@ -95,10 +95,13 @@ def fit(prefills: Sequence[Prefill], grid: PrefillGrid, batched_tokens: int) -> 
     (scale, pack_s, wake_s), _ = scipy.optimize.nnls(np.asarray(rows), np.asarray(taken))
     if not scale:
         raise ValueError("wanted prefills that take longer the more they compute, got others")
+    wanted = np.asarray(rows) @ (scale, pack_s, wake_s)
+    jitter = np.asarray(taken) / wanted
+    jitter *= sum(taken) / wanted.sum() / jitter.mean()  # drawn for packs of any size, they take what these took in all
     before_s = statistics.fmean(before)
     after_s = max(0.0, statistics.fmean(behind) - before_s)
     apart_s = max(0.0, statistics.fmean(one.ttft_s - (one.ended_s - one.arrived_s) for one in prefills))
-    host_work = HostWork(before_s, after_s, float(pack_s), float(wake_s), apart_s)
+    host_work = HostWork(before_s, after_s, float(pack_s), float(wake_s), apart_s, tuple(jitter.tolist()))
     return Speed(float(scale), head_s / float(scale), host_work, len(alone))
 
 

@@ -117,9 +117,9 @@ def test_nothing_is_ordered_twice_or_that_is_there(engines):
 
 def test_who_did_not_wait_long_enough_orders_nothing(tmp_path):
     shared = {"store": f"file://{tmp_path}/store", "store_index": f"sqlite://{tmp_path}/index.db"}
-    with MODEL.engine(**shared, order_after_s=0.3) as replica, in_line(replica, request(SEGMENTS)):
+    with MODEL.engine(**shared, order_after_s=1.5) as replica, in_line(replica, request(SEGMENTS)):
         assert replica.order_ahead() == 0
-        time.sleep(0.35)
+        time.sleep(1.6)
         assert replica.order_ahead() == 1
 
 
@@ -135,13 +135,13 @@ def test_modes_and_engines_without_reuse_order_nothing(engines, tmp_path):
 
 def test_an_order_of_a_generator_that_died_is_taken_by_another(engines, monkeypatch):
     replica, generator = engines
-    monkeypatch.setattr(ahead_calls, "_TAKE_S", 0.2)
+    monkeypatch.setattr(ahead_calls, "_TAKE_S", 1.5)
     with in_line(replica, request(SEGMENTS, "exact")) as (future,):
         assert replica.order_ahead() == 1
-        order = generator._orders.take(0.2)
+        order = generator._orders.take(1.5)
         assert order is not None and order.attempt == 1
         assert generator.compute_ahead() is None
-        time.sleep(0.25)
+        time.sleep(1.6)
         assert work_off(generator) == [["computed"] * 3]
     assert future.result().reuse.computed_tokens == NUM_QUESTION_TOKENS
 

@@ -215,9 +215,11 @@ def test_a_deadline_in_line_comes_while_others_run_and_while_the_loop_stands(eng
     assert not begun
 
 
-def test_a_deadline_ends_an_answer_and_frees_its_pages_at_once(engine):
+def test_a_deadline_ends_an_answer_and_frees_its_pages_at_once(engine, monkeypatch):
+    step = engine._loop._decoder.step
+    monkeypatch.setattr(engine._loop._decoder, "step", lambda *args: (time.sleep(0.01), step(*args))[1])
     free = engine.batch_counts.free_pages
-    late = Client(engine, request(tokens=400, timeout_s=0.3))
+    late = Client(engine, request(tokens=400, timeout_s=2.0))
     with pytest.raises(DeadlineError):
         late.response()
     assert late.deltas and all(delta.response is None for delta in late.deltas)
@@ -230,12 +232,12 @@ def test_a_deadline_ends_a_prefill_between_two_layers(engine, monkeypatch):
 
     def slow(pack):
         layers.append(pack.layer)
-        time.sleep(0.2)
+        time.sleep(1.2)
         run_layer(pack)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop_module.Pack, "run_layer", slow)
-        late = Client(engine, request(timeout_s=0.1))
+        late = Client(engine, request(timeout_s=1.0))
         with pytest.raises(DeadlineError):
             late.response()
     assert not late.deltas and layers == [0] and MODEL.config.num_layers > 1

@@ -104,7 +104,7 @@ def test_the_next_request_reuses_what_another_engine_just_stored(start, index_ur
     monkeypatch.setattr(second, "refresh", refuse)
     wanted = answer(first)
     first.flush()
-    wait_until(lambda: second.num_variants == NUM_CHUNKS, timeout_s=5)  # with no request at all
+    wait_until(lambda: second.num_variants == NUM_CHUNKS)  # with no request at all
     got = answer(second)
     assert got.token_ids == wanted.token_ids
     assert (got.reuse.computed_tokens, got.reuse.recomputed_tokens) == (NUM_QUESTION_TOKENS, 0)
@@ -127,7 +127,7 @@ def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the
     )
     answer(first)
     first.flush()
-    wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS, timeout_s=5)
+    wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS)
     assert second.num_variants == NUM_CHUNKS and threads == []  # its own
     for name in ("read", "names"):
         monkeypatch.setattr(second._store._disk._root, name, refuse)
@@ -153,7 +153,7 @@ def test_a_guest_sees_what_came(start, index_url):
     only_by_requests(second)
     answer(first)
     first.flush()
-    wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS, timeout_s=5)
+    wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS)
     with second._exclusive() as is_ours:
         assert is_ours and second.num_variants == NUM_CHUNKS
 
@@ -168,7 +168,7 @@ def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypa
     monkeypatch.setattr(second._maintenance, "follow", fail)
     answer(first)
     first.flush()
-    wait_until(lambda: second._store.news.has_come, timeout_s=5)
+    wait_until(lambda: second._store.news.has_come)
     assert answer(second).reuse.prompt_tokens == sum(map(len, SEGMENTS))
     assert "could not be taken in" in caplog.text
 
@@ -180,7 +180,7 @@ def test_requests_in_line_are_planned_anew_only_for_their_own_chunks(start, inde
     before = second._variants.changes.last(chunks)
     answer(first)
     first.flush()
-    wait_until(lambda: second.num_variants == 2 * NUM_CHUNKS, timeout_s=5)
+    wait_until(lambda: second.num_variants == 2 * NUM_CHUNKS)
     assert second._variants.changes.last(chunks) == before
     assert second._variants.changes.last([meta.chunk_id for meta in first._variants]) > before
 
@@ -193,11 +193,11 @@ def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch)
     monkeypatch.setattr(second, "refresh", refuse)
     answer(first)
     first.flush()
-    wait_until(lambda: second.num_variants == NUM_CHUNKS, timeout_s=5)
+    wait_until(lambda: second.num_variants == NUM_CHUNKS)
     answer(second, [*SEGMENTS[:2], SEGMENTS[-1]])  # the system prompt and a passage: in its memory from now on
     for meta in tuple(first._variants):
         first._variants.discard(meta.variant_id)
-    wait_until(lambda: second.num_variants == 2, timeout_s=5)
+    wait_until(lambda: second.num_variants == 2)
     assert second.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS, vanished=NUM_CHUNKS - 2)
     report = answer(second).reuse
     assert report.failed_loads == 0 and report.reused_tokens == len(SEGMENTS[0]) + len(SEGMENTS[1])
@@ -208,7 +208,7 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
     first, second = start(index_url), start(index_url, max_num_batched_tokens=16, strategy="reuse", host_cache_bytes=1)
     answer(first)
     first.flush()
-    wait_until(lambda: second.num_variants == NUM_CHUNKS, timeout_s=5)
+    wait_until(lambda: second.num_variants == NUM_CHUNKS)
     run_layer, keep, known = Pack.run_layer, second._prefill.keep, []
 
     def evict_first(pack) -> None:
@@ -228,7 +228,7 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
     report = answer(second, [*permuted(SEGMENTS, (3, 2, 1, 0))[:-1], [5] * 40, SEGMENTS[-1]]).reuse
     assert report.reused_tokens > 0 and report.failed_loads == 0
     assert len(known) == NUM_CHUNKS and all(known)
-    wait_until(lambda: second.num_variants == 1, timeout_s=5)  # the fifth passage; the others' are gone
+    wait_until(lambda: second.num_variants == 1)  # the fifth passage; the others' are gone
 
 
 @pytest.fixture(scope="module")
@@ -358,8 +358,8 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
         own_redis.start()
     elif way == "stopped":
         stopped.__exit__(None, None, None)
-    wait_until(lambda: first.news_counts.is_up and second.news_counts.is_up, timeout_s=5)
-    wait_until(lambda: second.num_variants == first.num_variants, timeout_s=5)  # what was stored meanwhile, too
+    wait_until(lambda: first.news_counts.is_up and second.news_counts.is_up)
+    wait_until(lambda: second.num_variants == first.num_variants)  # what was stored meanwhile, too
     assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
     assert shares(first, second, others(2)) and shares(second, first, others(3))
     logged = [one.getMessage() for one in caplog.records if "index" in one.getMessage()]
@@ -415,8 +415,8 @@ def test_metrics_tell_whether_the_index_answers_and_what_came(start, own_redis):
     first, second, without = start(own_redis.url), start(own_redis.url), start(None)
     answer(first)
     first.flush()
-    wait_until(lambda: second.num_variants == NUM_CHUNKS, timeout_s=5)
+    wait_until(lambda: second.num_variants == NUM_CHUNKS)
     assert {"ccjax_store_index_up 1.0", f"ccjax_store_index_changes_total {NUM_CHUNKS}.0"} <= {*metrics_of(second)}
     own_redis.kill()
-    wait_until(lambda: "ccjax_store_index_up 0.0" in metrics_of(second), timeout_s=5)
+    wait_until(lambda: "ccjax_store_index_up 0.0" in metrics_of(second))
     assert not [line for line in metrics_of(without) if "store_index" in line]

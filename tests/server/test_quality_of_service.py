@@ -147,7 +147,7 @@ def test_a_deadline_in_line_is_504(narrow: Server, monkeypatch: pytest.MonkeyPat
 
 def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server) -> None:
     free = narrow.engine.batch_counts.free_pages
-    fields = body("Who?", max_tokens=440, stream=True, timeout_s=0.3, ignore_eos=True)
+    fields = body("Who?", max_tokens=440, stream=True, timeout_s=2.0, ignore_eos=True)
     with slow_steps(narrow.engine), httpx.stream("POST", f"{narrow.url}{CHAT}", json=fields, timeout=60) as response:
         assert response.status_code == 200
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line]

@@ -149,6 +149,19 @@ def test_the_first_pack_after_a_pause_takes_longer():
     assert times(run) == pytest.approx([0.160, 0.160 - 0.001 + 0.070, 0.050 + 0.030])
 
 
+def test_each_pack_takes_its_own_time():
+    work = workload(range(400), [[(n, 40)] for n in range(400)])
+    plain = np.array(times(simulated(work, deployment(host_work=HostWork(before_s=0.02, wake_s=0.01)))))
+    host = HostWork(before_s=0.02, wake_s=0.01, jitter=(0.5, 1.0, 3.0))
+    run = np.array(times(simulated(work, deployment(host_work=host))))
+    factors = (run - 0.02) / (plain - 0.02)
+    found, counts = np.unique(factors.round(6), return_counts=True)
+    assert found.tolist() == [0.5, 1.0, 3.0] and counts.min() > 400 / 3 - 4 * np.sqrt(400 * 2 / 9)
+    assert times(simulated(work, deployment(host_work=host))) == run.tolist()
+    with pytest.raises(ValueError, match=r"jitter\[1\]: wanted a finite number of at least 0, got -1.0"):
+        HostWork(jitter=(1.0, -1.0))
+
+
 def test_a_prompt_that_is_spread_over_packs_takes_the_head_once(monkeypatch):
     seen = []
     pack_s = PerToken.pack_s

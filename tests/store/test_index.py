@@ -90,9 +90,9 @@ def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
 
 def test_a_lease_ends_by_itself_and_its_end_takes_no_other_one_along(pair):
     ours, theirs = (index.leases for index in pair)
-    (lease,) = ours.acquire(["a"], 0.2)
+    (lease,) = ours.acquire(["a"], 1.5)
     assert theirs.acquire(["a"], 10) == []
-    time.sleep(0.25)
+    time.sleep(1.6)
     assert theirs.held(["a"]) == frozenset()
     assert keys_of(theirs.acquire(["a"], 10)) == ["a"]
     ours.release(lease)
@@ -161,20 +161,20 @@ def test_an_order_that_is_not_finished_in_time_is_taken_again_in_its_old_place(p
     ours, theirs = (index.orders for index in pair)
     for key in ("a", "b", "c"):
         ours.place(key, key.encode(), 60)
-    assert ours.take(0.2) == Order("a", b"a", 1)
+    assert ours.take(1.5) == Order("a", b"a", 1)
     assert theirs.take(60) == Order("b", b"b", 1)
-    time.sleep(0.25)
+    time.sleep(1.6)
     assert theirs.take(60) == Order("a", b"a", 2)
     assert theirs.take(60) == Order("c", b"c", 1) and theirs.take(60) is None
 
 
 def test_orders_get_too_old_taken_or_not_and_asking_again_does_not_prolong_them(pair):
     ours, theirs = (index.orders for index in pair)
-    ours.place("taken", b"", 0.3)
-    ours.place("waiting", b"", 0.3)
+    ours.place("taken", b"", 1.5)
+    ours.place("waiting", b"", 1.5)
     assert theirs.take(60) == Order("taken", b"", 1)
     assert not ours.place("waiting", b"", 60)
-    time.sleep(0.35)
+    time.sleep(1.6)
     assert len(ours) == 0 and theirs.take(60) is None
     assert ours.place("waiting", b"", 60) and theirs.take(60) == Order("waiting", b"", 1)
 

