@@ -30,9 +30,11 @@ class HostWork:
     """What takes time beside the device's work, seconds.
 
     Attributes:
-      before_s: the host's work for a request before its first token (planning, launching), the device waiting.
+      before_s: the host's work before a pack (planning, launching), the device waiting: for each request that begins in
+        it, once at least.
       after_s: behind that (copying KV out, storing, answering).
       pack_s: by which every pack takes longer than its cost model has it, whatever its size.
+      piece_s: by which it takes longer for each prompt in it beyond the first.
       wake_s: by which a pack takes longer when nothing ran before it: on a CPU the weights have left its caches.
       apart_s: of a request's latency, beside all that: its text is tokenized, its answer handed over.
       jitter: times by which packs took longer than they should; one of them is drawn for each pack. Empty for none.
@@ -41,12 +43,13 @@ class HostWork:
     before_s: float = 0.0
     after_s: float = 0.0
     pack_s: float = 0.0
+    piece_s: float = 0.0
     wake_s: float = 0.0
     apart_s: float = 0.0
     jitter: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("before_s", "after_s", "pack_s", "wake_s", "apart_s"):
+        for name in ("before_s", "after_s", "pack_s", "piece_s", "wake_s", "apart_s"):
             check_mass(name, getattr(self, name))
         check_masses("jitter", self.jitter)
 
@@ -78,6 +81,7 @@ class Replica:
     Args:
       loading: "layerwise" lets layers run while later ones load (CacheCraft alg. 2), "sync" loads all first.
       preloads: reads what waiting requests reuse from disk while they wait (CacheCraft sec. 3.5).
+      seed: of what is drawn by chance, with `name`.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Replica:
         host_work: HostWork = HostWork(),
         loading: str = "layerwise",
         preloads: bool = True,
+        seed: int = 0,
     ) -> None:
         if loading not in LOADINGS:
             raise ValueError(f"loading: wanted one of {', '.join(LOADINGS)}, got {loading!r}")
@@ -105,7 +110,7 @@ class Replica:
         self._is_layerwise = loading == "layerwise"
         self._preloads = preloads and bool(cache.settings.disk_cache_bytes)
         self._index = int(name)
-        self._rng = random.Random(self._index)
+        self._rng = random.Random(f"{seed} {name}")
         self._jobs: dict[str, Job] = {}
         self._waiting: dict[str, Job] = {}
         self._free_pages = settings.num_pages
@@ -267,20 +272,20 @@ class Replica:
     def _run_pack(self, pieces: list) -> None:
         jobs = [self._jobs[piece.request_id] for piece in pieces]
         sizes: list[Piece] = []
-        load_s = host_s = 0.0
+        host, num_begun, load_s = self._host_work, 0, 0.0
         for job, piece in zip(jobs, pieces, strict=True):
             assert job.planned is not None
             cached = job.planned.num_tokens - job.planned.computed
             sizes.append(Piece(piece.num_tokens, cached + piece.start + piece.num_tokens, piece.is_last))
             if not piece.start:
                 load_s = max(load_s, job.loaded_at_s - self.now_s)
-                host_s += self._host_work.before_s
+                num_begun += 1
         compute_s, num_layers = self._costs.pack_s(sizes), self._costs.num_layers
         whole_s = overlapped_s(compute_s, load_s, num_layers) if self._is_layerwise else compute_s + load_s
-        whole_s += self._host_work.pack_s + (self._host_work.wake_s if self._has_paused else 0.0)
-        if self._host_work.jitter:
-            whole_s *= self._rng.choice(self._host_work.jitter)
-        whole_s += host_s
+        whole_s += host.pack_s + (len(sizes) - 1) * host.piece_s + (host.wake_s if self._has_paused else 0.0)
+        if host.jitter:
+            whole_s *= self._rng.choice(host.jitter)
+        whole_s += max(1, num_begun) * host.before_s
         self._has_paused = False
         if self.scheduler.num_decoding:
             for _ in range(num_layers):
@@ -297,13 +302,13 @@ class Replica:
             assert job.planned is not None and job.ticket is not None
             if not job.is_prefilled:
                 job.is_prefilled = True
-                self._outcome.ttft_s[job.number] = self.now_s - job.arrival_s + self._host_work.apart_s
+                self._outcome.ttft_s[job.number] = self.now_s - job.arrival_s + host.apart_s
                 self._outcome.note_prefill(job.number, job.planned, job.ticket)
                 kept.append(job.planned)
             self._take_token(job)
         for planned in kept:  # once the first tokens are out
             self.cache.keep(planned)
-        self.now_s += len(kept) * self._host_work.after_s
+        self.now_s += len(kept) * host.after_s
 
     def _decode(self) -> None:
         step = self.scheduler.next_decode(self._free_pages, self._as_costs())

@@ -68,6 +68,7 @@ class Simulation:
                 host_work=deployment.host_work,
                 loading=deployment.loading,
                 preloads=deployment.preloads,
+                seed=seed,
             )
             for name in range(deployment.replicas)
         ]

@@ -3,17 +3,17 @@ no cost model but a measured grid."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import scipy.optimize
 
 from ccjax.engine.requests import Response
-from ccjax.policy.prefill_cost import PrefillGrid
+from ccjax.simulation.costs import GridCosts, Piece
 from ccjax.simulation.replica import HostWork
 
 
@@ -60,10 +60,10 @@ class Speed:
     """What a machine did.
 
     Attributes:
-      scale: times by which prefills took longer than profiled ones of the same sizes, when another one had just run.
+      scale: times by which packs took longer than profiled ones of the same pieces, when another one had just run.
       head_s: what the output head and the draw of the first token took of that, in profiled seconds.
       host_work: what came on top of them.
-      num_fitted: prefills that say so: such as shared no pack.
+      num_fitted: packs that say so: such as ended a prompt, of which it is known how the others took part.
     """
 
     scale: float
@@ -72,41 +72,93 @@ class Speed:
     num_fitted: int
 
 
-def fit(prefills: Sequence[Prefill], grid: PrefillGrid, batched_tokens: int) -> Speed:
+class _Pack(NamedTuple):
+    """Some prefills' tokens that ran together.
+
+    Attributes:
+      ended_s: None where no prompt ended.
+      pieces: None where it is not known how many tokens each of them had.
+      num_begun, num_ended: prefills of which it was the first pack, the last.
+      arrived_s: when the first came of those that began in it; None without any.
+    """
+
+    started_s: float
+    ended_s: float | None
+    pieces: tuple[Piece, ...] | None
+    num_begun: int
+    num_ended: int
+    arrived_s: float | None
+
+
+def fit(prefills: Sequence[Prefill], costs: GridCosts, batched_tokens: int) -> Speed:
     """The speed of a machine while it did these, in packs of so many tokens at most.
 
     Raises:
-      ValueError: fewer than four shared no pack with others; all of these came after a pause, or none.
+      ValueError: fewer than four packs say something, or all of these came after a pause, or none.
     """
-    num_in = collections.Counter(start_s for one in prefills for start_s in one.packs_s)
-    alone = [one for one in prefills if all(num_in[start_s] == 1 for start_s in one.packs_s)]
     before, behind, rows, taken = [], [], [], []
-    head_s = statistics.median(one.ended_s - one.layers_s for one in alone) if alone else 0.0
-    for one in alone:
-        started_s, num_packs = one.packs_s[0], len(one.packs_s)
-        free_s = max((other.ended_s for other in prefills if other.ended_s <= started_s), default=-math.inf)
-        is_awake = one.arrived_s < free_s
-        (behind if is_awake else before).append(started_s - max(one.arrived_s, free_s))
-        rows.append((_profiled_s(one, grid, batched_tokens), num_packs, float(not is_awake)))
-        taken.append(one.ended_s - started_s + (num_packs - 1) * head_s)  # the profile has the head in every pack
-    if len(alone) < 4 or not before or not behind:
-        found = f"got {len(before)} and {len(behind)}"
-        raise ValueError(f"wanted prefills alone in their packs, some after a pause and some not, {found}")
-    (scale, pack_s, wake_s), _ = scipy.optimize.nnls(np.asarray(rows), np.asarray(taken))
+    free_s: float | None = -math.inf
+    has_ended_one = False
+    for pack in _packs(prefills, batched_tokens):
+        is_awake = free_s is None or pack.arrived_s is None or pack.arrived_s < free_s
+        if pack.num_begun == 1 and pack.arrived_s is not None and not is_awake:
+            before.append(pack.started_s - pack.arrived_s)
+        elif pack.num_begun < 2 and free_s is not None and has_ended_one:
+            behind.append(pack.started_s - free_s)
+        if pack.ended_s is not None and pack.pieces is not None:
+            rows.append((costs.pack_s(pack.pieces), 1.0, len(pack.pieces) - 1.0, float(not is_awake)))
+            taken.append(pack.ended_s - pack.started_s)
+        free_s = pack.ended_s
+        has_ended_one = pack.num_ended == 1
+    if len(rows) < 4 or not before or not behind:
+        raise ValueError(
+            "wanted packs in which prompts end, some after a pause and some not, "
+            f"got {len(rows)}, {len(before)} and {len(behind)}"
+        )
+    weights, _ = scipy.optimize.nnls(np.asarray(rows), np.asarray(taken))
+    scale, pack_s, piece_s, wake_s = weights.tolist()
     if not scale:
-        raise ValueError("wanted prefills that take longer the more they compute, got others")
-    wanted = np.asarray(rows) @ (scale, pack_s, wake_s)
+        raise ValueError("wanted packs that take longer the more they compute, got others")
+    wanted = np.asarray(rows) @ weights
     jitter = np.asarray(taken) / wanted
     jitter *= sum(taken) / wanted.sum() / jitter.mean()  # drawn for packs of any size, they take what these took in all
     before_s = statistics.fmean(before)
     after_s = max(0.0, statistics.fmean(behind) - before_s)
     apart_s = max(0.0, statistics.fmean(one.ttft_s - (one.ended_s - one.arrived_s) for one in prefills))
-    host_work = HostWork(before_s, after_s, float(pack_s), float(wake_s), apart_s, tuple(jitter.tolist()))
-    return Speed(float(scale), head_s / float(scale), host_work, len(alone))
+    host_work = HostWork(before_s, after_s, pack_s, piece_s, wake_s, apart_s, tuple(jitter.tolist()))
+    head_s = statistics.median(one.ended_s - one.layers_s for one in prefills)
+    return Speed(scale, head_s / scale, host_work, len(rows))
 
 
-def _profiled_s(one: Prefill, grid: PrefillGrid, batched_tokens: int) -> float:
-    """What its packs take by the profile: all but the last are full."""
-    sizes = [batched_tokens] * (len(one.packs_s) - 1)
-    sizes.append(one.new - sum(sizes))
-    return sum(grid.prefill_s(one.cached + sum(sizes[:at]), size) for at, size in enumerate(sizes))
+def _packs(prefills: Sequence[Prefill], batched_tokens: int) -> Iterator[_Pack]:
+    """All packs in order. A prompt that ends in one has all that is left of it there; one that goes on has the rest of
+    the pack, if it is the only such one."""
+    members: dict[float, list[int]] = {}
+    for number, one in enumerate(prefills):
+        for started_s in one.packs_s:
+            members.setdefault(started_s, []).append(number)
+    left: dict[int, int | None] = {number: one.new for number, one in enumerate(prefills)}
+    for started_s, numbers in sorted(members.items()):
+        ending = [number for number in numbers if prefills[number].packs_s[-1] == started_s]
+        going_on = [number for number in numbers if number not in ending]
+        sizes = {number: left[number] for number in ending}
+        for number in going_on:
+            known = [size for size in sizes.values() if size is not None]
+            is_known = len(going_on) == 1 and len(known) == len(sizes)
+            sizes[number] = batched_tokens - sum(known) if is_known else None
+        pieces = []
+        for number, size in sizes.items():
+            was_left = left[number]
+            left[number] = None if size is None or was_left is None else was_left - size
+            if size is not None and was_left is not None:
+                one = prefills[number]
+                pieces.append(Piece(size, one.cached + one.new - was_left + size, number in ending))
+        begun = [prefills[number] for number in numbers if prefills[number].packs_s[0] == started_s]
+        yield _Pack(
+            started_s,
+            max((prefills[number].ended_s for number in ending), default=None),
+            tuple(pieces) if len(pieces) == len(numbers) else None,
+            len(begun),
+            len(ending),
+            min((one.arrived_s for one in begun), default=None),
+        )

@@ -66,6 +66,7 @@ _POLICY = "saved_seconds"
 _SEATS = 4
 _MAX_MODEL_LEN = 1088  # profiles go up to less than half of it: a whole pack behind a whole pack
 _NUM_PROFILES = 4
+_NUM_DRAWS = 10
 _APART_S = 1e4
 _PLENTY_OF_PAGES = 1 << 16
 
@@ -157,8 +158,9 @@ def _case(
             advance,
             on_traced=lambda response, one: prefills.append(Prefill.of(response, one.ttft_s)),
         )
-    speed = fit(prefills, grid, BATCHED_TOKENS)
-    costs = GridCosts(grid, SHAPE[0], decode_fixed_s=0.0, head_s=speed.head_s, scale=speed.scale)
+    costs = GridCosts(grid, SHAPE[0], decode_fixed_s=0.0)
+    speed = fit(prefills, costs, BATCHED_TOKENS)
+    costs = dataclasses.replace(costs, head_s=speed.head_s, scale=speed.scale)
     simulated, share = _simulate(bench, prompts, times_s, strategy, costs, speed.host_work)
     measured = np.asarray([one.ttft_s for one in served])
     return {
@@ -195,7 +197,8 @@ def _simulate(
     costs: GridCosts,
     host_work: HostWork,
 ) -> tuple[np.ndarray, float]:
-    """TTFT of the measured requests, the past before them one by one; and their mean share of computed tokens."""
+    """TTFT of the measured requests, the past before them one by one, of several draws of how long packs take; and
+    their mean share of computed tokens."""
     numbers: dict[str, int] = {}
     lists, systems = [], []
     for prompt in prompts:
@@ -233,9 +236,9 @@ def _simulate(
         ),
         host_work=host_work,
     )
-    outcome = Simulation(deployment, workload).run()
-    shares = outcome.computed[num_past:] / outcome.prompt[num_past:]
-    return outcome.ttft_s[num_past:], float(shares.mean())
+    outcomes = [Simulation(deployment, workload, seed=seed).run() for seed in range(_NUM_DRAWS)]
+    shares = [outcome.computed[num_past:] / outcome.prompt[num_past:] for outcome in outcomes]
+    return np.concatenate([outcome.ttft_s[num_past:] for outcome in outcomes]), float(np.mean(shares))
 
 
 def _mean(values) -> float:

@@ -149,6 +149,18 @@ def test_the_first_pack_after_a_pause_takes_longer():
     assert times(run) == pytest.approx([0.160, 0.160 - 0.001 + 0.070, 0.050 + 0.030])
 
 
+def test_more_prompts_in_a_pack_make_it_longer_and_each_pack_needs_the_host():
+    work = workload([0, 0.001, 0.001], [[A], [B], [C]])
+    plain = times(simulated(work, deployment()))
+    run = times(simulated(work, deployment(host_work=HostWork(before_s=0.02, piece_s=0.01))))
+    assert plain[0] < plain[1] == plain[2]
+    assert run == pytest.approx([plain[0] + 0.02, *[plain[1] + 0.02 + 2 * 0.02 + 0.01] * 2])
+    scheduler = {"max_num_batched_tokens": 64}
+    (plain_s,) = times(simulated(workload([0], [[A]]), deployment(scheduler=scheduler)))
+    divided = simulated(workload([0], [[A]]), deployment(scheduler=scheduler, host_work=HostWork(before_s=0.02)))
+    assert divided.outcome.num_packs == 2 and times(divided) == pytest.approx([plain_s + 2 * 0.02])
+
+
 def test_each_pack_takes_its_own_time():
     work = workload(range(400), [[(n, 40)] for n in range(400)])
     plain = np.array(times(simulated(work, deployment(host_work=HostWork(before_s=0.02, wake_s=0.01)))))
