@@ -144,8 +144,9 @@ def _packs(prefills: Sequence[Prefill], batched_tokens: int) -> Iterator[_Pack]:
         sizes = {number: left[number] for number in ending}
         for number in going_on:
             known = [size for size in sizes.values() if size is not None]
-            is_known = len(going_on) == 1 and len(known) == len(sizes)
-            sizes[number] = batched_tokens - sum(known) if is_known else None
+            rest = batched_tokens - sum(known)
+            is_known = len(going_on) == 1 and len(known) == len(sizes) and rest > 0
+            sizes[number] = rest if is_known else None
         pieces = []
         for number, size in sizes.items():
             was_left = left[number]

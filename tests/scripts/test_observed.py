@@ -111,6 +111,7 @@ def test_packs_that_were_divided_nobody_knows_how_tell_nothing(prefills):
 
     alone = fit(prefills, COSTS, PACK)
     odd = [more(400, (0.0, 5.0), 9.0), more(350, (0.0, 5.0), 9.0), more(500, (5.0, 10.0), 14.0)]
+    odd += [more(PACK, (20.0,), 24.0), more(500, (20.0, 25.0), 29.0)]  # more than fits
     found = fit([*prefills, *odd], COSTS, PACK)
     assert found.num_fitted == alone.num_fitted and found.scale == pytest.approx(SCALE)
     wanted = dataclasses.replace(HOST, after_s=found.host_work.after_s)
