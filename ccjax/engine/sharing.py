@@ -56,9 +56,10 @@ class SharedPrefill:
         has_more = self._follow(arrived)
         if not self._taken:
             return "plan" if has_more else "go"
-        if self._longest_s is None:
-            num_tokens = sum(lengths[VariantId(variant_id)] for variant_id in self._taken)
-            self._longest_s = longest_shared_wait_s(num_tokens, self._seconds_per_token)
+        # Who has just won the first may be about to claim the others: these count once they are seen.
+        num_tokens = sum(lengths[VariantId(variant_id)] for variant_id in self._taken)
+        longest_s = longest_shared_wait_s(num_tokens, self._seconds_per_token)
+        self._longest_s = longest_s if self._longest_s is None else max(self._longest_s, longest_s)
         self._pause_s = _FIRST_PAUSE_S
         self._looked_at = time.perf_counter()
         self._next_look = self._looked_at + self._pause_s

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ccjax.engine.prefill import PrefillCancelledError
 from ccjax.engine.sharing import SharedPrefill
 from ccjax.errors import ConfigError
 from ccjax.policy.capture import variants_to_compute
+from ccjax.policy.loading import longest_shared_wait_s
 from ccjax.types import VariantId
 from store import StoreUnavailableError
 from tests.engine.helpers import TinyModel, draw_segments, permuted
@@ -166,6 +168,45 @@ def test_a_wait_for_nothing_is_bounded_and_computes_itself(url, monkeypatch):
         assert response.reuse.plan_s < 1.0
         assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
         assert engine.rates.seconds_per_token < 0.01  # waiting is not taken for computing
+
+
+class Winner:
+    """Claims of somebody who wins the race for "a", and claims the others only then; they are never stored."""
+
+    def __init__(self) -> None:
+        self.stored: tuple[str, ...] = ()
+
+    def claim(self, variant_ids, seconds):
+        return ()
+
+    def committed(self, variant_ids):
+        return tuple(one for one in variant_ids if one in self.stored)
+
+    def taken(self, variant_ids):
+        return frozenset(variant_ids) & ({"b", "c"} if self.stored else {"a"})
+
+
+def test_what_a_winner_claims_late_is_waited_for_as_long_as_it_takes(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("ccjax.engine.sharing.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(
+        "ccjax.engine.sharing.variants_to_compute", lambda plan, known: {"a": 100, "b": 2000, "c": 3000}
+    )
+    index = SimpleNamespace(follow=lambda arrived, gone: (len(arrived), 0))
+    shared = SharedPrefill(claims := Winner(), index, 1e-3)
+
+    def wait() -> None:
+        while not shared.look():
+            clock[0] += 0.01
+
+    assert shared.settle(None, {}) == "wait"
+    claims.stored = ("a",)
+    wait()
+    assert shared.waited_s < longest_shared_wait_s(100, 1e-3)
+    assert shared.settle(None, {}) == "wait"
+    wait()
+    assert shared.waited_s == pytest.approx(longest_shared_wait_s(5000, 1e-3), abs=0.3)
+    assert shared.settle(None, {}) == "go" and longest_shared_wait_s(5000, 1e-3) > 2 * longest_shared_wait_s(100, 1e-3)
 
 
 def test_a_holder_that_gives_up_is_succeeded_at_once(url, monkeypatch):
