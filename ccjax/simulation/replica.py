@@ -8,6 +8,7 @@ nothing fails, nobody cancels; of n answers there is one; there is one flow and 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 from ccjax.engine.pool import PAGE_TOKENS, num_pages
@@ -37,7 +38,8 @@ class HostWork:
       piece_s: by which it takes longer for each prompt in it beyond the first.
       wake_s: by which a pack takes longer when nothing ran before it: on a CPU the weights have left its caches.
       apart_s: of a request's latency, beside all that: its text is tokenized, its answer handed over.
-      jitter: times by which packs took longer than they should; one of them is drawn for each pack. Empty for none.
+      jitter: times by which packs took longer than they should, one after the other: a machine that is slow is so for
+        a while. They come again in that order, from one on that is drawn by chance. Empty for none.
     """
 
     before_s: float = 0.0
@@ -110,7 +112,8 @@ class Replica:
         self._is_layerwise = loading == "layerwise"
         self._preloads = preloads and bool(cache.settings.disk_cache_bytes)
         self._index = int(name)
-        self._rng = random.Random(f"{seed} {name}")
+        first = random.Random(f"{seed} {name}").randrange(max(1, len(host_work.jitter)))
+        self._jitter = itertools.cycle(host_work.jitter[first:] + host_work.jitter[:first] or (1.0,))
         self._jobs: dict[str, Job] = {}
         self._waiting: dict[str, Job] = {}
         self._free_pages = settings.num_pages
@@ -283,9 +286,7 @@ class Replica:
         compute_s, num_layers = self._costs.pack_s(sizes), self._costs.num_layers
         whole_s = overlapped_s(compute_s, load_s, num_layers) if self._is_layerwise else compute_s + load_s
         whole_s += host.pack_s + (len(sizes) - 1) * host.piece_s + (host.wake_s if self._has_paused else 0.0)
-        if host.jitter:
-            whole_s *= self._rng.choice(host.jitter)
-        whole_s += max(1, num_begun) * host.before_s
+        whole_s = whole_s * next(self._jitter) + max(1, num_begun) * host.before_s
         self._has_paused = False
         if self.scheduler.num_decoding:
             for _ in range(num_layers):

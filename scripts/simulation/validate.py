@@ -59,7 +59,7 @@ SHAPE = (4, 256, 4)
 """Layers, width and heads of the model."""
 TARGET = 0.15
 """Simulated mean and p99 should be this close to measured ones."""
-_MOST_REQUESTS = 400
+_MOST_REQUESTS = 1000
 _NUM_PASSAGES = 3
 _BUDGET_SHARE = 0.4
 _POLICY = "saved_seconds"

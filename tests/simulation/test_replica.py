@@ -1,5 +1,6 @@
 """One replica against times and tokens worked out by hand."""
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -162,14 +163,16 @@ def test_more_prompts_in_a_pack_make_it_longer_and_each_pack_needs_the_host():
 
 
 def test_each_pack_takes_its_own_time():
-    work = workload(range(400), [[(n, 40)] for n in range(400)])
+    work = workload(range(9), [[(n, 40)] for n in range(9)])
     plain = np.array(times(simulated(work, deployment(host_work=HostWork(before_s=0.02, wake_s=0.01)))))
-    host = HostWork(before_s=0.02, wake_s=0.01, jitter=(0.5, 1.0, 3.0))
-    run = np.array(times(simulated(work, deployment(host_work=host))))
-    factors = (run - 0.02) / (plain - 0.02)
-    found, counts = np.unique(factors.round(6), return_counts=True)
-    assert found.tolist() == [0.5, 1.0, 3.0] and counts.min() > 400 / 3 - 4 * np.sqrt(400 * 2 / 9)
-    assert times(simulated(work, deployment(host_work=host))) == run.tolist()
+    host, firsts = HostWork(before_s=0.02, wake_s=0.01, jitter=(0.5, 1.0, 3.0, 1.5)), []
+    for seed in range(40):
+        run = np.array(times(simulated(work, deployment(host_work=host), seed=seed)))
+        factors = ((run - 0.02) / (plain - 0.02)).round(6).tolist()
+        firsts.append(host.jitter.index(factors[0]))
+        assert factors == [host.jitter[(firsts[-1] + number) % 4] for number in range(9)]
+        assert times(simulated(work, deployment(host_work=host), seed=seed)) == run.tolist()
+    assert min(collections.Counter(firsts).values()) >= 3 and set(firsts) == set(range(4))
     with pytest.raises(ValueError, match=r"jitter\[1\]: wanted a finite number of at least 0, got -1.0"):
         HostWork(jitter=(1.0, -1.0))
 
