@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from store import KVSpec, ShardRecord, StoreIdentity, TieredStore
+from store import KVSpec, ShardCorruptError, ShardRecord, StoreIdentity, TieredStore
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
 BF16 = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="bfloat16")
@@ -78,3 +79,21 @@ def bytes_on_disk(path: Path) -> int:
     """Bytes of all data objects and records of our namespace."""
     folders = [namespace_of(path) / name for name in ("data", "records")]
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+
+
+def object_of(place: Any, variant_id: str, store: TieredStore, identity: StoreIdentity) -> str:
+    """Puts a variant and says which data object it is in."""
+    before = set(place.object_keys(identity))
+    put(store, variant_id)
+    (new,) = set(place.object_keys(identity)) - before
+    return new
+
+
+def assert_swapped_objects_are_refused(place: Any, store: TieredStore, identity: StoreIdentity) -> None:
+    first, second = (object_of(place, variant_id, store, identity) for variant_id in ("v", "w"))
+    raw = place.read(first)
+    place.write(first, place.read(second))
+    place.write(second, raw)
+    for variant_id in ("v", "w"):
+        with pytest.raises(ShardCorruptError):
+            get(store, variant_id)

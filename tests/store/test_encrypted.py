@@ -12,7 +12,19 @@ from store import KVSpec, ShardCorruptError, StorageFormat, StoreCipher, StoreId
 from store.encryption import OVERHEAD_BYTES
 from store.formats import object_bytes
 from store.signing import SealError
-from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_record, open_store, put, url_of
+from tests.store.kv import (
+    OURS,
+    SPEC,
+    assert_same_bytes,
+    assert_swapped_objects_are_refused,
+    get,
+    make_kv,
+    make_record,
+    object_of,
+    open_store,
+    put,
+    url_of,
+)
 
 KEY, OLD_KEY, THEIR_KEY = b"k" * 32, b"o" * 32, b"t" * 32
 HEAD_BYTES = OVERHEAD_BYTES - 16
@@ -29,13 +41,6 @@ SEALED = StoreIdentity("model-a", keys=StoreKeys((KEY,)))
 
 def opened(place, identity=HIDDEN, **options):
     return open_store(place.url, identity=identity, host_bytes=0, **options)
-
-
-def object_of(place, variant_id, store) -> str:
-    before = set(place.object_keys(HIDDEN))
-    put(store, variant_id)
-    (new,) = set(place.object_keys(HIDDEN)) - before
-    return new
 
 
 # -- what is hidden ------------------------------------------------------------------------------------------------
@@ -157,7 +162,7 @@ def test_changed_record_misses_and_is_quarantined(place, how):
 @pytest.mark.parametrize("how", ["magic", "bit", "nonce", "key id", "tag", "truncated", "plain"])
 def test_changed_kv_misses_and_is_counted(place, how):
     with opened(place) as store:
-        key = object_of(place, "v", store)
+        key = object_of(place, "v", store, HIDDEN)
         raw = bytearray(place.read(key))
         frame = make_kv("v")[0].nbytes + OVERHEAD_BYTES
         at = {"magic": 0, "bit": HEAD_BYTES + 9, "nonce": 20, "key id": 9, "tag": frame - 1}.get(how)
@@ -173,13 +178,7 @@ def test_changed_kv_misses_and_is_counted(place, how):
 
 def test_objects_of_two_variants_swapped(place):
     with opened(place) as store:
-        first, second = object_of(place, "v", store), object_of(place, "w", store)
-        raw = place.read(first)
-        place.write(first, place.read(second))
-        place.write(second, raw)
-        for variant_id in ("v", "w"):
-            with pytest.raises(ShardCorruptError):
-                get(store, variant_id)
+        assert_swapped_objects_are_refused(place, store, HIDDEN)
 
 
 def test_what_is_encrypted_is_bound_to_what_it_is(monkeypatch):

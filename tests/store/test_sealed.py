@@ -18,7 +18,19 @@ from store.notes import Notes
 from store.objects import open_root
 from store.records import decode_record, encode_record
 from store.signing import SEAL_BYTES, SealError
-from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_record, open_store, put, url_of
+from tests.store.kv import (
+    OURS,
+    SPEC,
+    assert_same_bytes,
+    assert_swapped_objects_are_refused,
+    get,
+    make_kv,
+    make_record,
+    object_of,
+    open_store,
+    put,
+    url_of,
+)
 
 KEY, OLD_KEY, THEIR_KEY = b"k" * 32, b"o" * 32, b"t" * 32
 SEALED = StoreIdentity("model-a", keys=StoreKeys((KEY,)))
@@ -28,13 +40,6 @@ SIZE = SPEC.num_bytes(5)
 
 def opened(place, identity=SEALED, **options):
     return open_store(place.url, identity=identity, host_bytes=0, **options)
-
-
-def object_of(place, variant_id, store) -> str:
-    before = set(place.object_keys(SEALED))
-    put(store, variant_id)
-    (new,) = set(place.object_keys(SEALED)) - before
-    return new
 
 
 def record_of(place, variant_id) -> str:
@@ -113,7 +118,7 @@ def test_other_kv_with_every_checksum_made_right_is_not_read(place, sealed_by):
     """Whoever cannot seal can still write other KV, the record that fits it, and put both in place."""
     bad = make_kv("v", writer=7)
     with opened(place) as store:
-        key = object_of(place, "v", store)
+        key = object_of(place, "v", store, SEALED)
     raw = place.read(record_of(place, "v"))
     place.write(key, bad.tobytes() + place.read(key)[SIZE:])
     forged = forged_record(raw, bad)
@@ -137,7 +142,7 @@ def test_other_kv_with_every_checksum_made_right_is_not_read(place, sealed_by):
 def test_other_kv_of_the_same_xxh3_is_not_read(place, monkeypatch):
     """xxh3 can be made to collide; here it always does. What the record binds the KV by is sha256."""
     with opened(place) as store:
-        key = object_of(place, "v", store)
+        key = object_of(place, "v", store, SEALED)
         place.write(key, make_kv("v", writer=7).tobytes() + place.read(key)[SIZE:])
         monkeypatch.setattr("store.signing.xxhash.xxh3_64_intdigest", lambda data: 5)
         with pytest.raises(ShardCorruptError, match="not the one that the record commits"):
@@ -146,13 +151,7 @@ def test_other_kv_of_the_same_xxh3_is_not_read(place, monkeypatch):
 
 def test_objects_of_two_variants_swapped(place):
     with opened(place) as store:
-        first, second = object_of(place, "v", store), object_of(place, "w", store)
-        raw = place.read(first)
-        place.write(first, place.read(second))
-        place.write(second, raw)
-        for variant_id in ("v", "w"):
-            with pytest.raises(ShardCorruptError):
-                get(store, variant_id)
+        assert_swapped_objects_are_refused(place, store, SEALED)
 
 
 def test_records_of_two_variants_swapped(place):
@@ -181,10 +180,10 @@ def test_old_record_put_back_over_a_new_one_misses(place):
 def test_old_record_over_the_new_object_does_not_bind_it(place):
     """The new object, which is another variant's here, moved to the name that the old record commits."""
     with opened(place) as store:
-        old_object = object_of(place, "v", store)
+        old_object = object_of(place, "v", store, SEALED)
         old = place.read(record_of(place, "v"))
         store.discard("v")
-        other = place.read(object_of(place, "w", store))
+        other = place.read(object_of(place, "w", store, SEALED))
     place.write(old_object, other)
     place.write(record_of(place, "v"), old)
     with opened(place) as store, pytest.raises(ShardCorruptError):
