@@ -5,7 +5,10 @@ the steps of one query block. All query heads of one kv head are rows of the sam
   - The bounds of each query block are prefetched scalars. A step outside them does nothing, and its block index repeats
     its neighbour's, so nothing is loaded for it either.
   - Blocks that every query sees whole take a branch without a mask.
-  - The segment mass is one more product per step, P @ onehot(segment), which shares the softmax.
+  - The sum of a row's weights and its parts on each segment are one more product per step, onehot(segment) @ P^T with a
+    row of ones: the weights are the operand that the matrix units hold, so the one-hots stream through in few rows.
+  - The rows are computed in two halves, the second's scores before the first's softmax: the matrix units have work while
+    the vector units have theirs.
   - A fused rotation turns a key block once for all query heads of its kv head.
 """
 
@@ -27,6 +30,7 @@ from pallas_kernels.attention.output import AttentionOutput, OutputParts
 from pallas_kernels.rope import rotation_table
 
 _LANES = 128
+_SUBLANES = 8
 _LEAST_QUERIES = 16
 """Rows of one tile of bfloat16."""
 _A_BT = (((1,), (1,)), ((), ()))
@@ -55,13 +59,12 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Running softmax of R = G * B rows: weighted values [R, H], weighted one-hots [R, C] or None, and top score and
-    sum [R, 128], the same in all lanes."""
+    """Running softmax of R = G * B rows: weighted values [R, H], top score [R, 128], the same in all lanes, and sums of
+    weights [C, R]: of each segment, and in the last row of all slots."""
 
     values: Any
     top: Any
-    total: Any
-    mass: Any = None
+    sums: Any
 
 
 def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratch, *, scale: float) -> None:
@@ -73,14 +76,13 @@ def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratc
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     i, j = pl.program_id(1), pl.program_id(2)
     first, full_first, full_last, last = (bounds[n, i] for n in range(4))
+    halves = _halves(group, block)
 
     @pl.when(j == 0)
     def _start() -> None:
         scratch.top[...] = jnp.full_like(scratch.top, MASKED)
-        scratch.total[...] = jnp.zeros_like(scratch.total)
+        scratch.sums[...] = jnp.zeros_like(scratch.sums)
         scratch.values[...] = jnp.zeros_like(scratch.values)
-        if scratch.mass is not None:
-            scratch.mass[...] = jnp.zeros_like(scratch.mass)
 
     def rotated_keys() -> Array:
         if inputs.cos is None:
@@ -90,30 +92,34 @@ def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratc
         x, y = wide[:, :half], wide[:, half:]
         return jnp.concatenate([x * cos - y * sin, x * sin + y * cos], -1).astype(inputs.k.dtype)
 
+    def onehots() -> Array:
+        columns = scratch.sums.shape[0]
+        column = lax.broadcasted_iota(jnp.int32, (columns, keys), 0)
+        is_counted = column == columns - 1
+        if inputs.k_segment is not None:
+            is_counted |= column == inputs.k_segment[...]
+        return is_counted.astype(inputs.v.dtype)
+
     def step(is_masked: bool) -> None:
-        # In base 2, whose exponential is the cheaper one.
-        scores = product(inputs.q[...].reshape(rows, head_dim), rotated_keys(), _A_BT) * (scale * LOG2_E)
+        queries, step_keys, step_onehots = inputs.q[...].reshape(rows, head_dim), rotated_keys(), onehots()
         if is_masked:
             visible = inputs.k_pos[...] <= inputs.q_pos[...]
             if inputs.q_request is not None:
                 visible &= inputs.k_request[...] == inputs.q_request[...]
-            scores = jnp.where(visible[None], scores.reshape(group, block, keys), MASKED).reshape(rows, keys)
-        old_top = scratch.top[:, :1]
-        top = jnp.maximum(old_top, scores.max(-1, keepdims=True))
-        # A row that has seen no slot yet keeps top = MASKED; without the guard its masked scores would count as 1.
-        origin = jnp.where(top <= 0.5 * MASKED, 0.0, top) if is_masked else top
-        weights = jnp.exp2(scores - origin)
-        decay = jnp.exp2(old_top - top)
-        total = scratch.total[:, :1] * decay + weights.sum(-1, keepdims=True)
-        scratch.total[...] = jnp.broadcast_to(total, scratch.total.shape)
-        scratch.top[...] = jnp.broadcast_to(top, scratch.top.shape)
-        weights = weights.astype(inputs.v.dtype)
-        scratch.values[...] = scratch.values[...] * decay + product(weights, inputs.v[...], _A_B)
-        if scratch.mass is not None:
-            columns = scratch.mass.shape[1]
-            segments = lax.broadcasted_iota(jnp.int32, (columns, keys), 0)
-            onehot = (segments == inputs.k_segment[...]).astype(inputs.v.dtype)
-            scratch.mass[...] = scratch.mass[...] * decay + product(weights, onehot, _A_BT)
+        # In base 2, whose exponential is the cheaper one.
+        all_scores = [product(queries[half], step_keys, _A_BT) * (scale * LOG2_E) for half in halves]
+        for half, scores in zip(halves, all_scores, strict=True):
+            if is_masked:
+                scores = jnp.where(visible[None], scores.reshape(-1, block, keys), MASKED).reshape(-1, keys)
+            old_top = scratch.top[half, :1]
+            top = jnp.maximum(old_top, scores.max(-1, keepdims=True))
+            # A row that has seen no slot yet keeps top = MASKED; without the guard its masked scores would count as 1.
+            origin = jnp.where(top <= 0.5 * MASKED, 0.0, top) if is_masked else top
+            weights = jnp.exp2(scores - origin).astype(inputs.v.dtype)
+            decay = jnp.exp2(old_top - top)
+            scratch.top[half] = jnp.broadcast_to(top, (top.shape[0], _LANES))
+            scratch.values[half] = scratch.values[half] * decay + product(weights, inputs.v[...], _A_B)
+            scratch.sums[:, half] = scratch.sums[:, half] * _as_row(decay) + product(step_onehots, weights, _A_BT)
 
     is_full = (j >= full_first) & (j < full_last)
     pl.when(is_full)(lambda: step(False))
@@ -121,14 +127,27 @@ def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratc
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _finish() -> None:
-        is_empty = scratch.total[...] == 0.0
-        total = jnp.where(is_empty, 1.0, scratch.total[...])
-        lse = jnp.where(is_empty, -jnp.inf, (scratch.top[...] + jnp.log2(total)) / LOG2_E)
-        inverse = 1.0 / total[:, :1]
-        outputs.out[...] = (scratch.values[...] * inverse).reshape(group, block, head_dim).astype(outputs.out.dtype)
-        outputs.lse[...] = lse.T[:1]
-        if scratch.mass is not None:
-            outputs.mass[...] = (scratch.mass[...] * inverse).reshape(group, block, scratch.mass.shape[1])
+        total = scratch.sums[-1:]
+        is_empty = total == 0.0
+        inverse = jnp.where(is_empty, 1.0, 1.0 / total)
+        outputs.lse[...] = jnp.where(is_empty, -jnp.inf, (_as_row(scratch.top[...]) + jnp.log2(total)) / LOG2_E)
+        values = scratch.values[...] * jnp.broadcast_to(inverse, (_LANES, rows)).T[:, :1]
+        outputs.out[...] = values.reshape(group, block, head_dim).astype(outputs.out.dtype)
+        if outputs.mass is not None:
+            outputs.mass[...] = scratch.sums[...] * inverse
+
+
+def _halves(group: int, block: int) -> list[slice]:
+    """The rows of each half of the heads; all of them where that would not fit whole lanes of a row per query."""
+    rows = group * block
+    if group % 2 or rows % (2 * _LANES):
+        return [slice(0, rows)]
+    return [slice(0, rows // 2), slice(rows // 2, rows)]
+
+
+def _as_row(column: Array) -> Array:
+    """[R, 1 or 128], the same in all lanes, as [1, R]."""
+    return jnp.broadcast_to(column, (column.shape[0], _LANES)).T[:1]
 
 
 def mosaic_tpu_attention(
@@ -159,7 +178,7 @@ def mosaic_tpu_attention(
     query_block = min(max(blocks.rows // group, _LEAST_QUERIES), power_of_two(num_queries, _LEAST_QUERIES))
     # The sizes are for two bytes; wider elements take shorter steps, for the same VMEM.
     key_block = min(max(_LANES, blocks.keys * 2 // k.dtype.itemsize), power_of_two(k.shape[0], _LANES))
-    columns = -(-num_segments // _LANES) * _LANES
+    columns = -(-(num_segments + 1) // _SUBLANES) * _SUBLANES
 
     v = used_values(v, k_pos)
     k, v = (padded(x, key_block).transpose(1, 0, 2) for x in (k, v))
@@ -188,6 +207,9 @@ def mosaic_tpu_attention(
 
     def slots(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((key_block, width), lambda head, i, j, bounds: (key_index(i, j, bounds), 0))
+
+    def rows_of(height: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, height, rows), lambda head, i, j, bounds: (head, i, 0, 0))
 
     query_column = pl.BlockSpec((query_block, 1), lambda head, i, j, bounds: (i, 0))
     slot_row = pl.BlockSpec((1, key_block), lambda head, i, j, bounds: (0, key_index(i, j, bounds)))
@@ -218,23 +240,18 @@ def mosaic_tpu_attention(
             out_specs=[
                 OutputParts(
                     queries(head_dim),
-                    queries(columns) if columns else None,
-                    pl.BlockSpec((None, None, 1, rows), lambda head, i, j, bounds: (head, i, 0, 0)),
+                    rows_of(columns) if num_segments else None,
+                    rows_of(1),
                 )
             ],
             scratch_shapes=[
-                _Scratch(
-                    memory((rows, head_dim)),
-                    memory((rows, _LANES)),
-                    memory((rows, _LANES)),
-                    memory((rows, columns)) if columns else None,
-                )
+                _Scratch(memory((rows, head_dim)), memory((rows, _LANES)), memory((columns, rows))),
             ],
         ),
         out_shape=[
             OutputParts(
                 shape(q.shape, q.dtype),
-                shape((*q.shape[:3], columns), jnp.float32) if columns else None,
+                shape((num_kv_heads, num_blocks, columns, rows), jnp.float32) if num_segments else None,
                 shape((num_kv_heads, num_blocks, 1, rows), jnp.float32),
             )
         ],
@@ -244,11 +261,10 @@ def mosaic_tpu_attention(
     )(bounds, inputs)
 
     def by_query(x: Array) -> Array:
-        return x.transpose(2, 0, 1, 3).reshape(num_rows, num_heads, -1)[:num_queries]
+        """[K, blocks, X, G * B] -> [N, Q, X]."""
+        x = x.reshape(num_kv_heads, num_blocks, -1, group, query_block).transpose(1, 4, 0, 3, 2)
+        return x.reshape(num_rows, num_heads, -1)[:num_queries]
 
-    lse = result.lse.reshape(num_kv_heads, num_blocks, group, query_block).transpose(1, 3, 0, 2)
-    return AttentionOutput(
-        by_query(result.out),
-        by_query(result.mass)[..., :num_segments] if columns else None,
-        lse.reshape(num_rows, num_heads)[:num_queries],
-    )
+    out = result.out.transpose(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)[:num_queries]
+    mass = by_query(result.mass)[..., :num_segments] if num_segments else None
+    return AttentionOutput(out, mass, by_query(result.lse)[..., 0])
