@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.blocks import MosaicBlocks
 from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two, used_values
 from pallas_kernels.attention.output import AttentionOutput, OutputParts
-from pallas_kernels.rope import rotation_table
+from pallas_kernels.rope.mosaic_tpu import lane_table, turned, turns
 
 _LANES = 128
 _SUBLANES = 8
@@ -43,7 +43,7 @@ class _Inputs(NamedTuple):
     Attributes:
       q: [G, B, H], the query heads of one kv head; q_pos, q_request: [B, 1].
       k, v: [T, H] of a key block; k_pos, k_segment, k_request: [1, T].
-      cos, sin: [T, H / 2] float32, of each slot's position.
+      rotation: [T, H] float32, `lane_table` of each slot's position.
     """
 
     q: Any
@@ -54,8 +54,7 @@ class _Inputs(NamedTuple):
     k_segment: Any = None
     q_request: Any = None
     k_request: Any = None
-    cos: Any = None
-    sin: Any = None
+    rotation: Any = None
 
 
 class _Scratch(NamedTuple):
@@ -85,12 +84,7 @@ def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratc
         scratch.values[...] = jnp.zeros_like(scratch.values)
 
     def rotated_keys() -> Array:
-        if inputs.cos is None:
-            return inputs.k[...]
-        half = head_dim // 2
-        wide, cos, sin = inputs.k[...].astype(jnp.float32), inputs.cos[...], inputs.sin[...]
-        x, y = wide[:, :half], wide[:, half:]
-        return jnp.concatenate([x * cos - y * sin, x * sin + y * cos], -1).astype(inputs.k.dtype)
+        return inputs.k[...] if inputs.rotation is None else turned(inputs.k[...], *turns(inputs.rotation[...]))
 
     def onehots() -> Array:
         columns = scratch.sums.shape[0]
@@ -196,17 +190,13 @@ def mosaic_tpu_attention(
     if k_segment is not None:
         inputs = inputs._replace(k_segment=padded(k_segment, key_block, -1)[None])
     if k_frequencies is not None:
-        cos, sin = rotation_table(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
-        inputs = inputs._replace(cos=cos, sin=sin)
+        inputs = inputs._replace(rotation=lane_table(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies))
 
     def key_index(i: Array, j: Array, bounds: Any) -> Array:
         return jnp.clip(j, bounds[0, i], jnp.maximum(bounds[3, i] - 1, bounds[0, i]))
 
     def queries(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, group, query_block, width), lambda head, i, j, bounds: (head, 0, i, 0))
-
-    def slots(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((key_block, width), lambda head, i, j, bounds: (key_index(i, j, bounds), 0))
 
     def rows_of(height: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, height, rows), lambda head, i, j, bounds: (head, i, 0, 0))
@@ -225,8 +215,7 @@ def mosaic_tpu_attention(
         k_segment=slot_row,
         q_request=query_column,
         k_request=slot_row,
-        cos=slots(head_dim // 2),
-        sin=slots(head_dim // 2),
+        rotation=pl.BlockSpec((key_block, head_dim), lambda head, i, j, bounds: (key_index(i, j, bounds), 0)),
     )
     specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     rows, num_blocks = group * query_block, num_rows // query_block
