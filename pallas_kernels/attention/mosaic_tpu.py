@@ -7,8 +7,8 @@ the steps of one query block. All query heads of one kv head are rows of the sam
   - Blocks that every query sees whole take a branch without a mask.
   - The sum of a row's weights and its parts on each segment are one more product per step, onehot(segment) @ P^T with a
     row of ones: the weights are the operand that the matrix units hold, so the one-hots stream through in few rows.
-  - The rows are computed in two halves, the second's scores before the first's softmax: the matrix units have work while
-    the vector units have theirs.
+  - The rows are computed in two halves, the second's scores before the first's softmax: the matrix units have work
+    while the vector units have theirs.
   - A fused rotation turns a key block once for all query heads of its kv head.
 """
 

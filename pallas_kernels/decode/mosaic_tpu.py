@@ -21,7 +21,8 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.bounds import LOG2_E, MASKED
 from pallas_kernels.decode.blocks import MosaicDecodeBlocks
 from pallas_kernels.decode.output import DecodeOutput, DecodeParts
-from pallas_kernels.decode.pages import num_entries, slot_rotations, used_slots, valid_pages
+from pallas_kernels.decode.pages import num_entries, slot_positions, used_slots, valid_pages
+from pallas_kernels.rope.mosaic_tpu import lane_table, turned, turns
 
 _LANES = 128
 _A_BT = (((1,), (1,)), ((), ()))
@@ -50,32 +51,30 @@ class _Inputs(NamedTuple):
       q: [K, G, H], the request's query heads by kv head.
       used: [1, M * T] int32, 1 for slots that hold a token.
       k, v: [K, P, T, H], the pools, in HBM.
-      cos, sin: [B, M * T, H / 2] float32, of each slot's position, in HBM.
+      rotation: [B, M * T, H] float32, `lane_table` of each slot's position, in HBM.
     """
 
     q: Any
     used: Any
     k: Any
     v: Any
-    cos: Any = None
-    sin: Any = None
+    rotation: Any = None
 
 
 class _Scratch(NamedTuple):
-    """Two buffers of S slots each, and a semaphore for each of them: k, v [2, K, S, H]; cos, sin [2, S, H / 2]."""
+    """Two buffers of S slots each, and a semaphore for each of them: k, v [2, K, S, H]; rotation [2, S, H]."""
 
     arrived: Any
     k: Any
     v: Any
-    cos: Any = None
-    sin: Any = None
+    rotation: Any = None
 
 
 def _kernel(
     plan: _Plan, inputs: _Inputs, outputs: DecodeParts, scratch: _Scratch, *, scale: float, entries: int
 ) -> None:
     num_kv_heads, group, head_dim = inputs.q.shape
-    page_size, half = inputs.k.shape[2], head_dim // 2
+    page_size = inputs.k.shape[2]
     slots = entries * page_size
     # Without the request float32 products would be rounded to bfloat16.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
@@ -90,26 +89,24 @@ def _kernel(
             here = pl.ds(number * page_size, page_size)
             for pool, loaded in ((inputs.k, scratch.k), (inputs.v, scratch.v)):
                 pltpu.make_async_copy(pool.at[:, page], loaded.at[buffer, :, here], arrived).start()
-        for table, loaded in ((inputs.cos, scratch.cos), (inputs.sin, scratch.sin)):
-            if table is not None:
-                pltpu.make_async_copy(table.at[whose, pl.ds(j * slots, slots)], loaded.at[buffer], arrived).start()
+        if inputs.rotation is not None:
+            rotation = inputs.rotation.at[whose, pl.ds(j * slots, slots)]
+            pltpu.make_async_copy(rotation, scratch.rotation.at[buffer], arrived).start()
 
     def wait_for(buffer: Array) -> None:
         """Semaphores count bytes, so one wait per array does for all of its pages."""
-        for loaded in (scratch.k, scratch.v, scratch.cos, scratch.sin):
+        for loaded in (scratch.k, scratch.v, scratch.rotation):
             if loaded is not None:
                 pltpu.make_async_copy(loaded.at[buffer], loaded.at[buffer], scratch.arrived.at[buffer]).wait()
 
     def scores_of(buffer: Array) -> Array:
-        if inputs.cos is None:
+        if inputs.rotation is None:
             return product(inputs.q[...], scratch.k[buffer], _HEADS_A_BT)
-        cos, sin = scratch.cos[buffer], scratch.sin[buffer]
-        scores = []
-        for head in range(num_kv_heads):  # one head at a time: rotated keys of all of them would not fit the registers
-            wide = scratch.k[buffer, head].astype(jnp.float32)
-            x, y = wide[:, :half], wide[:, half:]
-            k = jnp.concatenate([x * cos - y * sin, x * sin + y * cos], -1).astype(scratch.k.dtype)
-            scores.append(product(inputs.q[head], k, _A_BT))
+        cos, sin = turns(scratch.rotation[buffer])
+        # One head at a time: rotated keys of all of them would not fit the registers.
+        scores = [
+            product(inputs.q[head], turned(scratch.k[buffer, head], cos, sin), _A_BT) for head in range(num_kv_heads)
+        ]
         return jnp.stack(scores)
 
     def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -196,8 +193,9 @@ def mosaic_tpu_decode(
         v_pages,
     )
     if page_start is not None and k_frequencies is not None:
-        cos, sin = slot_rotations(jnp.pad(page_start, widths), page_size, k_frequencies)
-        inputs = inputs._replace(cos=cos, sin=sin)
+        positions = slot_positions(jnp.pad(page_start, widths), page_size)
+        rotation = lane_table(positions.reshape(-1), k_frequencies)
+        inputs = inputs._replace(rotation=rotation.reshape(*positions.shape, head_dim))
 
     def heads(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, num_kv_heads, group, width), lambda request, plan: (request, 0, 0, 0))
@@ -208,12 +206,11 @@ def mosaic_tpu_decode(
         used=pl.BlockSpec((None, 1, inputs.used.shape[2]), lambda request, plan: (request, 0, 0)),
         k=in_hbm,
         v=in_hbm,
-        cos=in_hbm,
-        sin=in_hbm,
+        rotation=in_hbm,
     )
     specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     pool = pltpu.VMEM((2, num_kv_heads, blocks.slots, head_dim), k_pages.dtype)
-    rotation = None if inputs.cos is None else pltpu.VMEM((2, blocks.slots, head_dim // 2), jnp.float32)
+    rotation = None if inputs.rotation is None else pltpu.VMEM((2, blocks.slots, head_dim), jnp.float32)
     (result,) = pl.pallas_call(
         functools.partial(_kernel, scale=scale, entries=entries),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -221,7 +218,7 @@ def mosaic_tpu_decode(
             grid=(num_requests,),
             in_specs=[specs],
             out_specs=[DecodeParts(heads(head_dim), heads(_LANES))],
-            scratch_shapes=[_Scratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, rotation, rotation)],
+            scratch_shapes=[_Scratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, rotation)],
         ),
         out_shape=[
             DecodeParts(
