@@ -48,5 +48,5 @@ TRITON = {
 MOSAIC_TPU = {
     "v5e": MosaicBlocks(rows=512, keys=1024),
     "v6e": MosaicBlocks(rows=1024, keys=1024),
-    "interpret": MosaicBlocks(rows=256, keys=128),
+    "interpret": MosaicBlocks(rows=512, keys=128),
 }

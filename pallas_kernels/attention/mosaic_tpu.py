@@ -15,6 +15,7 @@ the steps of one query block. All query heads of one kv head are rows of the sam
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -132,11 +133,10 @@ def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratc
 
 
 def _halves(group: int, block: int) -> list[slice]:
-    """The rows of each half of the heads; all of them where that would not fit whole lanes of a row per query."""
-    rows = group * block
-    if group % 2 or rows % (2 * _LANES):
-        return [slice(0, rows)]
-    return [slice(0, rows // 2), slice(rows // 2, rows)]
+    """Two runs of rows, as even as whole heads and whole lanes (of a row per query) allow; one if they allow none."""
+    rows, unit = group * block, math.lcm(block, _LANES)
+    middle = rows // 2 // unit * unit
+    return [slice(0, middle), slice(middle, rows)] if middle else [slice(0, rows)]
 
 
 def _as_row(column: Array) -> Array:
@@ -169,7 +169,9 @@ def mosaic_tpu_attention(
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
-    query_block = min(max(blocks.rows // group, _LEAST_QUERIES), power_of_two(num_queries, _LEAST_QUERIES))
+    # Powers of two, for groups of 3, 5 or 7 heads too: a block has to be whole tiles.
+    query_block = max(power_of_two(blocks.rows // group + 1, 1) // 2, _LEAST_QUERIES)
+    query_block = min(query_block, power_of_two(num_queries, _LEAST_QUERIES))
     # The sizes are for two bytes; wider elements take shorter steps, for the same VMEM.
     key_block = min(max(_LANES, blocks.keys * 2 // k.dtype.itemsize), power_of_two(k.shape[0], _LANES))
     columns = -(-(num_segments + 1) // _SUBLANES) * _SUBLANES

@@ -112,6 +112,8 @@ CASES = tuple(
     Case("one token", num_queries=1, num_segments=0),
     Case("32 tokens", num_queries=32),
     Case("heads of 64", head_dim=64),
+    Case("groups of 3 heads", num_heads=24),
+    Case("groups of 7 heads", num_heads=28, num_kv_heads=4),
     Case("float32", dtype="float32"),
 )
 STEP = Case("layer step, 8B TP4, 15 % of 16k", num_heads=8, num_kv_heads=2)
@@ -125,6 +127,7 @@ DECODE_CASES = (
     ),
     DecodeCase("decode, one request", num_requests=1, num_entries=2048),
     DecodeCase("decode, heads of 64", head_dim=64),
+    DecodeCase("decode, groups of 7 heads", num_heads=28, num_kv_heads=4),
     DecodeCase("decode, pages of 64", num_entries=128, page_size=64),
     DecodeCase("decode, float32", dtype="float32"),
 )

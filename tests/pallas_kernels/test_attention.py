@@ -13,6 +13,8 @@ SHAPES = [
     dict(heads=4, kv_heads=2, head_dim=128),
     dict(heads=4, kv_heads=1, queries=1),
     LONG,
+    dict(heads=6, kv_heads=2, head_dim=64, queries=140, slots=300, used=290),
+    dict(heads=7, kv_heads=1, queries=40),
     dict(queries=200, slots=200, used=200),
     dict(heads=4, kv_heads=1, head_dim=128, queries=16, dtype="bfloat16"),
 ]
