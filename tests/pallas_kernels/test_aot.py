@@ -49,6 +49,15 @@ def test_the_committed_figures_are_within_limits(target):
             assert violations(chip, name, figures, target.LIMITS, figures) == []
 
 
+@pytest.mark.parametrize("chip", tpu.CHIPS)
+def test_the_mass_costs_at_most_12_percent_of_the_tpu_kernel(chip):
+    """In bundles of the static schedule, for 16 segments."""
+    figures = json.loads(TABLE.read_text())["tpu"]["figures"][chip]
+    usual = next(case for case in ALL_CASES if case.name == "8B TP1, 15 % of 16k")
+    assert dataclasses.replace(usual, name="no mass", num_segments=0) in ALL_CASES and usual.num_segments == 16
+    assert figures[usual.name]["bundles"] <= 1.12 * figures["no mass"]["bundles"]
+
+
 TINY = LlamaConfig(512, 128, 2, 4, 2, 32, 256)
 
 
