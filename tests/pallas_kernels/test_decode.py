@@ -26,6 +26,7 @@ SHAPES = [
     dict(heads=4, kv_heads=1, head_dim=128, dtype="bfloat16"),
     dict(theta=10000.0),
     dict(theta=10000.0, head_dim=64, dtype="bfloat16"),
+    dict(theta=10000.0, head_dim=128),
 ]
 
 
