@@ -69,6 +69,7 @@ def compile_layer_step(
         config=config,
         num_segments=case.num_segments,
         implementation=implementation,
+        mesh=None,
     )
     executable = traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
     used = executable.memory_analysis()

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from scripts.kernels import gpu, tpu
-from scripts.kernels.cases import ALL_CASES
+from scripts.kernels.cases import ALL_CASES, STEP
+from scripts.kernels.compiling import compile_layer_step
 from scripts.kernels.steps import STEP_CASES, StepCase, compile_step, step_controls, step_figures
 from scripts.kernels_aot import TABLE, violations
 
@@ -75,6 +76,14 @@ def test_every_step_compiles_as_listed(case):
     arrays, _ = small(case).call(lambda axes, shape: None, "xla")
     assert figures["argument_bytes"] <= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     assert figures["hbm_bytes"] == sum(figures[f"{name}_bytes"] for name in ("argument", "result", "temp"))
+
+
+def test_the_layer_step_compiles_as_listed():
+    """On this machine, for few slots: the memory is that of a chip's share of 8B, a quarter of 16 GB, at least."""
+    small_step = dataclasses.replace(STEP, num_queries=32, num_slots=256)
+    executable, size = compile_layer_step("xla", small_step, jax.devices()[0], "cpu")
+    assert executable.memory_analysis() is not None
+    assert 16e9 / 4 < size < 1.1 * 16.1e9 / 4
 
 
 def test_steps_that_must_not_pass_do_not():
