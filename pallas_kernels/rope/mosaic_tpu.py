@@ -11,14 +11,17 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.rope.api import rotation_table
-
 _LANES = 128
 
 
 def lane_table(positions: Int[Array, "N"], frequencies: Float[Array, "half"]) -> Float[Array, "N H"]:
-    """[cos | sin] of every position's angles, float32, for `turns`: what a kernel reads of each slot."""
-    return jnp.concatenate(rotation_table(positions, frequencies), -1)
+    """[cos | sin] of every position's angles, float32, for `turns`: what a kernel reads of each slot.
+
+    Made in one piece: half as wide, cosines and sines would fill as many lanes each, and be copied once more.
+    """
+    angles = positions.astype(jnp.float32)[:, None] * jnp.concatenate([frequencies, frequencies])[None]
+    is_first = lax.broadcasted_iota(jnp.int32, angles.shape, 1) < frequencies.shape[0]
+    return jnp.where(is_first, jnp.cos(angles), jnp.sin(angles))
 
 
 def turns(table: Float[Array, "T H"]) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
