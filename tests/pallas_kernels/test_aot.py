@@ -79,10 +79,9 @@ def test_every_step_compiles_as_listed(case):
 
 
 def test_the_layer_step_compiles_as_listed():
-    """On this machine, for few slots: the memory is that of a chip's share of 8B, a quarter of 16 GB, at least."""
+    """On this machine, for few slots: the memory is that of a chip's share of 8B's weights, and little more."""
     small_step = dataclasses.replace(STEP, num_queries=32, num_slots=256)
-    executable, size = compile_layer_step("xla", small_step, jax.devices()[0], "cpu")
-    assert executable.memory_analysis() is not None
+    _, size = compile_layer_step("xla", small_step, jax.devices()[0], "cpu")
     assert 16e9 / 4 < size < 1.1 * 16.1e9 / 4
 
 
