@@ -12,6 +12,7 @@ from store.bulk import uncollected
 from store.catalog import delete_catalog, read_catalog, write_catalog
 from store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
 from store.foreign import ForeignRecords
+from store.index.api import CHANGES_KEPT
 from store.news import News
 from store.objects import Root, for_each
 from store.records import KnownShard, StoredShard, decode_known, has_known_version, known_from_raw
@@ -66,6 +67,7 @@ class CommittedShards:
         self._namespace = identity.namespace
         self._shards: dict[str, KnownShard] = {}
         self._unverified: set[str] = set()
+        self._gone: dict[str, str | None] = {}  # the last that went, as `Changes.removed` has them
         self._cataloged: frozenset[str] = frozenset()
         self._num_changes = 0  # at least as many as between `_shards` and `_cataloged`
         self._is_catalog_damaged = False  # or has something that it must not have
@@ -139,12 +141,14 @@ class CommittedShards:
 
     def follow(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
         """Takes in what another process says it committed, by the record where that came along and is sound; those that
-        are known now. News may be old: of a variant that is known by another record, the root is asked."""
+        are known now. News may be old: of a variant that is known by another record, or was and went, the root is
+        asked."""
         found = []
         for variant_id, raw in added.items():
             known = self.get(variant_id)
             told = None if raw is None else self._told(variant_id, raw)
-            if told is None or (known is not None and known.object_id != told.object_id):
+            is_other = told is not None and known is not None and known.object_id != told.object_id
+            if told is None or is_other or self._gone.get(variant_id, "") in (None, told.object_id):
                 told = self._read_quietly(variant_id)
             if told is not None:
                 self._adopt(told)
@@ -163,7 +167,9 @@ class CommittedShards:
     def forget_gone(self, variant_id: str, object_id: str | None) -> None:
         """Another process took out a variant, whose data was that object. What took the place of that stays."""
         self.foreign.discard(variant_id)  # the next listing finds the one that is there
-        if object_id is not None:
+        if object_id is None:
+            self._note_gone(variant_id, None)
+        else:
             self.forget(variant_id, object_id)
 
     def take_in(self, variant_id: str) -> bool:
@@ -307,6 +313,7 @@ class CommittedShards:
     def forget(self, variant_id: str, object_id: str) -> None:
         """Drops the variant from memory and budget, unless another object took this one's place."""
         with self.lock:
+            self._note_gone(variant_id, object_id)
             known = self._shards.get(variant_id)
             if known is not None and known.object_id == object_id:
                 del self._shards[variant_id]
@@ -324,6 +331,13 @@ class CommittedShards:
         """Logs a failure of the root. An outage shows in every call; that there is one is logged by those who write and
         refresh."""
         _log.log(logging.WARNING if self._root.outage() is None else logging.DEBUG, message, *values)
+
+    def _note_gone(self, variant_id: str, object_id: str | None) -> None:
+        with self.lock:
+            self._gone.pop(variant_id, None)  # the last come last
+            self._gone[variant_id] = object_id
+            while len(self._gone) > CHANGES_KEPT:
+                del self._gone[next(iter(self._gone))]
 
     def _known(self, variant_id: str, raw: bytes) -> KnownShard:
         return known_from_raw(raw, variant_id=variant_id, identity=self._identity, kv_spec=self._kv_spec)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+import store.commits
 import store.news
 from store import ShardNotFoundError
 from store.index import open_index
@@ -170,21 +171,47 @@ def test_a_deletion_without_an_object_asks_the_root(open_one):
     assert theirs.tier_of("v") == "disk" and theirs.news.take()[1] == ("w",)
 
 
-def test_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(open_one):
-    """Another process deleted it before the writer told of it."""
+def tell(ours, theirs, added, removed):
+    """Sends news and waits until they were taken in, before others come."""
+    before = theirs.news.counts.num_followed
+    ours.news.index.notify(added, removed)
+    wait_until(lambda: theirs.news.counts.num_followed == before + len(added) + len(removed))
+
+
+@pytest.mark.parametrize("way", ["news", "news of any object", "listing", "own", "unknown", "unknown, of any object"])
+def test_late_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(open_one, way, monkeypatch):
+    """Another process found it in a listing and deleted it before the writer told of it."""
     ours, theirs = open_one(), open_one()
-    put(ours, "v")
-    came(theirs, "v")
-    known = theirs._disk._commits.get("v")
-    ours.discard("v")
+    with monkeypatch.context() as patch:
+        if way.startswith("unknown"):
+            patch.setattr(ours.news, "committed", lambda *_: None)
+        put(ours, "v")
+    if not way.startswith("unknown"):
+        came(theirs, "v")
+    known = ours._disk._commits.get("v")
+    monkeypatch.setattr(ours.news, "deleted", lambda *_: None)
+    (theirs if way == "own" else ours).discard("v")
+    wait_until(lambda: ours._disk._commits.read("v") is None)
+    if way == "listing":
+        assert theirs.refresh() == ((), ("v",))
+    elif way != "own":
+        tell(ours, theirs, {}, {"v": None if way.endswith("any object") else known.object_id})
     wait_until(lambda: theirs.tier_of("v") is None)
-    theirs.news.take()
-    ours.news.index.notify({}, {"v": known.object_id})
-    ours.news.index.notify({"v": known.raw}, {})
-    ours.news.index.notify({"nowhere": None}, {})
-    put(ours, "w")
-    came(theirs, "w")
-    assert theirs.tier_of("v") is None
+    tell(ours, theirs, {"v": known.raw}, {})
+    tell(ours, theirs, {"nowhere": None}, {})
+    assert theirs.tier_of("v") is None and theirs.usage()["disk"].used_bytes == 0
+    ours.discard("v")  # it may be in its memory still
+    put(ours, "v")
+    wait_until(lambda: theirs.tier_of("v") == "disk")
+    assert_same_bytes(get(theirs, "v"), make_kv("v"))
+
+
+def test_the_last_of_those_that_went_are_kept_in_mind(open_one, monkeypatch):
+    monkeypatch.setattr(store.commits, "CHANGES_KEPT", 3)
+    commits = open_one()._disk._commits
+    for number in (0, 1, 2, 3, 4, 2, 5):
+        commits.forget_gone(f"v{number}", f"object {number}")
+    assert commits._gone == {f"v{number}": f"object {number}" for number in (4, 2, 5)}
 
 
 @pytest.fixture
