@@ -222,7 +222,9 @@ class DevicePool(MemoryTier[PagedShard]):
         with self._pages_lock:
             for layer, (k_pages, v_pages) in enumerate(self._layers):
                 number = np.int32(layer)
-                self._layers[layer] = write_pages_step(k_pages, v_pages, on_device, number, on_device_slots)
+                self._layers[layer] = write_pages_step(
+                    k_pages, v_pages, on_device, number, on_device_slots, mesh=self._mesh
+                )
 
     def gather(
         self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = (None, None)

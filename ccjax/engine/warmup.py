@@ -157,7 +157,8 @@ def compile_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
     )
     shape = (num_slots, prefiller.config.num_kv_heads, prefiller.config.head_dim)
     none = put(np.zeros(shape, prefiller.dtype), prefiller.context_placement)  # as `LayerLoader` does it
-    pool.update(0, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, none, none))
+    mesh = prefiller.mesh
+    pool.update(0, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, none, none, mesh=mesh))
     jax.block_until_ready(out.x)
 
 

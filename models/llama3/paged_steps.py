@@ -74,16 +74,19 @@ class WrittenPages(NamedTuple):
     v_pages: Float[Array, "K P T H"]
 
 
-@step(donate_argnames=("k_pages", "v_pages"))
+@step(static_argnames=("mesh",), donate_argnames=("k_pages", "v_pages"))
 def write_rows_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
     slots: Int[Array, "N"],
     k: Float[Array, "N K H"],
     v: Float[Array, "N K H"],
+    *,
+    mesh: Mesh | None,
 ) -> WrittenPages:
-    """The pages of one layer, donated, with rows written to `slots`; rows whose slot is past the end are dropped."""
-    return WrittenPages(write_slots(k_pages, slots, k), write_slots(v_pages, slots, v))
+    """The pages of one layer, donated, with rows written to `slots`; rows whose slot is past the end are dropped.
+    `mesh` as of `paged_layer_step`."""
+    return WrittenPages(write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh))
 
 
 @step(static_argnames=("config",))
@@ -150,7 +153,7 @@ def paged_layer_step(
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)
     q = apply_rope(q, q_pos, frequencies)
-    k_pages, v_pages = write_slots(k_pages, q_slot, k), write_slots(v_pages, q_slot, v)
+    k_pages, v_pages = write_slots(k_pages, q_slot, k, mesh), write_slots(v_pages, q_slot, v, mesh)
     scale = config.head_dim**-0.5
 
     def attend(q: Array, k_pages: Array, v_pages: Array, *where: Any) -> Any:
@@ -233,7 +236,7 @@ def paged_decode_step(
     q = apply_rope(q, q_pos, frequencies)
     if page_start is None:
         k = apply_rope(k, q_pos, frequencies)
-    k_pages, v_pages = write_slots(k_pages, q_slot, k), write_slots(v_pages, q_slot, v)
+    k_pages, v_pages = write_slots(k_pages, q_slot, k, mesh), write_slots(v_pages, q_slot, v, mesh)
 
     def attend(q: Array, k_pages: Array, v_pages: Array, *where: Any) -> Array:
         page_table, page_length, page_start, rotations = where

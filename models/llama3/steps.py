@@ -57,18 +57,20 @@ def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config:
     return apply_rope(k, positions, rope_frequencies(config))
 
 
-@step(donate_argnames=("k_pages", "v_pages"))
+@step(static_argnames=("mesh",), donate_argnames=("k_pages", "v_pages"))
 def write_pages_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
     kv: Float[Array, "L 2 N K H"],
     layer: Int[Array, ""],
     slots: Int[Array, "N"],
+    *,
+    mesh: Mesh | None,
 ) -> tuple[Float[Array, "K P T H"], Float[Array, "K P T H"]]:
     """The pages of one layer, donated, with rows of `kv[layer]` written to `slots` (page * T + offset); slots past the
-    end are dropped."""
+    end are dropped. `mesh` as of `layer_step`."""
     k, v = kv[layer]
-    return write_slots(k_pages, slots, k), write_slots(v_pages, slots, v)
+    return write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh)
 
 
 @step()

@@ -197,7 +197,10 @@ class Pack:
                 where = slice(segment.start, segment.start + segment.num_tokens)
                 slots[where] = job.pages.slots[where]
         where = self._model.put(slots)
-        self._pool.update(self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, where, k, v))
+        mesh = self._model.mesh
+        self._pool.update(
+            self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, where, k, v, mesh=mesh)
+        )
 
     def _filter(self) -> None:
         """Drops rows whose stored KV is close to what they would give it; waits for the device where there are any."""

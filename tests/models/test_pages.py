@@ -1,0 +1,57 @@
+"""Rows of pages by slot, as each platform writes them, against one row after the other."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from models.llama3.pages import read_slots, write_by_head, write_by_slot, write_slots
+
+K, P, T, H = 4, 5, 8, 16
+SLOTS = {
+    "some": [3, 39, 0, 8, 17],
+    "past the end": [3, P * T, 0, P * T + 1, K * P * T, np.iinfo(np.int32).max, 39],
+    "none": [P * T] * 4,
+    "all": [*range(P * T - 1, -1, -1)],
+}
+
+
+def write(pages, slots, rows):
+    return write_slots(pages, slots, rows, None)
+
+
+def over_four_devices(pages, slots, rows):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("kv", "group"))
+    return write_slots(pages, slots, rows, mesh)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+@pytest.mark.parametrize("writer", [write_by_slot, write_by_head, write, over_four_devices])
+def test_each_row_lies_in_its_slot_and_nothing_else_changed(writer, slots, dtype):
+    rng = np.random.default_rng(0)
+    before = np.asarray(jnp.asarray(rng.standard_normal((K, P, T, H)), dtype))
+    rows = np.asarray(jnp.asarray(rng.standard_normal((len(slots), K, H)), dtype))
+    expected = before.copy()
+    for slot, row in zip(slots, rows, strict=True):
+        if slot < P * T:
+            expected[:, slot // T, slot % T] = row
+    where = jnp.asarray(slots, jnp.int32)
+    after = jax.jit(writer)(jnp.asarray(before), where, jnp.asarray(rows))
+    assert np.asarray(after).tobytes() == expected.tobytes()
+    found = np.asarray(read_slots(after, where))
+    assert found.tobytes() == np.where((np.asarray(slots) < P * T)[:, None, None], rows, 0).astype(rows.dtype).tobytes()
+
+
+@pytest.mark.parametrize(("platform", "rank"), [("tpu", 2), ("cpu", 3), ("cuda", 3)])
+def test_a_tpu_writes_head_by_head(platform, rank):
+    """What its compiler makes of the other way, the ahead-of-time check sees: `temp_bytes` of a decode step."""
+    arrays = (jnp.zeros((K, P, T, H)), jnp.zeros(3, jnp.int32), jnp.zeros((3, K, H)))
+    text = jax.jit(write).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    (operand,) = re.findall(r'"stablehlo.scatter".*?\}\) : \(tensor<([0-9x]+)xf32>', text, re.DOTALL)
+    assert operand.count("x") + 1 == rank
