@@ -39,8 +39,8 @@ def write_by_slot(pages: Array, slots: Array, rows: Array) -> Array:
 
 
 def write_by_head(pages: Array, slots: Array, rows: Array) -> Array:
-    """`write_slots` with each head's row for itself: a TPU's compiler would copy all pages to a layout in which the heads
-    of a slot lie side by side, and back."""
+    """`write_slots` with each head's row for itself: a TPU's compiler would copy all pages to a layout in which the
+    heads of a slot lie side by side, and back."""
     num_heads, num_slots = pages.shape[0], pages.shape[1] * pages.shape[2]
     first = jnp.arange(num_heads, dtype=slots.dtype) * num_slots
     places = jnp.where((slots < num_slots)[:, None], slots[:, None] + first[None], num_heads * num_slots)

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from models.llama3 import pages as pages_module
 from models.llama3.pages import read_slots, write_by_head, write_by_slot, write_slots
+from models.llama3.sharding import EVERYWHERE, KV_ROWS, PAGES
 
 K, P, T, H = 4, 5, 8, 16
 SLOTS = {
@@ -26,8 +28,11 @@ def write(pages, slots, rows):
 
 
 def over_four_devices(pages, slots, rows):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("kv", "group"))
-    return write_slots(pages, slots, rows, mesh)
+    return write_slots(pages, slots, rows, four_devices())
+
+
+def four_devices():
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("kv", "group"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
@@ -55,3 +60,17 @@ def test_a_tpu_writes_head_by_head(platform, rank):
     text = jax.jit(write).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
     (operand,) = re.findall(r'"stablehlo.scatter".*?\}\) : \(tensor<([0-9x]+)xf32>', text, re.DOTALL)
     assert operand.count("x") + 1 == rank
+
+
+@pytest.mark.parametrize("writer", [write_by_slot, write_by_head])
+def test_devices_write_to_their_own_heads_and_talk_to_nobody(writer, monkeypatch):
+    monkeypatch.setattr(pages_module, "write_by_slot", writer)
+    mesh, shapes = four_devices(), ((K, P, T, H), (3,), (3, K, H))
+    split = [NamedSharding(mesh, spec) for spec in (PAGES, EVERYWHERE, KV_ROWS)]
+    kinds = (jnp.float32, jnp.int32, jnp.float32)
+    arrays = [
+        jax.device_put(jnp.zeros(*one), place)
+        for one, place in zip(zip(shapes, kinds, strict=True), split, strict=True)
+    ]
+    compiled = jax.jit(lambda *given: over_four_devices(*given), out_shardings=split[0]).lower(*arrays).compile()
+    assert not re.search("all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", compiled.as_text())
