@@ -14,12 +14,12 @@ import numpy as np
 
 from ccjax.engine.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.loading import Progress
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
+from ccjax.engine.pool import DevicePool, num_pages
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
 from ccjax.engine.sampling import draw
 from models.llama3.paged_steps import (
-    decode_rotations,
     deviation_step,
+    page_rotation_step,
     paged_decode_step,
     paged_layer_step,
     write_rows_step,
@@ -182,7 +182,7 @@ def _run_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -
     x = embed_step(prefiller.top, prefiller.put(np.zeros(batch, np.int32)))
     rows, nowhere = prefiller.put((np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)))
     table = prefiller.put(np.zeros((batch, num_entries), np.int32))
-    rotations = prefiller.put(decode_rotations(prefiller.config, num_entries * PAGE_TOKENS, None))
+    rotation = page_rotation_step(table, config=prefiller.config, mesh=prefiller.mesh)
     out = pool.update(
         0,
         lambda k_pages, v_pages: paged_decode_step(
@@ -195,7 +195,7 @@ def _run_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -
             table,
             table,
             table,
-            rotations,
+            rotation,
             config=prefiller.config,
             implementation=None,
             mesh=prefiller.mesh,

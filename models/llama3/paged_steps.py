@@ -27,11 +27,10 @@ from models.llama3.sharding import (
     constrain,
     over_heads,
 )
-from models.lockstep import Step, step
+from models.lockstep import step
 from pallas_kernels.attention import attention
-from pallas_kernels.decode import decode_attention
-from pallas_kernels.dispatch import name_of
-from pallas_kernels.rope import apply_rope, rotation_table
+from pallas_kernels.decode import decode_attention, page_rotation
+from pallas_kernels.rope import apply_rope
 
 
 class PagedLayerOutput(NamedTuple):
@@ -188,16 +187,12 @@ def paged_layer_step(
     return PagedLayerOutput(x, k_pages, v_pages, k, v, mass, self_mass)
 
 
-_rotation_table = Step(rotation_table)
-
-
-def decode_rotations(
-    config: LlamaConfig, num_positions: int, implementation: str | None
-) -> tuple[Float[Array, "S half"], Float[Array, "S half"]] | None:
-    """What `paged_decode_step` takes for `rotations` where no position is beyond the first `num_positions`."""
-    if name_of(implementation) != "xla":
-        return None
-    return _rotation_table(jnp.arange(num_positions), rope_frequencies(config))
+@step(static_argnames=("config", "mesh"))
+def page_rotation_step(
+    page_start: Int[Array, "B M"], *, config: LlamaConfig, mesh: Mesh | None
+) -> Float[Array, "B M H"]:
+    """`page_rotation` for the layers of a `paged_decode_step`: it is the same for all of them."""
+    return constrain(page_rotation(page_start, rope_frequencies(config)), mesh, EVERYWHERE)
 
 
 @step(static_argnames=("config", "implementation", "mesh"), donate_argnames=("k_pages", "v_pages"))
@@ -211,7 +206,7 @@ def paged_decode_step(
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
     page_start: Int[Array, "B M"] | None,
-    rotations: tuple[Float[Array, "S half"], Float[Array, "S half"]] | None,
+    rotation: Float[Array, "B M H"] | None,
     *,
     config: LlamaConfig,
     implementation: str | None,
@@ -227,7 +222,7 @@ def paged_decode_step(
         only zeros for lengths, and its output means nothing.
       page_start: position of each entry's first token, for keys that rest before RoPE. None for a pool of rotated keys,
         whose pages only requests with the same text in front can share; the new key is rotated as it is written.
-      rotations: `decode_rotations`; None with rotated keys.
+      rotation: of `page_rotation_step`; None with rotated keys.
       implementation: of `pallas_kernels.decode.decode_attention`.
       mesh: as of `paged_layer_step`.
     """
@@ -239,7 +234,7 @@ def paged_decode_step(
     k_pages, v_pages = write_slots(k_pages, q_slot, k, mesh), write_slots(v_pages, q_slot, v, mesh)
 
     def attend(q: Array, k_pages: Array, v_pages: Array, *where: Any) -> Array:
-        page_table, page_length, page_start, rotations = where
+        page_table, page_length, page_start, rotation = where
         return decode_attention(
             q,
             k_pages,
@@ -249,11 +244,11 @@ def paged_decode_step(
             scale=config.head_dim**-0.5,
             page_start=page_start,
             k_frequencies=None if page_start is None else frequencies,
-            k_rotations=rotations,
+            page_rotation=rotation,
             implementation=implementation,
         ).out
 
-    where = (page_table, page_length, page_start, rotations)
+    where = (page_table, page_length, page_start, rotation)
     specs = (HEADS, PAGES, PAGES, *(EVERYWHERE for _ in where))
     attended = over_heads(attend, mesh, specs, HEADS)(q, k_pages, v_pages, *where)
     x = constrain(finish_layer(x, attended, layer, config.rms_norm_eps), mesh, EVERYWHERE)

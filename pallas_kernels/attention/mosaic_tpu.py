@@ -28,7 +28,8 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.blocks import MosaicBlocks
 from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two, used_values
 from pallas_kernels.attention.output import AttentionOutput, OutputParts
-from pallas_kernels.rope.mosaic_tpu import lane_table, turned, turns
+from pallas_kernels.rope import rotation_rows
+from pallas_kernels.rope.mosaic_tpu import turned, turns
 
 _LANES = 128
 _SUBLANES = 8
@@ -44,7 +45,7 @@ class _Inputs(NamedTuple):
     Attributes:
       q: [G, B, H], the query heads of one kv head; q_pos, q_request: [B, 1].
       k, v: [T, H] of a key block; k_pos, k_segment, k_request: [1, T].
-      rotation: [T, H] float32, `lane_table` of each slot's position.
+      rotation: [T, H] float32, `rotation_rows` of each slot's position.
     """
 
     q: Any
@@ -192,7 +193,7 @@ def mosaic_tpu_attention(
     if k_segment is not None:
         inputs = inputs._replace(k_segment=padded(k_segment, key_block, -1)[None])
     if k_frequencies is not None:
-        inputs = inputs._replace(rotation=lane_table(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies))
+        inputs = inputs._replace(rotation=rotation_rows(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies))
 
     def key_index(i: Array, j: Array, bounds: Any) -> Array:
         return jnp.clip(j, bounds[0, i], jnp.maximum(bounds[3, i] - 1, bounds[0, i]))

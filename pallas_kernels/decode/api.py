@@ -10,11 +10,12 @@ from jaxtyping import Float, Int
 from pallas_kernels.decode.blocks import MOSAIC_TPU, TRITON
 from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
 from pallas_kernels.decode.output import DecodeOutput
+from pallas_kernels.decode.pages import PageRotation
+from pallas_kernels.decode.pages import page_rotation as rotation_of
 from pallas_kernels.decode.reference import reference_decode
 from pallas_kernels.decode.triton import triton_decode
 from pallas_kernels.decode.xla import blocked_decode
 from pallas_kernels.dispatch import implementation as implementation_of
-from pallas_kernels.dispatch import name_of
 
 PLAIN = {"reference": reference_decode, "xla": blocked_decode}
 KERNELS = {"triton": (triton_decode, TRITON), "mosaic_tpu": (mosaic_tpu_decode, MOSAIC_TPU)}
@@ -30,7 +31,7 @@ def decode_attention(
     scale: float,
     page_start: Int[Array, "B M"] | None = None,
     k_frequencies: Float[Array, "half"] | np.ndarray | None = None,
-    k_rotations: tuple[Float[Array, "S half"], Float[Array, "S half"]] | None = None,
+    page_rotation: Float[Array, "B M H"] | None = None,
     implementation: str | None = None,
 ) -> DecodeOutput:
     """Attention of one new token per request over the pages of its context, its own key and value among them.
@@ -50,8 +51,8 @@ def decode_attention(
       page_start: position of each entry's first slot; given if and only if `k_frequencies` is.
       k_frequencies: inverse RoPE frequencies [H / 2]: keys are rotated as they are read, in float32, rounded to their
         dtype as `apply_rope` does.
-      k_rotations: `rotation_table` of `k_frequencies` for all positions up to the last; for "xla" alone, where to read
-        angles costs less than to compute them.
+      page_rotation: `pallas_kernels.decode.page_rotation` of these two, for callers that have many layers to share it;
+        computed if None.
       implementation: as of `pallas_kernels.attention.attention`.
 
     Returns:
@@ -67,11 +68,15 @@ def decode_attention(
         raise ValueError("page_start and k_frequencies: wanted both or neither")
     if k_frequencies is not None and k_frequencies.shape != (q.shape[2] // 2,):
         raise ValueError(f"k_frequencies: wanted shape ({q.shape[2] // 2},), got {k_frequencies.shape}")
-    tables = {}
-    if k_rotations is not None:
-        if k_frequencies is None or name_of(implementation) != "xla":
-            raise ValueError("k_rotations: wanted None but for implementation 'xla' with k_frequencies")
-        tables["k_rotations"] = k_rotations
+    rotation = None
+    if page_start is not None and k_frequencies is not None:
+        frequencies, shape = jnp.asarray(k_frequencies, jnp.float32), (*page_start.shape, q.shape[2])
+        rows = rotation_of(page_start, frequencies) if page_rotation is None else page_rotation
+        if rows.shape != shape:
+            raise ValueError(f"page_rotation: wanted shape {shape}, got {rows.shape}")
+        rotation = PageRotation(page_start, frequencies, rows)
+    elif page_rotation is not None:
+        raise ValueError(f"page_rotation: wanted None without page_start, got an array of {page_rotation.shape}")
     return implementation_of(implementation, PLAIN, KERNELS)(
         q,
         k_pages,
@@ -79,7 +84,5 @@ def decode_attention(
         page_table=page_table,
         page_length=page_length,
         scale=scale,
-        page_start=page_start,
-        k_frequencies=None if k_frequencies is None else jnp.asarray(k_frequencies, jnp.float32),
-        **tables,
+        rotation=rotation,
     )

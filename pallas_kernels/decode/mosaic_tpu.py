@@ -21,10 +21,10 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.bounds import LOG2_E, MASKED
 from pallas_kernels.decode.blocks import MosaicDecodeBlocks
 from pallas_kernels.decode.output import DecodeOutput, DecodeParts
-from pallas_kernels.decode.pages import num_entries, slot_positions, used_slots, valid_pages
-from pallas_kernels.rope.mosaic_tpu import lane_table, turned, turns
+from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, used_slots, valid_pages
+from pallas_kernels.rope.mosaic_tpu import sums_of_turns, turned
 
-_LANES = 128
+_LANES, _SUBLANES = 128, 8
 _A_BT = (((1,), (1,)), ((), ()))
 _HEADS_A_BT = (((2,), (2,)), ((0,), (0,)))
 _HEADS_A_B = (((2,), (1,)), ((0,), (0,)))
@@ -51,23 +51,25 @@ class _Inputs(NamedTuple):
       q: [K, G, H], the request's query heads by kv head.
       used: [1, M * T] int32, 1 for slots that hold a token.
       k, v: [K, P, T, H], the pools, in HBM.
-      rotation: [B, M * T, H] float32, `lane_table` of each slot's position, in HBM.
+      starts: [B, M / E, E, H] float32, `PageRotation.rows` of the E entries of each part, padded to 8, in HBM.
+      within: [T, H] float32, `page_rows`.
     """
 
     q: Any
     used: Any
     k: Any
     v: Any
-    rotation: Any = None
+    starts: Any = None
+    within: Any = None
 
 
 class _Scratch(NamedTuple):
-    """Two buffers of S slots each, and a semaphore for each of them: k, v [2, K, S, H]; rotation [2, S, H]."""
+    """Two buffers of E entries, S slots each, and a semaphore for each of them: k, v [2, K, S, H]; starts [2, E, H]."""
 
     arrived: Any
     k: Any
     v: Any
-    rotation: Any = None
+    starts: Any = None
 
 
 def _kernel(
@@ -89,20 +91,19 @@ def _kernel(
             here = pl.ds(number * page_size, page_size)
             for pool, loaded in ((inputs.k, scratch.k), (inputs.v, scratch.v)):
                 pltpu.make_async_copy(pool.at[:, page], loaded.at[buffer, :, here], arrived).start()
-        if inputs.rotation is not None:
-            rotation = inputs.rotation.at[whose, pl.ds(j * slots, slots)]
-            pltpu.make_async_copy(rotation, scratch.rotation.at[buffer], arrived).start()
+        if inputs.starts is not None:
+            pltpu.make_async_copy(inputs.starts.at[whose, j], scratch.starts.at[buffer], arrived).start()
 
     def wait_for(buffer: Array) -> None:
         """Semaphores count bytes, so one wait per array does for all of its pages."""
-        for loaded in (scratch.k, scratch.v, scratch.rotation):
+        for loaded in (scratch.k, scratch.v, scratch.starts):
             if loaded is not None:
                 pltpu.make_async_copy(loaded.at[buffer], loaded.at[buffer], scratch.arrived.at[buffer]).wait()
 
     def scores_of(buffer: Array) -> Array:
-        if inputs.rotation is None:
+        if inputs.starts is None:
             return product(inputs.q[...], scratch.k[buffer], _HEADS_A_BT)
-        cos, sin = turns(scratch.rotation[buffer])
+        cos, sin = sums_of_turns(scratch.starts[buffer, :entries], inputs.within[...])
         # One head at a time: rotated keys of all of them would not fit the registers.
         scores = [
             product(inputs.q[head], turned(scratch.k[buffer, head], cos, sin), _A_BT) for head in range(num_kv_heads)
@@ -159,8 +160,7 @@ def mosaic_tpu_decode(
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
     scale: float,
-    page_start: Int[Array, "B M"] | None = None,
-    k_frequencies: Float[Array, "half"] | None = None,
+    rotation: PageRotation | None = None,
     blocks: MosaicDecodeBlocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> DecodeOutput:
@@ -192,10 +192,10 @@ def mosaic_tpu_decode(
         k_pages,
         v_pages,
     )
-    if page_start is not None and k_frequencies is not None:
-        positions = slot_positions(jnp.pad(page_start, widths), page_size)
-        rotation = lane_table(positions.reshape(-1), k_frequencies)
-        inputs = inputs._replace(rotation=rotation.reshape(*positions.shape, head_dim))
+    if rotation is not None:
+        starts = jnp.pad(rotation.rows, (*widths, (0, 0))).reshape(num_requests, -1, entries, head_dim)
+        starts = jnp.pad(starts, ((0, 0), (0, 0), (0, -entries % _SUBLANES), (0, 0)))
+        inputs = inputs._replace(starts=starts, within=page_rows(rotation.frequencies, page_size))
 
     def heads(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, num_kv_heads, group, width), lambda request, plan: (request, 0, 0, 0))
@@ -206,11 +206,12 @@ def mosaic_tpu_decode(
         used=pl.BlockSpec((None, 1, inputs.used.shape[2]), lambda request, plan: (request, 0, 0)),
         k=in_hbm,
         v=in_hbm,
-        rotation=in_hbm,
+        starts=in_hbm,
+        within=pl.BlockSpec((page_size, head_dim), lambda request, plan: (0, 0)),
     )
     specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     pool = pltpu.VMEM((2, num_kv_heads, blocks.slots, head_dim), k_pages.dtype)
-    rotation = None if inputs.rotation is None else pltpu.VMEM((2, blocks.slots, head_dim), jnp.float32)
+    starts = None if inputs.starts is None else pltpu.VMEM((2, *inputs.starts.shape[2:]), jnp.float32)
     (result,) = pl.pallas_call(
         functools.partial(_kernel, scale=scale, entries=entries),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -218,7 +219,7 @@ def mosaic_tpu_decode(
             grid=(num_requests,),
             in_specs=[specs],
             out_specs=[DecodeParts(heads(head_dim), heads(_LANES))],
-            scratch_shapes=[_Scratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, rotation)],
+            scratch_shapes=[_Scratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, starts)],
         ),
         out_shape=[
             DecodeParts(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.rope import rotation_table
+from pallas_kernels.rope import rotation_rows
 
 
 def valid_pages(page_table: Int[Array, "B M"], page_length: Int[Array, "B M"]) -> Int[Array, "B M"]:
@@ -33,11 +36,28 @@ def slot_positions(page_start: Int[Array, "*B M"], page_size: int) -> Int[Array,
     return positions.reshape(*page_start.shape[:-1], -1)
 
 
-def slot_rotations(
-    page_start: Int[Array, "B M"], page_size: int, frequencies: Float[Array, "half"]
-) -> tuple[Float[Array, "B M_T half"], Float[Array, "B M_T half"]]:
-    """Cosine and sine of every slot's angles, float32."""
-    positions = slot_positions(page_start, page_size)
-    cos, sin = rotation_table(positions.reshape(-1), frequencies)
-    shape = (page_start.shape[0], -1, frequencies.shape[0])
-    return cos.reshape(shape), sin.reshape(shape)
+class PageRotation(NamedTuple):
+    """What keys before RoPE are rotated by.
+
+    Attributes:
+      start: [B, M] int32, position of each entry's first slot.
+      frequencies: [H / 2] float32, inverse frequencies.
+      rows: [B, M, H] float32, `page_rotation` of these two. A slot's angle is its page's and that of the slot within a
+        page (`page_rows`), so these four cosines and sines give its own: few have to be computed and read.
+    """
+
+    start: Int[Array, "B M"]
+    frequencies: Float[Array, "half"]
+    rows: Float[Array, "B M H"]
+
+
+def page_rotation(
+    page_start: Int[Array, "B M"], frequencies: Float[Array, "half"] | np.ndarray
+) -> Float[Array, "B M H"]:
+    """`rotation_rows` of every entry's first position."""
+    return rotation_rows(page_start.reshape(-1), frequencies).reshape(*page_start.shape, -1)
+
+
+def page_rows(frequencies: Float[Array, "half"], page_size: int) -> Float[Array, "T H"]:
+    """`rotation_rows` of the slots within a page."""
+    return rotation_rows(jnp.arange(page_size, dtype=jnp.int32), frequencies)

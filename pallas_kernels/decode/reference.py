@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.decode.output import DecodeOutput
-from pallas_kernels.decode.pages import slot_positions, used_slots, valid_pages
+from pallas_kernels.decode.pages import PageRotation, slot_positions, used_slots, valid_pages
 from pallas_kernels.rope import apply_rope
 
 
@@ -23,8 +23,7 @@ def reference_decode(
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
     scale: float,
-    page_start: Int[Array, "B M"] | None = None,
-    k_frequencies: Float[Array, "half"] | None = None,
+    rotation: PageRotation | None = None,
 ) -> DecodeOutput:
     """See `pallas_kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
@@ -35,8 +34,8 @@ def reference_decode(
         return pages[:, table].transpose(1, 2, 3, 0, 4).reshape(num_requests, -1, num_kv_heads, head_dim)
 
     k = gathered(k_pages)
-    if page_start is not None and k_frequencies is not None:
-        k = apply_rope(k, slot_positions(page_start, page_size), k_frequencies)
+    if rotation is not None:
+        k = apply_rope(k, slot_positions(rotation.start, page_size), rotation.frequencies)
     v = jnp.where(used[..., None, None], gathered(v_pages), 0)
     k, v = (jnp.repeat(x.astype(jnp.float32), num_heads // num_kv_heads, axis=2) for x in (k, v))
     scores = jnp.einsum("bqh,bsqh->bqs", q.astype(jnp.float32), k, precision="highest") * scale

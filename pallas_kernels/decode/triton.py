@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.bounds import LOG2_E, MASKED, power_of_two
 from pallas_kernels.decode.blocks import TritonDecodeBlocks
 from pallas_kernels.decode.output import DecodeOutput, DecodeParts
-from pallas_kernels.decode.pages import num_entries, slot_rotations, valid_pages
+from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
 
 _LEAST = 16
 """Triton multiplies no matrices that are smaller than this in any dimension."""
@@ -36,7 +36,8 @@ class _Inputs(NamedTuple):
       table, length: [M], pages of the request and the slots in use of each.
       q: [G, H], the query heads of the kv head, padded.
       k, v: [P, T, H], the whole pool of the kv head.
-      cos, sin: [M * T, H / 2] float32, of each slot's position.
+      starts: [M, H] float32, `PageRotation.rows` of the request.
+      within: [T, H] float32, `page_rows`.
     """
 
     count: Any
@@ -45,8 +46,8 @@ class _Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    cos: Any = None
-    sin: Any = None
+    starts: Any = None
+    within: Any = None
 
 
 def _kernel(inputs: _Inputs, outputs: DecodeParts, *, scale: float, entries: int, num_parts: int) -> None:
@@ -58,10 +59,15 @@ def _kernel(inputs: _Inputs, outputs: DecodeParts, *, scale: float, entries: int
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def scores_of(pages: Array, j: Array) -> Array:
-        if inputs.cos is None:
+        if inputs.starts is None:
             return product(inputs.q[...], inputs.k[pages].reshape(slots, head_dim), _A_BT)
-        here = pl.ds(j * slots, slots)
-        cos, sin = inputs.cos[here, :], inputs.sin[here, :]
+        slot = jnp.arange(slots, dtype=jnp.int32)
+        cos, sin, within_cos, within_sin = (
+            rows[index, pl.ds(part, half)]
+            for rows, index in ((inputs.starts, j * entries + slot // page_size), (inputs.within, slot % page_size))
+            for part in (0, half)
+        )
+        cos, sin = cos * within_cos - sin * within_sin, sin * within_cos + cos * within_sin
         # Triton can neither slice nor join values, so the halves of a head stay apart.
         first, second = (
             inputs.k[pages, :, part].reshape(slots, half).astype(jnp.float32)
@@ -116,8 +122,7 @@ def triton_decode(
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
     scale: float,
-    page_start: Int[Array, "B M"] | None = None,
-    k_frequencies: Float[Array, "half"] | None = None,
+    rotation: PageRotation | None = None,
     blocks: TritonDecodeBlocks,
     interpret: bool = False,
 ) -> DecodeOutput:
@@ -155,13 +160,12 @@ def triton_decode(
         k_pages,
         v_pages,
     )
-    if page_start is not None and k_frequencies is not None:
-        cos, sin = slot_rotations(jnp.pad(page_start, widths), page_size, k_frequencies)
-        inputs = inputs._replace(cos=cos, sin=sin)
+    if rotation is not None:
+        starts = jnp.pad(rotation.rows, (*widths, (0, 0)))
+        inputs = inputs._replace(starts=starts, within=page_rows(rotation.frequencies, page_size))
 
     row = pl.BlockSpec((None, max_entries), lambda request, head, part: (request, 0))
     pool = pl.BlockSpec((None, num_pages, page_size, head_dim), lambda request, head, part: (head, 0, 0, 0))
-    rotation = pl.BlockSpec((None, max_entries * page_size, head_dim // 2), lambda request, head, part: (request, 0, 0))
     specs = _Inputs(
         count=pl.BlockSpec((None,), lambda request, head, part: (request,)),
         table=row,
@@ -169,8 +173,8 @@ def triton_decode(
         q=pl.BlockSpec((None, None, rows, head_dim), lambda request, head, part: (request, head, 0, 0)),
         k=pool,
         v=pool,
-        cos=rotation,
-        sin=rotation,
+        starts=pl.BlockSpec((None, max_entries, head_dim), lambda request, head, part: (request, 0, 0)),
+        within=pl.BlockSpec((page_size, head_dim), lambda request, head, part: (0, 0)),
     )
     specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     shape = (num_parts, num_requests, num_kv_heads, rows)

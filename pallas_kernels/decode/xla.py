@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.attention.bounds import LOG2_E, MASKED
 from pallas_kernels.decode.output import DecodeOutput
-from pallas_kernels.decode.pages import num_entries, slot_positions, used_slots, valid_pages
-from pallas_kernels.rope import rotation_table
+from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, used_slots, valid_pages
 
 SLOTS = 256
 """Slots per step."""
@@ -31,9 +30,7 @@ def blocked_decode(
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
     scale: float,
-    page_start: Int[Array, "B M"] | None = None,
-    k_frequencies: Float[Array, "half"] | None = None,
-    k_rotations: tuple[Float[Array, "S half"], Float[Array, "S half"]] | None = None,
+    rotation: PageRotation | None = None,
 ) -> DecodeOutput:
     """See `pallas_kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
@@ -43,7 +40,9 @@ def blocked_decode(
     widths = ((0, 0), (0, -page_table.shape[1] % entries))
     page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
     table, used = valid_pages(page_table, page_length), used_slots(page_length, page_size)
-    page_start = None if page_start is None else jnp.pad(page_start, widths)
+    starts = within = None
+    if rotation is not None:
+        starts, within = jnp.pad(rotation.rows, (*widths, (0, 0))), page_rows(rotation.frequencies, page_size)
     counts = num_entries(page_length)
     group, half = num_heads // num_kv_heads, head_dim // 2
     q = q.reshape(num_requests, num_kv_heads, group, head_dim)
@@ -53,12 +52,12 @@ def blocked_decode(
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     score = functools.partial(einsum, "kgh,ksh->kgs")
 
-    def rotations(positions: Array, frequencies: Array) -> tuple[Array, Array]:
-        if k_rotations is not None:
-            return k_rotations[0][positions][None], k_rotations[1][positions][None]
-        # A loop of its own: otherwise XLA computes every cosine anew for each head and half (2 times slower).
-        positions = positions.reshape(entries, page_size)
-        cos, sin = lax.map(functools.partial(rotation_table, frequencies=frequencies), positions)
+    def rotations(starts: Array, within: Array) -> tuple[Array, Array]:
+        """Cosine and sine of every slot, [1, S, half] each."""
+        (first_cos, first_sin), (cos, sin) = ((x[..., :half], x[..., half:]) for x in (starts[:, None], within[None]))
+        sums = first_cos * cos - first_sin * sin, first_sin * cos + first_cos * sin
+        # Without a barrier XLA would compute these anew for each head and half.
+        cos, sin = lax.optimization_barrier(sums)
         return cos.reshape(1, -1, half), sin.reshape(1, -1, half)
 
     def attend(request: Array) -> tuple[Array, Array]:
@@ -74,11 +73,10 @@ def blocked_decode(
                 return pages[:, here(table, entries)].reshape(num_kv_heads, entries * page_size, head_dim)
 
             visible, k = here(used, entries * page_size), gathered(k_pages)
-            if page_start is None or k_frequencies is None:
+            if starts is None or within is None:
                 scores = score(queries, k)
             else:
-                positions = slot_positions(here(page_start, entries), page_size)
-                cos, sin = rotations(positions, k_frequencies)
+                cos, sin = rotations(here(starts, entries), within)
                 first, second = k[..., :half].astype(jnp.float32), k[..., half:].astype(jnp.float32)
                 # The halves are not joined: XLA would go through the joined keys element by element (2 times slower).
                 scores = score(queries[..., :half], (first * cos - second * sin).astype(k.dtype))

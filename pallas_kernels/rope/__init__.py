@@ -1,5 +1,21 @@
 """Rotary position embedding: apply, remove, move. Knows no model; frequencies are an argument."""
 
-from pallas_kernels.rope.api import apply_rope, llama3_frequencies, move_rope, remove_rope, rotate_by, rotation_table
+from pallas_kernels.rope.api import (
+    apply_rope,
+    llama3_frequencies,
+    move_rope,
+    remove_rope,
+    rotate_by,
+    rotation_rows,
+    rotation_table,
+)
 
-__all__ = ["apply_rope", "llama3_frequencies", "move_rope", "remove_rope", "rotate_by", "rotation_table"]
+__all__ = [
+    "apply_rope",
+    "llama3_frequencies",
+    "move_rope",
+    "remove_rope",
+    "rotate_by",
+    "rotation_rows",
+    "rotation_table",
+]

@@ -9,26 +9,27 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 _LANES = 128
 
 
-def lane_table(positions: Int[Array, "N"], frequencies: Float[Array, "half"]) -> Float[Array, "N H"]:
-    """[cos | sin] of every position's angles, float32, for `turns`: what a kernel reads of each slot.
-
-    Made in one piece: half as wide, cosines and sines would fill as many lanes each, and be copied once more.
-    """
-    angles = positions.astype(jnp.float32)[:, None] * jnp.concatenate([frequencies, frequencies])[None]
-    is_first = lax.broadcasted_iota(jnp.int32, angles.shape, 1) < frequencies.shape[0]
-    return jnp.where(is_first, jnp.cos(angles), jnp.sin(angles))
+def turns(rows: Float[Array, "T H"]) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
+    """[cos | cos] and [-sin | sin] of `rotation_rows`, to be shared by all heads."""
+    swapped = _swapped(rows)
+    is_first = lax.broadcasted_iota(jnp.int32, rows.shape, 1) < rows.shape[1] // 2
+    return jnp.where(is_first, rows, swapped), jnp.where(is_first, -swapped, rows)
 
 
-def turns(table: Float[Array, "T H"]) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
-    """[cos | cos] and [-sin | sin] of a `lane_table`, to be shared by all heads."""
-    swapped = _swapped(table)
-    is_first = lax.broadcasted_iota(jnp.int32, table.shape, 1) < table.shape[1] // 2
-    return jnp.where(is_first, table, swapped), jnp.where(is_first, -swapped, table)
+def sums_of_turns(first: Float[Array, "N H"], second: Float[Array, "T H"]) -> tuple[Array, Array]:
+    """`turns` [N * T, H] of the sum of each angle of `first` and each of `second`, which are `rotation_rows`; T is a
+    multiple of 8. Cosines and sines of N pages' starts and of T slots within a page do for all N * T slots."""
+    (first_cos, first_sin), (second_cos, second_sin) = turns(first), turns(second)
+    rows = [(first_cos[row : row + 1], first_sin[row : row + 1]) for row in range(first.shape[0])]
+    # All sines of a lane have one sign: products of two of them have none, those with a cosine keep it.
+    cos = [one_cos * second_cos - one_sin * second_sin for one_cos, one_sin in rows]
+    sin = [one_sin * second_cos + one_cos * second_sin for one_cos, one_sin in rows]
+    return jnp.concatenate(cos), jnp.concatenate(sin)
 
 
 def turned(keys: Float[Array, "T H"], cos: Float[Array, "T H"], sin: Float[Array, "T H"]) -> Float[Array, "T H"]:

@@ -22,7 +22,7 @@ from rich.table import Table
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.prefill import Prefiller
 from models.llama3 import LlamaConfig, init_params
-from models.llama3.paged_steps import decode_rotations, paged_decode_step
+from models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from models.llama3.steps import embed_step, logits_step, sample_step
 from scripts.benchmarks.common import environment, median
 
@@ -110,13 +110,15 @@ class _Batch:
         token_ids = jnp.ones(batch, jnp.int32)
         table = jnp.asarray(self._table)
         page_start = jnp.asarray(np.broadcast_to(starts, (batch, entries))) if self._rotates else None
-        turns = decode_rotations(self._model.config, entries * PAGE_TOKENS, None) if self._rotates else None
         for position in range(self._length, self._length + self._steps):
             used = np.clip(position + 1 - starts, 0, PAGE_TOKENS).astype(np.int32)
             lengths = jnp.asarray(np.broadcast_to(used, (batch, entries)))
             slots = jnp.asarray(self._table[:, position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS)
             positions = jnp.full(batch, position, jnp.int32)
             x = embed_step(self._model.top, token_ids)
+            rotation = None
+            if page_start is not None:
+                rotation = page_rotation_step(page_start, config=self._model.config, mesh=None)
             for number, layer in enumerate(self._model.params.layers):
                 out = paged_decode_step(
                     layer,
@@ -127,7 +129,7 @@ class _Batch:
                     table,
                     lengths,
                     page_start,
-                    turns,
+                    rotation,
                     config=self._model.config,
                     implementation=None,
                     mesh=None,

@@ -210,11 +210,11 @@ def test_decode_and_logits_take_no_more_than_is_planned():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     pages, table = array(4, 1024, 16, 64, dtype=jnp.float32), array(batch, entries)
-    rotations = (array(entries * 16, 32, dtype=jnp.float32),) * 2
+    rotation = array(batch, entries, 64, dtype=jnp.float32)
     used = paged_decode_step.lower(
         layer,
         array(batch, 1024, dtype=jnp.float32),
-        *(pages, pages, array(batch), array(batch), table, table, table, rotations),
+        *(pages, pages, array(batch), array(batch), table, table, table, rotation),
         config=CONFIG,
         implementation=None,
         mesh=None,

@@ -271,7 +271,7 @@ def decode(
         pos[row], slot[row] = request.num_tokens, request.extend(1)[0]
         tables[:, row, : len(request.entries)] = np.array(request.entries, np.int32).T
     page_table, page_length, page_start = map(jnp.asarray, tables)
-    rotations = paged_steps.decode_rotations(model.config, 16 * entries, implementation) if rotates else None
+    rotation = paged_steps.page_rotation_step(page_start, config=model.config, mesh=None) if rotates else None
     x = embed_step(model.params, jnp.asarray(np.pad(np.asarray(token_ids, np.int32), (0, batch - len(token_ids)))))
     for number, layer in enumerate(model.params.layers):
         out = paged_steps.paged_decode_step(
@@ -283,7 +283,7 @@ def decode(
             page_table,
             page_length,
             page_start if rotates else None,
-            rotations,
+            rotation,
             config=model.config,
             implementation=implementation,
             mesh=None,

@@ -143,8 +143,8 @@ def test_a_layer_sums_behind_attention_and_mlp_and_moves_nothing_else(size, step
         where = (ints(8), ints(8), ints(8), ints(64), ints(64), ints(64), ints(64))
         traced = paged_layer_step.trace(LayerParams(**weights), x, pages, pages, *where, num_segments=8, **how)
     else:
-        rotations = (array((64, 8), EVERYWHERE), array((64, 8), EVERYWHERE))
-        where = (ints(8), ints(8), ints(8, 4), ints(8, 4), ints(8, 4), rotations)
+        rotation = array((8, 4, 16), EVERYWHERE)
+        where = (ints(8), ints(8), ints(8, 4), ints(8, 4), ints(8, 4), rotation)
         traced = paged_decode_step.trace(LayerParams(**weights), x, pages, pages, *where, **how)
     text = traced.lower().compile().as_text()
     moved = Counter(

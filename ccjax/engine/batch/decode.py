@@ -11,9 +11,9 @@ import numpy as np
 from ccjax.engine.batch.pages import RequestPages
 from ccjax.engine.buckets import batch_bucket, entry_bucket
 from ccjax.engine.plan_rows import padded_to
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Prefiller
-from models.llama3.paged_steps import decode_rotations, paged_decode_step
+from models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from models.llama3.steps import embed_step, logits_step
 
 
@@ -28,7 +28,6 @@ class DecodeBatch:
         self._model = model
         self._pool = pool
         self._implementation = implementation
-        self._rotations: dict[int, tuple[jax.Array, jax.Array] | None] = {}
 
     def step(self, requests: Sequence[RequestPages], token_ids: Sequence[int]) -> jax.Array:
         """Takes in the last token of each request and returns the logits `[B, V]`, float32, of the next, B padded.
@@ -41,14 +40,11 @@ class DecodeBatch:
         positions = [request.num_tokens for request in requests]
         slots = [request.append() for request in requests]
         num_entries = entry_bucket(max(request.num_entries for request in requests))
-        if num_entries not in self._rotations:
-            num_positions = num_entries * PAGE_TOKENS
-            rotations = decode_rotations(self._model.config, num_positions, self._implementation)
-            self._rotations[num_entries] = self._model.put(rotations)
         table = np.zeros((3, size, num_entries), np.int32)
         for row, request in enumerate(requests):
             table[:, row, : request.num_entries] = request.table
         page, start, length = self._model.put(tuple(table))
+        rotation = page_rotation_step(start, config=self._model.config, mesh=self._model.mesh)
         nowhere = self._pool.num_slots
         q_pos, q_slot = self._model.put((padded_to(positions, size, 0), padded_to(slots, size, nowhere)))
         x = embed_step(self._model.top, self._model.put(padded_to(token_ids, size, 0)))
@@ -65,7 +61,7 @@ class DecodeBatch:
                     page,
                     length,
                     start,
-                    self._rotations[num_entries],
+                    rotation,
                     config=self._model.config,
                     implementation=self._implementation,
                     mesh=self._model.mesh,
