@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.bounds import LOG2_E, MASKED
 from pallas_kernels.decode.blocks import MosaicDecodeBlocks
 from pallas_kernels.decode.output import DecodeOutput, DecodeParts
-from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, used_slots, valid_pages
+from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
 from pallas_kernels.rope.mosaic_tpu import sums_of_turns, turned
 
 _LANES, _SUBLANES = 128, 8
@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
 
     Attributes:
       q: [K, G, H], the request's query heads by kv head.
-      used: [1, M * T] int32, 1 for slots that hold a token.
+      used: [M / E, S] int32, 1 for slots that hold a token; a row for the E entries of each part.
       k, v: [K, P, T, H], the pools, in HBM.
       starts: [B, M / E, E, H] float32, `PageRotation.rows` of the E entries of each part, padded to 8, in HBM.
       within: [T, H] float32, `page_rows`.
@@ -77,7 +77,6 @@ def _kernel(
 ) -> None:
     num_kv_heads, group, head_dim = inputs.q.shape
     page_size = inputs.k.shape[2]
-    slots = entries * page_size
     # Without the request float32 products would be rounded to bfloat16.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
@@ -120,7 +119,7 @@ def _kernel(
             start_loading(jnp.where(is_last, request + 1, request), jnp.where(is_last, 0, j + 1), 1 - buffer)
 
         wait_for(buffer)
-        used = inputs.used[:, pl.ds(j * slots, slots)] != 0
+        used = inputs.used[pl.ds(j, 1)] != 0
         # In base 2, whose exponential is the cheaper one.
         scores = scores_of(buffer) * (scale * LOG2_E)
         scores = jnp.where(used[None], scores, MASKED)
@@ -188,7 +187,7 @@ def mosaic_tpu_decode(
     plan = _Plan(steps, jnp.cumsum(steps) - steps, valid_pages(page_table, page_length))
     inputs = _Inputs(
         q.reshape(num_requests, num_kv_heads, group, head_dim),
-        used_slots(page_length, page_size).astype(jnp.int32)[:, None],
+        _used_slots(page_length.reshape(num_requests, -1, entries), page_size),
         k_pages,
         v_pages,
     )
@@ -203,7 +202,7 @@ def mosaic_tpu_decode(
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     specs = _Inputs(
         q=heads(head_dim),
-        used=pl.BlockSpec((None, 1, inputs.used.shape[2]), lambda request, plan: (request, 0, 0)),
+        used=pl.BlockSpec((None, *inputs.used.shape[1:]), lambda request, plan: (request, 0, 0)),
         k=in_hbm,
         v=in_hbm,
         starts=in_hbm,
@@ -233,3 +232,16 @@ def mosaic_tpu_decode(
         name="paged_decode",
     )(plan, inputs)
     return DecodeOutput(result.out.reshape(q.shape), result.lse[..., 0].reshape(num_requests, num_heads))
+
+
+def _used_slots(lengths: Int[Array, "B parts E"], page_size: int) -> Int[Array, "B parts S"]:
+    """1 for slots that hold a token.
+
+    Lengths reach their slots by a product. With an axis for the slots of a page, 16 of 128 lanes would be in use, which
+    cost v5e as much as all norms of a layer.
+    """
+    slot = jnp.arange(lengths.shape[2] * page_size, dtype=jnp.int32)
+    is_of = slot[None] // page_size == jnp.arange(lengths.shape[2], dtype=jnp.int32)[:, None]
+    product = functools.partial(jnp.einsum, "bpe,es->bps", precision=lax.Precision.HIGHEST)
+    spread = product(lengths.astype(jnp.float32), is_of.astype(jnp.float32))
+    return (slot[None, None] % page_size < spread.astype(jnp.int32)).astype(jnp.int32)

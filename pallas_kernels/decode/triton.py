@@ -61,13 +61,13 @@ def _kernel(inputs: _Inputs, outputs: DecodeParts, *, scale: float, entries: int
     def scores_of(pages: Array, j: Array) -> Array:
         if inputs.starts is None:
             return product(inputs.q[...], inputs.k[pages].reshape(slots, head_dim), _A_BT)
-        slot = jnp.arange(slots, dtype=jnp.int32)
-        cos, sin, within_cos, within_sin = (
-            rows[index, pl.ds(part, half)]
-            for rows, index in ((inputs.starts, j * entries + slot // page_size), (inputs.within, slot % page_size))
-            for part in (0, half)
+        # Broadcast and not gathered by slot, which spilled registers.
+        cos, sin = (inputs.starts[pl.ds(j * entries, entries), pl.ds(part, half)][:, None] for part in (0, half))
+        within_cos, within_sin = (inputs.within[:, pl.ds(part, half)][None] for part in (0, half))
+        cos, sin = (
+            table.reshape(slots, half)
+            for table in (cos * within_cos - sin * within_sin, sin * within_cos + cos * within_sin)
         )
-        cos, sin = cos * within_cos - sin * within_sin, sin * within_cos + cos * within_sin
         # Triton can neither slice nor join values, so the halves of a head stay apart.
         first, second = (
             inputs.k[pages, :, part].reshape(slots, half).astype(jnp.float32)

@@ -157,6 +157,7 @@ def test_a_follower_that_fails_says_why(pair):
     assert pair.lost == ["process 0 has gone: ArithmeticError: no luck on the follower"]
     with pytest.raises(lockstep.LostHostError, match="no luck on the follower"):
         pair.run_probe(array)
+    pair.thread.join(30)
     assert isinstance(pair.ended[0], ArithmeticError)
 
 
