@@ -58,13 +58,13 @@ docs:  ## the documentation as a site, in build/site; reads docstrings without i
 parity: $(VENV)/.peers  ## the model against Hugging Face transformers
 	$(BIN)/python -m pytest -m peers $(ARGS)
 
-kernels-aot:  ## compiles kernels and steps for A100, H100, v5e and v6e; needs none of them, but two large environments
+kernels-aot:  ## compiles kernels and steps for A100, H100, v5e and v6e, with ARGS=--quick a few of them; two large environments
 	$(MAKE) --jobs=2 kernels-aot-tpu kernels-aot-gpu
 
 kernels-aot-%:
 	test -d $(VENV)-$* || $(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -e ".[aot-$*]"
-	$(VENV)-$*/bin/python scripts/kernels_aot.py $*
+	$(VENV)-$*/bin/python scripts/kernels_aot.py $* $(ARGS)
 
 gpu-check:  ## kernels, reuse and the 8B benchmark on this machine's GPU, or skipped; PYTHON must have jax with CUDA
 	$(PYTHON) scripts/gpu_check.py $(ARGS) || test $$? -eq 77

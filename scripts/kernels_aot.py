@@ -1,10 +1,10 @@
-"""Compiles every kernel and step for chips that are not at hand: `python scripts/kernels_aot.py tpu|gpu [--only PART]`.
+"""Compiles every kernel and step for chips that are not at hand: `python scripts/kernels_aot.py tpu|gpu [--quick]`.
 
 Needs no TPU and no GPU, only their compilers: `pip install -e .[aot-tpu]` or `.[aot-gpu]`, each in its own environment.
 Kernels and the engine's steps are compiled at serving shapes; a kernel over a chip's limits, a register spill on a GPU,
 or a figure more than 5 % above pallas_kernels/aot_table.json fails, and so does a control that ought to fail and does
-not. `--only step:` takes the steps alone. `--update` writes the table. What compiles is neither right nor fast:
-tests/pallas_kernels show the one, only the chip the other.
+not. `--quick` takes the few cases that every push compiles, `--only step:` the steps alone. `--update` writes the
+table. What compiles is neither right nor fast: tests/pallas_kernels show the one, only the chip the other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("tpu", "gpu"))
     parser.add_argument("--only", metavar="PART", default="", help="cases with this part in their name")
+    parser.add_argument("--quick", action="store_true", help="a case of every kernel and step, of the rest none")
     parser.add_argument("--update", action="store_true", help="write the figures to the committed table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     arguments = parser.parse_args()
@@ -55,17 +57,20 @@ def main() -> int:
     tables = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     versions = {package: importlib.metadata.version(package) for package in target.PACKAGES}
     table = tables.get(arguments.kind, {"versions": versions, "figures": {}})
-    if arguments.update and arguments.only and table["versions"] != versions:
-        parser.error(f"--update: wanted every case, or the table's own {table['versions']}, got --only and {versions}")
+    is_part = arguments.quick or arguments.only != ""
+    if arguments.update and is_part and table["versions"] != versions:
+        parser.error(f"--update: wanted every case, or the table's own {table['versions']}, got a part and {versions}")
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder)
         target.set_environment(dump)
         known = None if arguments.update else table["figures"]
-        found, wrong = _compile_all(target, dump, arguments.only, known)
+        found, wrong = _compile_all(target, dump, arguments.only, arguments.quick, known)
+    if not any(found.values()):
+        parser.error(f"--only: wanted a part of a case's name, got {arguments.only!r}, which is in none")
     if arguments.json:
         arguments.json.write_text(json.dumps({"versions": versions, "figures": found}, indent=1) + "\n")
     if arguments.update and not wrong:
-        kept = table["figures"] if arguments.only else {}
+        kept = table["figures"] if is_part else {}
         merged = {chip: kept.get(chip, {}) | figures for chip, figures in found.items()}
         tables[arguments.kind] = {"versions": versions, "figures": merged}
         TABLE.write_text(json.dumps(tables, indent=1, sort_keys=True) + "\n")
@@ -75,20 +80,26 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _compile_all(target: Any, dump: Path, only: str, known: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+def _compile_all(
+    target: Any, dump: Path, only: str, is_quick: bool, known: dict[str, Any] | None
+) -> tuple[dict[str, Any], list[str]]:
     """Figures by chip and case, and what is wrong with them; prints a row as each comes.
 
+    `only`, `is_quick`: which cases; controls come with the case that each is a spoilt form of.
     `known`: committed figures by chip and case; None holds the limits alone against them.
     """
     # Here and not above: jax reads the environment when it is first imported.
     from pallas_kernels.attention import attention
     from pallas_kernels.decode import decode_attention
-    from scripts.kernels.cases import ALL_CASES, STEP
+    from scripts.kernels.cases import ALL_CASES, QUICK, STEP
     from scripts.kernels.compiling import compile_case, compile_layer_step
-    from scripts.kernels.steps import STEP_CASES, compile_step, step_controls, step_figures
+    from scripts.kernels.steps import QUICK_STEPS, STEP_CASES, compile_step, step_controls, step_figures
+
+    def is_wanted(name: str) -> bool:
+        return only in name and (not is_quick or name in QUICK | QUICK_STEPS)
 
     operations = {"partial_prefill": attention, "paged_decode": decode_attention}
-    cases = [case for case in ALL_CASES if only in case.name]
+    cases = [case for case in ALL_CASES if is_wanted(case.name)]
     found: dict[str, Any] = {chip: {} for chip in target.CHIPS}
     wrong: list[str] = []
     for chip in target.CHIPS:
@@ -96,7 +107,7 @@ def _compile_all(target: Any, dump: Path, only: str, known: dict[str, Any] | Non
         device = devices[0]
         for case in cases:
             _empty(dump)
-            memory = {}
+            start, memory = time.monotonic(), {}
             if case is STEP:
                 executable, size = compile_layer_step(implementation, STEP, device, target.PLATFORM, target.options())
                 memory = {"hbm_bytes": size}
@@ -107,47 +118,52 @@ def _compile_all(target: Any, dump: Path, only: str, known: dict[str, Any] | Non
             found[chip][case.name] = figures
             earlier = figures if known is None else known.get(chip, {}).get(case.name)
             wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
-            _print_row(chip, case.name, figures)
-        for case in (case for case in STEP_CASES if only in case.name):
+            _print_row(chip, case.name, figures, start)
+        for case in (case for case in STEP_CASES if is_wanted(case.name)):
             _empty(dump)
+            start = time.monotonic()
             executable = compile_step(case, implementation, devices, target.PLATFORM, target.options())
             figures = found[chip][case.name] = step_figures(executable)
             earlier = figures if known is None else known.get(chip, {}).get(case.name)
             wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
-            _print_row(chip, case.name, figures)
+            _print_row(chip, case.name, figures, start)
         for name, case, other, message in step_controls(implementation):
-            if case.name not in found[chip]:
-                continue  # `only` left its case out
+            if not is_wanted(case.name):
+                continue
             _empty(dump)
+            start = time.monotonic()
             try:
                 executable = compile_step(case, other, devices, target.PLATFORM, target.options())
                 outcome = str(violations(chip, name, step_figures(executable), target.LIMITS, found[chip][case.name]))
             except Exception as error:
                 outcome = str(error)
-            wrong += _judge(chip, name, outcome, message)
+            wrong += _judge(chip, name, outcome, message, start)
     for name, chip, case, operation, message in target.controls():
-        if only and only not in case.name:
+        if not is_wanted(case.name):
             continue
         _empty(dump)
+        start = time.monotonic()
         try:
             executable = compile_case(operation, case, target.devices_of(chip)[0], target.PLATFORM, target.options())
             figures = target.figures(executable, case.kernel, dump, chip)
             outcome = str(violations(chip, name, figures, target.LIMITS, figures))
         except Exception as error:  # the compilers raise JaxRuntimeError, lowering ValueError and others
             outcome = str(error)
-        wrong += _judge(chip, name, outcome, message)
+        wrong += _judge(chip, name, outcome, message, start)
     return found, wrong
 
 
-def _judge(chip: str, name: str, outcome: str, message: str) -> list[str]:
+def _judge(chip: str, name: str, outcome: str, message: str, start: float) -> list[str]:
     """What is wrong where a control did not fail as it must; prints its row."""
     failed = re.search(message, outcome) is not None
-    print(f"{chip:5} {name:50} {'fails, as it must' if failed else 'DOES NOT FAIL'}", flush=True)
+    result = "fails, as it must" if failed else "DOES NOT FAIL"
+    print(f"{chip:5} {name:50} {result} in {time.monotonic() - start:.0f} s", flush=True)
     return [] if failed else [f"{chip}, control {name!r}: wanted an error matching {message!r}, got {outcome[:200]!r}"]
 
 
-def _print_row(chip: str, name: str, figures: dict[str, int]) -> None:
-    print(f"{chip:5} {name:42}", *(f"{figure} {value:>10,} " for figure, value in figures.items()), flush=True)
+def _print_row(chip: str, name: str, figures: dict[str, int], start: float) -> None:
+    columns = [f"{figure} {value:>10,} " for figure, value in figures.items()]
+    print(f"{chip:5} {name:42}", *columns, f"in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _empty(folder: Path) -> None:

@@ -135,3 +135,6 @@ DECODE_CASES = (
 ALL_CASES = (*CASES, *DECODE_CASES, STEP)
 CONTROL, DECODE_CONTROL = CASES[1], DECODE_CASES[0]
 """What the kernels that must fail are compiled for."""
+
+QUICK = frozenset({CONTROL.name, "rotated", DECODE_CONTROL.name, "decode, 70B TP8, rotated", STEP.name})
+"""Names of the cases that every push compiles: each kernel with and without rotation, and what the controls spoil."""

@@ -177,6 +177,9 @@ STEP_CASES = (
     StepCase("4 devices: paged decode, 70B, 16 of 8k", paged_decode_step, 16, 8192, num_devices=4, config=LLAMA3_70B),
 )
 
+QUICK_STEPS = frozenset({STEP_CASES[4].name})
+"""Names of the steps that every push compiles; the others take minutes for TPUs."""
+
 
 def compile_step(
     case: StepCase, implementation: str, devices: Sequence[Any], platform: str, options: dict[str, Any] | None = None

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from models.llama3.paged_steps import paged_decode_step
 from scripts.kernels import gpu, tpu
-from scripts.kernels.cases import ALL_CASES, STEP
+from scripts.kernels.cases import ALL_CASES, QUICK, STEP
 from scripts.kernels.compiling import compile_layer_step
-from scripts.kernels.steps import STEP_CASES, StepCase, compile_step, step_controls, step_figures
+from scripts.kernels.steps import QUICK_STEPS, STEP_CASES, StepCase, compile_step, step_controls, step_figures
 from scripts.kernels_aot import TABLE, violations
 
 LIMITS = {"spill_bytes": {"a100": 0}, "shared_bytes": {"a100": 166_912}}
@@ -49,6 +49,18 @@ def test_the_committed_figures_are_within_limits(target):
         assert set(cases) == {case.name for case in (*ALL_CASES, *STEP_CASES)}
         for name, figures in cases.items():
             assert violations(chip, name, figures, target.LIMITS, figures) == []
+
+
+@pytest.mark.parametrize("target", [gpu, tpu], ids=["gpu", "tpu"])
+def test_the_quick_cases_have_every_kernel_and_a_control_of_each(target):
+    cases = [case for case in ALL_CASES if case.name in QUICK]
+    assert {case.name for case in cases} == QUICK and STEP in cases
+    assert QUICK_STEPS <= {case.name for case in STEP_CASES}
+    kernels = {(case.kernel, case.is_rotated) for case in cases}
+    assert kernels == {(case.kernel, case.is_rotated) for case in ALL_CASES}
+    spoilt = {(chip, case.kernel) for _, chip, case, _, _ in target.controls() if case.name in QUICK}
+    assert spoilt == {(chip, case.kernel) for chip in target.CHIPS for case in ALL_CASES}
+    assert any(case.name in QUICK_STEPS for _, case, _, _ in step_controls("xla"))
 
 
 @pytest.mark.parametrize("chip", tpu.CHIPS)
