@@ -22,6 +22,7 @@ from models.llama3.paged_steps import (
     page_rotation_step,
     paged_decode_step,
     paged_layer_step,
+    rotation_step,
     write_rows_step,
 )
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
@@ -135,6 +136,8 @@ def compile_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
     x = embed_step(prefiller.top, prefiller.put(np.zeros(num_rows, np.int32)))
     rows, nowhere = prefiller.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
     slots, context = prefiller.put((np.full(num_slots, pool.num_slots, np.int32), np.zeros(num_slots, np.int32)))
+    settings = {"config": prefiller.config, "mesh": prefiller.mesh}
+    rotations = rotation_step(rows, **settings), rotation_step(context, **settings)
     out = pool.update(
         0,
         lambda k_pages, v_pages: paged_layer_step(
@@ -149,6 +152,7 @@ def compile_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
             context,
             context,
             context if num_segments else None,
+            *rotations,
             config=prefiller.config,
             num_segments=num_segments,
             implementation=prefiller.implementation,

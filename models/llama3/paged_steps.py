@@ -29,8 +29,9 @@ from models.llama3.sharding import (
 )
 from models.lockstep import step
 from pallas_kernels.attention import attention
+from pallas_kernels.attention.bounds import UNUSED
 from pallas_kernels.decode import decode_attention, page_rotation
-from pallas_kernels.rope import apply_rope
+from pallas_kernels.rope import apply_rope, rotate, rotation_rows
 
 
 class PagedLayerOutput(NamedTuple):
@@ -122,6 +123,8 @@ def paged_layer_step(
     k_pos: Int[Array, "S"],
     k_request: Int[Array, "S"],
     k_segment: Int[Array, "S"] | None,
+    q_rotation: Float[Array, "N H"],
+    k_rotation: Float[Array, "S H"],
     *,
     config: LlamaConfig,
     num_segments: int,
@@ -146,17 +149,17 @@ def paged_layer_step(
       k_pos: position of every context token; INT32_MAX where there is none.
       k_request: request of every context token; padding repeats the last one.
       k_segment, num_segments: segment of every context token, to get the mass per segment; None and 0 to leave it out.
+      q_rotation, k_rotation: `rotation_step` of `q_pos` and of `k_pos`.
       implementation: of `pallas_kernels.attention.attention`.
       mesh: that weights and pages lie on, as `models.llama3.sharding` has it; None for a single device.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
-    frequencies = rope_frequencies(config)
-    q = apply_rope(q, q_pos, frequencies)
+    q = rotate(q, q_rotation)
     k_pages, v_pages = write_slots(k_pages, q_slot, k, mesh), write_slots(v_pages, q_slot, v, mesh)
     scale = config.head_dim**-0.5
 
     def attend(q: Array, k_pages: Array, v_pages: Array, *where: Any) -> Any:
-        slots, q_pos, k_pos, k_segment, q_request, k_request = where
+        slots, q_pos, k_pos, k_segment, q_request, k_request, k_rotation = where
         return tuple(
             attention(
                 q,
@@ -169,22 +172,29 @@ def paged_layer_step(
                 num_segments=num_segments,
                 q_request=q_request,
                 k_request=k_request,
-                k_frequencies=frequencies,
+                k_rotation=k_rotation,
                 implementation=implementation,
             )
         )
 
-    where = (slots, q_pos, k_pos, k_segment, q_request, k_request)
+    where = (slots, q_pos, k_pos, k_segment, q_request, k_request, k_rotation)
     specs = (HEADS, PAGES, PAGES, *(EVERYWHERE for _ in where))
     attended, mass, lse = over_heads(attend, mesh, specs, ATTENTION_OUTPUT)(q, k_pages, v_pages, *where)
     self_mass = None
     if mass is not None:
-        self_mass = constrain(own_mass(q, apply_rope(k, q_pos, frequencies), lse, scale), mesh, EVERYWHERE)
+        self_mass = constrain(own_mass(q, rotate(k, q_rotation), lse, scale), mesh, EVERYWHERE)
         mass = constrain(mass.mean(1), mesh, EVERYWHERE)
     x = constrain(finish_layer(x, attended, layer, config.rms_norm_eps), mesh, EVERYWHERE)
     k_pages, v_pages = constrain((k_pages, v_pages), mesh, PAGES)
     k, v = constrain((k, v), mesh, KV_ROWS)
     return PagedLayerOutput(x, k_pages, v_pages, k, v, mass, self_mass)
+
+
+@step(static_argnames=("config", "mesh"))
+def rotation_step(positions: Int[Array, "N"], *, config: LlamaConfig, mesh: Mesh | None) -> Float[Array, "N H"]:
+    """Cosines and sines of positions for a `paged_layer_step`, the same for all layers; INT32_MAX counts as 0."""
+    rows = rotation_rows(jnp.where(positions == UNUSED, 0, positions), rope_frequencies(config))
+    return constrain(rows, mesh, EVERYWHERE)
 
 
 @step(static_argnames=("config", "mesh"))

@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.attention.blocks import MOSAIC_TPU, TRITON
+from pallas_kernels.attention.bounds import UNUSED
 from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
 from pallas_kernels.attention.output import AttentionOutput
 from pallas_kernels.attention.reference import reference_attention
@@ -17,6 +18,7 @@ from pallas_kernels.attention.tokamax import OPERATIONS, tokamax_attention
 from pallas_kernels.attention.triton import triton_attention
 from pallas_kernels.attention.xla import blocked_attention
 from pallas_kernels.dispatch import implementation as implementation_of
+from pallas_kernels.rope import rotation_rows
 
 PLAIN = {
     "reference": reference_attention,
@@ -45,6 +47,7 @@ def attention(
     q_request: Int[Array, "N"] | None = None,
     k_request: Int[Array, "S"] | None = None,
     k_frequencies: Float[Array, "half"] | np.ndarray | None = None,
+    k_rotation: Float[Array, "S H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionOutput:
     """Masked partial prefill (CacheCraft sec. 3.4.3): queries are any subset of the context's tokens.
@@ -53,7 +56,7 @@ def attention(
     Causality is by position, not by index. Query heads are grouped: head `q` reads kv head `q // (Q / K)`.
 
     Args:
-      q, k: rotated queries and keys; with `k_frequencies`, keys before RoPE.
+      q, k: rotated queries and keys; with `k_frequencies` or `k_rotation`, keys before RoPE.
       q_pos: positions, in any order; repeat the last one for padding rows. Where they ascend, and requests stand in the
         same order in queries and slots, blocks that no query of a block may see are skipped.
       k_pos: positions of the context slots, in any order; INT32_MAX marks an unused slot, whose key and value may hold
@@ -64,6 +67,8 @@ def attention(
       q_request, k_request: request ids of a packed batch; both or none.
       k_frequencies: inverse RoPE frequencies [H / 2]: the call rotates the keys to `k_pos`, in float32, rounded to
         their dtype as `apply_rope` does.
+      k_rotation: in its place, `pallas_kernels.rope.rotation_rows` of `k_pos`, for callers that have many layers to
+        share it; any finite rows for unused slots.
       implementation: None for the platform's own: "xla" on CPU, "triton" on NVIDIA GPUs, "mosaic_tpu" on TPUs. Or by
         name: "reference", "xla", "triton", "mosaic_tpu"; "triton:h100" to compile for a chip that is not at hand;
         "triton_interpret", "mosaic_tpu_interpret" to run a kernel's very operations without its chip, slowly. With the
@@ -85,6 +90,12 @@ def attention(
         raise ValueError("q_request and k_request: wanted both or neither")
     if k_frequencies is not None and k_frequencies.shape != (q.shape[2] // 2,):
         raise ValueError(f"k_frequencies: wanted shape ({q.shape[2] // 2},), got {k_frequencies.shape}")
+    if k_frequencies is not None and k_rotation is not None:
+        raise ValueError("k_frequencies and k_rotation: wanted at most one of them, got both")
+    if k_rotation is not None and k_rotation.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(f"k_rotation: wanted shape {(k.shape[0], k.shape[2])}, got {k_rotation.shape}")
+    if k_frequencies is not None:
+        k_rotation = rotation_rows(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
     return implementation_of(implementation, PLAIN, KERNELS)(
         q,
         k,
@@ -96,5 +107,5 @@ def attention(
         num_segments=num_segments,
         q_request=q_request,
         k_request=k_request,
-        k_frequencies=None if k_frequencies is None else jnp.asarray(k_frequencies, jnp.float32),
+        k_rotation=k_rotation,
     )

@@ -28,7 +28,6 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.blocks import MosaicBlocks
 from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two, used_values
 from pallas_kernels.attention.output import AttentionOutput, OutputParts
-from pallas_kernels.rope import rotation_rows
 from pallas_kernels.rope.mosaic_tpu import turned, turns
 
 _LANES = 128
@@ -157,7 +156,7 @@ def mosaic_tpu_attention(
     num_segments: int = 0,
     q_request: Int[Array, "N"] | None = None,
     k_request: Int[Array, "S"] | None = None,
-    k_frequencies: Float[Array, "half"] | None = None,
+    k_rotation: Float[Array, "S H"] | None = None,
     blocks: MosaicBlocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionOutput:
@@ -192,8 +191,8 @@ def mosaic_tpu_attention(
         inputs = inputs._replace(q_request=q_request[:, None], k_request=k_request[None])
     if k_segment is not None:
         inputs = inputs._replace(k_segment=padded(k_segment, key_block, -1)[None])
-    if k_frequencies is not None:
-        inputs = inputs._replace(rotation=rotation_rows(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies))
+    if k_rotation is not None:
+        inputs = inputs._replace(rotation=padded(k_rotation, key_block))
 
     def key_index(i: Array, j: Array, bounds: Any) -> Array:
         return jnp.clip(j, bounds[0, i], jnp.maximum(bounds[3, i] - 1, bounds[0, i]))

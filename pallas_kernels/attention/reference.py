@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.bounds import UNUSED, used_values
+from pallas_kernels.attention.bounds import used_values
 from pallas_kernels.attention.output import AttentionOutput
-from pallas_kernels.rope import apply_rope
+from pallas_kernels.rope import rotate
 
 
 def reference_attention(
@@ -27,12 +27,12 @@ def reference_attention(
     num_segments: int = 0,
     q_request: Int[Array, "N"] | None = None,
     k_request: Int[Array, "S"] | None = None,
-    k_frequencies: Float[Array, "half"] | None = None,
+    k_rotation: Float[Array, "S H"] | None = None,
 ) -> AttentionOutput:
     """See `pallas_kernels.attention.attention`."""
     group = q.shape[1] // k.shape[1]
-    if k_frequencies is not None:
-        k = apply_rope(k, jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
+    if k_rotation is not None:
+        k = rotate(k, k_rotation)
     wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, used_values(v, k_pos)))
     wide_k, wide_v = jnp.repeat(wide_k, group, axis=1), jnp.repeat(wide_v, group, axis=1)
     visible = k_pos[None, :] <= q_pos[:, None]

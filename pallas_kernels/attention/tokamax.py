@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.bounds import UNUSED, padded, power_of_two, used_values
+from pallas_kernels.attention.bounds import padded, power_of_two, used_values
 from pallas_kernels.attention.output import AttentionOutput
-from pallas_kernels.rope import apply_rope
+from pallas_kernels.rope import rotate
 
 OPERATIONS = {
     "xla": ("base", "DotProductAttention"),
@@ -46,7 +46,7 @@ def tokamax_attention(
     num_segments: int = 0,
     q_request: Int[Array, "N"] | None = None,
     k_request: Int[Array, "S"] | None = None,
-    k_frequencies: Float[Array, "half"] | None = None,
+    k_rotation: Float[Array, "S H"] | None = None,
     kernel: str | None = None,
 ) -> AttentionOutput:
     """See `pallas_kernels.attention.attention`. The mass is rounded to the dtype of the queries.
@@ -66,8 +66,8 @@ def tokamax_attention(
     requests = None if q_request is None or k_request is None else (q_request, k_request)
     order = jnp.argsort(k_pos) if requests is None else jnp.lexsort((k_pos, requests[1]))
     k, v, k_pos = k[order], used_values(v, k_pos)[order], k_pos[order]
-    if k_frequencies is not None:
-        k = apply_rope(k, jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
+    if k_rotation is not None:
+        k = rotate(k, k_rotation[order])
     if k_segment is not None:
         onehot = (k_segment[order][:, None] == jnp.arange(num_segments)[None, :]).astype(v.dtype)
         v = jnp.concatenate([v, jnp.broadcast_to(onehot[:, None, :], (*v.shape[:2], num_segments))], -1)

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.blocks import TritonBlocks
 from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two
 from pallas_kernels.attention.output import AttentionOutput, OutputParts
-from pallas_kernels.rope import apply_rope, rotation_table
+from pallas_kernels.rope import rotate
 
 _LEAST = 16
 """Triton multiplies no matrices that are smaller than this in any dimension."""
@@ -141,7 +141,7 @@ def triton_attention(
     num_segments: int = 0,
     q_request: Int[Array, "N"] | None = None,
     k_request: Int[Array, "S"] | None = None,
-    k_frequencies: Float[Array, "half"] | None = None,
+    k_rotation: Float[Array, "S H"] | None = None,
     blocks: TritonBlocks,
     interpret: bool = False,
 ) -> AttentionOutput:
@@ -162,9 +162,8 @@ def triton_attention(
     most_queries = blocks.queries if q.dtype.itemsize == 2 else blocks.float32_queries
     query_block = min(most_queries, power_of_two(num_queries, _LEAST))
     key_block = min(max(_LEAST, blocks.keys * 4 // k.dtype.itemsize**2), power_of_two(num_slots, _LEAST))
-    if k_frequencies is not None and not blocks.rotates:
-        k = apply_rope(k, jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
-        k_frequencies = None
+    if k_rotation is not None and not blocks.rotates:
+        k, k_rotation = rotate(k, k_rotation), None
     k, v = padded(k, key_block), padded(v, key_block)
     k_pos = padded(k_pos, key_block, UNUSED)
     # Copies of the last row keep a block's smallest position where it is, and so its unmasked loop.
@@ -173,8 +172,8 @@ def triton_attention(
         q_request, k_request = padded(q_request, query_block, None), padded(k_request, key_block, None)
     bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=query_block, k_block=key_block)
     inputs = _Inputs(jnp.stack(bounds, -1), q, q_pos, k, v, k_pos, q_request=q_request, k_request=k_request)
-    if k_frequencies is not None:
-        cos, sin = rotation_table(jnp.where(k_pos == UNUSED, 0, k_pos), k_frequencies)
+    if k_rotation is not None:
+        cos, sin = jnp.split(padded(k_rotation, key_block), 2, -1)
         inputs = inputs._replace(cos=cos, sin=sin)
     if k_segment is None:
         result = _call(inputs, 0, query_block, key_block, scale, blocks, interpret)

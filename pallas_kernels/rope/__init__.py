@@ -5,9 +5,9 @@ from pallas_kernels.rope.api import (
     llama3_frequencies,
     move_rope,
     remove_rope,
+    rotate,
     rotate_by,
     rotation_rows,
-    rotation_table,
 )
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "llama3_frequencies",
     "move_rope",
     "remove_rope",
+    "rotate",
     "rotate_by",
     "rotation_rows",
-    "rotation_table",
 ]

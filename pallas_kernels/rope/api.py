@@ -52,16 +52,8 @@ def _angles(positions: Array, frequencies: Array | np.ndarray) -> Array:
     return positions.astype(jnp.float32)[..., None, None] * frequencies
 
 
-def rotation_table(
-    positions: Int[Array, "N"], frequencies: Float[Array, "half"] | np.ndarray
-) -> tuple[Float[Array, "N half"], Float[Array, "N half"]]:
-    """Cosine and sine of every position's angles, float32: what a kernel needs to rotate keys itself."""
-    angles = _angles(positions, frequencies)[:, 0]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
 def rotation_rows(positions: Int[Array, "N"], frequencies: Float[Array, "half"] | np.ndarray) -> Float[Array, "N H"]:
-    """[cos | sin] of every position's angles, float32: `rotation_table` in one array.
+    """[cos | sin] of every position's angles, float32: what a kernel needs to rotate keys itself, and `rotate`.
 
     Made in one piece: half as wide, cosines and sines would fill as many lanes of a TPU each, and be copied once more.
     """
@@ -69,6 +61,13 @@ def rotation_rows(positions: Int[Array, "N"], frequencies: Float[Array, "half"] 
     angles = positions.astype(jnp.float32)[:, None] * jnp.concatenate([frequencies, frequencies])[None]
     is_first = lax.broadcasted_iota(jnp.int32, angles.shape, 1) < frequencies.shape[0]
     return jnp.where(is_first, jnp.cos(angles), jnp.sin(angles))
+
+
+def rotate(x: Float[Array, "N A H"], rows: Float[Array, "N H"]) -> Float[Array, "N A H"]:
+    """`apply_rope` by `rotation_rows` that were made before: XLA on a CPU makes cosines and sines of its own for every
+    head where they are made in the same program, which took 9.4 ms instead of 0.6 for 2,048 rows of 16 heads."""
+    half = x.shape[-1] // 2
+    return rotate_by(x, rows[:, None, :half], rows[:, None, half:])
 
 
 def apply_rope(

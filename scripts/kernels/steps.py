@@ -96,6 +96,10 @@ class _Arrays:
         """[S, K, H], keys or values."""
         return self.make((count, self._case.config.num_kv_heads, self._case.config.head_dim), _KV)
 
+    def rotation(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """[*shape, H], cosines and sines."""
+        return self.make((*shape, self._case.config.head_dim), (None,) * (len(shape) + 1), jnp.float32)
+
     def pages(self) -> jax.ShapeDtypeStruct:
         """[K, P, T, H]: twice what the contexts of the case take, as beside cached chunks."""
         case = self._case
@@ -123,7 +127,8 @@ def _layer(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any
 def _paged_layer(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     a, n, s = _Arrays(case, place), case.rows, case.slots
     rows, slots = (a.ints(n), a.ints(n), a.ints(n)), (a.ints(s), a.ints(s), a.ints(s))
-    arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), *rows, *slots, a.ints(s) if case.num_segments else None)
+    segments = a.ints(s) if case.num_segments else None
+    arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), *rows, *slots, segments, a.rotation(n), a.rotation(s))
     return arrays, {
         "config": case.config,
         "num_segments": case.num_segments,
@@ -135,8 +140,7 @@ def _paged_layer(case: StepCase, place: Place, implementation: str) -> tuple[tup
 def _paged_decode(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     a, n, m = _Arrays(case, place), case.rows, 2 * case.slots // PAGE_TOKENS  # tables are padded to powers of two
     tables = (a.ints(n, m), a.ints(n, m), a.ints(n, m))
-    rotation = a.make((n, m, case.config.head_dim), (None, None, None), jnp.float32)
-    arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), a.ints(n), a.ints(n), *tables, rotation)
+    arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), a.ints(n), a.ints(n), *tables, a.rotation(n, m))
     return arrays, _statics(case, implementation)
 
 

@@ -144,7 +144,7 @@ def some_work(model: Model, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> 
 
 @dataclasses.dataclass
 class Pack:
-    """The arguments of `paged_layer_step` besides layer, hidden states and pages."""
+    """The arguments of `paged_layer_step` besides layer, hidden states, pages and what follows from the positions."""
 
     q_pos: np.ndarray
     q_slot: np.ndarray
@@ -154,8 +154,13 @@ class Pack:
     k_request: np.ndarray
     k_segment: np.ndarray
 
-    def on_device(self) -> dict[str, Any]:
-        return {field.name: jnp.asarray(getattr(self, field.name), jnp.int32) for field in dataclasses.fields(self)}
+    def on_device(self, config: LlamaConfig) -> dict[str, Any]:
+        arrays = {field.name: jnp.asarray(getattr(self, field.name), jnp.int32) for field in dataclasses.fields(self)}
+        rotations = {
+            f"{side}_rotation": paged_steps.rotation_step(arrays[f"{side}_pos"], config=config, mesh=None)
+            for side in ("q", "k")
+        }
+        return arrays | rotations
 
 
 SEGMENT = 16
@@ -208,7 +213,7 @@ def run_packed(
     x = embed_step(model.params, jnp.asarray(np.pad(token_ids, (0, rows - len(token_ids)))))
     if change is not None:
         change(packed)
-    arguments, layers = packed.on_device(), []
+    arguments, layers = packed.on_device(model.config), []
     settings = dict(config=model.config, num_segments=40, implementation=implementation, mesh=None)
     for number, layer in enumerate(model.params.layers):
         out = paged_steps.paged_layer_step(layer, x, *pool.layers[number], **arguments, **settings)

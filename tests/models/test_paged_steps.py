@@ -83,7 +83,8 @@ def test_rows_and_context_may_stand_in_any_order(implementation):
         setattr(packed, name, values[order] if name.startswith("q") else values[slot_order])
     x = jnp.asarray(model.params.embedding[token_ids[order]])
     settings = dict(config=model.config, num_segments=24, implementation=implementation, mesh=None)
-    out = paged_steps.paged_layer_step(model.params.layers[0], x, *pool.layers[0], **packed.on_device(), **settings)
+    arguments = packed.on_device(model.config) | settings
+    out = paged_steps.paged_layer_step(model.params.layers[0], x, *pool.layers[0], **arguments)
     for n, one in enumerate(work):
         mine = np.flatnonzero(packed.q_request == n)
         mine = mine[np.argsort(packed.q_pos[mine])]
@@ -164,8 +165,8 @@ def fresh_steps():
 
 
 def test_the_tolerance_notices_keys_that_are_not_rotated(tiny, monkeypatch, fresh_steps):
-    def unrotated(*inputs, k_frequencies, **arguments):
-        return attention(*inputs, k_frequencies=0 * k_frequencies, **arguments)
+    def unrotated(*inputs, k_rotation, **arguments):
+        return attention(*inputs, **arguments)
 
     monkeypatch.setattr(paged_steps, "attention", unrotated)
     pool, work = some_work(tiny)

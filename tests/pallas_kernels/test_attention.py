@@ -1,10 +1,14 @@
 """Attention implementations against a float64 oracle written from the definition; mutants show each tolerance bites."""
 
+import inspect
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention
+from pallas_kernels.rope import rotation_rows
 from tests.pallas_kernels.cases import IMPLEMENTATIONS, TOLERANCE, UNUSED, Case, frequencies, packed, worst
 
 LONG = dict(heads=8, kv_heads=1, head_dim=64, queries=130, slots=300, used=290)
@@ -40,6 +44,27 @@ def test_packed_requests_whose_keys_are_before_rope(implementation, head_dim, dt
     """A TPU's registers are 128 wide: heads that fill them are rotated otherwise than narrower ones."""
     case = packed(head_dim=head_dim, theta=10000.0, dtype=dtype)
     assert worst(case.run(implementation), case.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, head_dim, dtype):
+    case = packed(head_dim=head_dim, theta=10000.0, dtype=dtype)
+    rows = np.asarray(rotation_rows(jnp.asarray(case.k_pos), case.k_frequencies))
+    given = case.run(implementation, k_frequencies=None, k_rotation=rows)
+    assert worst(given, case.expected()) < TOLERANCE[dtype]
+    for wrong in (np.roll(rows, 1, 0), np.roll(rows, head_dim // 2, 1), np.ones_like(rows), None):
+        changes = dict(k_frequencies=None, k_rotation=wrong)
+        assert worst(case.run(implementation, **changes), case.expected()) > TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("queries", [383, 384, 500])
+def test_many_queries_take_larger_blocks_on_a_cpu(queries):
+    case = Case(queries=queries, slots=1100, used=1000, head_dim=32)
+    assert worst(case.run("xla"), case.expected()) < TOLERANCE["float32"]
+    for changed in (dict(q_pos=case.q_pos - 1), dict(v=np.roll(case.v, 1, axis=1))):
+        assert worst(case.run("xla", **changed), case.expected()) > TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -161,3 +186,9 @@ def test_bad_arguments_are_named():
         case.run("xla", q_request=case.q_pos)
     with pytest.raises(ValueError, match="k_frequencies: wanted shape"):
         case.run("xla", k_frequencies=np.ones(7, np.float32))
+    inputs, arguments = case.arguments(k_rotation=np.ones((149, 16), np.float32))
+    with pytest.raises(ValueError, match=r"k_rotation: wanted shape \(150, 16\), got \(149, 16\)"):
+        inspect.unwrap(attention)(*inputs, **arguments)  # without the types that tests check
+    both = dict(k_frequencies=np.ones(8, np.float32), k_rotation=np.ones((150, 16), np.float32))
+    with pytest.raises(ValueError, match="k_frequencies and k_rotation: wanted at most one of them, got both"):
+        case.run("xla", **both)

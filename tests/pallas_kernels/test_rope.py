@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
+from pallas_kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope, rotate, rotation_rows
 from tests import oracles
 
 RANDOM = np.random.default_rng(0)
@@ -51,6 +51,16 @@ def test_apply_is_complex_rotation(shape):
     )
 
 
+@pytest.mark.parametrize("shape", [(7, 3, 8), (33, 4, 24), (5, 2, 128)])
+def test_rows_made_before_rotate_alike(shape):
+    x, positions = case(*shape, last=100_000)
+    frequencies = llama3_frequencies(shape[-1], 5e5, **SCALING)
+    rows = rotation_rows(jnp.asarray(positions), frequencies)
+    wanted = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies))
+    np.testing.assert_allclose(rotate(jnp.asarray(x), rows), wanted, atol=1e-6)
+    assert np.abs(np.asarray(rotate(jnp.asarray(x), rows[::-1])) - wanted).max() > 1e-2
+
+
 def test_batch_axes_are_independent():
     x = RANDOM.standard_normal((2, 3, 5, 4, 8)).astype(np.float32)
     positions = RANDOM.integers(0, 50, (2, 3, 5)).astype(np.int32)
@@ -74,8 +84,8 @@ def test_remove_undoes_apply(last):
 def test_position_zero_changes_nothing():
     x, _ = case(9, 2, 24, 1)
     zeros = jnp.zeros(9, jnp.int32)
-    for rotate in (apply_rope, remove_rope):
-        np.testing.assert_array_equal(rotate(jnp.asarray(x), zeros, llama3_frequencies(24, 1e4)), x)
+    for turn in (apply_rope, remove_rope):
+        np.testing.assert_array_equal(turn(jnp.asarray(x), zeros, llama3_frequencies(24, 1e4)), x)
 
 
 @pytest.mark.parametrize("last", [16, 2000])

@@ -14,7 +14,7 @@ from ccjax.engine.buckets import batch_bucket, segment_bucket, slot_bucket, toke
 from ccjax.engine.plan_rows import LayerRows, padded_to
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Contexts, Prefiller
-from models.llama3.paged_steps import deviation_step, paged_layer_step, write_rows_step
+from models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step, write_rows_step
 from models.llama3.steps import embed_step, logits_step, select_step
 from models.lockstep import fetch
 
@@ -87,6 +87,7 @@ class Pack:
         # Requests number their segments alike: a token's masses are on those of its own request.
         k_segment = _context([piece.job.segment_of[:length] for piece, length in parts], -1)
         self._slots, self._k_pos, self._k_request, self._k_segment = model.put((slots, k_pos, k_request, k_segment))
+        self._k_rotation = self._rotation(self._k_pos)
         self._set_rows()
         token_ids = np.concatenate([piece.job.token_ids[piece.offsets] for piece in pieces])
         self._x = embed_step(model.top, model.put(padded_to(token_ids, self._num_rows, 0)))
@@ -148,6 +149,8 @@ class Pack:
                 self._k_pos,
                 self._k_request,
                 self._k_segment if self._with_mass else None,
+                self._q_rotation,
+                self._k_rotation,
                 config=self._model.config,
                 num_segments=num_segments,
                 implementation=self._model.implementation,
@@ -243,6 +246,10 @@ class Pack:
 
         self._q_pos, self._q_request = padded(offsets, None), padded(requests, None)
         self._q_slot = padded(slots, self._pool.num_slots)
+        self._q_rotation = self._rotation(self._q_pos)
+
+    def _rotation(self, positions: jax.Array) -> jax.Array:
+        return rotation_step(positions, config=self._model.config, mesh=self._model.mesh)
 
     def _keep(self, kept: Mapping[Piece, np.ndarray]) -> None:
         """Goes on with the pieces in `kept`, and with those rows of each."""
