@@ -77,7 +77,7 @@ class MemoryPlan:
       source: where that figure is from, in words.
       fraction: share of it that may be taken.
       weights: exact.
-      activations: hidden states, keys and values of a layer's computed tokens.
+      activations: hidden states, keys and values of a layer's computed tokens; cosines and sines of the positions.
       workspace: what a layer's attention or its MLP holds besides, whichever is more.
       transit: KV of layers that are loaded ahead of a prefill, and of computed tokens until variants are made of it.
       logits: of a decode step, while tokens are drawn.
@@ -163,7 +163,7 @@ def plan_memory(
         source=source,
         fraction=fraction,
         weights=weight_bytes(shapes),
-        activations=rows * (2 * config.d_model * item + row),
+        activations=rows * (2 * config.d_model * item + row) + 4 * config.head_dim * (rows + slots),
         workspace=max(attention, _mlp_bytes(config, rows, config.d_ff // shapes.tensor_parallel_size, item)),
         transit=_LAYERS_AHEAD * slots * row + slots * config.num_layers * (row + 4 * (masses + 1)),
         logits=_LOGITS_COPIES * batch_bucket(sizes.max_num_seqs) * vocab * 4,

@@ -46,7 +46,8 @@ def test_llama3_8b_on_80_gb():
     assert plan.logits == 3 * 32 * 128256 * 4
     # Rows of the context four times over, 16 columns of masses; of 1,024 rows queries thrice and float32 sums.
     assert plan.workspace == 8192 * 8 * (4 * 128 + 16) * 2 + 1024 * 32 * (3 * 128 * 2 + (128 + 16) * 4)
-    assert plan.activations == 1024 * (2 * 4096 * 2 + 4096)
+    # Float32 cosines and sines of 1,024 rows and of the context.
+    assert plan.activations == 1024 * (2 * 4096 * 2 + 4096) + (1024 + 8192) * 128 * 4
     assert plan.pool == 72 * GB - plan.besides_pool
     assert plan.missing == 0 and 416_000 < plan.num_pool_tokens < 417_000
     check_fits(plan)
@@ -121,7 +122,7 @@ def test_a_model_that_cannot_be_split_so_is_refused():
 
 
 def measured(model: LlamaConfig, num_rows: int, num_slots: int, num_masses: int, size: int = 1) -> int:
-    """Bytes that XLA's compiled layer step takes of a device besides its arguments."""
+    """Bytes that XLA's compiled layer step takes of a device besides its arguments, and those of the rotations."""
     mesh = None if size == 1 else make_mesh(model, jax.devices()[:size])
 
     def array(*shape: int, dtype=jnp.int32, spec=EVERYWHERE):
@@ -141,18 +142,21 @@ def measured(model: LlamaConfig, num_rows: int, num_slots: int, num_masses: int,
         )
     pages = array(model.num_kv_heads, 64, 16, model.head_dim, dtype=jnp.float32, spec=PAGES)
     rows, slots = array(num_rows), array(num_slots)
+    rotations = [array(num, model.head_dim, dtype=jnp.float32) for num in (num_rows, num_slots)]
     lowered = paged_layer_step.lower(
         layer,
         array(num_rows, model.d_model, dtype=jnp.float32),
         *(pages, pages, rows, rows, rows, slots, slots, slots),
         slots if num_masses else None,
+        *rotations,
         config=model,
         num_segments=num_masses,
         implementation=None,
         mesh=mesh,
     )
     used = lowered.compile().memory_analysis()
-    return used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+    kept = sum(rows.size * rows.dtype.itemsize for rows in rotations)
+    return kept + used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
 
 
 def planned(model: LlamaConfig, num_rows: int, num_slots: int, with_mass: bool, size: int = 1) -> MemoryPlan:

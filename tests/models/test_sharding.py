@@ -140,7 +140,8 @@ def test_a_layer_sums_behind_attention_and_mlp_and_moves_nothing_else(size, step
     pages = array((2, 20, 16, 16), PAGES)
     x, how = array((8, config.d_model), EVERYWHERE), {"config": config, "implementation": None, "mesh": mesh}
     if step == "prefill":
-        where = (ints(8), ints(8), ints(8), ints(64), ints(64), ints(64), ints(64))
+        rotations = array((8, 16), EVERYWHERE), array((64, 16), EVERYWHERE)
+        where = (ints(8), ints(8), ints(8), ints(64), ints(64), ints(64), ints(64), *rotations)
         traced = paged_layer_step.trace(LayerParams(**weights), x, pages, pages, *where, num_segments=8, **how)
     else:
         rotation = array((8, 4, 16), EVERYWHERE)
