@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BENCHMARKS = (
-    *("ttft", "eviction", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache", "cluster"),
-    "gpu",
+    *("ttft", "prefill", "eviction", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache"),
+    *("cluster", "gpu"),
 )
 
 

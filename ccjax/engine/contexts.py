@@ -7,6 +7,7 @@ Knows no store beyond a ticket and no model beyond a shape; keys stay as they re
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -25,6 +26,9 @@ from store.usage import DEVICE
 
 _MERGED_AHEAD = 2
 """Contexts that may stand ready: one for the layer behind the one that runs, one more against jitter."""
+
+_ALIGNMENT = 64
+"""Bytes, of memory that XLA takes as it is."""
 
 _POLL_S = 0.05
 """How often a wait looks up to see whether it should end."""
@@ -246,7 +250,7 @@ class LayerLoader:
     def _merge(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """The context of a layer whose KV is there."""
         started = time.perf_counter()
-        k_buffer, v_buffer = np.zeros(self._shape, self._dtype), np.zeros(self._shape, self._dtype)
+        k_buffer, v_buffer = _zeros(self._shape, self._dtype), _zeros(self._shape, self._dtype)
         num_bytes = 0
         for variant_id, segment in self._reused:
             kv = self._read(variant_id, layer)
@@ -256,9 +260,17 @@ class LayerLoader:
                 assert self._turn is not None
                 k_buffer[where] = self._turn(kv[0], segment.key_shift)
             num_bytes += kv.nbytes
-        # A numpy buffer may be aliased by the CPU device; the copy makes the values the caller's to donate.
-        context = put(k_buffer, self._placement), put(v_buffer, self._placement, may_alias=False)
+        context = put((k_buffer, v_buffer), self._placement)
         jax.block_until_ready(context)
         self._merged_bytes += num_bytes
         self._on_merge(num_bytes, time.perf_counter() - started)
         return context
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros where a CPU device takes them for its own memory. Anywhere else it would copy them, by a task that waits
+    until its threads have done with a layer: 16 layers of 2,048 tokens reused took 0.18 s instead of 0.16."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return raw[first : first + num_bytes].view(dtype).reshape(shape)

@@ -68,11 +68,11 @@ def step(**options: Any) -> Callable[[Callable[..., Result]], Step[Result]]:
     return lambda function: Step(function, **options)
 
 
-def put(values: Any, placement: jax.sharding.Sharding | None, *, may_alias: bool | None = None) -> Any:
-    """Arrays of the host, as a tree, on the devices; None for the default one. `may_alias` is that of
-    `jax.device_put`."""
+def put(values: Any, placement: jax.sharding.Sharding | None) -> Any:
+    """Arrays of the host, as a tree, on the devices; None for the default one. A CPU device may go on using the memory
+    of the host's arrays, which must not change any more."""
     if _recorder is None or not isinstance(placement, NamedSharding):
-        return jax.device_put(values, placement, may_alias=may_alias)
+        return jax.device_put(values, placement)
     return _recorder.put(values, placement)
 
 

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
-import os
 import random
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +22,7 @@ from ccjax.engine.loading import LoadedModel
 from ccjax.engine.warmup import BatchSizes, compile_pack
 from ccjax.types import ReuseMode
 from models.llama3 import LlamaConfig, Params, init_params
+from scripts.benchmarks import transformers_peer
 from scripts.benchmarks.common import environment, median
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 8
@@ -62,7 +59,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     layers, width = (2, 256) if arguments.quick else (16, 1024)
     config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
     params = init_params(config, jax.random.key(0))
-    peer = None if arguments.no_peers or not _has_transformers() else _transformers(config)
+    has_peer = transformers_peer.is_installed() and not arguments.no_peers
+    peer = transformers_peer.full_prefill(config) if has_peer else None
     rows: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
     with Progress(console=Console(stderr=True)) as progress:
@@ -77,7 +75,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 for case in cases:
                     case.measure(segments)
                 if peer is not None:
-                    peer_s.append(peer(segments))
+                    peer_s.append(peer([token for segment in segments for token in segment]))
                 progress.advance(task)
             for case in cases:
                 case.engine.close()
@@ -141,32 +139,6 @@ def _cases(params: Params, config: LlamaConfig, length: int, original: list[list
         if slots == slot_bucket(length):
             compile_pack(engine._prefiller, engine._pool, (count, slots, sizes.num_segments))
     return cases
-
-
-def _has_transformers() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
-
-
-def _transformers(config: LlamaConfig) -> Callable[[list[list[int]]], float]:
-    """Full prefill of the same shapes in Hugging Face transformers: sdpa attention, float32, all cores."""
-    import torch  # pyright: ignore[reportMissingImports]
-    from transformers import LlamaConfig as PeerConfig  # pyright: ignore[reportMissingImports]
-    from transformers import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    raw = {name: value for name, value in config.to_hf().items() if name not in ("architectures", "model_type")}
-    peer_config = PeerConfig(**raw)
-    peer_config._attn_implementation = "sdpa"
-    model = LlamaForCausalLM(peer_config).eval().float()
-
-    def measure(segments: list[list[int]]) -> float:
-        ids = torch.tensor([[token for segment in segments for token in segment]])
-        started = time.perf_counter()
-        with torch.inference_mode():
-            int(model(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
-        return time.perf_counter() - started
-
-    return measure
 
 
 def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:

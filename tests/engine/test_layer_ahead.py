@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ccjax.engine import Request, SamplingParams
-from ccjax.engine.contexts import LayerLoader
+from ccjax.engine.contexts import LayerLoader, _zeros
 from ccjax.engine.prefill import PrefillCancelledError, Prefiller
 from ccjax.engine.reads import LoadFailedError
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
@@ -23,6 +24,14 @@ NUM_LAYERS = 6
 MODEL = TinyModel(seed=8, num_hidden_layers=NUM_LAYERS)
 SEGMENTS = draw_segments(np.random.default_rng(8), [40, 30, 50])
 ANSWER = SamplingParams(max_new_tokens=5, logprobs=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cpu_takes_a_context_as_it_is(dtype):
+    for num_slots in (256, 2048, 2049):
+        zeros = _zeros((num_slots, 2, 16), np.dtype(jnp.dtype(dtype)))
+        assert zeros.shape == (num_slots, 2, 16) and zeros.dtype == dtype and not zeros.any()
+        assert jax.device_put(zeros).unsafe_buffer_pointer() == zeros.ctypes.data
 
 
 def load_threads() -> list[threading.Thread]:

@@ -59,9 +59,10 @@ def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, he
         assert worst(case.run(implementation, **changes), case.expected()) > TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("queries", [383, 384, 500])
-def test_many_queries_take_larger_blocks_on_a_cpu(queries):
-    case = Case(queries=queries, slots=1100, used=1000, head_dim=32)
+@pytest.mark.parametrize(("queries", "heads"), [(383, 4), (384, 4), (500, 4), (2047, 2), (2050, 2), (2050, 24)])
+def test_many_queries_take_larger_blocks_on_a_cpu(queries, heads):
+    slots = 1100 if queries < 1000 else 2300
+    case = Case(queries=queries, slots=slots, used=slots - 100, heads=heads, head_dim=32 if heads < 8 else 8)
     assert worst(case.run("xla"), case.expected()) < TOLERANCE["float32"]
     for changed in (dict(q_pos=case.q_pos - 1), dict(v=np.roll(case.v, 1, axis=1))):
         assert worst(case.run("xla", **changed), case.expected()) > TOLERANCE["float32"]

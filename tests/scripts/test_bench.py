@@ -1,9 +1,18 @@
 """The benchmark program end to end at its smallest: what it prints is what docs/benchmarks.md promises."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+import jax
+import pytest
+
+from ccjax.engine.prefill import Prefiller
+from models.llama3 import LlamaConfig, init_params
+from scripts.benchmarks.common import BenchmarkError
+from scripts.benchmarks.prefill import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +44,29 @@ def test_ttft_prints_every_case_as_json():
     assert shares["reuse", 0.0] == 16 / 512
     assert shares["cachecraft", 0.15] == (16 + 8 * 9) / 512 and shares["cachecraft", 0.3] == (16 + 8 * 18) / 512
     assert any("cachecraft" in line for line in table)
+
+
+def test_prefill_prints_every_share_as_json():
+    command = [sys.executable, "scripts/bench.py", "prefill", "--quick", "--json", "--no-peers", "--repetitions", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    *table, last = done.stdout.splitlines()
+    cases = json.loads(last)["cases"]
+    assert [(case["context_tokens"], case["computed"]) for case in cases] == [(512, "100%"), (512, "15%"), (512, "30%")]
+    for case in cases:
+        ratios = [one / full for one, full in zip(case["runs_s"], cases[0]["runs_s"], strict=True)]
+        assert case["of_full"] == statistics.median(ratios) and "of_transformers" not in case
+    assert any("30%" in line for line in table)
+
+
+def test_prefill_refuses_other_logits_than_a_full_one_gave():
+    config = LlamaConfig(320, 64, 2, 4, 2, 16, 128, 1e4)
+    prompt = Prompt(Prefiller(init_params(config, jax.random.key(0)), config), 200)
+    prompt.measure(1.0)
+    prompt.measure(0.15)
+    prompt.pages = [tuple(part.at[:, 3, 5].set(part[:, 9, 1]) for part in pair) for pair in prompt.pages]
+    with pytest.raises(BenchmarkError, match="differ"):
+        prompt.measure(0.01)  # the last token and one other, which is not the changed one
 
 
 def test_store_prints_a_case_without_and_two_with_a_catalog():

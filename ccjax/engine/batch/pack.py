@@ -78,6 +78,7 @@ class Pack:
         self.has_new_sizes = False
         self._num_rows_run = 0
         self._filled: set[PrefillJob] = set()
+        self._loaded_slots: dict[PrefillJob, jax.Array] = {}
         # A later piece reads no slot behind its last token, so none of those is asked for.
         lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
         parts = list(zip(pieces, lengths, strict=True))
@@ -194,16 +195,21 @@ class Pack:
             k, v = contexts.take(self.layer)
         except Exception as error:
             raise JobFailedError(job) from error
-        slots = np.full(len(k), self._pool.num_slots, np.int32)
+        if job not in self._loaded_slots:
+            self._loaded_slots[job] = self._model.put(self._slots_to_load(job, len(k)))
+        slots, mesh = self._loaded_slots[job], self._model.mesh
+        self._pool.update(
+            self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, k, v, mesh=mesh)
+        )
+
+    def _slots_to_load(self, job: PrefillJob, num_slots: int) -> np.ndarray:
+        """For each slot of a job's context the one of the pool that its loaded row goes to; past the end for none."""
+        from_pages, slots = job.pages.slots, np.full(num_slots, self._pool.num_slots, np.int32)
         for index, segment in enumerate(job.plan.segments):
             if segment.action == "reuse" and index not in job.pages.shared:
                 where = slice(segment.start, segment.start + segment.num_tokens)
-                slots[where] = job.pages.slots[where]
-        where = self._model.put(slots)
-        mesh = self._model.mesh
-        self._pool.update(
-            self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, where, k, v, mesh=mesh)
-        )
+                slots[where] = from_pages[where]
+        return slots
 
     def _filter(self) -> None:
         """Drops rows whose stored KV is close to what they would give it; waits for the device where there are any."""

@@ -1,0 +1,38 @@
+"""Full prefill in Hugging Face transformers, for comparison. Knows no benchmark; imports torch when it is called."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from models.llama3 import LlamaConfig
+
+
+def is_installed() -> bool:
+    """Whether torch and transformers are there."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+
+
+def full_prefill(config: LlamaConfig) -> Callable[[Sequence[int]], float]:
+    """Takes token ids and gives the seconds to the first token: a model of the same shapes with random weights of its
+    own, sdpa attention, float32, all cores."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import LlamaConfig as PeerConfig  # pyright: ignore[reportMissingImports]
+    from transformers import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    raw = {name: value for name, value in config.to_hf().items() if name not in ("architectures", "model_type")}
+    peer_config = PeerConfig(**raw)
+    peer_config._attn_implementation = "sdpa"
+    model = LlamaForCausalLM(peer_config).eval().float()
+
+    def measure(token_ids: Sequence[int]) -> float:
+        ids = torch.tensor([list(token_ids)])
+        started = time.perf_counter()
+        with torch.inference_mode():
+            int(model(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+        return time.perf_counter() - started
+
+    return measure
