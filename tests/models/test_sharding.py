@@ -55,7 +55,8 @@ def test_a_model_that_cannot_be_split_evenly_is_refused(size, changes, message):
 @pytest.mark.parametrize(("config", "size"), [(LLAMA3_8B, 4), (LLAMA3_70B, 8), (LLAMA3_70B, 16)])
 def test_large_models_are_split_evenly(config, size):
     """Norms alone are whole everywhere, and kv projections where devices outnumber kv heads."""
-    devices = [type("Device", (), {"id": number, "process_index": 0})() for number in range(size)]
+    kind = {"process_index": 0, "platform": "cpu", "device_kind": "cpu"}
+    devices = [type("Device", (), {"id": number, **kind})() for number in range(size)]
     mesh = make_mesh(config, devices)
     held = Counter()
 
