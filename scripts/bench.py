@@ -15,6 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.benchmarks.common import BenchmarkError  # noqa: E402
+
 BENCHMARKS = (
     *("ttft", "prefill", "eviction", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache"),
     *("cluster", "gpu"),
@@ -38,7 +40,10 @@ def main() -> None:
     # Two thread pools share the machine: idle torch threads must sleep, not spin, while JAX is timed.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
-    figures = arguments.run(arguments)
+    try:
+        figures = arguments.run(arguments)
+    except BenchmarkError as error:
+        sys.exit(f"bench.py {arguments.name}: {error}")
     if arguments.json:
         print(json.dumps(figures))
     if figures.get("failures"):
