@@ -129,13 +129,18 @@ def test_a_killed_run_goes_on_and_a_server_computes_no_passage(start, tmp_path):
 
 
 def test_two_runs_on_one_store_share_the_work(start, tmp_path):
-    runs = [start(name, "--neighbours", 1) for name in ("one", "two")]
-    for process in runs:
-        finished(process)
-    one, two = (report(tmp_path, name) for name in ("one", "two"))
-    assert one["passages"]["share"] == two["passages"]["share"] == 1.0
-    assert min(one["run"]["computed"], two["run"]["computed"]) > 0
-    assert one["run"]["computed"] + two["run"]["computed"] == 150, "nothing twice"
+    """On a busy machine one may be done before the other has begun: then they try again over an empty store."""
+    for _ in range(4):
+        runs = [start(name, "--neighbours", 1) for name in ("one", "two")]
+        for process in runs:
+            finished(process)
+        one, two = (report(tmp_path, name) for name in ("one", "two"))
+        assert one["passages"]["share"] == two["passages"]["share"] == 1.0
+        assert one["run"]["computed"] + two["run"]["computed"] == 150, "nothing twice"
+        if min(one["run"]["computed"], two["run"]["computed"]) > 0:
+            return
+        shutil.rmtree(tmp_path / "store")
+    pytest.fail("one of two runs did it all, four times")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
