@@ -27,7 +27,7 @@ from rich.table import Table
 
 from scripts.evaluation.run import check_writable
 from scripts.serving.options import add_document_arguments, document_options
-from scripts.serving.values import layer_list, num_bytes
+from scripts.serving.values import layer_list, num_bytes, positive_int
 
 if TYPE_CHECKING:
     from ccjax.precompute.report import Report
@@ -262,12 +262,6 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted an integer above 0, got {text!r}")
-    return int(text)
-
-
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"wanted an integer of at least 0, got {text!r}")
@@ -298,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prune", action="store_true", help=text)
 
     add = parser.add_argument_group("how").add_argument
-    add("--workers", type=_positive_int, default=1, metavar="N", help="processes that compute (default 1)")
+    add("--workers", type=positive_int, default=1, metavar="N", help="processes that compute (default 1)")
     text = "GPUs of the workers, one each, as CUDA_VISIBLE_DEVICES names them, such as 0,1"
     add("--devices", metavar="LIST", help=text)
     add("--dry-run", action="store_true", help="say what it would take, and end")
@@ -309,9 +303,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("questions").add_argument
     text = "JSONL file of questions to ask at the end, with full prefill and over the store"
     add("--questions", type=Path, metavar="FILE", help=text)
-    add("--top-k", type=_positive_int, default=5, metavar="N", help="passages for one that names none (default 5)")
-    add("--limit", type=_positive_int, metavar="N", help="ask so many (default all)")
-    add("--max-tokens", type=_positive_int, default=32, metavar="N", help="of an answer (default 32)")
+    add("--top-k", type=positive_int, default=5, metavar="N", help="passages for one that names none (default 5)")
+    add("--limit", type=positive_int, metavar="N", help="ask so many (default all)")
+    add("--max-tokens", type=positive_int, default=32, metavar="N", help="of an answer (default 32)")
 
     group = parser.add_argument_group("as the server", "What is not the same there finds nothing, or embeds again.")
     add = group.add_argument

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from scripts.serving.values import num_bytes
+from scripts.serving.values import num_bytes, positive_int
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import ModelFiles
@@ -254,12 +254,6 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted an integer above 0, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="snapshot.py",
@@ -303,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("source", metavar="PLACE", help=place)
     added.add_argument("--model", metavar="DIR", help="shows the chunks' text with this model's tokenizer")
     added.add_argument("--tokenizer", metavar="DIR", help="or with this one")
-    added.add_argument("--top", type=_positive_int, default=10, metavar="N", help="hottest chunks to show (default 10)")
+    added.add_argument("--top", type=positive_int, default=10, metavar="N", help="hottest chunks to show (default 10)")
     return parser
 
 

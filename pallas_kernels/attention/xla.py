@@ -3,7 +3,7 @@
 A block of queries walks over blocks of keys with a running softmax, so that scores stay in the processor's cache; key
 blocks beyond a query block's last position are never touched. The segment mass rides along as extra columns of the
 values: V' = [V | onehot(segment)], so P @ V' gives output and mass in one product. Queries, one-hots and outputs are
-put in order block by block, where they are needed; nothing but rotated keys is made for all slots at once.
+put in order block by block, where they are needed; rotated keys and used values alone are made for all slots at once.
 Measured on two AMD EPYC cores (AVX-512), 2,048 queries and keys, 16 / 4 heads of 64, float32: 45 ms against 480 ms for
 all scores at once; the mass adds about 12 %.
 """
@@ -64,7 +64,7 @@ def blocked_attention(
     v = used_values(v, k_pos)
     q_pos, k_pos = padded(q_pos, q_block, -1), padded(k_pos, k_block, UNUSED)
     q, k, v = padded(q, q_block), padded(k, k_block), padded(v, k_block)
-    # The caller's pages are [head, slot] too, so XLA has nothing to move here.
+    # As the caller's pages have them: then a step finds its slots of a head in one piece.
     k, v = jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1)
     if k_segment is not None:
         k_segment = padded(k_segment, k_block, -1)

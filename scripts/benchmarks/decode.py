@@ -25,6 +25,7 @@ from models.llama3 import LlamaConfig, init_params
 from models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from models.llama3.steps import embed_step, logits_step, sample_step
 from scripts.benchmarks.common import environment, median
+from scripts.serving.values import positive_int
 
 WAYS = ("one by one", "rope-free", "rotated")
 _NUM_ALONE = 4
@@ -33,10 +34,12 @@ _NUM_ALONE = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--batch", type=int, nargs="+", help="sequences in the batch (default 1 4 8 16 32)")
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="tokens before each answer (default 512 2048)")
-    parser.add_argument("--repetitions", type=int, default=5, help="runs per case, alternating; the median counts")
-    parser.add_argument("--steps", type=int, default=4, help="tokens per sequence and run")
+    parser.add_argument("--batch", type=positive_int, nargs="+", help="sequences in the batch (default 1 4 8 16 32)")
+    parser.add_argument(
+        "--context-tokens", type=positive_int, nargs="+", help="tokens before each answer (default 512 2048)"
+    )
+    parser.add_argument("--repetitions", type=positive_int, default=5, help="runs per case; the median counts")
+    parser.add_argument("--steps", type=positive_int, default=4, help="tokens per sequence and run")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

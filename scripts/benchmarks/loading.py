@@ -33,6 +33,7 @@ from ccjax.policy.preload import preload_depth
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks.common import environment, median
+from scripts.serving.values import positive_int
 from store.throttle import Link
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 5
@@ -52,9 +53,9 @@ MODES: dict[str, tuple[Any, bool]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--context-tokens", type=int, default=1024, help="prompt length (default 1024)")
+    parser.add_argument("--context-tokens", type=positive_int, default=1024, help="prompt length (default 1024)")
     parser.add_argument("--recompute-ratio", type=float, default=0.15, help="share of each passage that is recomputed")
-    parser.add_argument("--repetitions", type=int, default=5, help="runs per case, alternating; the median counts")
+    parser.add_argument("--repetitions", type=positive_int, default=5, help="runs per case; the median counts")
 
 
 @dataclasses.dataclass

@@ -27,6 +27,7 @@ from models.llama3.paged_steps import paged_layer_step, rotation_step
 from models.llama3.steps import embed_step, logits_step, select_step
 from scripts.benchmarks import transformers_peer
 from scripts.benchmarks.common import BenchmarkError, environment, median
+from scripts.serving.values import positive_int
 
 SHARES = (1.0, 0.15, 0.3)
 _NUM_SEGMENTS = 10
@@ -38,8 +39,10 @@ _MOST_DIFFERENCE = 1e-3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="prompt lengths (default 2048)")
-    parser.add_argument("--repetitions", type=int, default=5, help="rounds, in each of which every case runs once")
+    parser.add_argument("--context-tokens", type=positive_int, nargs="+", help="prompt lengths (default 2048)")
+    parser.add_argument(
+        "--repetitions", type=positive_int, default=5, help="rounds, in each of which every case runs once"
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave transformers out even where it is installed")
 
 

@@ -10,7 +10,6 @@ import argparse
 import copy
 import dataclasses
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,15 +121,15 @@ def _check(name: str, is_right: bool, wanted: str, got: object) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures the parts, prints a table of each, writes page and plot. Ends the program with one line where an option
-    or the data is not as it should be."""
-    try:
-        options = resolve(arguments)
-        questions = _questions(options)
-        with Progress(console=Console(stderr=True)) as progress:
-            found = _measure(options, questions, progress)
-    except BenchmarkError as error:
-        sys.exit(f"bench.py ragcache: {error}")
+    """Measures the parts, prints a table of each, writes page and plot.
+
+    Raises:
+      BenchmarkError: an option or the data is not as it should be.
+    """
+    options = resolve(arguments)
+    questions = _questions(options)
+    with Progress(console=Console(stderr=True)) as progress:
+        found = _measure(options, questions, progress)
     result = {"benchmark": "ragcache", **environment(), **found}
     ragcache_report.show(result)
     if options.plot is not None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,13 +128,13 @@ class StrategyRun:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures every strategy at every rate, prints the tables, draws the plots. Ends the program with one line where a
-    trace is too short, or a server does not start or answer without any load."""
+    """Measures every strategy at every rate, prints the tables, draws the plots.
+
+    Raises:
+      BenchmarkError: a trace is too short, or a server does not start or answer without any load.
+    """
     options = resolve(arguments)
-    try:
-        return _run(options, data_folder(options))
-    except BenchmarkError as error:
-        sys.exit(f"bench.py serve: {error}")
+    return _run(options, data_folder(options))
 
 
 def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from scripts.benchmarks.common import environment, median
+from scripts.serving.values import positive_int
 from store import KVSpec, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
 
 SHAPES = {"8 MB": (KVSpec(16, 8, 128, "bfloat16"), 128), "64 MB": (KVSpec(32, 8, 128, "bfloat16"), 512)}
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directory", type=Path, help="where to write (default: the directory for temporary files)")
     parser.add_argument("--sealed", action="store_true", help="entries sealed with a key, as with --store-key-file")
     parser.add_argument("--encrypted", action="store_true", help="entries encrypted, as with --encrypt-store")
-    parser.add_argument("--repetitions", type=int, default=9, help="runs per case, alternating; the median counts")
+    parser.add_argument("--repetitions", type=positive_int, default=9, help="runs per case; the median counts")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -24,14 +24,15 @@ from ccjax.types import ReuseMode
 from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks import transformers_peer
 from scripts.benchmarks.common import environment, median
+from scripts.serving.values import positive_int
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="prompt lengths (default 2048 4096)")
-    parser.add_argument("--repetitions", type=int, default=5, help="runs per case, alternating; the median counts")
+    parser.add_argument("--context-tokens", type=positive_int, nargs="+", help="prompt lengths (default 2048 4096)")
+    parser.add_argument("--repetitions", type=positive_int, default=5, help="runs per case; the median counts")
     parser.add_argument("--no-peers", action="store_true", help="leave transformers out even where it is installed")
 
 

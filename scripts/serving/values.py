@@ -63,6 +63,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def positive_int(text: str) -> int:
+    """A number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted an integer above 0, got {text!r}")
+    return int(text)
+
+
 def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"wanted 0 (any free port) to 65535, got {text!r}")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention
+from pallas_kernels.attention.xla import _block
 from pallas_kernels.rope import rotation_rows
 from tests.pallas_kernels.cases import IMPLEMENTATIONS, TOLERANCE, UNUSED, Case, frequencies, packed, worst
 
@@ -66,6 +67,13 @@ def test_many_queries_take_larger_blocks_on_a_cpu(queries, heads):
     assert worst(case.run("xla"), case.expected()) < TOLERANCE["float32"]
     for changed in (dict(q_pos=case.q_pos - 1), dict(v=np.roll(case.v, 1, axis=1))):
         assert worst(case.run("xla", **changed), case.expected()) > TOLERANCE["float32"]
+
+
+def test_blocks_of_a_cpu_are_those_that_the_docs_name():
+    sizes = [(383, 16), (384, 16), (2047, 16), (2048, 16), (2048, 32)]
+    blocks = [_block(queries, 4096, heads) for queries, heads in sizes]
+    assert blocks == [(64, 512), (128, 256), (128, 256), (256, 256), (128, 256)]
+    assert _block(3, 100, 16) == (3, 100)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

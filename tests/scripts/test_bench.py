@@ -86,6 +86,20 @@ def test_store_prints_a_case_without_and_two_with_a_catalog():
         assert all(case[name]["wall_s"] > 0 for name in costs)
 
 
+@pytest.mark.parametrize("option", ["--repetitions", "--context-tokens"])
+@pytest.mark.parametrize("value", ["0", "-5", "x"])
+def test_counts_are_positive(option, value):
+    command = [sys.executable, "scripts/bench.py", "prefill", option, value]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and option in done.stderr and repr(value) in done.stderr
+
+
+def test_what_a_benchmark_cannot_do_is_one_line(tmp_path):
+    command = [sys.executable, "scripts/bench.py", "serve", "--quick", "--data", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("bench.py serve: ") and done.stderr.count("\n") == 1
+
+
 def test_an_unknown_benchmark_is_named():
     command = [sys.executable, "scripts/bench.py", "speed"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
