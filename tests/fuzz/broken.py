@@ -1,4 +1,4 @@
-"""A target with a fault that chance alone does not find, another that hangs."""
+"""Targets: a fault that chance alone does not find, one that hangs, one that takes a gigabyte, one that is fine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ def _fault(data: bytes) -> None:
     raise ValueError("as promised")
 
 
+def _hoard(data: bytes) -> None:
+    hoard = b"\1" * (1 << 30)
+    time.sleep(2)  # libFuzzer looks once a second
+    del hoard
+
+
 TARGETS = {
     "fault": Target(_fault, (ValueError,), (b"ant",)),
     "hang": Target(lambda data: time.sleep(30), (), (b"",)),
+    "fine": Target(lambda data: time.sleep(0.01), (), (b"",)),
+    "hoard": Target(_hoard, (), (b"",)),
 }

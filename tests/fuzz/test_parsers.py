@@ -48,3 +48,18 @@ def test_what_hangs_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "SLOWEST_S", 1)
     outcome = fuzz("tests.fuzz.broken", "hang", [b"a"], 5, tmp_path)
     assert not outcome.is_clean and "timeout" in outcome.line, outcome.line
+
+
+@needs_atheris
+def test_what_takes_too_much_memory_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "MOST_MEMORY_MB", 700)
+    outcome = fuzz("tests.fuzz.broken", "hoard", [b"a"], 10, tmp_path)
+    assert not outcome.is_clean and "out-of-memory" in outcome.line, outcome.line
+
+
+@needs_atheris
+def test_memory_of_who_starts_it_does_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "MOST_MEMORY_MB", 700)
+    held = b"\1" * (1 << 30)
+    outcome = fuzz("tests.fuzz.broken", "fine", [b"a"], 4, tmp_path)
+    assert len(held) and outcome.is_clean, outcome.line
