@@ -35,7 +35,8 @@ class EngineConfig:
       quantization: of the weights of products, rounded as they load: "int8" or "fp8" with a scale per output channel,
         or None. Embedding, norms and `lm_head` stay in `dtype`, and so does KV.
       tokenizer: directory with other tokenizer files than the model's own; None takes those.
-      attention: implementation of `pallas_kernels.attention.attention`; None takes the platform's own.
+      attention: implementation of `pallas_kernels.attention.attention` and of decode's, which beside tokamax is the
+        platform's own; None takes the platform's own for both.
       store: URL of the lasting chunk store, such as "file:///var/cache/ccjax" or "s3://bucket/prefix"; None keeps
         chunk-caches in memory only.
       store_index: URL of what the processes on one `store` share besides, so that each knows at once what the others

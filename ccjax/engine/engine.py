@@ -38,6 +38,7 @@ from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.document_calls import DocumentCalls
 from ccjax.engine.following import Following
 from ccjax.engine.hosts import lead
+from ccjax.engine.kernels import check_kernels
 from ccjax.engine.loading import LoadedModel, Progress, prompt_builder
 from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.memory import MemoryPlan, kv_shards
@@ -63,7 +64,6 @@ from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
 from models.llama3.sharding import num_kv_shards
-from pallas_kernels.attention import check_implementation
 from store.throttle import Link
 from store.tiered import TieredStore
 
@@ -88,10 +88,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         self._builder: PromptBuilder | None = None
         if model.tokenizer is not None and model.template is not None:
             self._builder = prompt_builder(model.tokenizer, model.template, config.system_prompt)
-        try:
-            check_implementation(config.attention)
-        except NotImplementedError as error:
-            raise ConfigError(f"attention: {error}") from error
+        check_kernels(config.attention, model.config, config.dtype)
         if max(config.ranking_layers or (0,)) >= model.config.num_layers:
             wanted = f"layers below {model.config.num_layers}, the model's number"
             raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.kernels import decode_implementation
 from ccjax.engine.plan_rows import (
     LayerRows,
     PrefillOutcome,
@@ -90,6 +91,7 @@ class Prefiller:
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
         self.implementation = implementation
+        self.decode_implementation = decode_implementation(implementation)
         self.mesh = mesh_of(params)
         """What the weights lie on; None for a single device."""
         self.context_placement = placement(self.mesh, KV_ROWS)

@@ -201,7 +201,7 @@ def _run_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -
             table,
             rotation,
             config=prefiller.config,
-            implementation=None,
+            implementation=prefiller.decode_implementation,
             mesh=prefiller.mesh,
         ),
     )

@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from models.llama3.params import RoutedLayerParams
+from models.llama3.products import einsum, precision_of
 from models.llama3.quantized import QuantizedWeight, Weight, project
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 8, 128
@@ -50,7 +51,7 @@ def route(x: Float[Array, "N D"], router: Float[Array, "D E"], num_chosen: int) 
     That is the softmax over all experts, float32, with the chosen ones' shares divided by their sum, as in Mixtral
     (Jiang et al. 2024, sec. 2.1, and Hugging Face's MixtralTopKRouter).
     """
-    logits = jnp.einsum("nd,de->ne", x, router, preferred_element_type=jnp.float32)
+    logits = einsum("nd,de->ne", x, router, preferred_element_type=jnp.float32)
     largest, experts = jax.lax.top_k(logits, num_chosen)
     return Routing(experts, jax.nn.softmax(largest, axis=-1))
 
@@ -91,10 +92,10 @@ def dense_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerPa
     A weight of 0 keeps nothing of an expert's finite output; it is the experts' own cost that is not saved.
     """
     is_chosen = jax.nn.one_hot(routing.experts, layer.router.shape[-1], dtype=jnp.float32)
-    weights = jnp.einsum("nc,nce->ne", routing.weights, is_chosen)
+    weights = einsum("nc,nce->ne", routing.weights, is_chosen)
     gate = jax.nn.silu(_of_each("nd,edf->enf", x, layer.w_gate))
     each = _of_each("enf,efd->end", gate * _of_each("nd,edf->enf", x, layer.w_up), layer.w_down)
-    return jnp.einsum("ne,end->nd", weights, each.astype(jnp.float32)).astype(x.dtype)
+    return einsum("ne,end->nd", weights, each.astype(jnp.float32)).astype(x.dtype)
 
 
 def ragged_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerParams) -> Float[Array, "N D"]:
@@ -102,12 +103,13 @@ def ragged_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerP
     rank, num_pairs = _ranks(routing.experts, layer.router.shape[-1])
     rows = _sorted(routing.experts, jnp.cumsum(num_pairs) - num_pairs, rank, routing.experts.size)
     taken = x[rows.token_of_row]
+    precision = precision_of(x)
 
     def product(x: Array, weight: Weight) -> Array:
         if not isinstance(weight, QuantizedWeight):
-            return jax.lax.ragged_dot(x, weight, num_pairs)
+            return jax.lax.ragged_dot(x, weight, num_pairs, precision=precision)
         values = weight.values.astype(x.dtype)
-        sums = jax.lax.ragged_dot(x, values, num_pairs, preferred_element_type=jnp.float32)
+        sums = jax.lax.ragged_dot(x, values, num_pairs, precision, jnp.float32)
         expert = jnp.searchsorted(jnp.cumsum(num_pairs), jnp.arange(len(x)), side="right")
         return (sums * weight.scales[expert]).astype(x.dtype)
 
@@ -172,8 +174,8 @@ def batched_experts(
 def _of_each(subscripts: str, x: Array, weight: Weight) -> Float[Array, "E N M"]:
     """The products of all experts, `project` for weights stacked on a first axis."""
     if not isinstance(weight, QuantizedWeight):
-        return jnp.einsum(subscripts, x, weight)
-    sums = jnp.einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return einsum(subscripts, x, weight)
+    sums = einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     return (sums * weight.scales[:, None]).astype(x.dtype)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from models.llama3.config import LlamaConfig
 from models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
 from models.llama3.params import Params
+from models.llama3.products import einsum
 from pallas_kernels.rope import apply_rope
 
 
@@ -30,11 +31,11 @@ def forward(params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]) -
         q, k, v = project_qkv(x, layer, config.rms_norm_eps)
         q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)
         q = q.reshape(num_batch, num_tokens, config.num_kv_heads, group, config.head_dim)
-        scores = jnp.einsum("bnkgh,bskh->bkgns", q, k, preferred_element_type=jnp.float32) * config.head_dim**-0.5
+        scores = einsum("bnkgh,bskh->bkgns", q, k, preferred_element_type=jnp.float32) * config.head_dim**-0.5
         scores = jnp.where(causal[None, None, None], scores, -jnp.inf)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         weights = (weights / weights.sum(-1, keepdims=True)).astype(v.dtype)
-        attended = jnp.einsum("bkgns,bskh->bnkgh", weights, v)
+        attended = einsum("bkgns,bskh->bnkgh", weights, v)
         attended = attended.reshape(num_batch, num_tokens, -1, config.head_dim)
         x = finish_layer(x, attended, layer, config.rms_norm_eps, is_plain=True)
     return unembed(x, params, config.rms_norm_eps)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from models.llama3.config import LlamaConfig
 from models.llama3.experts import plain_routed_mlp, routed_mlp
 from models.llama3.params import LayerParams, Params, RoutedLayerParams
+from models.llama3.products import einsum
 from models.llama3.quantized import project
 from pallas_kernels.rope import llama3_frequencies
 
@@ -53,7 +54,7 @@ def own_mass(
 ) -> Float[Array, "N"]:
     """Softmax weight of each token on itself, mean over heads, float32; queries and keys rotated."""
     grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])
-    own = jnp.einsum("nkgh,nkh->nkg", grouped, k, preferred_element_type=jnp.float32) * scale
+    own = einsum("nkgh,nkh->nkg", grouped, k, preferred_element_type=jnp.float32) * scale
     return jnp.exp(own.reshape(lse.shape) - lse).mean(-1)
 
 
@@ -82,5 +83,5 @@ def unembed(x: Float[Array, "*B N D"], params: Params, eps: float) -> Float[Arra
     """Logits in float32, from hidden states before the final norm."""
     normed = rms_norm(x, params.final_norm, eps)
     if params.lm_head is None:
-        return jnp.einsum("...nd,vd->...nv", normed, params.embedding, preferred_element_type=jnp.float32)
-    return jnp.einsum("...nd,dv->...nv", normed, params.lm_head, preferred_element_type=jnp.float32)
+        return einsum("...nd,vd->...nv", normed, params.embedding, preferred_element_type=jnp.float32)
+    return einsum("...nd,dv->...nv", normed, params.lm_head, preferred_element_type=jnp.float32)

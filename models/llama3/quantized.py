@@ -19,6 +19,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from models.llama3.products import einsum
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
@@ -68,8 +70,8 @@ def project(subscripts: str, x: Float[Array, "..."], weight: Weight) -> Float[Ar
       subscripts: of two operands; the axes of `weight` that stay are the last ones of the result, in their order.
     """
     if not isinstance(weight, QuantizedWeight):
-        return jnp.einsum(subscripts, x, weight)
-    sums = jnp.einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return einsum(subscripts, x, weight)
+    sums = einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     scales = jnp.expand_dims(weight.scales, range(sums.ndim - weight.scales.ndim))
     return (sums * scales).astype(x.dtype)
 

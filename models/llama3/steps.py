@@ -18,6 +18,7 @@ from models.llama3.config import LlamaConfig
 from models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies, unembed
 from models.llama3.pages import read_slots, write_slots
 from models.llama3.params import LayerParams, Params
+from models.llama3.products import einsum
 from models.llama3.sampling import SampleOutput, sample
 from models.llama3.sharding import ATTENTION_OUTPUT, EVERYWHERE, HEADS, KV_ROWS, constrain, over_heads
 from models.lockstep import step
@@ -167,11 +168,11 @@ def received_step(
     positions, frequencies = jnp.arange(x.shape[0]), rope_frequencies(config)
     q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)
     grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])
-    scores = jnp.einsum("nkgh,skh->kgns", grouped, k, preferred_element_type=jnp.float32) * config.head_dim**-0.5
+    scores = einsum("nkgh,skh->kgns", grouped, k, preferred_element_type=jnp.float32) * config.head_dim**-0.5
     is_causal = positions[:, None] >= positions[None, :]
     weights = jax.nn.softmax(jnp.where(is_causal[None, None], scores, -jnp.inf), axis=-1)
     received = jnp.where((positions < num_tokens)[None, None, :, None], weights, 0.0).sum(-2).mean((0, 1))
-    attended = jnp.einsum("kgns,skh->nkgh", weights.astype(v.dtype), v).reshape(q.shape)
+    attended = einsum("kgns,skh->nkgh", weights.astype(v.dtype), v).reshape(q.shape)
     return finish_layer(x, attended, layer, config.rms_norm_eps), received
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -29,9 +30,27 @@ PLAIN = {
 KERNELS = {"triton": (triton_attention, TRITON), "mosaic_tpu": (mosaic_tpu_attention, MOSAIC_TPU)}
 
 
-def check_implementation(name: str | None) -> None:
-    """Raises NotImplementedError unless `attention` knows the name, or has one for this platform where it is None."""
-    implementation_of(name, PLAIN, KERNELS)
+def check_implementation(name: str | None, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> None:
+    """Returns if `attention` can be called with such heads, segments and rotated keys; nothing is computed.
+
+    Raises:
+      NotImplementedError: no such implementation, none for this platform or chip, or not for such heads.
+      ImportError: it is another library's, which is not installed.
+    """
+    array, rows = jax.ShapeDtypeStruct, 16
+    kv = array((rows, num_kv_heads, head_dim), dtype)
+    index = array((rows,), jnp.int32)
+    call = functools.partial(attention, scale=1.0, num_segments=1, implementation=name)
+    jax.eval_shape(
+        call,
+        array((rows, num_heads, head_dim), dtype),
+        kv,
+        kv,
+        q_pos=index,
+        k_pos=index,
+        k_segment=index,
+        k_rotation=array((rows, head_dim), jnp.float32),
+    )
 
 
 def attention(

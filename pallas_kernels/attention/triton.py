@@ -160,9 +160,13 @@ def triton_attention(
     # Float32 takes a quarter of the slots and no pipeline: its products run outside the tensor cores, and their
     # operands need registers (with half the slots, H100 spilled 32 kB a thread).
     most_queries = blocks.queries if q.dtype.itemsize == 2 else blocks.float32_queries
+    most_keys = max(_LEAST, blocks.keys * 4 // k.dtype.itemsize**2)
+    if head_dim > 128:  # the sizes are for heads of 128
+        most_queries, most_keys = most_queries // 2, max(_LEAST, most_keys // 2)
     query_block = min(most_queries, power_of_two(num_queries, _LEAST))
-    key_block = min(max(_LEAST, blocks.keys * 4 // k.dtype.itemsize**2), power_of_two(num_slots, _LEAST))
-    if k_rotation is not None and not blocks.rotates:
+    key_block = min(most_keys, power_of_two(num_slots, _LEAST))
+    # Half a head of 16 is too small for a product, and Triton compiles one that counts it twice.
+    if k_rotation is not None and not (blocks.rotates and 2 * _LEAST <= head_dim <= 128):
         k, k_rotation = rotate(k, k_rotation), None
     k, v = padded(k, key_block), padded(v, key_block)
     k_pos = padded(k_pos, key_block, UNUSED)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -19,6 +22,29 @@ from pallas_kernels.dispatch import implementation as implementation_of
 
 PLAIN = {"reference": reference_decode, "xla": blocked_decode}
 KERNELS = {"triton": (triton_decode, TRITON), "mosaic_tpu": (mosaic_tpu_decode, MOSAIC_TPU)}
+
+
+def check_implementation(
+    name: str | None, *, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: str
+) -> None:
+    """Returns if `decode_attention` can be called with such heads and pages, keys rotated; nothing is computed.
+
+    Raises:
+      NotImplementedError: no such implementation, none for this platform or chip, or not for such heads or pages.
+    """
+    array = jax.ShapeDtypeStruct
+    pool = array((num_kv_heads, 1, page_size, head_dim), dtype)
+    table = array((1, 1), jnp.int32)
+    jax.eval_shape(
+        functools.partial(decode_attention, scale=1.0, implementation=name),
+        array((1, num_heads, head_dim), dtype),
+        pool,
+        pool,
+        page_table=table,
+        page_length=table,
+        page_start=table,
+        k_frequencies=array((head_dim // 2,), jnp.float32),
+    )
 
 
 def decode_attention(

@@ -9,6 +9,7 @@ slots on v5e, mostly bookkeeping, against 1,789 now.)
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,8 @@ from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, va
 from pallas_kernels.rope.mosaic_tpu import sums_of_turns, turned
 
 _LANES, _SUBLANES = 128, 8
+_MOST_ENTRIES = 1 << 17
+"""Of the tables of one call: they lie in SMEM, which has a megabyte; twice as many do not compile."""
 _A_BT = (((1,), (1,)), ((), ()))
 _HEADS_A_BT = (((2,), (2,)), ((0,), (0,)))
 _HEADS_A_B = (((2,), (1,)), ((0,), (0,)))
@@ -174,12 +177,26 @@ def mosaic_tpu_decode(
     """
     num_requests, num_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
-    if page_size % 8 or blocks.slots % page_size:
+    # The sizes are for two bytes; wider elements take shorter steps, for the same VMEM.
+    slots = blocks.slots * 2 // k_pages.dtype.itemsize
+    if page_size % 8 or slots % page_size:
         raise NotImplementedError(
-            f"mosaic_tpu: wanted pages of a multiple of 8 tokens that divides {blocks.slots}, got {page_size}"
+            f"mosaic_tpu: wanted pages of a multiple of 8 tokens that divides {slots}, got {page_size}"
+        )
+    most_requests = max(1, _MOST_ENTRIES // page_table.shape[1])
+    if num_requests > most_requests:
+        return _in_parts(
+            most_requests,
+            functools.partial(mosaic_tpu_decode, scale=scale, blocks=blocks, interpret=interpret),
+            q,
+            k_pages,
+            v_pages,
+            page_table,
+            page_length,
+            rotation,
         )
     group = num_heads // num_kv_heads
-    entries = blocks.slots // page_size
+    entries = slots // page_size
     widths = ((0, 0), (0, -page_table.shape[1] % entries))
     page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
     # A request without any token takes one step, all of it masked, so that every request has a part to load.
@@ -209,7 +226,7 @@ def mosaic_tpu_decode(
         within=pl.BlockSpec((page_size, head_dim), lambda request, plan: (0, 0)),
     )
     specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
-    pool = pltpu.VMEM((2, num_kv_heads, blocks.slots, head_dim), k_pages.dtype)
+    pool = pltpu.VMEM((2, num_kv_heads, slots, head_dim), k_pages.dtype)
     starts = None if inputs.starts is None else pltpu.VMEM((2, *inputs.starts.shape[2:]), jnp.float32)
     (result,) = pl.pallas_call(
         functools.partial(_kernel, scale=scale, entries=entries),
@@ -232,6 +249,34 @@ def mosaic_tpu_decode(
         name="paged_decode",
     )(plan, inputs)
     return DecodeOutput(result.out.reshape(q.shape), result.lse[..., 0].reshape(num_requests, num_heads))
+
+
+def _in_parts(
+    most_requests: int,
+    decode: Callable[..., DecodeOutput],
+    q: Float[Array, "B Q H"],
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    page_table: Int[Array, "B M"],
+    page_length: Int[Array, "B M"],
+    rotation: PageRotation | None,
+) -> DecodeOutput:
+    """One call after another, of no more requests than that each."""
+    parts = []
+    for start in range(0, len(q), most_requests):
+        some = slice(start, start + most_requests)
+        turn = rotation and rotation._replace(start=rotation.start[some], rows=rotation.rows[some])
+        parts.append(
+            decode(
+                q[some],
+                k_pages,
+                v_pages,
+                page_table=page_table[some],
+                page_length=page_length[some],
+                rotation=turn,
+            )
+        )
+    return DecodeOutput(*(jnp.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 def _used_slots(lengths: Int[Array, "B parts E"], page_size: int) -> Int[Array, "B parts S"]:

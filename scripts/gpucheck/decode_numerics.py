@@ -24,18 +24,16 @@ def check(record: Record, implementation: str, *, mutant: str | None = None, **s
     """One case of the kernel's tests, or with `mutant` what must differ from it."""
     case = Case(**shape)
     inputs, arguments = case.arguments(**({} if mutant is None else MUTANTS[mutant](case)))
-    result = decode_attention(*inputs, **arguments, implementation=implementation)
-    error = float(worst(result, case.expected()))
-    named = {name: value for name, value in shape.items() if name != "dtype"}
-    record.compare(
-        SUITE,
-        error,
-        TOLERANCE[case.dtype],
-        mutant=mutant,
-        implementation=implementation,
-        dtype=case.dtype,
-        shape=", ".join(f"{name} {value}" for name, value in named.items()),
-    )
+    named = ", ".join(f"{name} {value}" for name, value in shape.items() if name != "dtype")
+    row = {"implementation": implementation, "dtype": case.dtype, "shape": named}
+    try:
+        result = decode_attention(*inputs, **arguments, implementation=implementation)
+        error = float(worst(result, case.expected()))
+    except Exception as raised:  # the other cases still have to be checked
+        record.add(SUITE, **row, mutant=mutant, error=None, tolerance=TOLERANCE[case.dtype], passed=False)
+        record.fail(f"{SUITE}: {implementation}, {case.dtype}, {named}: {type(raised).__name__}: {raised!s:.300}")
+        return
+    record.compare(SUITE, error, TOLERANCE[case.dtype], mutant=mutant, **row)
 
 
 def run(record: Record, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> None:

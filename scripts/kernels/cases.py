@@ -112,6 +112,8 @@ CASES = tuple(
     Case("one token", num_queries=1, num_segments=0),
     Case("32 tokens", num_queries=32),
     Case("heads of 64", head_dim=64),
+    Case("heads of 16, rotated", head_dim=16, is_rotated=True),
+    Case("heads of 256", num_heads=16, head_dim=256),
     Case("groups of 3 heads", num_heads=24),
     Case("groups of 7 heads", num_heads=28, num_kv_heads=4),
     Case("float32", dtype="float32"),
@@ -130,6 +132,8 @@ DECODE_CASES = (
     DecodeCase("decode, groups of 7 heads", num_heads=28, num_kv_heads=4),
     DecodeCase("decode, pages of 64", num_entries=128, page_size=64),
     DecodeCase("decode, float32", dtype="float32"),
+    DecodeCase("decode, 32 kv heads, float32, rotated", num_kv_heads=32, is_rotated=True, dtype="float32"),
+    DecodeCase("decode, 70B TP8, up to 128k, rotated", num_entries=8192, num_heads=8, num_kv_heads=1, is_rotated=True),
 )
 
 ALL_CASES = (*CASES, *DECODE_CASES, STEP)

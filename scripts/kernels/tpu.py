@@ -49,21 +49,29 @@ def options() -> None:
 
 
 def figures(executable: Any, kernel: str, dump: Path, chip: str) -> dict[str, int]:
-    """VMEM of the kernel, bundles of its static schedule (both branches, start and end), store slots that spill."""
+    """VMEM of the kernel, bundles of its static schedule (both branches, start and end), store slots that spill; the
+    most of each where it is called several times."""
     calls = [line for line in executable.as_text().splitlines() if "tpu_custom_call" in line and kernel in line]
     sizes = [re.search(r'scoped_memory_configs":\[\{[^\]]*"size":"(\d+)"', line) for line in calls]
     schedules = [path for path in dump.glob(f"*{kernel}*final_hlo-static-per-bundle-utilization*")]
-    if len(calls) != 1 or sizes[0] is None or len(schedules) != 1:
-        raise ValueError(f"compiler output: wanted one kernel and its schedule, got {len(calls)} and {len(schedules)}")
-    header, *_ = schedules[0].read_text().splitlines()[1:]
-    columns = [name.strip() for name in header.split(",")]
-    rows = [line.split() for line in schedules[0].read_text().split("UTILIZATION:")[1].splitlines() if line.strip()]
-    spills = columns.index("VSTORE:SPILL")
+    # Calls that are the same have one schedule.
+    if None in sizes or not 0 < len(schedules) <= len(calls):
+        raise ValueError(f"compiler output: wanted kernels and their schedules, got {len(calls)} and {len(schedules)}")
+    schedule = [_schedule(path.read_text()) for path in schedules]
     return {
-        "vmem_bytes": int(sizes[0].group(1)),
-        "bundles": len(rows),
-        "spilling_stores": sum(int(row[spills]) for row in rows),
+        "vmem_bytes": max(int(size.group(1)) for size in sizes if size),
+        "bundles": max(bundles for bundles, _ in schedule),
+        "spilling_stores": max(spills for _, spills in schedule),
     }
+
+
+def _schedule(text: str) -> tuple[int, int]:
+    """Bundles of a schedule, and store slots that spill."""
+    header, *_ = text.splitlines()[1:]
+    columns = [name.strip() for name in header.split(",")]
+    rows = [line.split() for line in text.split("UTILIZATION:")[1].splitlines() if line.strip()]
+    spills = columns.index("VSTORE:SPILL")
+    return len(rows), sum(int(row[spills]) for row in rows)
 
 
 def controls() -> Iterator[tuple[str, str, Any, Any, str]]:

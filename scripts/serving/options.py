@@ -213,7 +213,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         ("--tensor-parallel-size", count, "devices that the model is split over (default 1)"),
         ("--quantization", str, "int8 or fp8: weights of products in 8 bits, rounded as they load"),
         ("--tokenizer", str, "directory with other tokenizer files than the model's own"),
-        ("--attention", str, "implementation of the attention kernel (default: the platform's own)"),
+        ("--attention", str, "implementation of attention, for prefill and decode (default: the platform's own)"),
         ("--max-model-len", int, "longest prompt plus answer in tokens"),
         (
             "--strategy",

@@ -9,6 +9,7 @@ import pytest
 
 from ccjax.engine import EngineConfig, Request, SamplingParams
 from ccjax.errors import ConfigError, ContextLengthError, RequestError
+from pallas_kernels import dispatch
 from store.errors import StoreIdentityError
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
@@ -130,6 +131,26 @@ def test_read_only_adds_nothing():
 def test_bad_settings_are_named(settings, named):
     with pytest.raises((ConfigError, ValueError), match=named):
         MODEL.engine(**settings)
+
+
+def test_a_chip_without_kernels_is_refused_and_serves_with_another_implementation(monkeypatch):
+    """Prefill, decode and warm-up: a card that no block sizes are known for, as this CPU is for Triton."""
+    monkeypatch.setitem(dispatch.BEST, "cpu", "triton")
+    with pytest.raises(ConfigError, match=r"attention: .*'triton': wanted a chip of .*, got 'cpu'"):
+        MODEL.engine()
+    segments = segments_of([40, 30])
+    with MODEL.engine(attention="xla", max_model_len=256) as engine:
+        engine.warmup()
+        answer = engine.generate_from_tokens(segments, max_new_tokens=4)
+        assert engine.batch_counts.retries == 0
+    monkeypatch.undo()
+    with MODEL.engine(max_model_len=256) as engine:
+        assert engine.generate_from_tokens(segments, max_new_tokens=4).token_ids == answer.token_ids
+
+
+def test_heads_that_only_decode_cannot_take_are_refused():
+    with pytest.raises(ConfigError, match="attention: triton: wanted a head dimension of 32, 64, 128 or 256, got 16"):
+        TinyModel(head_dim=16).engine(attention="triton_interpret")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.models.test_convert import write
 from tests.oracles import llama_forward
 
 MODEL = TinyModel(num_attention_heads=8, num_key_value_heads=2, head_dim=16, vocab_size=96)
+WIDE = TinyModel(num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=96)
 MIXTURE = TinyModel(
     num_attention_heads=8, num_key_value_heads=2, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2
 )
@@ -35,11 +36,14 @@ def engine_of(size, **settings):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("attention", [None, "triton_interpret"])
-def test_full_prefill_is_the_oracle(size, attention):
+def test_prefill_and_decode_are_the_oracle(size, attention):
     tokens = [token for segment in SEGMENTS for token in segment]
-    with engine_of(size, attention=attention) as engine:
+    with WIDE.engine(tensor_parallel_size=size, max_model_len=512, attention=attention) as engine:
         logits = engine.prefill_logits(tokens)
-    np.testing.assert_allclose(logits, llama_forward(MODEL.weights, MODEL.raw, tokens)[0], atol=TOLERANCE)
+        answered = engine.generate_from_tokens(SEGMENTS, max_new_tokens=3, reuse="off").token_ids
+    wanted = llama_forward(WIDE.weights, WIDE.raw, [*tokens, *answered])[0]
+    np.testing.assert_allclose(logits, wanted[: len(tokens)], atol=TOLERANCE)
+    assert list(answered) == list(wanted[-4:-1].argmax(-1))
 
 
 @pytest.mark.parametrize("size", SIZES)

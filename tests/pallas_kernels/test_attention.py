@@ -1,5 +1,6 @@
 """Attention implementations against a float64 oracle written from the definition; mutants show each tolerance bites."""
 
+import functools
 import inspect
 
 import jax
@@ -201,3 +202,20 @@ def test_bad_arguments_are_named():
     both = dict(k_frequencies=np.ones(8, np.float32), k_rotation=np.ones((150, 16), np.float32))
     with pytest.raises(ValueError, match="k_frequencies and k_rotation: wanted at most one of them, got both"):
         case.run("xla", **both)
+
+
+@pytest.mark.parametrize(("head_dim", "rotates"), [(16, False), (32, True), (128, True), (256, False)])
+def test_triton_rotates_no_half_of_a_head_that_is_too_small_for_a_product(head_dim, rotates):
+    """With halves of 8, H100's tensor cores count each product twice, which interpret mode does not show."""
+    case = Case(head_dim=head_dim, dtype="bfloat16", theta=10000.0)
+    inputs, arguments = case.arguments()
+    call = functools.partial(attention, implementation="triton:h100", **arguments)
+    (kernel,) = [eqn for eqn in jax.make_jaxpr(call)(*inputs).jaxpr.eqns if "pallas_call" in eqn.primitive.name]
+    tables = [x for x in kernel.invars if x.aval.dtype == jnp.float32 and x.aval.shape[1:] == (head_dim // 2,)]
+    assert len(tables) == 2 * rotates
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_triton_takes_smaller_blocks_of_heads_of_256(dtype):
+    case = Case(head_dim=256, dtype=dtype, theta=10000.0, queries=70, slots=200, used=190)
+    assert worst(case.run("triton_interpret"), case.expected()) < TOLERANCE[dtype]

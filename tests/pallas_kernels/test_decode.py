@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode import decode_attention, page_rotation
+from pallas_kernels.decode import decode_attention, mosaic_tpu, page_rotation
 from pallas_kernels.decode.blocks import MosaicDecodeBlocks
 from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
 from pallas_kernels.decode.pages import PageRotation
@@ -107,6 +107,26 @@ def test_the_tpu_kernel_does_not_race_and_reads_no_uninitialised_memory(capfd):
     run = jax.jit(run, static_argnames=("scale",), compiler_options=OPTIONS)
     assert worst(run(*inputs, **arguments), case.expected()) < TOLERANCE["float32"]
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("theta", [None, 10000.0])
+def test_tables_that_no_memory_of_scalars_holds_are_read_in_parts(monkeypatch, theta):
+    calls = []
+    monkeypatch.setattr(mosaic_tpu, "_MOST_ENTRIES", 12 * 3)
+    monkeypatch.setattr(mosaic_tpu.pl, "pallas_call", watched(mosaic_tpu.pl.pallas_call, calls))
+    case = Case(theta=theta)
+    inputs, arguments = case.arguments()
+    result = decode_attention(*inputs, **arguments, implementation="mosaic_tpu_interpret")
+    assert worst(result, case.expected()) < TOLERANCE["float32"]
+    assert [call["grid_spec"].grid for call in calls] == [(3,), (1,)]
+
+
+def watched(function, calls):
+    def call(*arguments, **named):
+        calls.append(named)
+        return function(*arguments, **named)
+
+    return call
 
 
 def test_bad_arguments_are_named():

@@ -12,7 +12,7 @@ from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, 
 from tests.oracles import llama_forward
 from tests.pallas_kernels.cases import KERNELS
 
-MODEL = TinyModel(num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+MODEL = TinyModel(num_hidden_layers=2, num_attention_heads=4, head_dim=32)
 LENGTHS = [41, 20, 9]
 
 

@@ -20,14 +20,9 @@ from models.llama3.steps import embed_step, logits_step
 class DecodeBatch:
     """Runs decode steps of one model over one pool."""
 
-    def __init__(self, model: Prefiller, pool: DevicePool, *, implementation: str | None = None) -> None:
-        """
-        Args:
-          implementation: of `pallas_kernels.decode.decode_attention`.
-        """
+    def __init__(self, model: Prefiller, pool: DevicePool) -> None:
         self._model = model
         self._pool = pool
-        self._implementation = implementation
 
     def step(self, requests: Sequence[RequestPages], token_ids: Sequence[int]) -> jax.Array:
         """Takes in the last token of each request and returns the logits `[B, V]`, float32, of the next, B padded.
@@ -63,7 +58,7 @@ class DecodeBatch:
                     start,
                     rotation,
                     config=self._model.config,
-                    implementation=self._implementation,
+                    implementation=self._model.decode_implementation,
                     mesh=self._model.mesh,
                 ),
             ).x

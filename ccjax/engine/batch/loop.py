@@ -47,7 +47,6 @@ class BatchLoop(Seating):
         *,
         max_retries: int,
         with_mass: bool = True,
-        decode_implementation: str | None = None,
         take_in_news: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -60,7 +59,7 @@ class BatchLoop(Seating):
         self._model = model
         self._prefill = prefill
         self._with_mass = with_mass
-        self._decoder = DecodeBatch(model, pool, implementation=decode_implementation)
+        self._decoder = DecodeBatch(model, pool)
 
     def _work(self) -> None:
         """One pack with the decode steps between its layers, or one decode step; and one for each who decodes alone."""
