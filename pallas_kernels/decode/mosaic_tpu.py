@@ -27,7 +27,7 @@ from pallas_kernels.rope.mosaic_tpu import sums_of_turns, turned
 
 _LANES, _SUBLANES = 128, 8
 _MOST_ENTRIES = 1 << 17
-"""Of the tables of one call: they lie in SMEM, which has a megabyte; twice as many do not compile."""
+"""Of one call's tables: they lie in SMEM, which has a megabyte, and twice as many do not compile."""
 _A_BT = (((1,), (1,)), ((), ()))
 _HEADS_A_BT = (((2,), (2,)), ((0,), (0,)))
 _HEADS_A_B = (((2,), (1,)), ((0,), (0,)))

@@ -104,6 +104,7 @@ def test_reuse_is_checked_through_the_engine(record):
     assert [row["tolerance"] for row in rows if row["mutant"] is None].count(0.0) == 4
     errors = {row["name"]: row["error"] for row in rows}
     assert 3 * errors["all reused behind the same prefix"] < engine_identities.ROUNDING < errors["naive reuse"] / 3
+    assert 3 * rows[-2]["error"] < engine_identities.FLOAT32_ROUNDING < rows[-1]["error"] / 3
     assert "broken: nothing recomputed" in engine_identities.tables(record)[0]
 
 
