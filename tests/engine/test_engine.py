@@ -139,12 +139,13 @@ def test_a_chip_without_kernels_is_refused_and_serves_with_another_implementatio
     with pytest.raises(ConfigError, match=r"attention: .*'triton': wanted a chip of .*, got 'cpu'"):
         MODEL.engine()
     segments = segments_of([40, 30])
-    with MODEL.engine(attention="xla", max_model_len=256) as engine:
+    small = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 128}
+    with MODEL.engine(attention="xla", **small) as engine:
         engine.warmup()
         answer = engine.generate_from_tokens(segments, max_new_tokens=4)
         assert engine.batch_counts.retries == 0
     monkeypatch.undo()
-    with MODEL.engine(max_model_len=256) as engine:
+    with MODEL.engine(**small) as engine:
         assert engine.generate_from_tokens(segments, max_new_tokens=4).token_ids == answer.token_ids
 
 

@@ -389,7 +389,8 @@ def test_loading_never_holds_the_model_twice(tmp_path, way):
     model_bytes = sum(w.nbytes for w in weights.values())
     assert model_bytes > 200_000_000
     weights = {name: w.astype(np.float16) for name, w in weights.items()}
-    allowed = model_bytes + 3 * 4 * max(w.size for w in weights.values()) + 20_000_000
+    # Measured 266 to 270 MB, 289 on a busy machine, where tensors on their way are freed later; 383 all at once.
+    allowed = model_bytes + 5 * 4 * max(w.size for w in weights.values()) + 20_000_000
     write(tmp_path, weights, config)
     del weights
     peak = peak_bytes(
