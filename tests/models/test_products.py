@@ -1,4 +1,4 @@
-"""Products of float32 are asked for in float32, which no CPU can show in a result: what is compiled is looked at."""
+"""Products of float32 are asked for in float32; no CPU shows it in a result, so what the compiler is given is read."""
 
 import dataclasses
 import re

@@ -97,6 +97,28 @@ def test_decode_is_checked_with_its_broken_variants(record, monkeypatch):
     assert "0 of 1" in decode_numerics.tables(record)[0]
 
 
+def test_what_a_kernel_raises_is_a_failure_and_the_others_are_checked(record, monkeypatch):
+    monkeypatch.setattr(decode_numerics, "SHAPES", ({"head_dim": 16},))
+    monkeypatch.setattr(decode_numerics, "MUTANTS", {})
+    decode_numerics.run(record, ("triton_interpret", "xla"))
+    rows = on_disk(record)["suites"][decode_numerics.SUITE]
+    assert [(row["implementation"], row["passed"]) for row in rows] == [
+        (name, name == "xla") for name in ("triton_interpret", "xla") for _ in decode_numerics.TOLERANCE
+    ]
+    assert "NotImplementedError: triton: wanted a head dimension" in record.failures[0]
+
+
+def test_a_library_may_raise_anything_and_ours_nothing_unforeseen(monkeypatch):
+    def broken(*inputs, **arguments):
+        raise TypeError("another signature")
+
+    for name in ("tokamax_xla", "xla"):
+        monkeypatch.setitem(attention_numerics.api.PLAIN, name, broken)
+    assert attention_numerics.missing("tokamax_xla") == "TypeError: another signature"
+    with pytest.raises(TypeError, match="another signature"):
+        attention_numerics.missing("xla")
+
+
 def test_reuse_is_checked_through_the_engine(record):
     engine_identities.run(record)
     rows = on_disk(record)["suites"][engine_identities.SUITE]
