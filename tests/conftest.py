@@ -23,9 +23,34 @@ from tests.redis_server import RedisServer, redis_server
 ROOT = Path(__file__).resolve().parent.parent
 _MOST_MAPPINGS = 20_000
 
+
+
+def _quick_compiles() -> list[str]:
+    """Flags with which XLA compiles in a third of the time; code for tiny models need not be fast. With
+    CCJAX_TEST_OPTIMIZED=1 (`make test-all`) everything is compiled as users have it."""
+    if os.environ.get("CCJAX_TEST_OPTIMIZED") == "1":
+        return []
+    flags = {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": "true",
+        "xla_cpu_use_fusion_emitters": "false",
+        "xla_cpu_use_onednn": "false",
+        "xla_cpu_use_xnnpack": "false",
+    }
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def _memory_folder() -> None:
+    """Temporary folders in memory where that is a file system: a store's tests wait for the disk 9 seconds in 10."""
+    shared = Path("/dev/shm")
+    if shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 4 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(shared))
+
+
+_memory_folder()
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_FLAGS", " ".join(["--xla_force_host_platform_device_count=8", *_quick_compiles()]))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Some virtual machines report AMX and then stop a process that uses it: torch's bfloat16 would end the test run.
