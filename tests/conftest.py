@@ -6,15 +6,19 @@ Settings travel in environment variables, so that the subprocesses of tests inhe
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import importlib.util
 import os
+import random
 import shutil
 import sys
-import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
+import psutil
 import pytest
 
 from tests.data import data_path
@@ -22,6 +26,7 @@ from tests.redis_server import RedisServer, redis_server
 
 ROOT = Path(__file__).resolve().parent.parent
 _MOST_MAPPINGS = 20_000
+_MOST_COMPILED_BYTES = 2 << 30
 
 
 
@@ -62,19 +67,40 @@ _CHECKED = [f"models.llama3.{stem}" for stem in sorted(_STEMS)]
 jaxtyping.install_import_hook([*_CHECKED, "pallas_kernels"], "beartype.beartype")
 
 
+# Examples are the same in every run, or one that fails now and then would be found by whoever changes something else.
+hypothesis.settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("thorough", max_examples=200, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the tests marked slow; with more and other examples")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within them, in a random order")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in (config.getoption("markexpr") or "").replace("not gpu", ""):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if config.getoption("--all"):
+        hypothesis.settings.load_profile(os.environ.setdefault("HYPOTHESIS_PROFILE", "thorough"))
+    # Most files compile the same small models' steps, in every process. jax's key of an entry is the program itself with
+    # its flags: an entry of other sources is never taken, only old ones are to be removed.
+    folder = Path(sys.prefix) / "ccjax-test-compiled" / f"jaxlib-{importlib.metadata.version('jaxlib')}"
+    if not hasattr(config, "workerinput"):
+        _drop_if_large(folder)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-    if not hasattr(config, "workerinput"):  # once for all workers: most files compile the same small models' steps
-        folder = tempfile.mkdtemp(prefix="ccjax-test-compiled-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+def _drop_if_large(folder: Path) -> None:
+    others = folder.parent.glob("*") if folder.parent.is_dir() else ()
+    for other in others:
+        if other != folder or sum(path.stat().st_size for path in folder.iterdir()) > _MOST_COMPILED_BYTES:
+            shutil.rmtree(other, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {
         "peers": importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
         "gpu": os.environ.get("JAX_PLATFORMS") == "cpu" or shutil.which("nvidia-smi") is None,
@@ -84,6 +110,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, is_missing in missing.items():
             if is_missing and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
+    is_named = any("::" in argument for argument in config.args)
+    if not (config.getoption("--all") or is_named or "slow" in (config.getoption("markexpr") or "")):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    seed = config.getoption("--shuffle")
+    if seed is not None:  # the same in every worker
+        files = {item.path: random.Random(f"{seed} {item.path.name}").random() for item in items}
+        items.sort(key=lambda item: (files[item.path], random.Random(f"{seed} {item.nodeid}").random()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """When all is torn down, no thread and no process of a test is left, and nobody listens."""
+    yield
+    gc.collect()
+    threads = [thread for thread in threading.enumerate() if not (thread.daemon or thread is threading.main_thread())]
+    threads = [thread.name for thread in threads if (thread.join(60), thread.is_alive())[1]]
+    process = psutil.Process()
+    children = [(child.pid, child.cmdline()) for child in process.children(recursive=True) if _is_running(child)]
+    ports = [place.laddr.port for place in process.net_connections("inet") if place.status == psutil.CONN_LISTEN]
+    assert not (threads or children or ports), f"left behind: {threads=}, {children=}, {ports=}"
+
+
+def _is_running(child: psutil.Process) -> bool:
+    """Whether a process goes on even when it is given time to end. Python's own helpers end with the interpreter."""
+    try:
+        if child.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in " ".join(child.cmdline()):
+            return False
+        child.wait(60)
+        return False
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.TimeoutExpired:
+        return True
 
 
 @pytest.fixture(scope="module", autouse=True)
