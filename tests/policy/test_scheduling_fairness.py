@@ -8,7 +8,7 @@ import sys
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings, Work
@@ -119,7 +119,6 @@ def served(scheduler):
     st.integers(1, 80),
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 100)), max_size=12),
 )
-@settings(max_examples=100)
 def test_backlogged_flows_differ_by_two_prompts_at_most(small, large, budget, visits):
     """Over any time: the range of what one flow is ahead of the other. Others come and go meanwhile."""
     scheduler = roomy(max_num_batched_tokens=budget)

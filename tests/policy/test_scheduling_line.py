@@ -8,7 +8,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.scheduling import (
@@ -203,7 +203,6 @@ class TestDecodeGap:
         seed=st.integers(0, 10**6),
         num_layers=st.integers(1, 8),
     )
-    @settings(max_examples=50)
     def test_it_holds_on_a_simulated_clock(self, layer_s, decode_s, seed, num_layers):
         """Layers of equal length: no two tokens are further apart than the gap, or a layer and a step if that is
         more."""

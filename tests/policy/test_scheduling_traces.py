@@ -147,4 +147,4 @@ class SchedulingTrace(RuleBasedStateMachine):
 
 
 TestSchedulingTrace = SchedulingTrace.TestCase
-TestSchedulingTrace.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestSchedulingTrace.settings = settings(max_examples=5 * settings.default.max_examples, stateful_step_count=30)

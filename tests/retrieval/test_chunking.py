@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.retrieval.chunking import split
@@ -26,7 +26,6 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(TEXTS, st.sampled_from(sorted(COUNTS)), st.integers(1, 30), st.booleans())
 def test_no_chunk_is_over_the_limit_and_nothing_is_lost(text: str, count: str, limit: int, markdown: bool) -> None:
     chunks = split(text, count_tokens=COUNTS[count], chunk_tokens=limit, markdown=markdown)
@@ -34,7 +33,6 @@ def test_no_chunk_is_over_the_limit_and_nothing_is_lost(text: str, count: str, l
     assert "".join("".join(chunks).split()) == "".join(text.split())
 
 
-@settings(max_examples=100, deadline=None)
 @given(TEXTS, st.integers(2, 30), st.data())
 def test_overlap_repeats_but_loses_nothing(text: str, limit: int, data: st.DataObject) -> None:
     overlap = data.draw(st.integers(0, limit - 1))

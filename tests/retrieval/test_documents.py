@@ -201,7 +201,7 @@ def assert_clean_or_refused(suffix: str, data: bytes) -> None:
     assert parse_document(Path(f"x{suffix}"), data) == document
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([".md", ".txt", ".html"]), st.one_of(st.binary(max_size=80), st.text(max_size=80).map(str.encode))
 )
@@ -228,13 +228,11 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from([".md", ".html"]), st.lists(st.sampled_from(FRAGMENTS), max_size=20))
 def test_any_markup_is_parsed_or_refused(suffix: str, parts: list[str]) -> None:
     assert_clean_or_refused(suffix, "".join(parts).encode())
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, len(PDF) - 1), st.integers(0, 40), st.binary(max_size=10))
 @pytest.mark.filterwarnings("default")
 def test_a_damaged_pdf_is_parsed_or_refused(at: int, cut: int, put: bytes) -> None:

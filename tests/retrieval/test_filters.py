@@ -8,7 +8,7 @@ import sqlite3
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.retrieval.filters import parse_filter
@@ -71,7 +71,6 @@ Filters = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(value=Filters)
 def test_a_filter_is_what_python_would_say(value: dict[str, Any]) -> None:
     assert matching(value) == [number for number, metadata in enumerate(DOCUMENTS) if obeys(metadata, value)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.retrieval import index as index_module
@@ -122,7 +122,6 @@ Steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
 @given(steps=Steps)
 @pytest.mark.parametrize("kind", ["flat", "ivf"])
 def test_whatever_is_written_removed_and_reopened_a_search_is_that_of_what_is_there(

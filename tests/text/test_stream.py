@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.text import IncrementalDecoder, StopStrings, load_tokenizer
@@ -70,7 +70,6 @@ def test_special_tokens_have_no_text(loaded):
     assert "".join(pieces_of(tokenizer, [end, *ids, end, end])) == tokenizer.decode(ids)
 
 
-@settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 499), max_size=80))
 def test_any_tokens_of_a_byte_level_model(loaded, ids):
     """Also bytes that are no UTF-8: what an untrained model writes."""
@@ -78,7 +77,6 @@ def test_any_tokens_of_a_byte_level_model(loaded, ids):
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=40), prompt=st.text(max_size=10))
 def test_any_text(loaded, text, prompt):
     for tokenizer in loaded.values():
@@ -138,7 +136,6 @@ def test_bad_stops_are_refused(stops):
         StopStrings(stops)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     pieces=st.lists(st.text("ab", max_size=4), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),

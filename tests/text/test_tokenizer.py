@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.text import load_tokenizer
@@ -143,7 +143,6 @@ def test_text_needs_neither_jax_nor_a_model():
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip() == "[]"
 
 
-@settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60))
 def test_decode_of_encode_is_the_text(loaded, text):
     for kind in ("byte level", "prepend", "first"):
