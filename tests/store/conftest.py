@@ -1,4 +1,6 @@
-"""The kinds of places that the store's tests run on. `-m rgw` runs them on Ceph's S3, a real server, instead."""
+"""The kinds of places that the store's tests run on. "s3" is a double that answers at once; it is moto in the modules
+that say `ON_MOTO = True`, those of the calls themselves, and everywhere with `--all`. `-m rgw` runs them on Ceph's S3,
+a real server, instead."""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+import store.buckets
+import store.index.database
+import store.index.redis
 from tests.store import servers
 from tests.store.places import KEYS, Place, directory, gs_bucket, s3_bucket
 
@@ -14,6 +19,7 @@ from tests.store.places import KEYS, Place, directory, gs_bucket, s3_bucket
 KINDS = {
     "place_kind": ["file", "s3", "gs"],
     "bucket_kind": ["s3", "gs"],
+    "process_kind": ["file", "s3"],
     "tier_kind": ["host", "file", "both", "s3", "gs"],
 }
 
@@ -26,15 +32,37 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, [*kinds, *ceph])
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch) -> None:
+    """No server is given up because the machine is busy; tests of outages set other waits."""
+    for name in ("START_S", "ANSWER_S", "TRANSFER_S"):
+        monkeypatch.setattr(store.buckets, name, 300.0)
+    for module in (store.index.database, store.index.redis):
+        monkeypatch.setattr(module, "ANSWER_S", 300.0)
+
+
+@pytest.fixture
+def stride(request) -> Callable[[int], int]:
+    """Tests that damage an object byte by byte take every `stride(number)`-th one, an odd number so that all bits of a
+    byte have their turn; every one with `--all`."""
+    return lambda number: 1 if request.config.getoption("--all") else number
+
+
 @pytest.fixture(scope="session")
-def s3_port() -> Iterator[int]:
+def moto_port() -> Iterator[int]:
     with servers.moto() as port:
         yield port
 
 
 @pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    with servers.double("s3_double") as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
 def gs_port() -> Iterator[int]:
-    with servers.gcs_double() as port:
+    with servers.double("gcs_double") as port:
         yield port
 
 
@@ -47,7 +75,8 @@ def rgw_port(tmp_path_factory) -> Iterator[int]:
 @pytest.fixture
 def port_of(request) -> Callable[[str], int]:
     """`port_of(kind)` is the port of that kind's server, started at the first call."""
-    return lambda kind: request.getfixturevalue(f"{kind}_port")
+    on_moto = request.config.getoption("--all") or getattr(request.module, "ON_MOTO", False)
+    return lambda kind: request.getfixturevalue("moto_port" if kind == "s3" and on_moto else f"{kind}_port")
 
 
 @pytest.fixture
@@ -72,6 +101,12 @@ def make_place(tmp_path, port_of, monkeypatch) -> Callable[[str], Place]:
 @pytest.fixture
 def place(place_kind, make_place) -> Place:
     return make_place(place_kind)
+
+
+@pytest.fixture
+def process_place(process_kind, make_place) -> Place:
+    """For tests that start processes: a directory or a bucket, of which one kind has to do."""
+    return make_place(process_kind)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -12,7 +13,8 @@ from store.index import open_index
 
 
 def race(url: str, namespace: str, start_file: str, num_keys: str) -> None:
-    """Asks for leases that another process asks for too, one by one in any order; prints the ones that it got."""
+    """Asks for leases that another process asks for too, one by one in any order; prints the ones that it got. Both get
+    one before either goes on."""
     index = open_index(url, namespace)
     index.leases.held(["x"])
     print("started", flush=True)
@@ -20,16 +22,20 @@ def race(url: str, namespace: str, start_file: str, num_keys: str) -> None:
         time.sleep(0.001)
     won = []
     for number in random.sample(range(int(num_keys)), int(num_keys)):  # in one order who is behind never overtakes
-        won += [lease.key for lease in index.leases.acquire([f"k{number}"], 600)]
-        time.sleep(0.002)  # or all is over before the other one has begun
+        is_first = not won
+        won += [lease.key for lease in index.leases.acquire([f"k{number}"], 3600)]
+        if won and is_first:
+            Path(f"{start_file}.{os.getpid()}").touch()
+            while len(list(Path(start_file).parent.glob("start.*"))) < 2:
+                time.sleep(0.001)
     print(json.dumps(won))
 
 
 def hold(url: str, namespace: str, seconds: str) -> None:
-    """Takes a lease and an order, and says when; gives neither up."""
+    """Takes a lease and an order, and says so; gives neither up."""
     index = open_index(url, namespace)
     assert index.leases.acquire(["v"], float(seconds)) and index.orders.take(float(seconds)) is not None
-    print(time.time(), flush=True)
+    print("held", flush=True)
     time.sleep(3600)
 
 

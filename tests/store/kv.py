@@ -45,7 +45,7 @@ def put(store: TieredStore, variant_id: str, num_tokens: int = 5) -> tuple[str, 
     """Stores `make_kv` under `variant_id` and waits for the disk."""
     ticket = store.prepare_store(make_record(variant_id, num_tokens, store.kv_spec))
     took = store.complete_store(ticket, make_kv(variant_id, num_tokens, store.kv_spec))
-    assert store.flush(30)
+    assert store.flush(120)
     return took
 
 

@@ -38,7 +38,7 @@ def free_port() -> int:
 
 def make_bucket(port: int) -> None:
     command = [sys.executable, "-c", _MAKE_BUCKET, f"http://127.0.0.1:{port}"]
-    subprocess.run(command, env={**os.environ, **KEYS}, check=True, timeout=60)
+    subprocess.run(command, env={**os.environ, **KEYS}, check=True, timeout=120)
 
 
 @contextlib.contextmanager
@@ -51,7 +51,8 @@ def moto() -> Iterator[int]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_for(port, process)
-        make_bucket(port)
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/chunks", method="PUT")
+        urllib.request.urlopen(request, timeout=120).close()  # it wants no signature
         yield port
     finally:
         process.kill()
@@ -59,15 +60,20 @@ def moto() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def gcs_double() -> Iterator[int]:
-    """The port of the double of Google Cloud Storage."""
-    command = [sys.executable, "-m", "tests.store.gcs_double"]
+def double(name: str) -> Iterator[int]:
+    """The port of a double of ours: of Google Cloud Storage ("gcs_double") or S3 ("s3_double")."""
+    command = [sys.executable, "-m", f"tests.store.{name}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield int(process.stdout.readline())
         finally:
             process.kill()
+
+
+def gcs_double() -> contextlib.AbstractContextManager[int]:
+    """The port of the double of Google Cloud Storage."""
+    return double("gcs_double")
 
 
 @contextlib.contextmanager
@@ -90,12 +96,12 @@ def ceph(folder: Path) -> Iterator[int]:
                 os.kill(int(pid_file.read_text()), 9)
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> None:
+def _wait_for(port: int, process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(urllib.error.HTTPError):
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=120).close()
                 return
             except urllib.error.URLError as error:
                 if isinstance(error, urllib.error.HTTPError):

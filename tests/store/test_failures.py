@@ -51,7 +51,7 @@ def test_full_disk(tmp_path):
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if not shutil.which("unshare") or subprocess.run([*command, f"mount -t tmpfs tmpfs {tmp_path}"]).returncode:
         pytest.skip("cannot mount a tmpfs here; test_kernel_refuses_large_files covers a refused write")
-    done = subprocess.run([*command, inside], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    done = subprocess.run([*command, inside], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     report, opened = map(json.loads, done.stdout.splitlines())
     check_report(report)
     assert report["kept"] == ["v0", "v1", "v2"]  # 512 KiB each, and the file system's own blocks

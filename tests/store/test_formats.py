@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from store import KVSpec, ShardCorruptError, ShardRecord, StorageFormat, TensorStoreTier, TieredStore, TierFullError
@@ -52,7 +52,7 @@ def assert_close(kv_dtype: str, actual: np.ndarray, expected: np.ndarray) -> Non
 def store_one(store: TieredStore, kv: np.ndarray, variant_id: str = "v") -> tuple[str, ...]:
     record = ShardRecord(variant_id, "c", kv.shape[2], kv.nbytes)
     took = store.complete_store(store.prepare_store(record), kv)
-    assert store.flush(30)
+    assert store.flush(120)
     return took
 
 
@@ -110,7 +110,6 @@ def test_a_variant_that_scales_would_make_no_smaller_is_stored_as_it_is(tmp_path
         assert store.is_lossy("v") == is_coded
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_no_compressed_object_exceeds_its_bound(data):
     shape = [data.draw(st.integers(1, top)) for top in (3, 40, 2, 16)]
@@ -356,12 +355,12 @@ def coded(request, place):
         yield store
 
 
-def test_every_flipped_byte_of_codes_scales_and_index_is_found(place, coded):
+def test_every_flipped_byte_of_codes_scales_and_index_is_found(place, coded, stride):
     """Each by a store of its own: where a layer is damaged, reads of the others may still be under way when the next
     byte is flipped, and what they know of the object's index is not read again (objects never change)."""
     key = object_of(place, "v", coded)
     sound, whole = place.read(key), get(coded, "v")
-    for position in range(0, len(sound), 1 if place.kind == "file" else 41):
+    for position in range(0, len(sound), stride(11) if place.kind == "file" else 97):
         place.flip(key, position, 1 << position % 8)
         with open_store(place.url, host_bytes=0) as store, pytest.raises(ShardCorruptError, match="variant v"):
             get(store, "v")

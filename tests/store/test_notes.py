@@ -67,7 +67,7 @@ def test_what_the_disk_refused_is_written_later(tmp_path, monkeypatch, caplog):
         with monkeypatch.context() as patch:
             patch.setattr(FileRoot, "create", refuse)
             store.notes.put("a", {"x": 1})
-            store.flush(30)
+            store.flush(120)
             assert "No space left" in caplog.text and store.notes.refresh() == ({}, ())
             with pytest.raises(OSError, match="No space left"):
                 store.notes.put("b", {}, wait=True)
@@ -90,9 +90,9 @@ def test_many_writers_and_refreshes_lose_no_note(tmp_path):
         thread.start()
         for number in range(60):
             store.notes.put(f"n{number}", {"n": number})
-        store.flush(30)
+        store.flush(120)
         stop.set()
-        thread.join(30)
+        thread.join(120)
         assert len(list((namespace_of(tmp_path) / "notes").glob("*.json"))) == 60 == len(store.notes.items())
 
 
@@ -162,20 +162,20 @@ def test_a_note_that_is_just_being_written_is_taken_away_after_that(notes, root,
 
     def slow(*arguments):
         entered.set()
-        assert gate.wait(20)
+        assert gate.wait(120)
         return create(*arguments)
 
     monkeypatch.setattr(root, "create", slow)
     threads = [threading.Thread(target=lambda: notes.put("a", {}, wait=True))]
     threads.append(threading.Thread(target=lambda: notes.delete("a")))
     threads[0].start()
-    assert entered.wait(20)
+    assert entered.wait(120)
     threads[1].start()
     threads[1].join(0.2)
     assert threads[1].is_alive()
     gate.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert root.names("notes") == [] and notes.items() == {}
 
 
@@ -188,7 +188,7 @@ def test_a_flush_waits_for_the_queue_and_for_no_disk_that_refuses(notes, root, q
     assert flush.is_alive()
     monkeypatch.setattr(root, "create", refuse)
     queue.run()
-    flush.join(20)
+    flush.join(120)
     assert flushed == [True] and root.names("notes") == []
 
 

@@ -81,7 +81,7 @@ def _object(raw: bytes) -> str:
 
 
 def test_both_at_work_at_once(root, later):
-    names = [f"t{number}" for number in range(40)]
+    names = [f"t{number}" for number in range(12)]
     theirs = spawn(later, WORKER, "save", root.url, *names)
     with open_store(root.url) as ours:
         number = 0
@@ -194,6 +194,6 @@ def test_a_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path, tmp_
     with pytest.raises(StoreIdentityError, match="format version 2 and this program reads 1: upgrade this program"):
         open_store(new.url)
     theirs = spawn(later, WORKER, "dump", old.url)
-    _, errors = theirs.communicate(timeout=60)
+    _, errors = theirs.communicate(timeout=120)
     assert theirs.returncode != 0 and "format version 1 and this program reads 2" in errors
     assert [{key: place.read(key) for key in place.keys()} for place in (old, new)] == before

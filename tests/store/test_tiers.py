@@ -67,7 +67,7 @@ def test_only_the_tiers_that_may_take_a_variant_take_it(make_store, tiers):
         name = f"v{number}"
         ticket = store.prepare_store(make_record(name))
         assert store.complete_store(ticket, make_kv(name), tiers=allowed) == tuple(t for t in tiers if t in allowed)
-        assert store.flush(30) and store.tiers_of(name) == tuple(tier for tier in tiers if tier in allowed)
+        assert store.flush(120) and store.tiers_of(name) == tuple(tier for tier in tiers if tier in allowed)
 
 
 def test_save_load_save_is_byte_equal(make_store, kv_spec, tiers):
@@ -276,7 +276,7 @@ def test_a_discard_by_record_takes_the_copies_of_that_record_alone(tmp_path):
             theirs.discard(key)
             record = dataclasses.replace(make_record(key), meta={"anew": True})
             assert theirs.complete_store(theirs.prepare_store(record), make_kv(key, writer=1)) == ("disk",)
-        assert theirs.flush(30) and ours._disk is not None and ours._disk.follow({"v": None, "w": None}) == ("v", "w")
+        assert theirs.flush(120) and ours._disk is not None and ours._disk.follow({"v": None, "w": None}) == ("v", "w")
         ours.discard("v", lambda record: "anew" not in record.meta)
         assert ours.tiers_of("v") == ("disk",)
         assert_same_bytes(get(ours, "v"), make_kv("v", writer=1))

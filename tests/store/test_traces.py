@@ -68,7 +68,7 @@ class StoreTrace(RuleBasedStateMachine):
                 self.held[tier][variant_id] = charges[tier]
         else:
             assert self.store.complete_store(ticket, None) == ()
-        assert self.store.flush(30)
+        assert self.store.flush(120)
 
     @rule(ids=st.lists(IDS, max_size=4))
     def begin_load(self, ids):

@@ -20,7 +20,7 @@ class GatedTier(TensorStoreTier):
 
     def write(self, record, kv, *, reserved=False):
         self.entered.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(120)
         return super().write(record, kv, reserved=reserved)
 
 
@@ -43,7 +43,7 @@ def test_queue_is_bounded_and_never_blocks_a_request(gated, tmp_path):
     assert store.usage()["disk"].used_bytes == 2 * tier.charge_bytes(make_record("a"))  # what is under way counts
     assert store.flush(0.05) is False and bytes_on_disk(tmp_path) == 0
     tier.gate.set()
-    assert store.flush(30) is True
+    assert store.flush(120) is True
     assert [record.variant_id for record in tier.records()] == ["a", "b"]
     assert store.usage()["disk"].used_bytes == bytes_on_disk(tmp_path)
 
@@ -58,8 +58,8 @@ def test_batch_job_waits_for_room_instead(gated):
     thread.join(0.05)
     assert thread.is_alive() and store.tier_of("c") == "host"  # waits, and does not hold up others
     tier.gate.set()
-    thread.join(30)
-    assert took == [("host", "disk")] and store.flush(30) and "c" in tier
+    thread.join(120)
+    assert took == [("host", "disk")] and store.flush(120) and "c" in tier
 
 
 def test_variant_being_written_is_served_and_not_evicted(gated):
@@ -76,7 +76,7 @@ def test_variant_being_written_is_served_and_not_evicted(gated):
     assert store.prepare_store(make_record("a")).exists
     assert store.evict("disk", ["a"]) == ()
     tier.gate.set()
-    assert store.flush(30) and store.tier_of("a") == "disk"
+    assert store.flush(120) and store.tier_of("a") == "disk"
     assert_same_bytes(get(store, "a"), make_kv("a"))
 
 
@@ -84,28 +84,28 @@ def test_discarded_while_being_written_never_appears(gated, tmp_path):
     store, tier = gated
     submit(store, "a")
     submit(store, "b")
-    assert tier.entered.wait(30)
+    assert tier.entered.wait(120)
     store.discard("a")  # stands before the gate
     store.discard("b")  # waits behind it
     assert store.prepare_load(["a", "b"]).missing == {"a", "b"} and store.charges("disk", ["a", "b"]) == {}
     tier.gate.set()
-    assert store.flush(30)
+    assert store.flush(120)
     assert store.records() == [] and bytes_on_disk(tmp_path) == 0 and store.usage()["disk"].used_bytes == 0
     submit(store, "a")
-    assert store.flush(30) and "a" in tier
+    assert store.flush(120) and "a" in tier
 
 
 def test_what_is_queued_by_another_record_is_not_discarded(gated):
     store, tier = gated
     submit(store, "a")
     submit(store, "b")
-    assert tier.entered.wait(30)
+    assert tier.entered.wait(120)
     for key in ("a", "b"):
         store.discard(key, lambda record: record.num_tokens != 5)
         assert_same_bytes(get(store, key), make_kv(key))
     store.discard("b", lambda record: record.num_tokens == 5)
     tier.gate.set()
-    assert store.flush(30) and store.ids("disk") == ("a",)
+    assert store.flush(120) and store.ids("disk") == ("a",)
 
 
 def test_close_writes_the_queue_and_takes_no_more(gated, tmp_path):
