@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,20 +24,21 @@ BENCHMARKS = (
 )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the named benchmark."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__)
     parsers = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in BENCHMARKS:
         one = parsers.add_parser(name, help=_summary(name))
-        if name not in sys.argv[1:]:
+        if name not in argv:
             continue  # others may need packages that this machine does not have
         module = importlib.import_module(f"scripts.benchmarks.{name}")
         one.add_argument("--json", action="store_true", help="print raw figures as one JSON object on the last line")
         one.add_argument("--quick", action="store_true", help="small sizes, under a minute: does it run at all")
         module.add_arguments(one)
         one.set_defaults(run=module.run)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     # Two thread pools share the machine: idle torch threads must sleep, not spin, while JAX is timed.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")

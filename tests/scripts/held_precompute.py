@@ -1,0 +1,49 @@
+"""scripts/precompute.py that stands still where a test looks: `python -m tests.scripts.held_precompute JSON ARGUMENTS`.
+
+Of the JSON object, `claim_s` is how long a claim lasts at least. A worker stands still once `held_at` records are in
+`store`, until it is told to end. With `own` and `other`, a run makes the first file when it has computed something, and
+goes on when there is the second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from ccjax.engine import shared_warming
+from ccjax.precompute.compilation import Compilation
+from ccjax.precompute.worker import Worker
+from scripts.precompute import main
+
+HOW = json.loads(sys.argv[1])
+_is_cancelled, _take_in = Worker.is_cancelled, Compilation._take_in
+
+
+def is_cancelled(self: Worker) -> bool:
+    """As it was, but not before the worker is told to end, once there are so many records."""
+    while not _is_cancelled(self):
+        if len([*Path(HOW["store"]).glob("*/records/*.json")]) < HOW["held_at"]:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def take_in(self: Compilation, *answer) -> None:
+    """As it was, but not back before the other run has computed something, too."""
+    _take_in(self, *answer)
+    if self.report.counts.computed:
+        Path(HOW["own"]).touch()
+        while not Path(HOW["other"]).exists():
+            time.sleep(0.01)
+
+
+shared_warming.LEAST_CLAIM_S = HOW["claim_s"]
+if "held_at" in HOW:
+    Worker.is_cancelled = is_cancelled
+if "other" in HOW:
+    Compilation._take_in = take_in
+
+if __name__ == "__main__":  # a worker imports all this under another name
+    sys.exit(main(sys.argv[2:]))
