@@ -61,7 +61,11 @@ def _serve(args: argparse.Namespace) -> int:
         join_hosts(args)
         return follow_of(args)
     # Before the slow imports: a port in use shows at once.
-    listener = _listen(args.host, args.port, args.stall_timeout_s)
+    with _listen(args.host, args.port, args.stall_timeout_s) as listener:
+        return _serve_on(listener, args)
+
+
+def _serve_on(listener: socket.socket, args: argparse.Namespace) -> int:
     from ccjax.server.keys import Keys
     from ccjax.server.quotas import Quotas
     from ccjax.server.tracing import check_installed

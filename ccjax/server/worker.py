@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -61,7 +61,7 @@ class JobCancelledError(Exception):
 
 
 class Job:
-    """One request in line or running. Times are `time.perf_counter` seconds, None until reached.
+    """One request in line or running. Times are seconds of the worker's clock, None until reached.
 
     `response` is set once the answer is complete. `arrived_s` and `found_s`, when the server had the request and when
     it had the passages, are for whoever submits it to set, and so is `least_ttft_s`: an answer whose first token comes
@@ -77,7 +77,7 @@ class Job:
     ) -> None:
         self.request = request
         self.on_leave = on_leave
-        self.submitted_s = self.arrived_s = self.found_s = time.perf_counter()
+        self.submitted_s = self.arrived_s = self.found_s = worker.clock()
         self.started_s: float | None = None
         self.first_delta_s: float | None = None
         self.ended_s: float | None = None
@@ -105,9 +105,9 @@ class Job:
             if held_s is None:
                 held_s = max(0.0, max(self.started_s or 0.0, self.submitted_s) + self.least_ttft_s - came_s)
             # The later ones by as much: else all that was decoded meanwhile would come at once, which tells the same.
-            wait_s = came_s + held_s - time.perf_counter()
+            wait_s = came_s + held_s - self._worker.clock()
             if wait_s > 0.0:
-                await asyncio.sleep(wait_s)
+                await self._worker.sleep(wait_s)
             yield event
             if event.response is not None:
                 return
@@ -123,7 +123,7 @@ class Job:
 
     def _emit(self, event: Delta | Exception) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (time.perf_counter(), event))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (self._worker.clock(), event))
         except RuntimeError:  # the loop is closed: a forced exit, nobody listens any more
             self.stop()
 
@@ -139,6 +139,8 @@ class EngineWorker:
         on_end: Callable[[Job], None] = lambda job: None,
         idle_work: IdleWork | None = None,
         preload: Callable[[Request], Preload] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """
         Args:
@@ -147,7 +149,9 @@ class EngineWorker:
           preload: told of a request behind others, must return at once; what comes back is closed with the request's
             first token, or with the request.
           idle_work: done on a thread whenever no request came for a while, until nothing is left to do.
+          clock, sleep: by which answers are held back.
         """
+        self.clock, self.sleep = clock, sleep
         self._start = start
         self._idle_work = idle_work
         self._is_idle_work_left = idle_work is not None
@@ -283,7 +287,7 @@ class EngineWorker:
 
     def _begin(self, job: Job) -> None:
         """The job leaves the line; on the engine's thread."""
-        job.started_s = time.perf_counter()
+        job.started_s = self.clock()
         self._on_start(job)
 
     def _cancel(self, job: Job, reason: Exception | None = None) -> None:
@@ -314,7 +318,7 @@ class EngineWorker:
             if event.response is not None:  # it was whole before the engine saw that nobody wants it
                 self._end_cancelled(job)
             return
-        job.first_delta_s = job.first_delta_s or time.perf_counter()
+        job.first_delta_s = job.first_delta_s or self.clock()
         job.end_preload()
         if event.response is not None:
             self._leave(job)
@@ -331,7 +335,7 @@ class EngineWorker:
         job.end_preload()
         with self._changed:
             was_here = job in self._jobs
-            job.ended_s = job.ended_s or time.perf_counter()
+            job.ended_s = job.ended_s or self.clock()
             self._jobs.pop(job, None)
             self._changed.notify_all()
         if was_here:

@@ -3,44 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import json
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from ccjax.engine import Delta, Engine, Request, Response, SamplingParams
+from ccjax.engine import Delta, Request, Response, SamplingParams
+from ccjax.engine.batch import pack as pack_module
 from ccjax.errors import ConfigError
-from ccjax.server import ServerSettings, Service
+from ccjax.server import ServerSettings
 from ccjax.server.worker import EngineWorker
 from ccjax.types import ReuseReport
+from models.llama3.paged_steps import paged_layer_step
 from tests.server import patience
-from tests.server.conftest import DOCUMENTS, running
-from tests.server.tiny_model import write_tiny_model
 
 EVENED_OUT = ServerSettings(even_out_timing=True, page=False, repair_when_idle=False)
 AS_USUAL = ServerSettings(page=False, repair_when_idle=False)
 RESPONSE = Response("ab", (1, 2), "stop", ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True), 1, 0.1, 0.1)
+MOST_S = 10.0
+"""What computing a prompt takes at most on the clock of these tests."""
 
 
-def passages(random: np.random.Generator, num_words: int = 50) -> list[str]:
+class Clock:
+    """Time that passes where something computes or sleeps, and nowhere else; while it `is_held` nobody wakes up."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.is_held = False
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while self.is_held:
+            await asyncio.sleep(0.001)
+        self.now_s = max(self.now_s, until_s)
+
+
+def passages(seed: int, num_words: int = 20) -> list[str]:
     """Three that nobody asked for."""
+    random = np.random.default_rng(seed)
     return [" ".join("".join(map(chr, random.integers(97, 123, 4))) for _ in range(num_words)) for _ in range(3)]
 
 
 def body_of(texts: list[str], **more) -> dict:
-    documents = [{"text": text} for text in texts]
+    documents = [{"text": text, "id": text[:4]} for text in texts]
     return {"messages": [{"role": "user", "content": "Who?"}], "documents": documents, "max_tokens": 2} | more
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """One that takes a tenth of a second to compute such a prompt: HTTP alone takes milliseconds."""
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, list(DOCUMENTS.values()), d_model=256, num_layers=4, d_ff=1024, head_dim=64)
-    return directory
 
 
 def ask(url: str, texts: list[str], **more):
@@ -49,56 +58,43 @@ def ask(url: str, texts: list[str], **more):
     return response
 
 
-def first_token_s(url: str, texts: list[str]) -> float:
-    """Seconds to the first token of a client, and of the whole answer, which tells as much."""
-    started_s = time.perf_counter()
-    ask(url, texts, reuse="fast")
-    return time.perf_counter() - started_s
+@pytest.mark.parametrize("settings", [EVENED_OUT, AS_USUAL], ids=["evened out", "as usual"])
+def test_passages_of_another_client_behind_another_prefix(start_server, monkeypatch, settings):
+    """Both take as long to the first token, on a clock that only rows of a prefill move."""
+    clock = Clock()
 
+    def step(layer, x, *args, **kwargs):
+        clock.now_s += 1e-3 * len(x)
+        return paged_layer_step(layer, x, *args, **kwargs)
 
-def measured(url: str, rounds: int, seed: int) -> dict[str, list[float]]:
-    """Times over passages that another client asked for in another order, and over new ones, in turns."""
-    random, times = np.random.default_rng(seed), collections.defaultdict(list)
-    for _ in range(rounds):
-        theirs, fresh = passages(random), passages(random)
-        ask(url, theirs, reuse="fast")
-        ways = {"theirs": [theirs[2], theirs[0], theirs[1]], "fresh": fresh}
-        for way in sorted(ways, key=lambda _: random.random()):
-            times[way].append(first_token_s(url, ways[way]))
-    return times
+    monkeypatch.setattr(pack_module, "paged_layer_step", step)
+    with start_server(settings, strategy="reuse", reorder_window=1) as server:
+        worker, engine = server.service.backend.worker, server.engine
+        monkeypatch.setattr(worker, "clock", clock)
+        monkeypatch.setattr(worker, "sleep", clock.sleep)
+        monkeypatch.setattr(engine, "full_prefill_s", lambda num_tokens: MOST_S)
 
+        def seconds(texts: list[str]) -> float:
+            before_s = clock.now_s
+            ask(server.url, texts, reuse="fast", max_tokens=1)
+            return clock.now_s - before_s
 
-def separation(first: list[float], second: list[float]) -> float:
-    """Share of pairs in which the second takes longer, 0.5 where the two cannot be told apart (Mann-Whitney's U)."""
-    return float((np.asarray(second)[None, :] > np.asarray(first)[:, None]).mean())
-
-
-def separations(url: str, is_wanted: Callable[[float], bool], seed: int) -> list[float]:
-    """Measured until it is as wanted, three times at most: other work on the machine may blur any of them."""
-    found: list[float] = []
-    while len(found) < 3 and not (found and is_wanted(found[-1])):
-        times = measured(url, 14, seed + len(found))
-        found.append(separation(times["theirs"], times["fresh"]))
-    return found
-
-
-def test_passages_of_another_client_behind_another_prefix(model):
-    """Over 14 rounds U / 14^2 has a standard deviation of 0.11 where there is nothing to see: 0.1 to 0.9 is 3.6 of
-    these. Without the option the measure shows at once what was asked for."""
-    engine = Engine.from_pretrained(model, strategy="reuse", max_model_len=1024, reorder_window=1)
-    service = Service(EVENED_OUT)
-    with running(service) as url:
-        service.open(engine)
-        measured(url, 3, seed=8)  # compiles
-        hidden = separations(url, lambda found: 0.1 < found < 0.9, seed=9)
-        assert 0.1 < hidden[-1] < 0.9, hidden
-        service.settings = AS_USUAL
-        shown = separations(url, lambda found: found > 0.9, seed=20)
-        assert shown[-1] > 0.9, shown
+        ask(server.url, passages(1))  # what all prompts begin with is known to all
+        first, second, third = passages(2)
+        fresh_s = seconds([third, first, second])
+        for document in engine.documents():
+            engine.erase(document.document_id)
+        ask(server.url, [first, second, third], reuse="fast")
+        theirs_s = seconds([third, first, second])
+        assert 0 < fresh_s and (fresh_s == theirs_s) == (settings is EVENED_OUT)
+        if settings is EVENED_OUT:
+            assert fresh_s == pytest.approx(1.25 * MOST_S)
+        else:
+            assert theirs_s < fresh_s / 2
 
 
 def test_nothing_is_told_of_reuse(start_server):
-    texts = passages(np.random.default_rng(3), 20)
+    texts = passages(3)
     with start_server(EVENED_OUT) as server:
         ask(server.url, texts)
         answer = ask(server.url, texts).json()
@@ -120,67 +116,64 @@ def test_page_is_refused_beside_it():
         ServerSettings(even_out_timing=True)
 
 
-def test_held_answer_keeps_its_pace_and_nothing_waits_for_it():
-    """Deltas at 0 and 0.1 s, held until 2 s: they come at 2.0 and 2.1. Meanwhile the engine is free, and others are
-    answered; an error is told at once."""
-    emits = []
+def run(scenario) -> None:
+    """Runs `scenario(worker, clock, emits)` over an engine that says what is given to `emits`, request by request."""
+    clock, emits = Clock(), []
 
     def start(request, emit, *, on_start):
         on_start()
         emits.append(emit)
         return lambda: None
 
-    async def times_of(job, begun_s) -> list[float]:
-        return [time.perf_counter() - begun_s async for _ in job.deltas()]
+    worker = EngineWorker(start, clock=clock, sleep=clock.sleep)
+    try:
+        asyncio.run(scenario(worker, clock, emits))
+    finally:
+        worker.close()
 
-    async def main():
+
+REQUEST = Request(prompt="x", sampling=SamplingParams())
+
+
+async def times_of(job, clock) -> list[float]:
+    return [clock() - job.submitted_s async for _ in job.deltas()]
+
+
+def test_held_answer_keeps_its_pace_and_nothing_waits_for_it():
+    """Deltas at 0 and 0.5 s, held until 2 s: they come at 2.0 and 2.5. Meanwhile the engine is free, and others are
+    answered; an error is told at once."""
+
+    async def scenario(worker, clock, emits):
         left = []
-        request = Request(prompt="x", sampling=SamplingParams())
-        begun_s = time.perf_counter()
-        job = worker.submit(request, on_leave=left.append)
+        job = worker.submit(REQUEST, on_leave=left.append)
         job.least_ttft_s = 2.0
         emits[0](Delta("a", (1,)))
-        reading = asyncio.create_task(times_of(job, begun_s))
-        await asyncio.sleep(0.1)
+        clock.now_s += 0.5
         emits[0](Delta("b", (2,), response=RESPONSE))
+        clock.is_held = True
+        reading = asyncio.create_task(times_of(job, clock))
         assert worker.is_idle and left == [RESPONSE]
-        other = worker.submit(request)
+        other = worker.submit(REQUEST)
         emits[1](Delta("ab", (1, 2), response=RESPONSE))
-        (other_s,) = await times_of(other, begun_s)
-        failing = worker.submit(request)
+        assert await times_of(other, clock) == [0.0]
+        failing = worker.submit(REQUEST)
         failing.least_ttft_s = 9.0
         emits[2](ValueError("boom"))
         with pytest.raises(ValueError, match="boom"):
-            await times_of(failing, begun_s)
+            await times_of(failing, clock)
         assert not reading.done()
-        return other_s, await reading
+        clock.is_held = False
+        assert await reading == [2.0, 2.5]  # the second is held as long as the first, not only until that is through
 
-    worker = EngineWorker(start)
-    try:
-        other_s, (first_s, second_s) = asyncio.run(main())
-    finally:
-        worker.close()
-    assert other_s < 1.5 and 2.0 <= first_s < second_s
-    assert second_s - first_s >= 0.08  # the second is held as long as the first, not only until that is through
+    run(scenario)
 
 
 def test_late_answer_is_not_held_longer():
-    def start(request, emit, *, on_start):
-        on_start()
-        emits.append(emit)
-        return lambda: None
-
-    async def main():
-        job = worker.submit(Request(prompt="x", sampling=SamplingParams()))
-        job.least_ttft_s = 0.6
-        await asyncio.sleep(0.7)
+    async def scenario(worker, clock, emits):
+        job = worker.submit(REQUEST)
+        job.least_ttft_s = 0.5
+        clock.now_s += 0.75
         emits[0](Delta("ab", (1, 2), response=RESPONSE))
-        emitted_s = time.perf_counter()
-        assert [one async for one in job.deltas()]
-        return time.perf_counter() - emitted_s
+        assert await times_of(job, clock) == [0.75]
 
-    emits, worker = [], EngineWorker(start)
-    try:
-        assert asyncio.run(main()) < 0.5
-    finally:
-        worker.close()
+    run(scenario)

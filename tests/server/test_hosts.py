@@ -13,24 +13,33 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.server import patience
-from tests.server.test_startup import READY_S, environment, refusal
+from tests.server.test_startup import READY_S, Refusal, kept, refusal, refusal_by_process
+from tests.server.test_startup import environment as usual
 from tests.server.test_startup import serving as alone
 from tests.store.servers import free_port
 
-__all__ = ["environment"]
+__all__ = ["kept", "refusal", "usual"]
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Which tool does Yara Ames own?"}], "max_tokens": 8}
+_DEVICES = "--xla_force_host_platform_device_count="
+DEMO = ["--no-warmup", "--embedder", "lexical"]
+
+
+@pytest.fixture
+def environment(usual: dict[str, str]) -> dict[str, str]:
+    """Of processes with a device each."""
+    flags = [flag for flag in usual.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES)]
+    return usual | {"XLA_FLAGS": " ".join([f"{_DEVICES}1", *flags])}
 
 
 @contextlib.contextmanager
-def serving(environment: dict[str, str]) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+def serving(environment: dict[str, str], arguments: list[str]) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
     """The URL of a ready server and its processes, the one that answers first."""
     group = ["--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--no-warmup", "--tensor-parallel-size", "2", *group]
-    one_device = environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--tensor-parallel-size", "2", *group, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen([*command, "--process-id", str(number), "--port", "0"], env=one_device, **pipes)
+        subprocess.Popen([*command, "--process-id", str(number), "--port", "0"], env=environment, **pipes)
         for number in range(2)
     ]
     try:
@@ -47,23 +56,27 @@ def serving(environment: dict[str, str]) -> Iterator[tuple[str, list[subprocess.
             process.communicate()
 
 
-def test_a_group_of_one_is_a_server_like_any_other(environment: dict[str, str]) -> None:
+def small(model: Path) -> list[str]:
+    return ["--no-warmup", "--model", str(model), "--max-model-len", "128"]
+
+
+def test_a_group_of_one_is_a_server_like_any_other(
+    environment: dict[str, str], tiny_model: Path, kept: list[str]
+) -> None:
     group = ["--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "1", "--process-id", "0"]
-    one_device = environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    with alone(["--no-warmup", *group], one_device) as (url, _, process):
-        answer = patience.post(f"{url}{CHAT}", json=BODY).json()
-        assert "mallet" in answer["choices"][0]["message"]["content"]
+    with alone([*small(tiny_model), *kept, *group], environment) as (url, _, process):
+        assert patience.post(f"{url}{CHAT}", json=BODY).status_code == 200
         process.terminate()
         assert process.wait(READY_S) == 0
 
 
-def ended(process: subprocess.Popen[str], timeout_s: float = READY_S) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=timeout_s)
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=READY_S)
     return process.returncode, errors
 
 
 def test_both_answer_together_and_end_together(environment: dict[str, str]) -> None:
-    with serving(environment) as (url, processes):
+    with serving(environment, DEMO) as (url, processes):
         for reuse in ("off", "exact", "exact"):
             answer = patience.post(f"{url}{CHAT}", json={**BODY, "reuse": reuse}).json()
             assert "mallet" in answer["choices"][0]["message"]["content"]
@@ -73,14 +86,16 @@ def test_both_answer_together_and_end_together(environment: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_where_one_is_killed_the_other_ends(environment: dict[str, str], killed: int) -> None:
-    with serving(environment) as (url, processes):
+def test_where_one_is_killed_the_other_ends(
+    environment: dict[str, str], tiny_model: Path, kept: list[str], killed: int
+) -> None:
+    with serving(environment, [*small(tiny_model), *kept]) as (url, processes):
         assert patience.post(f"{url}{CHAT}", json=BODY).status_code == 200
         processes[killed].kill()
-        code, errors = ended(processes[1 - killed], 60)  # JAX itself would miss a host after 100 s
+        code, errors = ended(processes[1 - killed])
         assert code != 0
-        if killed == 1:
-            assert "process 1 has gone" in errors
+        if killed == 1:  # the leader itself sees it: JAX, which would miss a follower after 100 s only, aborts
+            assert code == 1 and "process 1 has gone" in errors, errors
 
 
 @pytest.mark.parametrize(
@@ -97,22 +112,24 @@ def test_where_one_is_killed_the_other_ends(environment: dict[str, str], killed:
             ["--cluster", "ray", "--coordinator-address", "127.0.0.1:1"],
             ["--coordinator-address", "--cluster ray"],
         ),
-        (["--cluster", "ray", "--num-processes", "2"], ["--num-processes", "divisor of --tensor-parallel-size 1"]),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
-    environment: dict[str, str], arguments: list[str], words: list[str]
-) -> None:
-    line = refusal(["--port", "0", *arguments], environment)
+def test_what_does_not_fit_together_is_refused(refusal: Refusal, arguments: list[str], words: list[str]) -> None:
+    line = refusal(["--port", "0", *arguments])
     assert all(word in line for word in words), line
 
 
-def test_a_split_that_leaves_devices_out_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+def test_processes_that_cannot_share_the_devices_are_refused(environment: dict[str, str]) -> None:
+    line = refusal_by_process(["--port", "0", "--cluster", "ray", "--num-processes", "2"], environment)
+    assert "--num-processes" in line and "divisor of --tensor-parallel-size 1" in line
+
+
+def test_a_split_that_leaves_devices_out_is_refused(environment: dict[str, str], tiny_model: Path) -> None:
     group = ["--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    one_device = environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--no-warmup", "--port", "0", *group, "--process-id"]
+    arguments = [*small(tiny_model), "--port", "0", *group, "--process-id"]
+    command = [sys.executable, str(ROOT / "scripts/serve.py"), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(number)], env=one_device, **pipes) for number in range(2)]
+    processes = [subprocess.Popen([*command, str(number)], env=environment, **pipes) for number in range(2)]
     for process in processes:
         code, errors = ended(process)
         assert code == 2 and "--tensor-parallel-size: wanted 2, the devices of all 2 processes" in errors, errors

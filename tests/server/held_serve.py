@@ -1,0 +1,34 @@
+"""scripts/serve.py whose engine stands still while a file is there: `python -m tests.server.held_serve FILE ARGUMENTS`.
+It stops before a step that decodes, and at a start before the second step that is compiled."""
+
+import itertools
+import sys
+import time
+from pathlib import Path
+
+from ccjax.engine import warmup
+from ccjax.engine.batch.decode import DecodeBatch
+from ccjax.server import draining
+from scripts.serve import main
+
+FILE = Path(sys.argv[1])
+
+
+def held(run, free: int = 0):
+    """`run`, which waits from the call after the first `free` ones on."""
+    numbers = itertools.count()
+
+    def wait_and_run(*args, **kwargs):
+        number = next(numbers)
+        while number >= free and FILE.exists():
+            time.sleep(0.005)
+        return run(*args, **kwargs)
+
+    return wait_and_run
+
+
+DecodeBatch.step = held(DecodeBatch.step)
+warmup.compile_pack = held(warmup.compile_pack, 1)
+draining._TO_TELL_S = 300  # however slow the machine is
+
+sys.exit(main(sys.argv[2:]))
