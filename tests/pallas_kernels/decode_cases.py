@@ -6,12 +6,12 @@ import numpy as np
 
 from pallas_kernels.decode import decode_attention
 from tests.oracles import rotate
-from tests.pallas_kernels.cases import OPTIONS, frequencies, oracle
+from tests.pallas_kernels.cases import frequencies, oracle
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 3e-2}
 """Largest absolute error of output and lse."""
 
-jitted = jax.jit(decode_attention, static_argnames=("scale", "implementation"), compiler_options=OPTIONS)
+jitted = jax.jit(decode_attention, static_argnames=("scale", "implementation"))
 
 
 class Case:

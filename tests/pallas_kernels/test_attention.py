@@ -61,7 +61,7 @@ def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, he
         assert worst(case.run(implementation, **changes), case.expected()) > TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("queries", "heads"), [(383, 4), (384, 4), (500, 4), (2047, 2), (2050, 2), (2050, 24)])
+@pytest.mark.parametrize(("queries", "heads"), [(383, 4), (384, 4), (2050, 2), (2050, 24)])
 def test_many_queries_take_larger_blocks_on_a_cpu(queries, heads):
     slots = 1100 if queries < 1000 else 2300
     case = Case(queries=queries, slots=slots, used=slots - 100, heads=heads, head_dim=32 if heads < 8 else 8)

@@ -13,7 +13,7 @@ from pallas_kernels.decode import decode_attention, mosaic_tpu, page_rotation
 from pallas_kernels.decode.blocks import MosaicDecodeBlocks
 from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
 from pallas_kernels.decode.pages import PageRotation
-from tests.pallas_kernels.cases import OPTIONS, worst
+from tests.pallas_kernels.cases import worst
 from tests.pallas_kernels.decode_cases import MUTANTS, TOLERANCE, Case, jitted
 
 IMPLEMENTATIONS = ["reference", "xla", "triton_interpret", "mosaic_tpu_interpret"]
@@ -104,7 +104,7 @@ def test_the_tpu_kernel_does_not_race_and_reads_no_uninitialised_memory(capfd):
     arguments["rotation"] = PageRotation(start, frequencies, page_rotation(start, frequencies))
     detector = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
     run = functools.partial(mosaic_tpu_decode, blocks=MosaicDecodeBlocks(slots=64), interpret=detector)
-    run = jax.jit(run, static_argnames=("scale",), compiler_options=OPTIONS)
+    run = jax.jit(run, static_argnames=("scale",))
     assert worst(run(*inputs, **arguments), case.expected()) < TOLERANCE["float32"]
     assert "RACE DETECTED" not in capfd.readouterr().out
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.attention.blocks import MosaicBlocks
 from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
 from pallas_kernels.rope import rotation_rows
-from tests.pallas_kernels.cases import OPTIONS, TOLERANCE, Case, packed, worst
+from tests.pallas_kernels.cases import TOLERANCE, Case, packed, worst
 
 DETECTOR = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
 RACE = "RACE DETECTED"
@@ -30,7 +30,7 @@ def test_the_kernel_does_not_race_and_reads_no_uninitialised_memory(case, capfd)
     frequencies = arguments.pop("k_frequencies")
     arguments["k_rotation"] = None if frequencies is None else rotation_rows(arguments["k_pos"], frequencies)
     run = functools.partial(mosaic_tpu_attention, blocks=MosaicBlocks(rows=32, keys=128), interpret=DETECTOR)
-    run = jax.jit(run, static_argnames=("scale", "num_segments"), compiler_options=OPTIONS)
+    run = jax.jit(run, static_argnames=("scale", "num_segments"))
     assert worst(run(*inputs, **arguments), case.expected()) < TOLERANCE["float32"]
     assert RACE not in capfd.readouterr().out
 
