@@ -113,7 +113,7 @@ def read_mutants(folder: Path) -> list[Mutant]:
 
 
 def run(mutants: Sequence[Mutant], num_jobs: int) -> int:
-    """Runs each mutant's test, after all of these tests passed without any; prints results and returns the exit code."""
+    """Runs each mutant's test, after all of these tests passed without any; returns the exit code."""
     with contextlib.ExitStack() as stack:
         copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for _ in range(num_jobs):

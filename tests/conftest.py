@@ -85,8 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if config.getoption("--all"):
         hypothesis.settings.load_profile(os.environ.setdefault("HYPOTHESIS_PROFILE", "thorough"))
-    # Most files compile the same small models' steps, in every process. jax's key of an entry is the program itself with
-    # its flags: an entry of other sources is never taken, only old ones are to be removed.
+    # Most files compile the same small models' steps, in every process. jax's key of an entry is the program itself
+    # with its flags: what other sources compiled to is never taken, it only takes up room.
     folder = Path(sys.prefix) / "ccjax-test-compiled" / f"jaxlib-{importlib.metadata.version('jaxlib')}"
     if not hasattr(config, "workerinput"):
         _drop_if_large(folder)

@@ -35,11 +35,15 @@ class Outcome:
     line: str
 
 
-def fuzz(module: str, name: str, seeds: Iterable[bytes], seconds: float, output: Path) -> Outcome:
+def fuzz(
+    module: str, name: str, seeds: Iterable[bytes], seconds: float, output: Path, *, num_runs: int = -1, seed: int = 0
+) -> Outcome:
     """Fuzzes `TARGETS[name]` of a module, from what earlier runs learnt and the seeds.
 
     Args:
       output: where the corpus and the findings go, in a folder by the target's name.
+      num_runs: inputs after which it ends, if that is sooner; -1 for no such end.
+      seed: of what is drawn; 0 for another one every time.
     """
     folder = (output / name).resolve()
     corpus, findings = folder / "corpus", folder / "findings"
@@ -49,7 +53,8 @@ def fuzz(module: str, name: str, seeds: Iterable[bytes], seconds: float, output:
         (corpus / f"seed-{number}").write_bytes(seed)
     command = [sys.executable, "-m", "scripts.fuzzing.run", f"{module}:{name}"]
     options = [f"-max_total_time={max(1, round(seconds))}", f"-timeout={SLOWEST_S}", f"-rss_limit_mb={MOST_MEMORY_MB}"]
-    options += [f"-max_len={LONGEST}", f"-artifact_prefix={findings}/", "-print_final_stats=1", str(corpus)]
+    options += [f"-max_len={LONGEST}", f"-artifact_prefix={findings}/", "-print_final_stats=1"]
+    options += [f"-runs={num_runs}", f"-seed={seed}", str(corpus)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     started = [*FROM_SHELL, *command, *options]
     done = subprocess.run(started, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
