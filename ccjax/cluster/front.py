@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ from ccjax.cluster.calls import Answer, Call, Head
 from ccjax.cluster.merging import LIVE, can_merge, merged
 from ccjax.cluster.metrics import FrontMetrics
 from ccjax.cluster.prompts import PromptReader, Seen
-from ccjax.cluster.waiting import NO_REPLICA_S, NobodyThereError, Patience
+from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, NobodyThereError, Patience
 from ccjax.policy.routing import PromptSummary
 from ccjax.server.admin import bearer_token
 from ccjax.server.errors import ApiError, as_api_error
@@ -76,6 +75,7 @@ class Front:
 
     Args:
       no_replica_s: how long a request without a `timeout_s` may wait while no replica is there.
+      clock: of these waits.
     """
 
     def __init__(
@@ -85,12 +85,14 @@ class Front:
         settings: ServerSettings,
         *,
         no_replica_s: float = NO_REPLICA_S,
+        clock: Clock = REAL,
     ) -> None:
         self.metrics = FrontMetrics()
         self._replicas = replicas
         self._reader = reader
         self._settings = settings
         self._no_replica_s = no_replica_s
+        self._clock = clock
         self._keys = Keys(settings)
         self._page = page_app() if settings.page else None
         self._under_way: set[asyncio.Task[None]] = set()
@@ -144,7 +146,7 @@ class Front:
         elif self._page is not None and scope["method"] in ("GET", "HEAD") and _is_of_page(path):
             await self._page(scope, receive, send)
         else:
-            begun_s = time.monotonic()
+            begun_s = self._clock.now()
             try:
                 call = await _read(Request(scope, receive), path, self._settings.max_body_bytes)
             except ClientDisconnect:
@@ -196,7 +198,7 @@ class Front:
         if key is not None or not self._keys.api.is_asked_for:
             seen = await asyncio.to_thread(self._reader.read, call, key)
             call = dataclasses.replace(call, passages=seen.passages)
-        patience = Patience(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s)
+        patience = Patience(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
         answering = asyncio.ensure_future(self._forward(call, seen.prompt, _Reply(send), patience))
         leaving = asyncio.ensure_future(_gone(receive))
         self._answering.add(answering)

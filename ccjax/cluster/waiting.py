@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
@@ -21,6 +22,17 @@ _LOOKS = 2
 _NOT_THERE = frozenset({"starting", "stopped"})
 
 Piece = TypeVar("Piece")
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """What waiting goes by, in seconds."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+REAL = Clock()
 
 
 class NobodyThereError(Exception):
@@ -41,7 +53,7 @@ class Patience:
 
     Args:
       counts: what `is_anybody_there` takes; asked every `LOOK_S` while nothing comes.
-      begun_s: when the request came, by `time.monotonic`.
+      begun_s: when the request came, by the clock.
       timeout_s: what the request gave itself, from then on; None for none.
       no_replica_s: without it, the time that may pass without a replica, all such times together.
     """
@@ -52,8 +64,10 @@ class Patience:
         begun_s: float,
         timeout_s: float | None,
         no_replica_s: float = NO_REPLICA_S,
+        clock: Clock = REAL,
     ) -> None:
         self._counts = counts
+        self._clock = clock
         self._begun_s = begun_s
         self._end_s = None if timeout_s is None else begun_s + timeout_s
         self._left_s = no_replica_s
@@ -62,7 +76,7 @@ class Patience:
     @property
     def waited_s(self) -> float:
         """Time since the request came."""
-        return time.monotonic() - self._begun_s
+        return self._clock.now() - self._begun_s
 
     async def first(self, pieces: AsyncIterator[Piece]) -> Piece:
         """The first of `pieces`, however long that takes while somebody is there.
@@ -74,18 +88,16 @@ class Patience:
         taking = asyncio.ensure_future(_first(pieces))
         num_missed = 0
         try:
-            while True:
-                done, _ = await asyncio.wait({taking}, timeout=LOOK_S)
-                if done:
-                    return taking.result()
-                looking = asyncio.ensure_future(self._look())
-                await asyncio.wait({taking, looking}, return_when=asyncio.FIRST_COMPLETED)
-                if taking.done():
+            while num_missed < _LOOKS:
+                looking = asyncio.ensure_future(self._look_later())
+                try:
+                    await asyncio.wait({taking, looking}, return_when=asyncio.FIRST_COMPLETED)
+                    if taking.done():
+                        return taking.result()
+                    num_missed = 0 if looking.result() else num_missed + 1
+                finally:
                     looking.cancel()
-                    return taking.result()
-                num_missed = 0 if looking.result() else num_missed + 1
-                if num_missed == _LOOKS:
-                    raise NobodyThereError
+            raise NobodyThereError
         finally:
             if not taking.done():
                 taking.cancel()
@@ -95,13 +107,17 @@ class Patience:
     async def until_somebody(self) -> bool:
         """Waits until somebody is there; False where the time is over first."""
         while (left_s := self._time_left_s()) > 0:
-            await asyncio.sleep(min(LOOK_S, left_s))
+            await self._clock.sleep(min(LOOK_S, left_s))
             if await self._look():
                 return True
         return False
 
+    async def _look_later(self) -> bool:
+        await self._clock.sleep(LOOK_S)
+        return await self._look()
+
     async def _look(self) -> bool:
-        now_s = time.monotonic()
+        now_s = self._clock.now()
         is_there = is_anybody_there(await self._counts())
         if not is_there:
             self._alone_since = now_s if self._alone_since is None else self._alone_since
@@ -111,7 +127,7 @@ class Patience:
         return is_there
 
     def _time_left_s(self) -> float:
-        now_s = time.monotonic()
+        now_s = self._clock.now()
         if self._end_s is not None:
             return self._end_s - now_s
         return self._left_s - (0.0 if self._alone_since is None else now_s - self._alone_since)

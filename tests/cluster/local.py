@@ -11,7 +11,7 @@ from pathlib import Path
 from ccjax.cluster.calls import Answer, App, Call, Head, perform, perform_whole
 from ccjax.cluster.front import Front, ReplicaLostError
 from ccjax.cluster.prompts import PromptReader
-from ccjax.cluster.waiting import NO_REPLICA_S, is_anybody_there
+from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, is_anybody_there
 from ccjax.engine.loading import load_prompt_builder
 from ccjax.policy.routing import PromptSummary
 from ccjax.server import ServerSettings
@@ -82,10 +82,11 @@ def running_front(
     *,
     settings: ServerSettings | None = None,
     no_replica_s: float = NO_REPLICA_S,
+    clock: Clock = REAL,
 ) -> Iterator[tuple[Front, str]]:
     """A front with the documents of `server`, and its settings unless there are others, and its URL."""
     settings = settings or server.service.settings
     reader = PromptReader(load_prompt_builder(model), server.retriever, settings)
-    front = Front(replicas, reader, settings, no_replica_s=no_replica_s)
+    front = Front(replicas, reader, settings, no_replica_s=no_replica_s, clock=clock)
     with running_app(front) as url:
         yield front, url

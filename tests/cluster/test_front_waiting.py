@@ -7,15 +7,13 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import httpx
 import pytest
 
-from ccjax.cluster import waiting
 from ccjax.cluster.calls import Call, perform_whole
-from ccjax.cluster.waiting import NobodyThereError, Patience, is_anybody_there
+from ccjax.cluster.waiting import LOOK_S, Clock, NobodyThereError, Patience, is_anybody_there
 from ccjax.server import ServerSettings, create_app
 from tests.cluster.conftest import API_KEY, SETTINGS, Cluster, bearer
 from tests.cluster.local import LocalReplicas, running_front
@@ -27,15 +25,35 @@ NOBODY = {"starting": 2}
 Begin = Callable[..., contextlib.AbstractContextManager[Cluster]]
 
 
+class Passing:
+    """Time that passes where somebody sleeps, and nowhere else: at most `limit_s`, after which they sleep for ever."""
+
+    def __init__(self, limit_s: float = 1000.0) -> None:
+        self.now_s, self.limit_s = 0.0, limit_s
+        self.clock = Clock(lambda: self.now_s, self._sleep)
+
+    async def _sleep(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        await asyncio.sleep(0.001)
+        while until_s > self.limit_s:
+            await asyncio.sleep(0.01)
+        self.now_s = max(self.now_s, until_s)
+
+
 @pytest.fixture
-def begin(tiny_model, servers) -> Begin:
+def time() -> Passing:
+    return Passing()
+
+
+@pytest.fixture
+def begin(tiny_model, servers, time) -> Begin:
     """A front that waits `no_replica_s` for a replica, while none is there."""
 
     @contextlib.contextmanager
     def start(no_replica_s: float, settings: ServerSettings = SETTINGS) -> Iterator[Cluster]:
         replicas = LocalReplicas(*(create_app(server.service) for server in servers[1:]))
         replicas.states = dict(NOBODY)
-        how = {"settings": settings, "no_replica_s": no_replica_s}
+        how = {"settings": settings, "no_replica_s": no_replica_s, "clock": time.clock}
         with running_front(tiny_model, servers[0], replicas, **how) as (front, url):
             yield Cluster(url, front, replicas, servers[1:], servers[0].retriever)
             replicas.states = None
@@ -44,47 +62,47 @@ def begin(tiny_model, servers) -> Begin:
     return start
 
 
-def refused_after(answer: httpx.Response, started: float) -> float:
-    """The seconds that a refusal took which says that no replica runs."""
+def refused_after(answer: httpx.Response, time: Passing) -> float:
+    """The seconds that a refusal took, of the first request, which says that no replica runs."""
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1", answer.text
     error = answer.json()["error"]
     assert error["code"] == "no_replica" and error["message"].startswith("no replica runs, and none came within ")
-    return time.monotonic() - started
+    return time.now_s
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"messages": []}, None], ids=str)
-def test_a_request_is_refused_once_its_time_is_over(begin, more):
+def test_a_request_is_refused_once_its_time_is_over(begin, time, more):
     with begin(1.5) as cluster:
-        started = time.monotonic()
         if more is None:
             answer = httpx.get(f"{cluster.url}/v1/models", headers=bearer(API_KEY), timeout=60)
         else:
             answer = cluster.post(CHAT, {**BODY, **more})
-        assert 1.4 < refused_after(answer, started) < 10
+        assert refused_after(answer, time) == pytest.approx(LOOK_S + 1.5)  # from the first look on
         assert cluster.replicas.calls == []
 
 
+@pytest.mark.parametrize("no_replica_s", [0.1, 60.0])
 @pytest.mark.parametrize("of_server", [False, True], ids=["of the request", "of the server"])
-def test_a_timeout_goes_before_the_fronts_own(begin, of_server):
+def test_a_timeout_goes_before_the_fronts_own(begin, time, of_server, no_replica_s):
     more = {} if of_server else {"timeout_s": 2.0}
     settings = dataclasses.replace(SETTINGS, request_timeout_s=2.0 if of_server else 50.0)
-    for no_replica_s in (0.1, 60.0):
-        with begin(no_replica_s, settings) as cluster:
-            started = time.monotonic()
-            assert 1.9 < refused_after(cluster.post(CHAT, {**BODY, **more}), started) < 10
+    with begin(no_replica_s, settings) as cluster:
+        assert refused_after(cluster.post(CHAT, {**BODY, **more}), time) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_replica_that_comes_in_time_answers(begin, stream):
-    body = {**BODY, "stream": stream, "timeout_s": 50.0}
+def test_a_replica_that_comes_in_time_answers(begin, time, stream):
+    body = {**BODY, "stream": stream, "timeout_s": 500.0}
+    time.limit_s = 12.0
     with begin(0.1) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         answer = pool.submit(cluster.post, CHAT, body)
-        time.sleep(1.2)
+        wait_until(lambda: time.now_s + LOOK_S > 12.0, timeout_s=60)
         assert not answer.done()
         cluster.replicas.states = {"running": 2}
+        time.limit_s = 400.0
         assert answer.result().status_code == 200 and "error" not in answer.result().text
         (call,) = cluster.replicas.calls
-        assert 1.0 < call.waited_s < 20  # which its timeout is told of
+        assert 11.5 < call.waited_s < 13.0  # which its timeout is told of
 
 
 @pytest.mark.parametrize(("waited_s", "status"), [(0.0, 200), (49.0, 200), (50.1, 504)])
@@ -97,7 +115,7 @@ def test_what_was_waited_counts_towards_the_timeout(servers, waited_s, status):
 
 
 @pytest.mark.parametrize("states", [{"running": 1, "starting": 1}, {"stopping": 1}, {"recovering": 2}], ids=str)
-def test_whoever_has_a_replica_is_not_hurried(begin, states):
+def test_whoever_has_a_replica_is_not_hurried(begin, time, states):
     """Plain answers come whole, so that nothing is heard for long; and a replica that stops ends what it took."""
     with begin(0.2) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         cluster.replicas.states = states
@@ -105,7 +123,7 @@ def test_whoever_has_a_replica_is_not_hurried(begin, states):
             for server in cluster.servers:
                 busy.enter_context(server.engine._exclusive())
             answer = pool.submit(cluster.post, CHAT, BODY)
-            time.sleep(2.0)
+            wait_until(lambda: time.now_s > 2.0, timeout_s=60)
             assert not answer.done()
         assert answer.result().status_code == 200 and len(cluster.replicas.calls) == 1
 
@@ -129,11 +147,11 @@ def test_what_goes_to_all_is_refused_at_once_and_metrics_go_on(begin):
         assert 'ccjax_cluster_replicas{state="starting"} 2.0' in text
 
 
-def test_a_front_that_breaks_off_waits_for_nobody(begin):
+def test_a_front_that_breaks_off_waits_for_nobody(begin, time):
+    time.limit_s = 2.0
     with begin(60.0) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         answer = pool.submit(cluster.post, CHAT, BODY)
-        wait_until(lambda: cluster.front._answering)
-        time.sleep(1.0)  # it gave its call up by now
+        wait_until(lambda: cluster.front._answering and time.now_s > 1.0, timeout_s=60)  # it gave its call up by now
         cluster.front.drain()
         assert not cluster.front.is_drained
         cluster.front.break_off()
@@ -141,10 +159,11 @@ def test_a_front_that_breaks_off_waits_for_nobody(begin):
         wait_until(lambda: cluster.front.is_drained)
 
 
-def test_who_leaves_is_waited_for_no_longer(begin):
+def test_who_leaves_is_waited_for_no_longer(begin, time):
+    time.limit_s = 2.0
     with begin(60.0) as cluster:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{cluster.url}{CHAT}", json=BODY, headers=bearer(API_KEY), timeout=1.0)
+            httpx.post(f"{cluster.url}{CHAT}", json=BODY, headers=bearer(API_KEY), timeout=httpx.Timeout(60, read=0.3))
         cluster.front.drain()
         wait_until(lambda: cluster.front.is_drained)
         assert cluster.replicas.calls == []
@@ -174,15 +193,19 @@ class Looks:
 
     def __init__(self, *found: int) -> None:
         self.left = list(found)
+        self.count = 0
 
     async def __call__(self) -> Mapping[str, int]:
+        self.count += 1
         number = self.left.pop(0) if len(self.left) > 1 else self.left[0]
         return {"running": number, "starting": 1}
 
 
-async def after(seconds: float, cancelled: list[bool] | None = None) -> AsyncIterator[str]:
+async def after(looks: Looks, num_looks: int, cancelled: list[bool] | None = None) -> AsyncIterator[str]:
+    """Two pieces, once somebody looked so often."""
     try:
-        await asyncio.sleep(seconds)
+        while looks.count < num_looks:
+            await asyncio.sleep(0)
         yield "first"
         yield "second"
     except asyncio.CancelledError:
@@ -191,51 +214,48 @@ async def after(seconds: float, cancelled: list[bool] | None = None) -> AsyncIte
         raise
 
 
-@pytest.fixture
-def quick(monkeypatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_S", 0.01)
+def test_one_look_that_finds_nobody_is_not_believed(time):
+    looks = Looks(*[0, 1] * 15, 1)
+    assert asyncio.run(Patience(looks, 0.0, None, clock=time.clock).first(after(looks, 40))) == "first"
 
 
-def test_one_look_that_finds_nobody_is_not_believed(quick):
-    patience = Patience(Looks(*[0, 1] * 15, 1), time.monotonic(), None)
-    assert asyncio.run(patience.first(after(0.5))) == "first"
-
-
-def test_two_looks_in_a_row_are_and_the_answer_is_told_to_end(quick):
+def test_two_looks_in_a_row_are_and_the_answer_is_told_to_end(time):
     cancelled: list[bool] = []
+    looks = Looks(1, 0, 0)
     with pytest.raises(NobodyThereError):
-        asyncio.run(Patience(Looks(1, 0, 0), time.monotonic(), None).first(after(60, cancelled)))
-    assert cancelled == [True]
+        asyncio.run(Patience(looks, 0.0, None, clock=time.clock).first(after(looks, 1000, cancelled)))
+    assert cancelled == [True] and looks.count == 3
 
 
-def test_a_look_that_takes_long_delays_no_answer(quick):
+def test_a_look_that_takes_long_delays_no_answer(time):
+    looks = Looks(1)
+
     async def never() -> Mapping[str, int]:
-        await asyncio.sleep(3600)
+        await looks()
+        await asyncio.Event().wait()
         return {}
 
-    started = time.monotonic()
-    assert asyncio.run(Patience(never, started, None).first(after(0.2))) == "first"
-    assert time.monotonic() - started < 10
+    assert asyncio.run(Patience(never, 0.0, None, clock=time.clock).first(after(looks, 1))) == "first"
 
 
-def test_what_has_no_beginning_is_an_error(quick):
+def test_what_has_no_beginning_is_an_error(time):
     async def nothing() -> AsyncIterator[str]:
         return
         yield
 
     with pytest.raises(RuntimeError, match="without a beginning"):
-        asyncio.run(Patience(Looks(1), time.monotonic(), None).first(nothing()))
+        asyncio.run(Patience(Looks(1), 0.0, None, clock=time.clock).first(nothing()))
 
 
-def test_times_without_a_replica_add_up(quick):
+def test_times_without_a_replica_add_up(time):
     """Replicas that come and die at once keep nobody for ever."""
 
     async def run() -> list[bool]:
-        patience, found = Patience(Looks(*[0] * 20, *[1, *[0] * 20] * 50), time.monotonic(), None, 0.8), []
+        looks = Looks(*[0] * 20, *[1, *[0] * 20] * 50)
+        patience, found = Patience(looks, 0.0, None, 70 * LOOK_S, time.clock), []
         while not found or found[-1]:
             found.append(await patience.until_somebody())
         return found
 
-    started = time.monotonic()
-    found = asyncio.run(run())
-    assert 1 < len(found) < 6 and time.monotonic() - started < 10
+    assert asyncio.run(run()) == [True, True, True, False]
+    assert time.now_s < 100 * LOOK_S
