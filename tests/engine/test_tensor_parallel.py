@@ -27,6 +27,8 @@ MIXTURE = TinyModel(
 SIZES = [2, 4, 8]
 """With 2 kv heads: these alone split; each on two devices; each on four."""
 
+slow = pytest.mark.slow
+
 SEGMENTS = draw_segments(np.random.default_rng(1), [40, 33, 61], vocab=96)
 
 
@@ -34,8 +36,7 @@ def engine_of(size, **settings):
     return MODEL.engine(tensor_parallel_size=size, max_model_len=512, **settings)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("attention", [None, "triton_interpret"])
+@pytest.mark.parametrize(("size", "attention"), zip(SIZES, [None, "triton_interpret", None], strict=True))
 def test_prefill_and_decode_are_the_oracle(size, attention):
     tokens = [token for segment in SEGMENTS for token in segment]
     with WIDE.engine(tensor_parallel_size=size, max_model_len=512, attention=attention) as engine:
@@ -46,7 +47,7 @@ def test_prefill_and_decode_are_the_oracle(size, attention):
     assert list(answered) == list(wanted[-4:-1].argmax(-1))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=slow), 8])
 def test_experts_are_split_within_each(size):
     """Prompts long enough for every form of the routed MLP, and decode."""
     segments = draw_segments(np.random.default_rng(3), [150, 33])
@@ -89,8 +90,7 @@ def test_weights_that_a_host_reads_whole_are_split_as_they_are(tmp_path, is_chec
         np.testing.assert_array_equal(np.asarray(got), np.asarray(one))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("device_cache_bytes", [0, 2 << 20])
+@pytest.mark.parametrize(("size", "device_cache_bytes"), zip(SIZES, [2 << 20, 0, 0], strict=True))
 def test_identities(size, device_cache_bytes):
     """Of DESIGN: empty store, same prefix, everything recomputed, exact in any order; and one device gives the same."""
     settings = {"device_cache_bytes": device_cache_bytes}
@@ -112,7 +112,10 @@ def test_identities(size, device_cache_bytes):
             assert_same(answer(engine, shuffled, "exact"), plain)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "cachecraft", "cacheblend", "legolink", "h2o", "reuse", "set"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["auto", "cacheblend", "h2o", "reuse", *(pytest.param(name, marks=slow) for name in ("legolink", "set"))],
+)
 def test_approximate_reuse_gives_what_it_gives_on_one_device(strategy):
     """The naive one too: it is far from full prefill, so that equal means reused alike."""
     settings = {"strategy": strategy, "max_model_len": 512, "device_cache_bytes": 2 << 20}
@@ -129,7 +132,7 @@ def test_approximate_reuse_gives_what_it_gives_on_one_device(strategy):
         assert max(abs(a - b) for a, b in zip(found[0][1], full[1], strict=True)) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(1, 4), (4, 1), (2, 8)])
+@pytest.mark.parametrize(("writer", "reader"), [(1, 4), (2, 8)])
 def test_what_one_mesh_stored_another_one_loads(tmp_path, writer, reader):
     store = f"file://{tmp_path}/store"
     with engine_of(writer, store=store) as engine:
@@ -140,7 +143,7 @@ def test_what_one_mesh_stored_another_one_loads(tmp_path, writer, reader):
     assert got[2].exact and got[2].computed_tokens == len(SEGMENTS[-1])
 
 
-@pytest.mark.parametrize("device_cache_bytes", [0, 2 << 20])
+@pytest.mark.parametrize("device_cache_bytes", [pytest.param(0, marks=slow), 2 << 20])
 def test_after_warm_up_a_batch_compiles_nothing(device_cache_bytes):
     """A value that lies elsewhere than at warm-up would be a new size for the compiler."""
     requests = [

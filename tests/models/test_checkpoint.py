@@ -27,7 +27,6 @@ from models.llama3.checkpoint import (
 from models.llama3.convert import CheckpointError
 from models.llama3.params import ParamSpec, abstract_params
 from models.llama3.presets import PRESETS, preset
-from models.llama3.quantized import WEIGHT_FORMATS
 from tests.measured_memory import CAN_MEASURE, ROOT, peak_bytes
 
 # A read that fails ends Orbax's event loop while others are on their way: these say so when they come back.
@@ -55,9 +54,17 @@ def assert_same(got, wanted):
     assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [leaf.dtype for leaf in jax.tree.leaves(wanted)]
 
 
-@pytest.mark.parametrize("part_bytes", [1, 100_000, 1 << 30])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", [None, *WEIGHT_FORMATS])
+@pytest.mark.parametrize(
+    ("part_bytes", "dtype", "quantization"),
+    [
+        (1, "float32", None),
+        (1, "bfloat16", "int8"),
+        (100_000, "bfloat16", None),
+        (100_000, "float32", "fp8"),
+        (1 << 30, "float32", "int8"),
+        (1 << 30, "bfloat16", "fp8"),
+    ],
+)
 def test_what_was_written_is_read_leaf_by_leaf(tmp_path, monkeypatch, part_bytes, dtype, quantization):
     monkeypatch.setattr(checkpoint, "_PART_BYTES", part_bytes)
     params = write(tmp_path, dtype=dtype, quantization=quantization)
@@ -189,14 +196,14 @@ checkpoint.write_checkpoint(sys.argv[1], config, produce, source="new", dtype="f
 """
 
 
-@pytest.mark.parametrize("num_leaves", [0, 1, 11, 20])
+@pytest.mark.parametrize("num_leaves", [0, 20])
 def test_a_killed_writer_leaves_the_old_one_or_none(tmp_path, num_leaves):
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(num_leaves)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=600)
     assert done.returncode == -9 and not is_checkpoint(tmp_path)
     old = write(tmp_path)
-    assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120).returncode == -9
+    assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=600).returncode == -9
     assert_same(load_checkpoint(tmp_path, dtype=jnp.float32), old)
     assert_same(load_checkpoint(tmp_path, dtype=jnp.float32), write(tmp_path))
     assert len(list((tmp_path / "weights").iterdir())) == 1, "what the killed one left is swept by the next"
