@@ -67,13 +67,16 @@ def refused(response: httpx.Response, status: int, code: str | None, param: str 
 
 
 def test_documents_are_listed_looked_up_and_invalidated(server: Server) -> None:
+    began = time.time()
     ask(server, ANNA, BOB)
     listing = call(server, "GET", "/documents").json()
     assert (listing["object"], listing["total"], listing["has_more"]) == ("list", 2, False)
     anna, bob = listing["data"]
     assert (anna["object"], anna["id"], anna["version"]) == ("cache.document", "anna", "1") and bob["version"] is None
     assert (anna["chunks"], anna["variants"], anna["pinned_until"], anna["erasing"]) == (1, 1, None, False)
-    assert anna["bytes"]["host"] > 0 and anna["last_used"] > time.time() - 60 and anna["frequency_reuse"] == 0
+    assert (
+        anna["bytes"]["host"] > 0 and began - 1 < anna["last_used"] < time.time() + 1 and anna["frequency_reuse"] == 0
+    )
     assert call(server, "GET", "/documents?limit=1").json() == listing | {"data": [anna], "has_more": True}
     assert call(server, "GET", "/documents?limit=1&offset=1").json()["data"] == [bob]
     assert call(server, "GET", "/documents/anna?version=1").json()["data"] == [anna]
@@ -121,7 +124,7 @@ NAMES = [
 def test_every_id_can_be_named(server: Server, name: str) -> None:
     ask(server, ANNA | {"id": name, "version": name}, BOB)
     path, version = urllib.parse.quote(name), urllib.parse.quote(name, safe="")
-    assert call(server, "PUT", f"/pins/{path}?version={version}", json={"ttl_s": 60}).json()["id"] == name
+    assert call(server, "PUT", f"/pins/{path}?version={version}", json={"ttl_s": 3600}).json()["id"] == name
     (found,) = call(server, "GET", f"/documents/{path}?version={version}").json()["data"]
     assert found["id"] == found["version"] == name and found["pinned_until"] > time.time()
     assert call(server, "DELETE", f"/pins/{path}?version={version}").json()["deleted"] is True
@@ -281,11 +284,9 @@ def test_an_order_waits_for_the_request_that_runs_and_health_does_not(server: Se
     ask(server, ANNA)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, busy(server):
         order = pool.submit(call, server, "DELETE", "/documents/anna?erase=true")
-        time.sleep(0.2)
-        assert not order.done()
-        started = time.perf_counter()
+        wait_until(lambda: server.service.backend.worker._is_calling, timeout_s=60)
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
-        assert time.perf_counter() - started < 5 and not order.done()
+        assert not order.done() and len(server.engine.documents("anna")) == 1
     assert order.result().status_code == 200 and server.engine.documents() == ()
 
 

@@ -217,7 +217,7 @@ def test_a_50_mb_body_is_413(server: Server) -> None:
 def test_413_comes_before_the_body_is_read(server: Server, is_chunked: bool) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     length = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 50000000"
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
         connection.sendall(head.encode())
         if is_chunked:

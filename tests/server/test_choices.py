@@ -11,6 +11,7 @@ import pytest
 
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.sampling import seed_of
+from tests.polling import wait_until
 from tests.server import patience
 from tests.server.conftest import Server
 
@@ -133,8 +134,5 @@ def test_a_client_that_hangs_up_ends_all_choices(server: Server) -> None:
     asyncio.run(ask())
     with server.engine._exclusive():
         pass
-    patience_left = 500
-    while server.engine._loop._servings and patience_left:
-        patience_left -= 1
-        asyncio.run(asyncio.sleep(0.01))
-    assert patience_left and not server.engine._loop._room.shared
+    wait_until(lambda: not server.engine._loop._servings, timeout_s=60)
+    assert not server.engine._loop._room.shared

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +68,7 @@ class Gate:
                 if threading.current_thread().name in ("ccjax-idle", "ccjax-batch"):
                     self.num_layers += 1
                     self.held.set()
-                    assert self.open.wait(20)
+                    assert self.open.wait(300)
                 return run(*args, **kwargs)
 
             return step
@@ -88,12 +87,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def test_a_client_that_leaves_during_its_prefill_stops_it(start_server: StartServer, gate: Gate) -> None:
     with start_server() as server:
         worker = server.service.backend.worker
-        url = httpx.URL(server.url)
-        request = httpx.Request("POST", url.join("/v1/chat/completions"), json=body("Who?"))
-        with socket.create_connection((url.host, url.port)) as client:
-            head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
-            client.sendall(f"POST {request.url.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
-            assert gate.held.wait(20)
+        with patience.leaving(server.url, body("Who?")):
+            assert gate.held.wait(120)
         (job,) = worker._jobs
         wait_until(lambda: job.cancelled)
         gate.open.set()
@@ -148,12 +143,14 @@ def test_a_request_during_a_repair_is_answered_and_the_repair_stops_between_laye
     with start_server() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         worker = server.service.backend.worker
         wait_until(at_rest)
-        gate.open.set()
-        leave_approximate(server)
-        assert post(server, reuse="off").status_code == 200
-        gate.open.clear()
-        gate.held.clear()
-        assert gate.held.wait(20)  # the repair is at its first layer
+        with worker.expecting():  # no repair yet
+            gate.open.set()
+            leave_approximate(server)
+            assert post(server, reuse="off").status_code == 200
+            wait_until(lambda: worker.num_running == 0)
+            gate.open.clear()
+            gate.held.clear()
+        assert gate.held.wait(120)  # the repair is at its first layer
         assert worker.num_running == 0 and num_approximate(server)
         gate.num_layers = 1
         answer = pool.submit(post, server, reuse="off", max_tokens=1)

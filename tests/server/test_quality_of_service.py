@@ -19,7 +19,6 @@ import httpx
 import openai
 import pytest
 
-from ccjax.engine import Engine
 from ccjax.errors import DeadlineError, DeviceMemoryError, OverloadError
 from ccjax.server import ServerSettings
 from ccjax.server.errors import as_api_error
@@ -28,7 +27,7 @@ from ccjax.server.schemas import ChatBody
 from tests.polling import wait_until
 from tests.server import patience
 from tests.server.conftest import Server
-from tests.server.test_traffic import body, busy, metrics
+from tests.server.test_traffic import body, busy, held_steps, metrics
 
 CHAT = "/v1/chat/completions"
 LATE = ("ccjax_request_errors_total", "deadline_exceeded")
@@ -145,32 +144,31 @@ def test_a_deadline_in_line_is_504(narrow: Server, monkeypatch: pytest.MonkeyPat
     assert starts.users == [""]
 
 
-def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server) -> None:
+def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After five steps it is much later, as far as deadlines go."""
     free = narrow.engine.batch_counts.free_pages
-    fields = body("Who?", max_tokens=440, stream=True, timeout_s=2.0, ignore_eos=True)
-    with slow_steps(narrow.engine), httpx.stream("POST", f"{narrow.url}{CHAT}", json=fields, timeout=60) as response:
+    fields = body("Who?", max_tokens=20, stream=True, timeout_s=5000.0, ignore_eos=True)
+    decoder, scheduler = narrow.engine._loop._decoder, narrow.engine._loop._scheduler
+    step, expire, steps = decoder.step, scheduler.expire, []
+    monkeypatch.setattr(decoder, "step", lambda *args: (steps.append(1), step(*args))[1])
+    monkeypatch.setattr(scheduler, "expire", lambda now_s: expire(now_s + (10_000 if len(steps) >= 5 else 0)))
+    with httpx.stream("POST", f"{narrow.url}{CHAT}", json=fields, timeout=60) as response:
         assert response.status_code == 200
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    monkeypatch.undo()
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["code"] == "deadline_exceeded"
-    assert 1 < len(events) < 400 and "choices" in json.loads(events[-3])
+    assert 1 < len(events) < 12 and "choices" in json.loads(events[-3])
     wait_until(lambda: narrow.engine.batch_counts.free_pages == free)
     assert ask(narrow).status_code == 200
 
 
 def test_a_deadline_in_mid_answer_is_504_where_nothing_was_sent(narrow: Server) -> None:
-    with slow_steps(narrow.engine):
+    step = narrow.engine._loop._decoder.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(narrow.engine._loop._decoder, "step", lambda *args: (time.sleep(0.01), step(*args))[1])
         assert ask(narrow, max_tokens=440, timeout_s=0.3, ignore_eos=True).status_code == 504
     assert ask(narrow).status_code == 200
-
-
-@contextlib.contextmanager
-def slow_steps(engine: Engine) -> Iterator[None]:
-    """While it lasts, a decode step takes 10 ms and more."""
-    step = engine._loop._decoder.step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._loop._decoder, "step", lambda *args: (time.sleep(0.01), step(*args))[1])
-        yield
 
 
 def test_time_spent_before_the_line_counts(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +177,7 @@ def test_time_spent_before_the_line_counts(narrow: Server, monkeypatch: pytest.M
     submit = narrow.service.backend.worker._start
 
     def slow(request: Any) -> int:
-        time.sleep(0.2)
+        time.sleep(0.05)
         return validate(request)
 
     def noted(request: Any, *args: Any, **options: Any) -> Any:
@@ -188,8 +186,8 @@ def test_time_spent_before_the_line_counts(narrow: Server, monkeypatch: pytest.M
 
     monkeypatch.setattr(narrow.engine, "validate", slow)
     monkeypatch.setattr(narrow.service.backend.worker, "_start", noted)
-    assert ask(narrow, timeout_s=0.1).status_code == 504 and not left
-    assert ask(narrow, timeout_s=50).status_code == 200 and 40 < left[0] <= 49.8
+    assert ask(narrow, timeout_s=0.02).status_code == 504 and not left
+    assert ask(narrow, timeout_s=5000).status_code == 200 and 0 < left[0] <= 5000 - 0.05
 
 
 def test_a_body_says_who_asks_how_urgently_and_for_how_long() -> None:
@@ -229,16 +227,18 @@ def test_metrics_tell_of_line_batch_and_pages(narrow: Server) -> None:
     before = metrics(narrow)
     counts = narrow.engine.batch_counts
     assert before[("ccjax_kv_cache_pages", "free")] == counts.free_pages == counts.num_pages
-    with concurrent.futures.ThreadPoolExecutor(2) as pool, slow_steps(narrow.engine):
-        slow = pool.submit(ask, narrow, max_tokens=100, ignore_eos=True, reuse="off")
-        wait_until(lambda: narrow.engine.batch_counts.running == 1)
-        while_running = metrics(narrow)
-        assert while_running[("ccjax_num_requests_running",)] == 1
-        used = while_running[("ccjax_kv_cache_pages", "used")]
-        assert 0 < used == counts.num_pages - while_running[("ccjax_kv_cache_pages", "free")]
-        assert while_running[("ccjax_kv_cache_usage_perc",)] == pytest.approx(used / counts.num_pages)
-        assert while_running[(queued,)] == before[(queued,)] + 1  # told once it is known
-        urgent = pool.submit(ask, narrow, max_tokens=1, priority=-1)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with held_steps(narrow.engine, after=2):
+            slow = pool.submit(ask, narrow, max_tokens=20, ignore_eos=True, reuse="off")
+            wait_until(lambda: narrow.engine.batch_counts.running == 1, timeout_s=60)
+            wait_until(lambda: metrics(narrow)[(queued,)] == before[(queued,)] + 1, timeout_s=60)  # once it is known
+            while_running = metrics(narrow)
+            assert while_running[("ccjax_num_requests_running",)] == 1
+            used = while_running[("ccjax_kv_cache_pages", "used")]
+            assert 0 < used == counts.num_pages - while_running[("ccjax_kv_cache_pages", "free")]
+            assert while_running[("ccjax_kv_cache_usage_perc",)] == pytest.approx(used / counts.num_pages)
+            urgent = pool.submit(ask, narrow, max_tokens=1, priority=-1)
+            wait_until(lambda: narrow.engine.batch_counts.waiting == 1, timeout_s=60)
         assert urgent.result().status_code == slow.result().status_code == 200
     after = metrics(narrow)
     preempted = ("ccjax_num_preemptions_total",)
@@ -278,7 +278,7 @@ class Unread:
 
     def read(self) -> str:
         """All that was sent, after all."""
-        self.socket.settimeout(30)
+        self.socket.settimeout(120)
         parts = []
         while not b"".join(parts[-2:]).endswith(b"0\r\n\r\n"):
             parts.append(self.socket.recv(1 << 16))
@@ -331,10 +331,10 @@ def test_who_does_not_read_holds_up_nobody_and_keeps_no_more_than_the_answer(
 
 def test_a_client_that_died_unread_is_noticed(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = held_back(monkeypatch, narrow)
-    with slow_steps(narrow.engine):
+    with held_steps(narrow.engine, after=2):
         with Unread(narrow.url, **LONG):
-            wait_until(lambda: bool(jobs) and jobs[0].first_delta_s is not None)
-        wait_until(lambda: jobs[0].cancelled)
+            wait_until(lambda: bool(jobs) and jobs[0].first_delta_s is not None, timeout_s=60)
+        wait_until(lambda: jobs[0].cancelled, timeout_s=60)
     wait_until(lambda: narrow.engine.batch_counts.running == 0)
 
 
@@ -344,6 +344,7 @@ def test_a_connection_ends_whose_client_takes_nothing() -> None:
         client.connect(listener.getsockname())
         connection, _ = listener.accept()
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000
         failed = threading.Event()
 
         def send() -> None:
@@ -352,9 +353,8 @@ def test_a_connection_ends_whose_client_takes_nothing() -> None:
                     connection.sendall(b"x" * (1 << 20))
             failed.set()
 
-        started = time.monotonic()
         threading.Thread(target=send, daemon=True).start()
-        assert failed.wait(30) and time.monotonic() - started > 0.9
+        assert failed.wait(300)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])

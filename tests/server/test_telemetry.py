@@ -108,21 +108,13 @@ def test_a_line_tells_what_the_answer_says(server: Server, lines, stream: bool) 
 def test_a_line_tells_of_refusals_and_of_clients_that_leave(server: Server, lines) -> None:
     assert ask(server, model="another").status_code == 404
     assert ask(server, max_tokens=100_000).status_code == 400
-    with busy(server):
-        client = threading.Thread(target=_ask_briefly, args=(server,))
-        client.start()
+    with busy(server), patience.leaving(server.url, body()):
         wait_until(lambda: server.service.backend.worker.num_waiting == 1)
-        client.join()
     refused, too_long, left = lines(3)
     assert (refused.outcome, refused.status) == ("model_not_found", 404)
     assert (too_long.outcome, too_long.status) == ("context_length_exceeded", 400)
     assert left.outcome == "cancelled" and not hasattr(left, "ttft_s") and left.request_id
     assert "-" in left.getMessage()
-
-
-def _ask_briefly(server: Server) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body(), timeout=0.5)
 
 
 def test_what_fails_on_the_way_is_told_once(server: Server, lines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,12 +60,12 @@ class Steered:
     def _stream(self, request: Request, given_up: threading.Event) -> Iterator[Delta]:
         assert request.prompt is not None
         for word in request.prompt.split():
-            assert self.step.acquire(timeout=10)
+            assert self.step.acquire(timeout=120)
             while word == "layers":
                 if given_up.is_set():
                     return
                 self.log.append("layer")
-                assert self.step.acquire(timeout=10)
+                assert self.step.acquire(timeout=120)
             if given_up.is_set():
                 return
             if word == "boom":
@@ -96,7 +96,7 @@ def run(scenario, *, idle_work: IdleWork | None = None, preload=None) -> None:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.001)
 
