@@ -53,7 +53,7 @@ MODES: dict[str, tuple[Any, bool]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--context-tokens", type=positive_int, default=1024, help="prompt length (default 1024)")
+    parser.add_argument("--context-tokens", type=positive_int, help="prompt length (default 1024)")
     parser.add_argument("--recompute-ratio", type=float, default=0.15, help="share of each passage that is recomputed")
     parser.add_argument("--repetitions", type=positive_int, default=5, help="runs per case; the median counts")
 
@@ -115,7 +115,7 @@ class _Held:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all cases in alternation and prints the table."""
-    length = 512 if arguments.quick else arguments.context_tokens
+    length = arguments.context_tokens or (512 if arguments.quick else 1024)
     repetitions = 2 if arguments.quick else arguments.repetitions
     layers, width = (8, 256) if arguments.quick else (16, 1024)
     config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
