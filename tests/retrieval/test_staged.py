@@ -47,11 +47,12 @@ def index(request) -> faiss.Index:
     return build(request.param)
 
 
-@pytest.mark.parametrize("top_k", [1, 5, 100])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 8, 13, 1000])
+@pytest.mark.parametrize(
+    ("num_stages", "top_k"), [(1, 5), (2, 1), (3, 100), (8, 5), (13, 1), (13, 100), (1000, 1), (1000, 100)]
+)
 def test_the_last_stage_is_the_plain_search_to_the_bit(index, num_stages, top_k):
     scores, rows = index.search(QUERIES, top_k)
-    for number, query in enumerate(QUERIES):
+    for number, query in enumerate(QUERIES if num_stages < 1000 else QUERIES[:5]):
         *before, last = staged_search(index, query, top_k, num_stages=num_stages)
         np.testing.assert_array_equal(last.rows, rows[number])
         np.testing.assert_array_equal(last.scores, scores[number])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import faiss
@@ -30,6 +32,37 @@ def clustered(num: int, seed: int) -> np.ndarray:
 def fill(index: PassageIndex, num: int, *, seed: int = 0, start: int = 0) -> None:
     documents = [IndexedDocument(f"d{n}", "t", "v", (f"text {n}",), "", {"n": n}) for n in range(start, start + num)]
     index.write(documents, clustered(num, seed))
+
+
+Made = Callable[..., PassageIndex]
+
+
+@pytest.fixture(scope="module")
+def made_before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[IndexKind, int], Path]:
+    """`made_before(kind, num)` is the directory of a trained index of recall 0.9, to be copied."""
+    directories: dict[tuple[IndexKind, int], Path] = {}
+
+    def find(kind: IndexKind, num: int) -> Path:
+        if (kind, num) not in directories:
+            directory = directories[kind, num] = tmp_path_factory.mktemp("trained")
+            index = PassageIndex.open(directory, SETTINGS, kind=kind, recall=0.9)
+            fill(index, num)
+            assert index.improve() is not None
+            index.close()
+        return directories[kind, num]
+
+    return find
+
+
+@pytest.fixture
+def made(made_before: Callable[[IndexKind, int], Path], tmp_path: Path) -> Made:
+    """`made(kind, num)` is a trained index of recall 0.9 of `fill(index, num)` at `tmp_path`."""
+
+    def open_copy(kind: IndexKind, num: int) -> PassageIndex:
+        shutil.copytree(made_before(kind, num), tmp_path, dirs_exist_ok=True)
+        return PassageIndex.open(tmp_path, SETTINGS, kind=kind, recall=0.9)
+
+    return open_copy
 
 
 def recall(index: PassageIndex, vectors: np.ndarray, queries: np.ndarray, **how: object) -> float:
@@ -93,10 +126,9 @@ def test_it_is_mapped_from_its_file_after_a_restart(kind: IndexKind, tmp_path: P
         )
 
 
-def test_changes_are_seen_at_once_and_the_index_made_again_when_they_are_many(tmp_path: Path) -> None:
-    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.9)
-    fill(index, 4000)
-    first = index.improve()
+def test_changes_are_seen_at_once_and_the_index_made_again_when_they_are_many(made: Made, tmp_path: Path) -> None:
+    index = made("ivf", 4000)
+    first = index.trained
     assert first is not None
     fill(index, 200, seed=7, start=4000)
     index.write(removed=[f"d{n}" for n in range(100)])
@@ -135,19 +167,15 @@ def test_auto_trains_from_many_passages_on_and_forgets_where_few_are_left(
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
 @pytest.mark.parametrize("upto", [20, 2000])
-def test_filters_that_let_little_through_are_obeyed_exactly(kind: IndexKind, upto: int, tmp_path: Path) -> None:
-    index = PassageIndex.open(tmp_path, SETTINGS, kind=kind, recall=0.9)
-    fill(index, 4000)
-    index.improve()
+def test_filters_that_let_little_through_are_obeyed_exactly(kind: IndexKind, upto: int, made: Made) -> None:
+    index = made(kind, 4000)
     where = parse_filter({"type": "lt", "key": "n", "value": upto})
     reached = recall(index, clustered(4000, 0)[:upto], clustered(50, 1), where=where)
     assert reached == 1.0 if upto == 20 else reached > 0.8
 
 
-def test_all_passages_of_a_trained_index_may_go(tmp_path: Path) -> None:
-    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.9)
-    fill(index, 2000)
-    assert index.improve() is not None
+def test_all_passages_of_a_trained_index_may_go(made: Made) -> None:
+    index = made("ivf", 2000)
     fill(index, 2000, seed=5)  # each replaced
     assert index.improve() is not None
     assert recall(index, clustered(2000, 5), clustered(50, 1)) > 0.85
@@ -156,10 +184,11 @@ def test_all_passages_of_a_trained_index_may_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_a_damaged_file_costs_time_and_no_answer(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf")
-    fill(index, 3000)
-    trained = index.improve()
+def test_a_damaged_file_costs_time_and_no_answer(
+    damage: str, made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = made("ivf", 2000)
+    trained = index.trained
     assert trained is not None
     index.close()
     path = tmp_path / trained.file
@@ -170,32 +199,31 @@ def test_a_damaged_file_costs_time_and_no_answer(damage: str, tmp_path: Path, ca
         data[len(data) // 2] ^= 1
         path.write_bytes(data if damage == "flip" else data[:-9])
     with caplog.at_level(logging.WARNING):
-        index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf")
+        index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.9)
     assert index.trained is None and "until the index is made again" in caplog.text
-    assert recall(index, clustered(3000, 0), clustered(20, 1)) == 1.0
+    assert recall(index, clustered(2000, 0), clustered(20, 1)) == 1.0
     again = index.improve()
     assert again is not None and index.trained == again
     assert [one.name for one in tmp_path.glob("*.faiss")] == [again.file]
 
 
-def test_what_is_noted_of_it_cannot_point_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    index = PassageIndex.open(tmp_path / "own", SETTINGS, kind="ivf")
-    fill(index, 3000)
-    trained = index.improve()
+def test_what_is_noted_of_it_cannot_point_elsewhere(
+    made_before: Callable[[IndexKind, int], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(made_before("ivf", 2000), tmp_path / "own")
+    index = PassageIndex.open(tmp_path / "own", SETTINGS, kind="ivf", recall=0.9)
+    trained = index.trained
     assert trained is not None
     (tmp_path / "own" / trained.file).rename(tmp_path / trained.file)
     with index._catalog.transaction():
         moved = dataclasses.replace(trained, file=f"../{trained.file}")
         index._catalog.note("trained", dataclasses.asdict(moved))
     index.close()
-    assert PassageIndex.open(tmp_path / "own", SETTINGS, kind="ivf").trained is None
+    assert PassageIndex.open(tmp_path / "own", SETTINGS, kind="ivf", recall=0.9).trained is None
 
 
-def test_stages_of_a_trained_index_end_with_what_a_search_finds(tmp_path: Path) -> None:
-    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.99)
-    fill(index, 4000)
-    index.improve()
+def test_stages_of_a_trained_index_end_with_what_a_search_finds(made: Made) -> None:
+    index = made("ivf", 4000)
     fill(index, 100, seed=3, start=4000)
     num_early = 0
     for query in clustered(30, 1):
@@ -205,12 +233,10 @@ def test_stages_of_a_trained_index_end_with_what_a_search_finds(tmp_path: Path) 
     assert num_early > 12
 
 
-def test_many_deletions_alone_are_a_reason_to_make_it_again(tmp_path: Path) -> None:
-    index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.9)
-    fill(index, 3000)
-    index.improve()
-    index.write(removed=[f"d{n}" for n in range(290)])
+def test_many_deletions_alone_are_a_reason_to_make_it_again(made: Made) -> None:
+    index = made("ivf", 4000)
+    index.write(removed=[f"d{n}" for n in range(390)])
     assert index.improve() is None
-    index.write(removed=[f"d{n}" for n in range(290, 310)])
+    index.write(removed=[f"d{n}" for n in range(390, 410)])
     again = index.improve()
-    assert again is not None and again.num_rows == 2690
+    assert again is not None and again.num_rows == 3590
