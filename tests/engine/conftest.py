@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,18 @@ import pytest
 from ccjax.engine import prefill
 from ccjax.engine.snapshot import save as save_module
 from models.llama3.steps import LayerOutput, layer_step
+from tests.engine import few_shapes as sizes
 from tests.engine.snapshots import BYTES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines pad to few sizes; with `--all`, and in modules that have a fixture of this name, to those they list."""
+    if request.config.getoption("--all"):
+        yield
+        return
+    with sizes.few_shapes():
+        yield
 
 
 @pytest.fixture

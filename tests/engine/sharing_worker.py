@@ -2,7 +2,8 @@
 [INDEX_URL]`.
 
 Warms up on prompts of its own, prints "ready", waits for the file, answers one prompt and prints one JSON line. With
-SECONDS > 0 it prints "computing" in the middle of that answer and stays there so long.
+SECONDS > 0 it prints "computing" in the middle of that answer and stays there so long; what it claims, it claims for
+as long.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ccjax.engine import sharing
 from ccjax.engine.batch.pack import Pack
+from tests.engine.few_shapes import few_shapes
 from tests.engine.helpers import TinyModel, draw_segments
 
 LENGTHS = (23, 31, 17, 29)
@@ -23,13 +26,14 @@ SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
 
 def main(url: str, start_file: str, seconds: str, index_url: str | None = None) -> None:
     """Runs the one command there is."""
-    with TinyModel().engine(store=url, store_index=index_url, share_computation=True) as engine:
+    with few_shapes(), TinyModel().engine(store=url, store_index=index_url, share_computation=True) as engine:
         for seed in range(2):  # the second one measures; the system prompt must be another one, too
             own = draw_segments(np.random.default_rng([time.time_ns(), seed]), LENGTHS)
             engine.generate_from_tokens(own, max_new_tokens=4)
             engine.generate_from_tokens(own, max_new_tokens=4)
         engine.flush()
         if float(seconds):
+            sharing.claim_s = lambda *_: float(seconds)
             run_layer = Pack.run_layer
 
             def slow(self: Pack) -> None:

@@ -19,10 +19,13 @@ import ccjax.engine.load_plan  # noqa: E402
 import ccjax.engine.sharing  # noqa: E402
 from ccjax.engine import Engine  # noqa: E402
 from ccjax.engine.batch.pack import Pack  # noqa: E402
+from ccjax.engine.sharing import SharedPrefill  # noqa: E402
+from tests.engine.few_shapes import few_shapes  # noqa: E402
 
-_RUN_LAYER = Pack.run_layer
-CLAIM_S = 8.0
-"""Longer than any answer here takes on a busy machine."""
+_RUN_LAYER, _LOOK = Pack.run_layer, SharedPrefill.look
+PATIENCE_S = 3600.0
+CLAIM_S = 300.0
+"""Longer than any answer here takes on a busy machine; shorter than clocks are apart."""
 
 TEXTS = (
     "The garden of {} has an old well and four pear trees.",
@@ -39,9 +42,18 @@ class Worker:
     def clock(self) -> dict[str, Any]:
         return {"time": time.time(), "monotonic": time.monotonic()}
 
-    def ask(self, documents: list[dict[str, str]], hold_s: float = 0.0) -> dict[str, Any]:
-        """What a short answer took; says "computing" in the middle of it and stays there for `hold_s`."""
-        Pack.run_layer = _held(hold_s) if hold_s else _RUN_LAYER  # type: ignore[method-assign]
+    def ask(
+        self, documents: list[dict[str, str]], is_held: bool = False, tells: bool = False, claim_s: float = CLAIM_S
+    ) -> dict[str, Any]:
+        """What a short answer took.
+
+        Args:
+          is_held: says "computing" in the middle of it and stays there until the next line comes.
+          tells: says "waiting" once it waits for another process.
+        """
+        Pack.run_layer = _held if is_held else _RUN_LAYER  # type: ignore[method-assign]
+        SharedPrefill.look = _told if tells else _LOOK  # type: ignore[method-assign]
+        ccjax.engine.sharing.claim_s = lambda *_: claim_s
         response = self._engine.generate("Who?", documents, max_new_tokens=4)
         self._engine.flush()
         report = response.reuse
@@ -71,14 +83,17 @@ class Worker:
         return {"number": self._engine.store_usage()["disk"].corrupt}
 
 
-def _held(seconds: float):
-    def run_layer(pack: Pack) -> None:
-        Pack.run_layer = _RUN_LAYER  # type: ignore[method-assign]
-        _say({"computing": True})
-        time.sleep(seconds)
-        _RUN_LAYER(pack)
+def _held(pack: Pack) -> None:
+    Pack.run_layer = _RUN_LAYER  # type: ignore[method-assign]
+    _say({"computing": True})
+    sys.stdin.readline()
+    _RUN_LAYER(pack)
 
-    return run_layer
+
+def _told(shared: SharedPrefill) -> bool:
+    SharedPrefill.look = _LOOK  # type: ignore[method-assign]
+    _say({"waiting": True})
+    return _LOOK(shared)
 
 
 def _say(value: dict[str, Any]) -> None:
@@ -87,12 +102,11 @@ def _say(value: dict[str, Any]) -> None:
 
 def main(model: str, store: str, index: str) -> None:
     # Nobody loses patience: what ends a wait is the holder, or the end of its lease.
-    ccjax.engine.sharing.longest_shared_wait_s = lambda *_: 60.0
-    ccjax.engine.sharing.claim_s = lambda *_: CLAIM_S
+    ccjax.engine.sharing.longest_shared_wait_s = lambda *_: PATIENCE_S
     # Nor is anything computed because a busy machine reads more slowly than this model computes.
     ccjax.engine.load_plan.loads_to_give_up = lambda *_: frozenset()
     settings = {"store": store, "share_computation": True, "max_model_len": 512, "strategy": "cachecraft"}
-    with Engine.from_pretrained(model, store_index=None if index == "none" else index, **settings) as engine:
+    with few_shapes(), Engine.from_pretrained(model, store_index=index, **settings) as engine:
         worker = Worker(engine)
         for number in range(2):  # the second one measures what a token takes; as long as those to come
             name = f"warming {number} of {time.monotonic_ns()}"
@@ -100,7 +114,7 @@ def main(model: str, store: str, index: str) -> None:
             worker.ask(own)
             worker.ask(own)
         _say(worker.clock())
-        for line in sys.stdin:
+        while line := sys.stdin.readline():
             order = json.loads(line)
             _say(getattr(worker, order.pop("do"))(**order))
 

@@ -80,7 +80,7 @@ def put(cache: ChunkCache, number: int, frequency: float = 0.0, num_tokens: int 
     spec = cache.store.kv_spec
     record = make_record(number, num_tokens, spec, **changes)
     took = cache.store.complete_store(cache.store.prepare_store(record), make_kv(number, num_tokens, spec))
-    assert took and cache.store.flush(60)
+    assert took and cache.store.flush(120)
     cache.variants.restore([(record, frequency)])
     return record.variant_id
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from ccjax.engine.prompts import chunk_id
 from ccjax.errors import ConfigError, RequestError
 from ccjax.types import Chunk
 from tests.engine.helpers import TinyModel, draw_segments, permuted
+from tests.polling import wait_until
 
 MODEL = TinyModel()
 LENGTHS = (23, 31, 17)
@@ -47,10 +49,7 @@ def in_line(engine, *requests):
     with ThreadPoolExecutor() as pool:
         with engine._exclusive():
             futures = [pool.submit(engine.run, one) for one in requests]
-            deadline_s = time.monotonic() + 10.0
-            while len(engine._loop.in_line()) < len(requests):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
+            wait_until(lambda: len(engine._loop.in_line()) == len(requests), timeout_s=120)
             yield futures
 
 
@@ -115,11 +114,14 @@ def test_nothing_is_ordered_twice_or_that_is_there(engines):
         assert work_off(generator) == [["computed"] * 2]
 
 
-def test_who_did_not_wait_long_enough_orders_nothing(tmp_path):
+def test_who_did_not_wait_long_enough_orders_nothing(tmp_path, monkeypatch):
     shared = {"store": f"file://{tmp_path}/store", "store_index": f"sqlite://{tmp_path}/index.db"}
-    with MODEL.engine(**shared, order_after_s=1.5) as replica, in_line(replica, request(SEGMENTS)):
+    with MODEL.engine(**shared, order_after_s=3600.0) as replica, in_line(replica, request(SEGMENTS)):
+        (waiting,) = replica._loop.in_line()
+        clock = [waiting.siblings.arrived_s + 3599.0]
+        monkeypatch.setattr(ahead_calls, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         assert replica.order_ahead() == 0
-        time.sleep(1.6)
+        clock[0] += 2.0
         assert replica.order_ahead() == 1
 
 
@@ -135,13 +137,14 @@ def test_modes_and_engines_without_reuse_order_nothing(engines, tmp_path):
 
 def test_an_order_of_a_generator_that_died_is_taken_by_another(engines, monkeypatch):
     replica, generator = engines
-    monkeypatch.setattr(ahead_calls, "_TAKE_S", 1.5)
     with in_line(replica, request(SEGMENTS, "exact")) as (future,):
         assert replica.order_ahead() == 1
-        order = generator._orders.take(1.5)
+        clock = [time.time()]
+        monkeypatch.setattr(generator._orders, "_clock", lambda: clock[0])
+        order = generator._orders.take(20.0)
         assert order is not None and order.attempt == 1
         assert generator.compute_ahead() is None
-        time.sleep(1.6)
+        clock[0] += 20.0
         assert work_off(generator) == [["computed"] * 3]
     assert future.result().reuse.computed_tokens == NUM_QUESTION_TOKENS
 

@@ -126,8 +126,9 @@ def test_each_answer_is_the_one_that_its_seed_gives_alone(settings):
         assert engine._pool.num_free == free
 
 
-@pytest.mark.parametrize("question", [1, 2, 9, 16, 17, 32])
-@pytest.mark.parametrize("num_seqs", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("question", "num_seqs"), [(1, 1), (1, 16), (2, 3), (9, 1), (16, 3), (16, 16), (17, 1), (17, 3), (32, 16)]
+)
 def test_the_prompt_is_computed_once_also_when_the_answers_take_turns(question, num_seqs, computed):
     segments = draw_segments(np.random.default_rng(question), [40, 30], question=question)
     with MODEL.engine(max_model_len=512, max_num_seqs=num_seqs) as engine:
@@ -265,10 +266,10 @@ def test_an_answer_that_ends_early_gives_its_pages_back_at_once():
 
 def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(monkeypatch):
     random = np.random.default_rng(4)
-    asked = [draw_segments(random, [60, 60], question=20) for _ in range(5)]
+    asked = [draw_segments(random, [60, 60], question=20) for _ in range(4)]
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=16) as engine:
         engine._prefill.read_only = True
-        requests = [ask(one, n=3, tokens=90, seed=number, temperature=1.0) for number, one in enumerate(asked)]
+        requests = [ask(one, n=3, tokens=50, seed=number, temperature=1.0) for number, one in enumerate(asked)]
         wanted = [alone(engine, request) for request in requests]
         preempted = []
         preempt = engine._loop._preempt
@@ -283,7 +284,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
             preempted.append((serving.request_id, others, siblings.prompt is not None))
 
         monkeypatch.setattr(engine._loop, "_preempt", noted)
-        held = engine._pool.allocate([(LEAST - 41) * PAGE_TOKENS])  # three first answers need 3 x (11 + 5)
+        held = engine._pool.allocate([(LEAST - 41) * PAGE_TOKENS])  # three first answers need 3 x (11 + 3)
         clients = [Client(engine, request) for request in requests]
         for client, answers in zip(clients, wanted, strict=True):
             check_all(client, answers)
@@ -344,7 +345,7 @@ def test_cancelling_ends_all_answers_once_and_frees_all_pages(num_deltas):
     segments = draw_segments(np.random.default_rng(6), [60, 30])
     with MODEL.engine(max_model_len=512, max_num_seqs=3) as engine:
         client = Counting(engine, ask(segments, n=6, tokens=200, seed=1, temperature=1.0))
-        wait_until(lambda: len(client.deltas) >= num_deltas, timeout_s=60)
+        wait_until(lambda: len(client.deltas) >= num_deltas, timeout_s=120)
         client.cancel()
         with pytest.raises(CancelledError):
             client.response()

@@ -19,7 +19,7 @@ from ccjax.errors import ConfigError, DeviceMemoryError
 from store.errors import TierFullError
 from store.usage import DEVICE, HOST
 from tests.engine.helpers import TinyModel, draw_segments, permuted
-from tests.engine.test_batch_loop import Client, ask, check, settled
+from tests.engine.test_batch_loop import Client, Turns, ask, check, settled
 from tests.polling import wait_until
 
 MODEL = TinyModel(seed=23)
@@ -67,7 +67,7 @@ class FailsOnce:
 
 def decoding(engine, tokens=60, segments=SEGMENTS, reuse="off", **sampling):
     client = Client(engine, ask(segments, reuse, tokens=tokens, **sampling))
-    wait_until(lambda: client.deltas, timeout_s=60)
+    wait_until(lambda: client.deltas, timeout_s=120)
     return client
 
 
@@ -194,7 +194,7 @@ def test_who_was_in_a_failed_step_is_tried_again_and_answers_as_ever(engine, mon
         step.is_armed.set()
     clients = [Client(engine, request) for request in requests]
     if module is decode_module:
-        wait_until(lambda: sum(bool(client.deltas) for client in clients) > 1, timeout_s=60)
+        wait_until(lambda: sum(bool(client.deltas) for client in clients) > 1, timeout_s=120)
         step.is_armed.set()
     for client, alone in zip(clients, wanted, strict=True):
         assert client.done.wait(120) and client.error is None
@@ -258,7 +258,7 @@ def test_a_request_that_makes_every_step_fail_ends_alone(engine, monkeypatch, wh
 def test_who_has_no_retry_left_meets_nobody_elses_failure(monkeypatch):
     """Two requests that fail every decode step, one after the other, beside answers that go on all the while."""
     with build(max_retries=1) as engine:
-        wanted = [engine.run(ask(segments, "off", tokens=200)) for segments in OTHERS[:2]]
+        wanted = [engine.run(ask(segments, "off", tokens=40)) for segments in OTHERS[:2]]
         step, met = decode_module.DecodeBatch.step, []
 
         def poisoned(self, requests, token_ids):
@@ -268,11 +268,16 @@ def test_who_has_no_retry_left_meets_nobody_elses_failure(monkeypatch):
             return step(self, requests, token_ids)
 
         monkeypatch.setattr(decode_module.DecodeBatch, "step", poisoned)
-        clients = [decoding(engine, 200, segments) for segments in OTHERS[:2]]
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="poisoned"):
-                Client(engine, ask(LONG, "off", tokens=12)).response()
-        assert not any(client.done.is_set() for client in clients)
+        with Turns(engine) as turns:
+            with engine._loop.paused():
+                clients = [Client(engine, ask(segments, "off", tokens=40)) for segments in OTHERS[:2]]
+            turns.until(lambda: all(client.deltas for client in clients))
+            for _ in range(2):
+                poison = Client(engine, ask(LONG, "off", tokens=12))
+                turns.until(poison.done.is_set)
+                with pytest.raises(RuntimeError, match="poisoned"):
+                    poison.response()
+            assert not any(client.done.is_set() for client in clients)
         for client, alone in zip(clients, wanted, strict=True):
             check(client.response(), alone)
         assert met == [3, 1, 1, 1]
@@ -309,8 +314,10 @@ class LosesPool:
         return self.call(*args, **kwargs)
 
 
-@pytest.mark.parametrize("policy", ["default", "pgdsf"])
-@pytest.mark.parametrize(("where", "number"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6)])
+@pytest.mark.parametrize(
+    ("where", "number", "policy"),
+    [("prefill", 1, "default"), ("prefill", 2, "pgdsf"), ("decode", 1, "pgdsf"), ("decode", 6, "default")],
+)
 def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, number, policy):
     """With answers under way, a prefill under way and requests in line."""
     settings = {} if policy == "default" else {"eviction_policy": policy, "strategy": "prefix"}
@@ -442,17 +449,21 @@ def test_pinned_documents_are_no_reason_to_keep_lost_pages(engine, monkeypatch):
     check_pages(engine)
 
 
-def test_requests_wait_for_whoever_still_reads_what_is_lost(engine):
+def test_requests_wait_for_whoever_still_reads_what_is_lost(engine, monkeypatch):
     """A snapshot, say; that they wait costs them no further retry."""
     wanted = engine.run(ask(SEGMENTS, "exact"))
     engine.run(ask(SEGMENTS, "exact"))
     before = engine.batch_counts.retries
     ticket = engine._store.prepare_load(engine._store.ids(DEVICE))
     assert DEVICE in ticket.tiers.values()
+    looks, look = [], engine._loop._look_later
+    monkeypatch.setattr(engine._loop, "_look_later", lambda: looks.append(look()))
+    monkeypatch.setattr("ccjax.engine.batch.seating._RENEW_S", 3600.0)
     lose(engine._pool)
     client = Client(engine, ask(SEGMENTS, "exact"))
-    wait_until(lambda: engine.batch_counts.retries == before + 1, timeout_s=60)
-    assert not client.done.wait(0.2)
+    wait_until(lambda: engine.batch_counts.retries == before + 1, timeout_s=120)
+    wait_until(lambda: len(looks) > 20, timeout_s=120)
+    assert not client.done.is_set()
     engine._store.complete_load(ticket, ok=False)
     check(client.response(), wanted)
     assert engine.batch_counts.retries == before + 1

@@ -78,17 +78,17 @@ def test_the_next_request_runs_when_another_thread_cancels(monkeypatch):
 
     def is_cancelled() -> bool:
         reached.set()
-        return given_up.wait(20)
+        return given_up.wait(120)
 
     with MODEL.engine() as engine:
         deltas: list = []
         first = threading.Thread(target=lambda: deltas.extend(engine.stream(request, is_cancelled=is_cancelled)))
         first.start()
-        assert reached.wait(20)
+        assert reached.wait(120)
         answers: list = []
         second = threading.Thread(target=lambda: answers.append(engine.run(request)))
         second.start()
         given_up.set()
-        second.join(20)
-        first.join(20)
+        second.join(120)
+        first.join(120)
         assert deltas == [] and len(answers[0].token_ids) == 2

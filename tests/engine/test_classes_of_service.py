@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import threading
 import time
 import types
 
@@ -20,7 +19,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError, ContextLengthError, DeadlineError, OverloadError, RequestError
 from ccjax.policy.scheduling import Scheduler, SchedulerSettings
 from tests.engine.helpers import TinyModel, draw_segments
-from tests.engine.test_batch_loop import Client, ask, check, settled
+from tests.engine.test_batch_loop import Client, Turns, ask, check, settled
 from tests.polling import wait_until
 
 MODEL = TinyModel(seed=22)
@@ -57,13 +56,14 @@ def engine(shared_engine):
 
 @contextlib.contextmanager
 def decoding(engine, **fields):
-    """While it lasts, a request holds the only seat."""
-    client = Client(engine, request(tokens=400, **fields))
-    wait_until(lambda: client.deltas, timeout_s=60)
-    try:
-        yield client
-    finally:
-        client.cancel()
+    """While it lasts, a request holds the only seat, and goes on when its `Turns` are given."""
+    with Turns(engine) as turns:
+        client = Client(engine, request(tokens=400, **fields))
+        wait_until(lambda: client.deltas, timeout_s=120)
+        try:
+            yield client, turns
+        finally:
+            client.cancel()
 
 
 def started(engine, requests):
@@ -183,22 +183,22 @@ def test_those_likely_next_are_planned_first():
 def test_an_urgent_request_takes_the_seat_and_both_get_their_answers(engine):
     wanted = engine.run(request(tokens=60)), engine.run(request(tokens=3))
     before = engine.batch_counts.preemptions
-    slow = Client(engine, request(tokens=60))
-    wait_until(lambda: slow.deltas, timeout_s=60)
-    urgent = Client(engine, request(tokens=3, priority=-1))
-    ends = []
-    for name, client in (("urgent", urgent), ("slow", slow)):
-        threading.Thread(target=lambda name=name, client=client: (client.done.wait(60), ends.append(name))).start()
-    check(urgent.response(), wanted[1])
-    assert not slow.done.is_set()
+    with Turns(engine) as turns:
+        slow = Client(engine, request(tokens=60))
+        wait_until(lambda: slow.deltas, timeout_s=120)
+        urgent = Client(engine, request(tokens=3, priority=-1))
+        turns.until(urgent.done.is_set)
+        check(urgent.response(), wanted[1])
+        assert not slow.done.is_set()
     check(slow.response(), wanted[0])
     assert engine.batch_counts.preemptions == before + 1
 
 
 def test_a_deadline_in_line_comes_while_others_run_and_while_the_loop_stands(engine):
     begun = []
-    with decoding(engine):
+    with decoding(engine) as (_, turns):
         late = Client(engine, request(timeout_s=0.05), on_start=lambda: begun.append("late"))
+        turns.until(late.done.is_set)
         with pytest.raises(DeadlineError, match="timeout_s"):
             late.response()
         assert engine.batch_counts.waiting == 0 and engine.batch_counts.running == 1
@@ -209,17 +209,28 @@ def test_a_deadline_in_line_comes_while_others_run_and_while_the_loop_stands(eng
         given_up.cancel()
         with pytest.raises(DeadlineError):
             late.response()
-        assert given_up.done.wait(10)
+        assert given_up.done.wait(120)
         assert engine.batch_counts.waiting == 1
     assert len(patient.response().token_ids) == 2
     assert not begun
 
 
+class Clock:
+    """What deadlines are held against."""
+
+    def __init__(self, monkeypatch):
+        self.ahead_s = 0.0
+        now = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + self.ahead_s)
+        monkeypatch.setattr(seating_module, "time", now)
+
+
 def test_a_deadline_ends_an_answer_and_frees_its_pages_at_once(engine, monkeypatch):
-    step = engine._loop._decoder.step
-    monkeypatch.setattr(engine._loop._decoder, "step", lambda *args: (time.sleep(0.01), step(*args))[1])
-    free = engine.batch_counts.free_pages
-    late = Client(engine, request(tokens=400, timeout_s=2.0))
+    free, clock = engine.batch_counts.free_pages, Clock(monkeypatch)
+    with Turns(engine) as turns:
+        late = Client(engine, request(tokens=400, timeout_s=3600.0))
+        wait_until(lambda: late.deltas, timeout_s=120)
+        clock.ahead_s = 3600.0
+        turns.until(late.done.is_set)
     with pytest.raises(DeadlineError):
         late.response()
     assert late.deltas and all(delta.response is None for delta in late.deltas)
@@ -227,24 +238,24 @@ def test_a_deadline_ends_an_answer_and_frees_its_pages_at_once(engine, monkeypat
 
 
 def test_a_deadline_ends_a_prefill_between_two_layers(engine, monkeypatch):
-    layers = []
+    layers, clock = [], Clock(monkeypatch)
     run_layer = loop_module.Pack.run_layer
 
     def slow(pack):
         layers.append(pack.layer)
-        time.sleep(1.2)
+        clock.ahead_s = 3600.0
         run_layer(pack)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop_module.Pack, "run_layer", slow)
-        late = Client(engine, request(timeout_s=1.0))
+        late = Client(engine, request(timeout_s=3600.0))
         with pytest.raises(DeadlineError):
             late.response()
     assert not late.deltas and layers == [0] and MODEL.config.num_layers > 1
 
 
 def test_time_enough_changes_nothing(engine):
-    check(engine.run(request(tokens=20, timeout_s=60, priority=3, flow="x")), engine.run(request(tokens=20)))
+    check(engine.run(request(tokens=20, timeout_s=3600, priority=3, flow="x")), engine.run(request(tokens=20)))
 
 
 def test_a_full_line_refuses_at_once_also_while_the_loop_stands(engine):
@@ -276,7 +287,7 @@ def test_what_the_pool_can_never_hold_is_refused_at_once(engine):
 def test_how_long_to_wait_is_estimated_from_what_was_measured(engine):
     engine.run(request(tokens=100))
     loop = engine._loop
-    with decoding(engine) as first:
+    with decoding(engine) as (first, _):
         waiting = [Client(engine, request(flow=str(number))) for number in range(MAX_QUEUE)]
         with pytest.raises(OverloadError) as caught:
             engine.check_place("x")
@@ -291,8 +302,9 @@ def test_how_long_to_wait_is_estimated_from_what_was_measured(engine):
 
 
 def test_a_request_id_in_use_may_come_again(engine):
-    with decoding(engine, request_id="one"):
+    with decoding(engine, request_id="one") as (_, turns):
         again = Client(engine, request(request_id="one", tokens=3))
+        turns.until(again.done.is_set)
         assert len(again.response().token_ids) == 3
 
 

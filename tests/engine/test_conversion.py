@@ -22,14 +22,18 @@ def assert_same_model(one, other) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
-def test_a_checkpoint_is_the_model_and_shares_its_kv(tmp_path, quantization):
+def test_a_checkpoint_is_the_model(tmp_path, quantization):
     flags = [] if quantization is None else ["--quantization", quantization]
     convert("demo", tmp_path / "there", *flags)
     for dtype in ("float32", "bfloat16"):
         wanted = load_model("demo", dtype=dtype, quantization=quantization)
         assert_same_model(load_model(tmp_path / "there", dtype=dtype), wanted)
+
+
+def test_a_checkpoint_shares_the_kv_of_the_model(tmp_path):
+    convert("demo", tmp_path / "there", "--quantization", "int8")
     url, documents = (tmp_path / "store").as_uri(), [{"title": "Ash", "text": "A tree."}]
-    with Engine.from_pretrained("demo", store=url, quantization=quantization) as engine:
+    with Engine.from_pretrained("demo", store=url, quantization="int8") as engine:
         first = engine.generate("Who?", documents=documents, reuse="exact")
     with Engine.from_pretrained(tmp_path / "there", store=url) as engine:
         second = engine.generate("Who?", documents=documents, reuse="exact")

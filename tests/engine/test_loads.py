@@ -1,13 +1,15 @@
 """A load is waited for no longer than computing would take: bounds by hand, hanging reads of a real disk."""
 
+import itertools
 import logging
 import threading
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ccjax.engine import Request, SamplingParams
+from ccjax.engine import Request, SamplingParams, admission, contexts
+from ccjax.engine.contexts import LayerLoader
 from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.types import VariantId
 from store.arrays import ShardReader
@@ -123,12 +125,19 @@ def off(engine):
     return engine.generate_from_tokens(SEGMENTS, max_new_tokens=4, reuse="off")
 
 
+@pytest.fixture
+def fixed_times(monkeypatch):
+    """A load is waited for as if tokens were computed in no time, and each look whether it is there took 50 ms."""
+    clock = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(contexts, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(admission, "Patience", lambda seconds_per_token: Patience(1e-6))
+
+
+@pytest.mark.usefixtures("fixed_times")
 @pytest.mark.parametrize("lengths", [{40}, {7, 40, 30, 50}], ids=["one", "all"])
 def test_a_read_that_hangs_is_computed_instead_and_used_again_later(url, monkeypatch, caplog, lengths):
     with MODEL.engine(store=url) as engine:
         wanted = off(engine).token_ids
-        off(engine)  # the first one may have compiled
-        assert engine.rates.seconds_per_token is not None
         held = {meta.variant_id: meta for meta in engine._variants}
         plans = []
         plan = engine._prefill.plan
@@ -150,12 +159,15 @@ def test_a_read_that_hangs_is_computed_instead_and_used_again_later(url, monkeyp
 
 def test_a_slow_read_within_the_bound_is_used(url, monkeypatch):
     with MODEL.engine(store=url) as engine:
-        wanted = off(engine).token_ids  # compiled, so nothing is measured: the bound is 5 s
+        wanted = off(engine).token_ids
+        monkeypatch.setattr("ccjax.policy.loading.UNMEASURED_WAIT_S", 3600.0)
         hanging = Hanging(monkeypatch, {40, 30})
+        wait, is_held_up = LayerLoader._wait, threading.Event()
+        monkeypatch.setattr(LayerLoader, "_wait", lambda *args: (is_held_up.set(), wait(*args)))
 
         def release() -> None:
-            assert hanging.waited_for.wait(20)
-            time.sleep(0.5)  # so that the first layer waits as well, not only the thread that reads ahead
+            assert hanging.waited_for.wait(120)
+            assert is_held_up.wait(120)  # the first layer waits as well, not only the thread that reads ahead
             hanging.gate.set()
 
         releasing = threading.Thread(target=release)

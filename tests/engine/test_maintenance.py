@@ -175,7 +175,7 @@ def test_a_compilation_is_not_waited_for_when_a_request_comes(monkeypatch):
     def hang(prefiller, size):
         sizes.append(size)
         compiling.set()
-        assert done.wait(20)
+        assert done.wait(120)
 
     monkeypatch.setattr(warmup, "_run_steps", hang)
     with MODEL.engine() as engine:
@@ -414,16 +414,16 @@ def test_a_refresh_does_not_wait_for_the_disk_inside_the_engine(tmp_path, monkey
 
         def slow():
             listing.set()
-            assert there.wait(20)
+            assert there.wait(120)
             return (), ("gone",)
 
         monkeypatch.setattr(engine._store, "refresh", slow)
         refreshing = threading.Thread(target=engine.refresh)
         refreshing.start()
-        assert listing.wait(20)
+        assert listing.wait(120)
         assert engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).token_ids
         there.set()
-        refreshing.join(20)
+        refreshing.join(120)
         assert not refreshing.is_alive()
 
 

@@ -139,5 +139,5 @@ def test_reads_of_one_thread_go_on_while_another_one_writes():
         put(pool, f"v{number}", 16)
         pool.remove(f"v{number}")
     done.set()
-    reader.join(60)
+    reader.join(120)
     assert not failures and not reader.is_alive()

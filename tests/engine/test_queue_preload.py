@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 
@@ -17,6 +16,7 @@ from ccjax.engine.queue_preload import Preloader
 from ccjax.types import VariantId
 from store.arrays import ShardReader
 from tests.engine.helpers import TinyModel, draw_segments, permuted
+from tests.polling import wait_until
 
 NUM_LAYERS = 5
 MODEL = TinyModel(seed=9, num_hidden_layers=NUM_LAYERS)
@@ -52,13 +52,13 @@ class Wire:
     def wait_for(self, num_started: int) -> None:
         """Returns once so many reads have started."""
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.reads) >= num_started, 20)
+            assert self.changed.wait_for(lambda: len(self.reads) >= num_started, 120)
 
     def wait_for_end(self, num_reads: int) -> None:
         """Returns once the first so many reads have started and ended."""
         self.wait_for(num_reads)
         for future, _ in self.reads[:num_reads]:
-            future.result(timeout=20)
+            future.result(timeout=120)
 
     def _pass_on(self) -> None:
         with self.changed:
@@ -75,7 +75,7 @@ def preload_threads() -> list[threading.Thread]:
 def ended() -> None:
     """Returns once no preloader has a thread any more."""
     for thread in preload_threads():
-        thread.join(20)
+        thread.join(120)
     assert not preload_threads()
 
 
@@ -83,7 +83,7 @@ def prepared(preloader: Preloader) -> None:
     """Returns once all preloads that were added before have been looked at."""
     asked = threading.Event()
     preload = preloader.add(lambda: (asked.set(), {})[1])
-    assert asked.wait(20)
+    assert asked.wait(120)
     preload.close()
 
 
@@ -144,11 +144,9 @@ def test_two_layers_are_under_way_and_the_prefill_reads_on_from_there(engine, wi
     runner = threading.Thread(target=lambda: answers.append(engine.run(REQUEST)))
     runner.start()
     wire.wait_for(3 * 4 + NUM_LAYERS * 4)  # the last layer was started by either
-    deadline = time.monotonic() + 20
-    while not engine._prefill.is_reading and time.monotonic() < deadline:  # the prefill has counted what is there
-        time.sleep(0.001)
+    wait_until(lambda: engine._prefill.is_reading, timeout_s=120)  # the prefill has counted what is there
     wire.allow(10**6)
-    runner.join(20)
+    runner.join(120)
     again.close()
     assert answers[0].token_ids == wanted.token_ids
     assert answers[0].reuse.preloaded_bytes == NUM_TOKENS * TOKEN_BYTES * 3 // NUM_LAYERS
@@ -212,7 +210,7 @@ def test_what_is_evicted_just_before_its_turn_is_left_out(tmp_path, wire, monkey
     wire.allow(10**6)
     with MODEL.engine(store=f"file://{tmp_path}", host_cache_bytes=1, disk_link=wire) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        assert engine._store.flush(30)
+        assert engine._store.flush(120)
         store = engine._store
         sizes = {VariantId(record.variant_id): record.num_bytes for record in store.records()}
         gone = next(iter(sizes))
@@ -294,7 +292,7 @@ class Turns:
         self._asked.release()
         return self.busy
 
-    def wait_for(self, times: int, timeout_s: float = 20.0) -> None:
+    def wait_for(self, times: int, timeout_s: float = 120.0) -> None:
         """Returns once it has been asked so often from now on."""
         while self._asked.acquire(blocking=False):
             pass

@@ -117,7 +117,7 @@ def test_it_measures_what_a_throttled_link_was_set_to():
         done.set_result(None)
         read: Future = Future()
         rate(read, size)
-        read.set_result(link(done, size).result(timeout=10))
+        read.set_result(link(done, size).result(timeout=120))
     assert rate.cost.fixed_s == pytest.approx(0.25) and rate.cost.unit_s == pytest.approx(1 / 2000)
 
 

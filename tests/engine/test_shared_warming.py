@@ -73,7 +73,7 @@ def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
 
 def test_what_another_process_claimed_is_left_to_it_and_its_result_taken_in(start, tmp_path):
     engine, other = start(), start()
-    assert other._store.claims.claim([id_of(engine, BOB)], 60)
+    assert other._store.claims.claim([id_of(engine, BOB)], 3600)
     assert statuses(engine.warm_shared([ANNA, BOB, CARLA])) == ["computed", "elsewhere", "computed"]
     assert len(leases(tmp_path)) == 1, "the other one's"
     assert statuses(other.warm_shared([BOB])) == ["computed"] and leases(tmp_path) == []
@@ -86,7 +86,7 @@ def test_who_loses_a_race_leaves_all_to_the_winner_who_may_not_have_claimed_it_a
     acquire = engine._store._disk.leases.acquire
 
     def lose(keys, seconds):
-        assert other._store.claims.claim(keys[:1], 60) == (keys[0],)
+        assert other._store.claims.claim(keys[:1], 3600) == (keys[0],)
         return acquire(keys, seconds)
 
     monkeypatch.setattr(engine._store._disk.leases, "acquire", lose)

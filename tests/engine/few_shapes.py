@@ -1,0 +1,66 @@
+"""Fewer sizes than `ccjax.engine.buckets` lists: each compiles all steps anew, which is most of what tests wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ccjax.engine import engine, heavy_hitters, kernels, pool, prefill, warmup
+from ccjax.engine.batch import decode, pack
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from models.llama3 import LlamaConfig
+from pallas_kernels import dispatch
+
+_MODULES = (heavy_hitters, pool, prefill, warmup, decode, pack)
+_PAGES = (1024, 8192)
+"""Pages that a pool's arrays have; those past its budget are given to nobody."""
+
+
+def _one_of(*sizes: int) -> Callable[[int], int]:
+    """The first of these that is large enough, or the next power of two."""
+    return lambda number: next((size for size in sizes if number <= size), 1 << (number - 1).bit_length())
+
+
+SIZES = {
+    "token_bucket": _one_of(16, 128, 512),
+    "slot_bucket": _one_of(256, 1024, 4096),
+    "segment_bucket": _one_of(16, 256),
+    "batch_bucket": _one_of(4, 32),
+    "entry_bucket": _one_of(64, 512),
+}
+
+
+@contextlib.contextmanager
+def few_shapes() -> Iterator[None]:
+    """Engines in this process pad to these sizes, whatever their pools have room for."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in _MODULES:
+            for name, size in SIZES.items():
+                if hasattr(module, name):
+                    patch.setattr(module, name, size)
+        patch.setattr(DevicePool, "num_slots", property(lambda pool: _array_pages(pool) * PAGE_TOKENS))
+        patch.setattr(DevicePool, "_empty_layers", _padded_layers)
+        patch.setattr(engine, "check_kernels", lambda *model: _checked(*model, tuple(dispatch.BEST.items())))
+        yield
+
+
+@functools.cache
+def _checked(attention: str | None, config: LlamaConfig, dtype: str, best: tuple[tuple[str, str], ...]) -> None:
+    """`check_kernels`, which traces them, once for each model."""
+    kernels.check_kernels(attention, config, dtype)
+
+
+def _array_pages(pool: DevicePool) -> int:
+    return _one_of(*_PAGES)(pool.num_pages)
+
+
+def _padded_layers(pool: DevicePool) -> list:
+    budget = types.SimpleNamespace(kv_spec=pool.kv_spec, num_pages=_array_pages(pool), _mesh=pool._mesh)
+    return _EMPTY_LAYERS(budget)
+
+
+_EMPTY_LAYERS = DevicePool._empty_layers
