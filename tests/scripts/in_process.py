@@ -33,7 +33,7 @@ class Done:
 def run(main: Callable[[Sequence[str]], int | None], *arguments: object) -> Done:
     """`main(arguments)`, with what it prints; what it changes in this process is put back."""
     out, err = io.StringIO(), io.StringIO()
-    with _put_back(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with put_back(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main([*map(str, arguments)])
         except SystemExit as end:
@@ -42,7 +42,7 @@ def run(main: Callable[[Sequence[str]], int | None], *arguments: object) -> Done
 
 
 @contextlib.contextmanager
-def _put_back() -> Iterator[None]:
+def put_back() -> Iterator[None]:
     """Handlers of signals and logs, the environment, and where JAX keeps what it compiles."""
     environment, root = dict(os.environ), logging.getLogger()
     handlers, level = list(root.handlers), root.level

@@ -7,18 +7,18 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from models.llama3 import LLAMA3_8B, abstract_params, init_params
+from scripts import bench as bench_script
 from scripts.benchmarks import gpu_cases, gpu_report, gpu_torch
 from scripts.benchmarks.gpu_engines import Prompts, _steps
 from scripts.benchmarks.gpu_plan import (
@@ -40,6 +40,8 @@ from scripts.benchmarks.gpu_plan import (
 from scripts.gpucheck.needs import NEEDED
 from scripts.gpucheck.record import Record
 from scripts.gpucheck.timing import transfer_gbps
+from tests.polling import wait_until
+from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGE = LLAMA3_8B_SCALE
@@ -47,11 +49,15 @@ H100_BYTES, H100_TORCH_BYTES = int(0.75 * 85.5e9), int(0.24 * 85.5e9)
 """What JAX takes of an H100 by default, and what that leaves."""
 
 
-def bench(*options, code=None, **environment):
-    """`bench.py gpu` in a process of its own, which does not inherit the four devices of these tests."""
-    command = [sys.executable, *(("-c", code) if code else ("scripts/bench.py",)), "gpu", *options]
-    variables = {**os.environ, "XLA_FLAGS": "", **environment}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+def bench(*options):
+    return in_process.run(bench_script.main, "gpu", *options)
+
+
+def process_of(code, *options):
+    """What to call for `bench.py gpu` with other code in front, and where: one device is there."""
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    how = {"cwd": ROOT, "env": {**os.environ, "XLA_FLAGS": " ".join(flags)}}
+    return [sys.executable, "-c", code, "gpu", *options], how
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -228,7 +234,7 @@ def test_the_readme_gets_what_stands_between_its_markers(tmp_path):
     ]
     assert not gpu_report.write_section(readme, folder), "the second time nothing changes"
     (folder / "rule.json").write_text(json.dumps(results(row(FULL, ttft_s=0.3, share_of_matmul=0.6))))
-    done = bench("--readme", str(readme), "--output", str(folder))
+    done = bench("--readme", readme, "--output", folder)
     assert done.returncode == 0 and "changed" in done.stdout, done.stderr
     text = readme.read_text()
     assert text.startswith("before\n\n" + gpu_report.BEGIN) and text.endswith(gpu_report.END + "\n\nafter\n")
@@ -249,7 +255,8 @@ def test_a_readme_without_its_markers_stays_as_it_is(tmp_path, text):
 
 
 def test_every_code_path_runs_on_a_cpu(tmp_path):
-    done = bench("--quick", "--json", "--output", str(tmp_path), "--compile-cache", str(tmp_path / "cache"))
+    options = ["--output", tmp_path, "--compile-cache", tmp_path / "cache", "--time-limit-s", 1e6]
+    done = bench("--quick", "--json", *options)
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
     (path,) = tmp_path.glob("*-quick.json")
@@ -283,11 +290,20 @@ def test_every_code_path_runs_on_a_cpu(tmp_path):
             assert ("merge_gbps" in got) == (case.tier in ("host", "disk"))
     assert sum(row["compilations"] for row in found["suites"]["cases"] if "compilations" in row) > 10
     assert [row["verdict"] for row in found["suites"]["targets"]].count("not measured") == 0
-    assert any((tmp_path / "cache").iterdir()), "what was compiled is kept"
+    assert (tmp_path / "cache").is_dir(), "there what was compiled is kept"
+
+
+def test_what_was_compiled_is_kept(tmp_path):
+    with in_process.put_back():
+        gpu_cases.keep_executables(tmp_path / "cache")
+        compilation_cache.reset_cache()
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # half a second is little on a GPU
+        jax.jit(lambda x: x + 1)(jnp.ones(3))
+    assert any((tmp_path / "cache").iterdir())
 
 
 def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
-    done = bench("--quick", "--time-limit-s", "0.5", "--output", str(tmp_path), "--compile-cache", str(tmp_path / "c"))
+    done = bench("--quick", "--time-limit-s", 0.5, "--output", tmp_path, "--compile-cache", tmp_path / "c")
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
@@ -303,17 +319,19 @@ def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
 
 
 def test_a_killed_run_leaves_what_it_had(tmp_path):
-    command = [sys.executable, "scripts/bench.py", "gpu", "--quick", "--output", str(tmp_path)]
-    command += ["--compile-cache", str(tmp_path / "cache")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        limit_s = time.monotonic() + 300.0
-        rows = []
-        while not rows:
-            assert time.monotonic() < limit_s and process.poll() is None
-            time.sleep(0.05)
-            for path in tmp_path.glob("*.json"):
-                rows = json.loads(path.read_text())["suites"].get("cases", [])
-        process.send_signal(signal.SIGKILL)
+    """It stands still behind its first case."""
+    options = ["--quick", "--output", str(tmp_path), "--compile-cache", str(tmp_path / "cache")]
+    command, how = process_of(_HELD, *options)
+
+    def has_a_case() -> bool:
+        assert process.poll() is None
+        return any(json.loads(path.read_text())["suites"].get("cases") for path in tmp_path.glob("*.json"))
+
+    with subprocess.Popen(command, **how, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(has_a_case, timeout_s=600)
+        finally:
+            process.kill()
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert not found["is_complete"] and found["suites"]["cases"][0]["ttft_s"] > 0.0
@@ -334,11 +352,20 @@ def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):
 
 
 def test_without_an_accelerator_it_says_so_and_is_no_failure(tmp_path):
-    done = bench("--output", str(tmp_path / "out"), JAX_PLATFORMS="cpu")
+    done = bench("--output", tmp_path / "out")
     assert done.returncode == 0 and "skipped, jax sees no accelerator" in done.stdout
     assert not (tmp_path / "out").exists()
 
 
+_HELD = """
+import sys, threading
+sys.path.insert(0, ".")
+from scripts import bench
+from scripts.benchmarks import gpu_cases
+measured = gpu_cases.attempt
+gpu_cases.attempt = lambda *case: (measured(*case), threading.Event().wait())
+bench.main()
+"""
 _BLOCK = """
 import sys
 class Blocked:
@@ -359,19 +386,13 @@ NOT_NEEDED = (
 
 def test_it_runs_with_the_listed_packages_alone(tmp_path):
     """As on a machine with an accelerator, where little else is installed."""
-    options = (
-        "--quick",
-        "--only",
-        "KV on disk, 128",
-        "--output",
-        str(tmp_path),
-        "--compile-cache",
-        str(tmp_path / "c"),
-    )
-    done = bench(*options, code=_BLOCK.format(blocked={*NOT_NEEDED, "torch"}))
+    options = ("--quick", "--only", "15% recomputed, KV on disk, 128", "--output", str(tmp_path))
+    options += ("--compile-cache", str(tmp_path / "c"))
+    command, how = process_of(_BLOCK.format(blocked={*NOT_NEEDED, "torch"}), *options)
+    done = subprocess.run(command, **how, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
     (path,) = tmp_path.glob("*.json")
-    assert len(json.loads(path.read_text())["suites"]["cases"]) == 4
+    assert len(json.loads(path.read_text())["suites"]["cases"]) == 2
 
 
 def test_what_is_missing_is_listed(monkeypatch, tmp_path):
@@ -379,7 +400,8 @@ def test_what_is_missing_is_listed(monkeypatch, tmp_path):
         "import importlib.util as u; was = u.find_spec\nu.find_spec = lambda n, *a: n not in ('tensorstore', 'xxhash')"
     )
     code += " and was(n, *a)  or None\n" + _BLOCK.format(blocked={"tensorstore", "xxhash"})
-    done = bench("--quick", "--output", str(tmp_path), code=code)
+    command, how = process_of(code, "--quick", "--output", str(tmp_path))
+    done = subprocess.run(command, **how, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "bench.py gpu: not installed: tensorstore, xxhash\n"
 
 
