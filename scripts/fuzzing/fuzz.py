@@ -49,8 +49,8 @@ def fuzz(
     corpus, findings = folder / "corpus", folder / "findings"
     for path in (corpus, findings):
         path.mkdir(parents=True, exist_ok=True)
-    for number, seed in enumerate(seeds):
-        (corpus / f"seed-{number}").write_bytes(seed)
+    for number, data in enumerate(seeds):
+        (corpus / f"seed-{number}").write_bytes(data)
     command = [sys.executable, "-m", "scripts.fuzzing.run", f"{module}:{name}"]
     options = [f"-max_total_time={max(1, round(seconds))}", f"-timeout={SLOWEST_S}", f"-rss_limit_mb={MOST_MEMORY_MB}"]
     options += [f"-max_len={LONGEST}", f"-artifact_prefix={findings}/", "-print_final_stats=1"]

@@ -21,7 +21,7 @@ def _hoard(data: bytes) -> None:
 
 TARGETS = {
     "fault": Target(_fault, (ValueError,), (b"ant",)),
-    "hang": Target(lambda data: time.sleep(30), (), (b"",)),
+    "hang": Target(lambda data: time.sleep(600), (), (b"",)),
     "fine": Target(lambda data: time.sleep(0.01), (), (b"",)),
     "hoard": Target(_hoard, (), (b"",)),
 }

@@ -10,6 +10,9 @@ import scripts.fuzzing.fuzz as fuzzing
 from scripts.fuzzing.fuzz import fuzz
 from scripts.fuzzing.targets import ANY, TARGETS
 
+ENOUGH_S = 600
+"""Each of them ends by what it finds or by the number of its inputs, and none by its time."""
+
 needs_atheris = pytest.mark.skipif(find_spec("atheris") is None, reason="atheris (ccjax[fuzz]) is not installed")
 
 
@@ -29,15 +32,17 @@ def test_each_target_refuses_or_takes_what_is_none(name):
 
 
 @needs_atheris
-def test_a_short_look_finds_nothing(tmp_path):
-    outcome = fuzz("scripts.fuzzing.targets", "any", ANY.seeds, 10, tmp_path)
+def test_a_short_look_finds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)
+    outcome = fuzz("scripts.fuzzing.targets", "any", ANY.seeds, ENOUGH_S, tmp_path, num_runs=1500, seed=1)
     assert outcome.is_clean, outcome.line
-    assert outcome.num_runs > 1000 and outcome.coverage > 500, outcome.line
+    assert outcome.num_runs >= 1500 and outcome.coverage > 500, outcome.line
 
 
 @needs_atheris
-def test_what_is_broken_is_found_and_kept(tmp_path):
-    outcome = fuzz("tests.fuzz.broken", "fault", [b"ant"], 30, tmp_path)
+def test_what_is_broken_is_found_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)
+    outcome = fuzz("tests.fuzz.broken", "fault", [b"ant"], ENOUGH_S, tmp_path, seed=1)
     assert not outcome.is_clean and "KeyError" in outcome.line, outcome.line
     (found,) = (tmp_path / "fault" / "findings").iterdir()
     assert found.read_bytes().startswith(b"bug") and outcome.line.endswith(str(found))
@@ -46,20 +51,22 @@ def test_what_is_broken_is_found_and_kept(tmp_path):
 @needs_atheris
 def test_what_hangs_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "SLOWEST_S", 1)
-    outcome = fuzz("tests.fuzz.broken", "hang", [b"a"], 5, tmp_path)
+    outcome = fuzz("tests.fuzz.broken", "hang", [b"a"], ENOUGH_S, tmp_path)
     assert not outcome.is_clean and "timeout" in outcome.line, outcome.line
 
 
 @needs_atheris
 def test_what_takes_too_much_memory_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "MOST_MEMORY_MB", 700)
-    outcome = fuzz("tests.fuzz.broken", "hoard", [b"a"], 10, tmp_path)
+    monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)
+    outcome = fuzz("tests.fuzz.broken", "hoard", [b"a"], ENOUGH_S, tmp_path)
     assert not outcome.is_clean and "out-of-memory" in outcome.line, outcome.line
 
 
 @needs_atheris
 def test_memory_of_who_starts_it_does_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "MOST_MEMORY_MB", 700)
+    monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)
     held = b"\1" * (1 << 30)
-    outcome = fuzz("tests.fuzz.broken", "fine", [b"a"], 4, tmp_path)
+    outcome = fuzz("tests.fuzz.broken", "fine", [b"a"], ENOUGH_S, tmp_path, num_runs=200)
     assert len(held) and outcome.is_clean, outcome.line
