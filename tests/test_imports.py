@@ -108,24 +108,51 @@ def test_a_wrong_arrow_is_seen(module, imported):
     assert violations(module, [imported]) == [imported]
 
 
-@pytest.mark.parametrize("package", ["ccjax", "ccjax.policy.planner", "ccjax.types", "ccjax.text"])
-def test_light_packages_stay_light(package):
-    heavy = (
-        "('jax', 'numpy', 'tensorstore', 'faiss')" if "policy" in package or "types" in package else "('jax', 'faiss')"
-    )
-    code = f"import sys, {package}; sys.exit(','.join(name for name in {heavy} if name in sys.modules) or None)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+_LIGHT = """
+import importlib, sys
+# The strictest first: what one has imported is there for all that come behind it.
+for package in ("ccjax", "ccjax.types", "ccjax.policy.planner", "ccjax.text"):
+    importlib.import_module(package)
+    heavy = ("jax", "faiss") if package == "ccjax.text" else ("jax", "numpy", "tensorstore", "faiss")
+    found = [name for name in heavy if name in sys.modules]
+    if found:
+        sys.exit(f"{package} imports {found}")
+"""
+
+
+def test_light_packages_stay_light():
+    done = subprocess.run([sys.executable, "-c", _LIGHT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("package", ["models", "store", "pallas_kernels"])
-def test_a_foreign_package_of_the_same_name_is_named(tmp_path, package):
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text("")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import ccjax"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"ccjax needs its own package '{package}'" in done.stderr and str(tmp_path / package) in done.stderr
+_FOREIGN = """
+import sys
+folder, root, *packages = sys.argv[1:]
+sys.path.insert(0, root)
+for package in packages:
+    sys.path.insert(0, f"{folder}/{package}")
+    try:
+        import ccjax
+    except ImportError as error:
+        print(error)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("ccjax", package)]:
+        del sys.modules[name]
+    del sys.path[0]
+import ccjax
+"""
+
+
+def test_a_foreign_package_of_the_same_name_is_named(tmp_path):
+    """Each in front of ours; without one ccjax can be imported."""
+    packages = ("models", "store", "pallas_kernels")
+    for package in packages:
+        (tmp_path / package / package).mkdir(parents=True)
+        (tmp_path / package / package / "__init__.py").write_text("")
+    command = [sys.executable, "-c", _FOREIGN, str(tmp_path), str(ROOT), *packages]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for package, line in zip(packages, done.stdout.splitlines(), strict=True):
+        assert f"ccjax needs its own package '{package}'" in line and str(tmp_path / package / package) in line
 
 
 def test_jit_lives_in_steps_only():

@@ -16,17 +16,22 @@ import uvicorn
 
 
 def body(number: int, max_tokens: int = 3, **script: Any) -> dict[str, Any]:
-    """A chat whose question is a script: `first_s`, `gap_s`, `status`, `ending`."""
+    """A chat whose question is a script: `first_s`, `gap_s`, `status`, `ending`, and `until`: so many
+    must have been under way at once before it is answered."""
     question = json.dumps({"number": number, **script})
     return {"messages": [{"role": "user", "content": question}], "max_tokens": max_tokens, "stream": True}
 
 
 @dataclasses.dataclass
 class Scripted:
-    """What the server saw: when each request came and when each text went out (`time.perf_counter`)."""
+    """What the server saw: when each text went out (`time.perf_counter`).
+
+    Attributes:
+      noted: if this is a list, no event is sent before something was added to it behind the one before.
+    """
 
     url: str = ""
-    came_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    noted: list[float] | None = None
     sent_s: dict[int, list[float]] = dataclasses.field(default_factory=dict)
     most_at_once: int = 0
     num_open: int = 0
@@ -39,7 +44,6 @@ class Scripted:
             content += message["body"]
         request = json.loads(content + message["body"])
         script = json.loads(request["messages"][0]["content"])
-        self.came_s[script["number"]] = time.perf_counter()
         self.num_open += 1
         self.most_at_once = max(self.most_at_once, self.num_open)
         try:
@@ -54,7 +58,11 @@ class Scripted:
         async def put(value: Any, end: bool = False) -> None:
             part = f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode()
             if ending != "split":
-                return await send({"type": "http.response.body", "body": part, "more_body": not end})
+                num_noted = len(self.noted or ())
+                await send({"type": "http.response.body", "body": part, "more_body": not end})
+                while self.noted is not None and not end and len(self.noted) == num_noted:
+                    await asyncio.sleep(0.001)
+                return
             await send({"type": "http.response.body", "body": part[:9], "more_body": True})
             await asyncio.sleep(0.05)
             await send({"type": "http.response.body", "body": part[9:], "more_body": not end})
@@ -62,6 +70,8 @@ class Scripted:
         if status != 200:
             return await put({"error": {"message": "no"}}, end=True)
         await put({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        while self.most_at_once < script.get("until", 0):
+            await asyncio.sleep(0.001)
         await asyncio.sleep(script.get("first_s", 0.0))
         sent = self.sent_s[script["number"]] = []
         for token in range(max_tokens):
@@ -71,9 +81,9 @@ class Scripted:
                 raise ConnectionAbortedError
             if ending == "hang" and token == 1:
                 await asyncio.sleep(30.0)
+            sent.append(time.perf_counter())
             if ending != "mute":
                 await put({"choices": [{"delta": {"content": f"{script['number']}."}}]})
-            sent.append(time.perf_counter())
         if ending == "error":
             await put({"error": {"message": "the server failed"}})
         num_tokens = max_tokens - (ending == "short")

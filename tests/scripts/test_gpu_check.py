@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine.batch.pack import Pack
+from models.llama3 import LlamaConfig
 from pallas_kernels.attention import attention
 from scripts import gpu_check
 from scripts.gpucheck import (
@@ -119,7 +120,14 @@ def test_a_library_may_raise_anything_and_ours_nothing_unforeseen(monkeypatch):
         attention_numerics.missing("xla")
 
 
-def test_reuse_is_checked_through_the_engine(record):
+@pytest.fixture
+def small_engine(monkeypatch):
+    """Less to compile and to compute, whose numbers say the same."""
+    monkeypatch.setattr(engine_identities, "CONFIG", LlamaConfig(512, 128, 4, 4, 2, 32, 256, 500000.0))
+    monkeypatch.setattr(engine_identities, "_LENGTHS", (32, 16, 64, 16))
+
+
+def test_reuse_is_checked_through_the_engine(record, small_engine):
     engine_identities.run(record)
     rows = on_disk(record)["suites"][engine_identities.SUITE]
     assert not record.failures and all(row["passed"] for row in rows)
@@ -130,7 +138,7 @@ def test_reuse_is_checked_through_the_engine(record):
     assert "broken: nothing recomputed" in engine_identities.tables(record)[0]
 
 
-def test_reused_kv_that_does_not_arrive_is_seen(record, monkeypatch):
+def test_reused_kv_that_does_not_arrive_is_seen(record, small_engine, monkeypatch):
     monkeypatch.setattr(Pack, "_fill", lambda pack, job, contexts: contexts.take(pack.layer))
     engine_identities.run(record)
     names = {failure.split(": ")[1].split(",")[0] for failure in record.failures}

@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-READY_S = 180
+READY_S = 600
 OUTPUT = ROOT / "build" / "web"
 PHONE = {"width": 375, "height": 812}
 DESKTOP = {"width": 1280, "height": 900}
@@ -64,14 +64,15 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server_url(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that tests share; none is started where there is no browser."""
     store = tmp_path_factory.mktemp("store")
     with serving(tmp_path_factory.mktemp("home"), "--store", f"file://{store}") as url:
         yield url
 
 
 @pytest.fixture
-def fresh_url(tmp_path: Path) -> Iterator[str]:
+def fresh_url(browser: Browser, tmp_path: Path) -> Iterator[str]:
     """A server that nobody asked anything."""
     with serving(tmp_path) as url:
         yield url
@@ -99,7 +100,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     def opened(url: str, *, expected: tuple[str, ...] = (), **context: Any) -> Page:
         contexts.append(browser.new_context(**{"viewport": DESKTOP, "reduced_motion": "reduce"} | context))
         page = contexts[-1].new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)
 
         def note(kind: str, text: str) -> None:
             if kind == "error" and not any(part in text for part in expected):
@@ -126,7 +127,7 @@ def screenshot() -> Callable[[Page, str], None]:
     return shoot
 
 
-def wait_until(is_so: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_until(is_so: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     """The page's policy forbids Playwright's own waits for functions, which evaluate texts."""
     end = time.monotonic() + seconds
     while not is_so():
