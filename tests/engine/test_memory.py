@@ -28,6 +28,11 @@ CONFIG = LlamaConfig(1000, 1024, 1, 16, 4, 64, 2816, 500000.0)
 MIXTURE = dataclasses.replace(CONFIG, model_type="mixtral", num_experts=8, num_experts_per_token=2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_shapes() -> None:
+    """None here: memory is planned for the sizes that engines list."""
+
+
 def plan_of(model: LlamaConfig, **settings) -> MemoryPlan:
     """On devices of 80 GB, of which nine tenths may be taken."""
     settings = {"device_memory_bytes": 80 * GB, "gpu_memory_utilization": 0.9, **settings}
