@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from ccjax.server import ServerSettings, Service, create_app
 
 EXAMPLES = os.environ.get("CCJAX_FUZZ_EXAMPLES")
-SETTINGS = ServerSettings(top_k=2, admin_key="admin", request_timeout_s=5, max_body_bytes=100_000)
+SETTINGS = ServerSettings(top_k=2, admin_key="admin", request_timeout_s=60, max_body_bytes=100_000)
 ADMIN = {"Authorization": "Bearer admin"}
 CHECKS = [content_type_conformance, response_schema_conformance]
 VALID = {"messages": [{"role": "user", "content": "Who lives in Paris?"}], "prompt": "Anna lives in", "max_tokens": 2}
@@ -35,7 +35,7 @@ drawn = settings(
 def url(start_server):
     with start_server(SETTINGS) as server:
         yield server.url
-        assert httpx.get(f"{server.url}/ready", timeout=30).status_code == 200
+        assert httpx.get(f"{server.url}/ready", timeout=60).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def statuses():
 
 def send(case, url) -> int:
     """The status of the answer, which is none of a fault of the server: 504 is a time limit's."""
-    response = case.call(base_url=url, headers=ADMIN, timeout=60)
+    response = case.call(base_url=url, headers=ADMIN, timeout=300)
     assert response.status_code < 500 or response.status_code == 504, response.text
     case.validate_response(response, checks=CHECKS)
     return response.status_code

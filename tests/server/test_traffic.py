@@ -15,9 +15,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ccjax.engine import Delta, Engine, Request, SamplingParams
+from ccjax.engine import Delta, Engine, Request
 from ccjax.server import ServerSettings
-from ccjax.types import Document
 from tests.polling import wait_until
 from tests.server import patience
 from tests.server.conftest import Server
@@ -59,44 +58,6 @@ def held_steps(engine: Engine, after: int = 0) -> Iterator[None]:
             yield
         finally:
             go_on.set()
-
-
-def test_32_requests_at_once_are_all_answered_right(server: Server) -> None:
-    questions = [f"What does {NAMES[n % 4]} do on day {n}?" for n in range(32)]
-    passages = [{"text": f"{name} sings in the morning."} for name in NAMES]
-    documents = [Document(passage["text"]) for passage in passages]
-    wanted = [
-        server.engine.run(
-            Request(
-                messages=body(question)["messages"],
-                documents=documents,
-                sampling=SamplingParams(max_new_tokens=8, temperature=1.0, seed=number),
-                reuse="off",
-            )
-        ).text
-        for number, question in enumerate(questions)
-    ]
-    assert len(set(wanted)) > 30
-    everyone = threading.Barrier(32)
-
-    def ask(number: int) -> str:
-        with server.client() as client:
-            everyone.wait()
-            answer = client.chat.completions.create(
-                model="tiny",
-                messages=body(questions[number])["messages"],
-                max_tokens=8,
-                temperature=1.0,
-                seed=number,
-                extra_body={"documents": passages, "reuse": "exact"},
-                stream=number % 2 == 0,
-            )
-            if number % 2:
-                return answer.choices[0].message.content
-            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
-
-    with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(ask, range(32))) == wanted
 
 
 def test_health_and_metrics_answer_while_requests_wait(server: Server) -> None:

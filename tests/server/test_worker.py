@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+import ccjax.server.worker as worker_module
 from ccjax.engine import Delta, Request, Response, SamplingParams
 from ccjax.errors import OverloadError
 from ccjax.server.worker import EngineWorker, IdleWork, Job, JobCancelledError, QueueFullError, WorkerClosedError
@@ -277,7 +278,8 @@ def test_idle_work_gives_way_to_a_request() -> None:
     run(scenario, idle_work=endless)
 
 
-def test_idle_work_gives_way_to_a_request_that_is_being_made_ready() -> None:
+def test_idle_work_gives_way_to_a_request_that_is_being_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_IDLE_AFTER_S", 0.0)
     begun, ended_work = threading.Event(), threading.Event()
 
     def endless(is_wanted: Callable[[], bool]) -> bool:
@@ -292,7 +294,8 @@ def test_idle_work_gives_way_to_a_request_that_is_being_made_ready() -> None:
         with worker.expecting():
             await until(ended_work.is_set)
             begun.clear()
-            await asyncio.sleep(0.3)
+            for _ in range(3):  # its thread has time in between
+                await asyncio.wrap_future(worker.call(lambda: None))
             assert not begun.is_set()
         await until(begun.is_set)
 
