@@ -15,13 +15,16 @@ from ccjax.evaluation.ways import FULL, Way
 from ccjax.types import Document
 from scripts import calibrate, evaluate
 from scripts.evaluation.summary import figures
+from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+MAINS = {"evaluate": evaluate.main, "calibrate": calibrate.main}
+
+
 def run(script, *options):
-    command = [sys.executable, f"scripts/{script}.py", *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return in_process.run(MAINS[script], *options)
 
 
 def answered(text, answers=("red boat",), *, kind="", share=0.5, ttft=1.0, kl=0.1, same=False):
@@ -68,7 +71,8 @@ class TestFigures:
 
 def test_a_page_and_a_plot_from_one_run(tmp_path):
     page, plot = tmp_path / "quality.md", tmp_path / "quality.svg"
-    options = ["--limit", 2, "--kinds", "single", "pronoun", "--ways", "reuse", "auto", "--ratios", 0.15, 0.3]
+    options = ["--limit", 2, "--passages", 3, "--kinds", "single", "pronoun"]
+    options += ["--ways", "reuse", "auto", "--ratios", 0.15, 0.3]
     done = run("evaluate", *options, "--json", "--markdown", page, "--plot", plot, "--title", "Harbour")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -79,7 +83,7 @@ def test_a_page_and_a_plot_from_one_run(tmp_path):
     assert plot.read_text().count("</svg>") == 1
     for way in result["ways"]:
         assert f"| {way['way']} |" in text and f"{way['computed_share']:.1%}" in text
-    again = run("evaluate", "--limit", 2, "--kinds", "single", "--ways", "reuse", "--markdown", page, "--append")
+    again = run("evaluate", *options[:4], "--kinds", "single", "--ways", "reuse", "--markdown", page, "--append")
     assert again.returncode == 0, again.stderr
     assert page.read_text().startswith(text) and "# Answer quality" in page.read_text()
 
@@ -125,9 +129,15 @@ def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
     ],
 )
 def test_bad_arguments_are_named(script, options, message, capsys):
-    main = {"evaluate": evaluate.main, "calibrate": calibrate.main}[script]
-    assert main(options) == 2
+    assert MAINS[script](options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", MAINS)
+def test_each_is_a_command(script):
+    command = [sys.executable, f"scripts/{script}.py", "--model", "/absent"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"{script}.py: error: model: wanted")
 
 
 class TestTrials:
@@ -155,19 +165,24 @@ class TestTrials:
             calibrate.trials("auto", [self.outcome(FULL, "x", "y")], "exact_match")
 
 
-def test_a_calibration_is_written_and_obeyed(tmp_path):
+def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
+    """Of what is tried usually, a part."""
+    assert len(calibrate.ways_of(["reuse", "cachecraft"], (3,))) == 1 + 7 + 5 + 7
+    monkeypatch.setattr(calibrate, "RATIOS", (0.05, 0.3))
+    monkeypatch.setattr(calibrate, "ALPHAS", (0.35,))
     path = tmp_path / "calibration.json"
-    options = ["--limit", 6, "--kinds", "single", "--strategies", "reuse", "cachecraft", "--target", 0.5]
+    options = ["--limit", 6, "--passages", 3, "--kinds", "single", "--target", 0.5]
+    options += ["--strategies", "reuse", "cachecraft"]
     done = run("calibrate", *options, "--worlds", 2, "--json", "--output", path)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout.splitlines()[-1])
     worlds = value.pop("worlds")
     assert value == json.loads(path.read_text())
     assert [len(shares) for shares in worlds.values()] == [2, 2] and "of 2 fresh towns" in done.stdout
-    assert [len(trials) for trials in value["trials"].values()] == [1, 19]
+    assert [len(trials) for trials in value["trials"].values()] == [1, 5]
     cut = [trial for trial in value["trials"]["cachecraft"] if trial["focus_window"] == 3]
     layers = value["settings"]["focus_cut_layers"]
-    assert len(cut) == len(layers) == 7 and "cachecraft/entropy3:0.3: first layer behind the cut" in done.stdout
+    assert len(cut) == len(layers) == 2 and "cachecraft/entropy3:0.3: first layer behind the cut" in done.stdout
     assert all(sum(counts.values()) == 6 for counts in layers.values())
     assert {layer for counts in layers.values() for layer in counts} - {"none"}, "the focus settles for some question"
     assert value["settings"]["num_questions"] == 6 and "chosen" in done.stdout
@@ -176,5 +191,5 @@ def test_a_calibration_is_written_and_obeyed(tmp_path):
     with Engine.from_pretrained("demo", calibration=str(path), strategy="reuse") as engine:
         assert engine.calibration is not None and engine.calibration.choose("reuse") is not None
     # 6 answers cannot show that 95 % are kept: nothing is promised, and the exit code says so
-    done = run("calibrate", "--limit", 6, "--kinds", "single", "--strategies", "reuse", "--output", path)
+    done = run("calibrate", *options[:6], "--strategies", "reuse", "--output", path)
     assert done.returncode == 1 and "exact reuse only" in done.stdout

@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import random
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
 from typing import Any
 
@@ -20,6 +16,8 @@ import pytest
 from ccjax.engine.loading import load_model
 from ccjax.engine.requests import Delta, Request, Response
 from ccjax.types import DocumentReuse, ReuseReport
+from scripts import bench as bench_script
+from scripts.benchmarks import ragcache
 from scripts.benchmarks import ragcache_order as order
 from scripts.benchmarks import ragcache_policies as policies
 from scripts.benchmarks import ragcache_replay as replay
@@ -30,7 +28,7 @@ from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.ragcache_corpus import Corpus, build, differences_to_nearest, draw_topics, draw_vectors
 from scripts.benchmarks.serve_workload import Passage, Question
 from scripts.benchmarks.store import Cost
-from tests.conftest import ROOT
+from tests.scripts import in_process
 from tests.scripts.test_serve_benchmark import write_trace
 from tests.server.tiny_model import write_tiny_model
 
@@ -69,44 +67,81 @@ def test_budgets_are_shares_of_all_passages_each_once(tmp_path):
 QUESTIONS = [Question(f"What about {n}?", (Passage(n, f"Town {n}", f"It has {n} bridges."),)) for n in range(6)]
 
 
-class ScriptedEngine:
-    """Answers on a thread of its own, each request after `work_s`; `slow_s` is what handing one in takes."""
+ANSWER = Delta("x", response=Response("x", (1,), "length", reused((9, 0, 0), (0, 0, 9)), 9, 0.0, 0.0))
 
-    def __init__(self, work_s: float = 0.0, slow_s: float = 0.0, error: Exception | None = None) -> None:
-        self.under_way = self.most_under_way = 0
-        self._lock = threading.Lock()
-        self._work_s, self._slow_s, self._error = work_s, slow_s, error
+
+class ScriptedEngine:
+    """Answers each request on a thread of its own."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._event = error or ANSWER
 
     def submit(self, request: Request, emit: Any, *, on_start: Any = lambda: None) -> Any:
-        time.sleep(self._slow_s)
-        with self._lock:
-            self.under_way += 1
-            self.most_under_way = max(self.most_under_way, self.under_way)
-        threading.Timer(self._work_s, self._answer, (emit, on_start)).start()
+        threading.Thread(target=lambda: (on_start(), emit(self._event))).start()
         return lambda: None
 
-    def _answer(self, emit: Any, on_start: Any) -> None:
-        on_start()
-        with self._lock:
-            self.under_way -= 1
-        emit(
-            self._error or Delta("x", response=Response("x", (1,), "length", reused((9, 0, 0), (0, 0, 9)), 9, 0.0, 0.0))
-        )
+
+class TimedEngine:
+    """Answers when it is told to; time is its own, in which whoever uses `replay` sleeps, too.
+
+    Args:
+      slow_s: what handing a request in takes, and what an answer takes.
+      last: with so many requests handed in, all are answered.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slow_s: float, last: int) -> None:
+        self.now_s, self.most_under_way = 100.0, 0
+        self._slow_s, self._left, self._under_way = slow_s, last, []
+        clock = argparse.Namespace(perf_counter=lambda: self.now_s, sleep=self.sleep)
+        monkeypatch.setattr(replay, "time", clock)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def submit(self, request: Request, emit: Any) -> Any:
+        self.sleep(self._slow_s)
+        self._left -= 1
+        self._under_way.append(emit)
+        self.most_under_way = max(self.most_under_way, len(self._under_way))
+        while self._left == 0 and self._under_way:
+            self.answer()
+        return lambda: None
+
+    def answer(self) -> None:
+        """Answers who waits longest."""
+        self.sleep(self._slow_s)
+        self._under_way.pop(0)(ANSWER)
 
 
-def test_ttft_in_line_counts_from_the_planned_arrival():
-    engine = ScriptedEngine(slow_s=0.05)
-    served = replay.open_loop(engine, QUESTIONS[:4], [0.0, 0.0, 0.0, 0.5], lambda: None)  # type: ignore[arg-type]
-    for number, one in enumerate(served[:3]):
-        assert one.ttft_s >= 0.05 * (number + 1), "the ones before were handed in first"
-    assert 0.05 <= served[3].ttft_s < 0.45, "it came later"
+def test_ttft_in_line_counts_from_the_planned_arrival(monkeypatch):
+    engine = TimedEngine(monkeypatch, 0.25, 4)
+    served = replay.open_loop(engine, QUESTIONS[:4], [0.0, 0.0, 0.0, 1.5], lambda: None)  # type: ignore[arg-type]
+    # All are handed in by 1.75 s; then each answer takes a quarter of a second.
+    assert [one.ttft_s for one in served] == [2.0, 2.25, 2.5, 1.25]
     assert [(one.num_hits, one.num_documents) for one in served] == [(1, 2)] * 4
 
 
-def test_a_closed_loop_keeps_as_many_under_way():
-    engine = ScriptedEngine(work_s=0.05)
+def test_a_closed_loop_keeps_as_many_under_way(monkeypatch):
+    engine = TimedEngine(monkeypatch, 0.25, 6)
+
+    class Free:
+        """Who finds none free has the engine answer, instead of waiting."""
+
+        def __init__(self, count: int) -> None:
+            self._count = count
+
+        def acquire(self, timeout: float) -> bool:
+            if self._count == 0:
+                engine.answer()
+            self._count -= 1
+            return self._count >= 0
+
+        def release(self) -> None:
+            self._count += 1
+
+    monkeypatch.setattr(replay, "threading", argparse.Namespace(Semaphore=Free, Condition=threading.Condition))
     rate = replay.closed_loop(engine, QUESTIONS, 3, lambda: None)  # type: ignore[arg-type]
-    assert engine.most_under_way == 3 and rate <= 6 / 0.1
+    assert engine.most_under_way == 3 and rate == 6 / (12 * 0.25)
 
 
 def test_a_failed_request_ends_the_run():
@@ -385,9 +420,8 @@ def test_the_page_says_which_targets_are_missed():
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/bench.py", "ragcache", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env={**os.environ})
+def bench(*arguments: object) -> in_process.Done:
+    return in_process.run(bench_script.main, "ragcache", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -404,16 +438,18 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--quick", "--json", "--data", str(data), "--model", str(folder / "tiny"), "--max-model-len", "512"]
 
 
-def test_a_real_run_of_all_parts(options, tmp_path):
+def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(ragcache, "cache_folder", lambda: tmp_path / "cache")
     page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
-    more = ["--requests", "24", "--budgets", "0.3", "1", "--order-requests", "8", "--ratios", "1"]
+    more = ["--requests", "16", "--budgets", "0.3", "1", "--order-requests", "4", "--ratios", "1"]
+    more += ["--embedded", "8", "--searches", "2"]
     done = bench(*options, *more, "--markdown", str(page), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     rows = {(one["strategy"], one["budget_share"], one["policy"]): one for one in figures["policies"]["cases"]}
     assert list(rows) == [(s, b, p) for s in ("prefix", "cachecraft") for b in (0.3, 1.0) for p in policies.POLICIES]
     for one in rows.values():
-        assert one["documents"] == 24 and one["hits"] == round(24 * one["hit_ratio"])
+        assert one["documents"] == 16 and one["hits"] == round(16 * one["hit_ratio"])
         assert 0 < one["ttft_ms"]["low"] <= one["ttft_ms"]["mean"] <= one["ttft_ms"]["high"]
     hits = {
         (strategy, share): sum(rows[strategy, share, policy]["hits"] for policy in policies.POLICIES)
