@@ -92,30 +92,30 @@ def keys_of(leases) -> list[str]:
 
 def test_one_holder_until_it_gives_up(pair):
     ours, theirs = (index.leases for index in pair)
-    assert ours.held(["a", "b"]) == frozenset() and ours.held([]) == frozenset() and ours.acquire([], 10) == []
-    (lease,) = ours.acquire(["a"], 10)
+    assert ours.held(["a", "b"]) == frozenset() and ours.held([]) == frozenset() and ours.acquire([], 1000) == []
+    (lease,) = ours.acquire(["a"], 1000)
     assert lease.key == "a" and lease.epoch == 0 and lease.holder
-    assert theirs.acquire(["a"], 10) == [] and ours.acquire(["a"], 10) == []
+    assert theirs.acquire(["a"], 1000) == [] and ours.acquire(["a"], 1000) == []
     assert theirs.held(["a", "b"]) == {"a"}
     ours.release(lease)
-    assert theirs.held(["a"]) == frozenset() and keys_of(theirs.acquire(["a"], 10)) == ["a"]
+    assert theirs.held(["a"]) == frozenset() and keys_of(theirs.acquire(["a"], 1000)) == ["a"]
     ours.release(lease)  # not ours any more
     assert ours.held(["a"]) == {"a"}
 
 
 def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
     ours, theirs = (index.leases for index in pair)
-    assert keys_of(theirs.acquire(["c"], 10)) == ["c"]
-    assert keys_of(ours.acquire(["a", "b", "c", "d"], 10)) == ["a", "b"]
+    assert keys_of(theirs.acquire(["c"], 1000)) == ["c"]
+    assert keys_of(ours.acquire(["a", "b", "c", "d"], 1000)) == ["a", "b"]
     assert theirs.held(["a", "b", "c", "d"]) == {"a", "b", "c"}
-    assert theirs.acquire(["a", "d"], 10) == [] and theirs.held(["d"]) == frozenset()
+    assert theirs.acquire(["a", "d"], 1000) == [] and theirs.held(["d"]) == frozenset()
 
 
 def test_a_lease_ends_by_itself_and_its_end_takes_no_other_one_along(pair, pass_time):
     ours, theirs = (index.leases for index in pair)
     (lease,) = ours.acquire(["a"], 2000)
     pass_time(1000)
-    assert theirs.acquire(["a"], 10) == []
+    assert theirs.acquire(["a"], 1000) == []
     pass_time(1001)
     assert theirs.held(["a"]) == frozenset()
     assert keys_of(theirs.acquire(["a"], 1000)) == ["a"]
@@ -127,11 +127,11 @@ def test_a_lease_ends_by_itself_and_its_end_takes_no_other_one_along(pair, pass_
 
 def test_namespaces_do_not_see_each_other(open_one):
     ours, theirs = open_one(), open_one("other-" + uuid.uuid4().hex)
-    ours.leases.acquire(["a"], 10)
-    ours.orders.place("a", b"1", 10)
+    ours.leases.acquire(["a"], 1000)
+    ours.orders.place("a", b"1", 1000)
     cursor = theirs.changes(None).cursor
     ours.notify({"v": b"record"}, {"w": None})
-    assert theirs.leases.held(["a"]) == frozenset() and keys_of(theirs.leases.acquire(["a"], 10)) == ["a"]
+    assert theirs.leases.held(["a"]) == frozenset() and keys_of(theirs.leases.acquire(["a"], 1000)) == ["a"]
     assert len(theirs.orders) == 0 and theirs.orders.take(1) is None
     found = theirs.changes(cursor)
     assert (found.added, found.removed, found.is_complete) == ({}, {}, True)
@@ -154,9 +154,9 @@ def test_a_holder_that_is_killed_is_succeeded_once_its_time_is_over(spawn, open_
     assert holder.stdout.readline() == "held\n"
     holder.kill()
     holder.wait()
-    assert index.leases.acquire(["v"], 10) == [] and index.orders.take(10) is None
+    assert index.leases.acquire(["v"], 1000) == [] and index.orders.take(1000) is None
     pass_time(1001)
-    assert index.leases.acquire(["v"], 10) and index.orders.take(10) == Order("work", b"do it", attempt=2)
+    assert index.leases.acquire(["v"], 1000) and index.orders.take(1000) == Order("work", b"do it", attempt=2)
 
 
 # -- orders --------------------------------------------------------------------------------------------------------
@@ -164,18 +164,18 @@ def test_a_holder_that_is_killed_is_succeeded_once_its_time_is_over(spawn, open_
 
 def test_orders_are_taken_oldest_first_by_one_and_done_once(pair):
     ours, theirs = (index.orders for index in pair)
-    assert ours.take(10) is None and len(ours) == 0
-    assert ours.place("b", b"\x00\xff", 10) and theirs.place("a", b"2", 10)
-    assert not theirs.place("b", b"other", 10)  # it stays as it was
+    assert ours.take(1000) is None and len(ours) == 0
+    assert ours.place("b", b"\x00\xff", 1000) and theirs.place("a", b"2", 1000)
+    assert not theirs.place("b", b"other", 1000)  # it stays as it was
     assert len(ours) == len(theirs) == 2
-    assert theirs.take(10) == Order("b", b"\x00\xff", 1)
-    assert not ours.place("b", b"3", 10) and len(ours) == 2
-    assert ours.take(10) == Order("a", b"2", 1) and ours.take(10) is None
+    assert theirs.take(1000) == Order("b", b"\x00\xff", 1)
+    assert not ours.place("b", b"3", 1000) and len(ours) == 2
+    assert ours.take(1000) == Order("a", b"2", 1) and ours.take(1000) is None
     ours.finish("b")
     ours.finish("b")
     ours.finish("never there")
     assert len(theirs) == 1
-    assert ours.place("b", b"again", 10) and theirs.take(10) == Order("b", b"again", 1)
+    assert ours.place("b", b"again", 1000) and theirs.take(1000) == Order("b", b"again", 1)
 
 
 def test_an_order_that_is_not_finished_in_time_is_taken_again_in_its_old_place(pair, pass_time):
@@ -204,8 +204,8 @@ def test_the_oldest_order_gives_way_where_there_are_too_many(pair, monkeypatch):
     ours, theirs = (index.orders for index in pair)
     monkeypatch.setattr(sys.modules[type(ours).__module__], "MOST_ORDERS", 3)
     for number in range(5):
-        assert ours.place(f"k{number}", b"", 60)
-    assert len(theirs) == 3 and [theirs.take(60).key for _ in range(3)] == ["k2", "k3", "k4"]
+        assert ours.place(f"k{number}", b"", 1000)
+    assert len(theirs) == 3 and [theirs.take(1000).key for _ in range(3)] == ["k2", "k3", "k4"]
 
 
 # -- changes -------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_an_index_in_sqlite_does_not_grow(tmp_path, monkeypatch):
         cursor = other.changes(None).cursor
         for number in range(20):
             index.notify({f"v{turn}-{number}": bytes(10_000)}, {})
-            index.leases.release(index.leases.acquire([f"v{number}"], 10)[0])
+            index.leases.release(index.leases.acquire([f"v{number}"], 1000)[0])
         assert len(other.changes(cursor).added) == 20
         sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
     assert max(sizes[30:]) <= max(sizes[:30]) < 8_000_000

@@ -9,6 +9,7 @@ import pytest
 from store import StoreCipher, StoreIdentity, StoreKeys
 from store.index import open_index
 from store.index.leases import LATE_S, IndexLeases
+from tests.polling import wait_until
 from tests.store.kv import open_store
 
 KEYS = StoreKeys((b"k" * 32,))
@@ -81,8 +82,9 @@ def test_orders_come_through_and_nobody_reads_what_is_encrypted(open_one, ours):
     assert len(ours.orders) == 1
     raw = open_one(None).orders.take(0.001)
     assert (b"4711" in raw.value) == (ours._sealed._identity is SEALED)
-    time.sleep(0.05)
-    order = ours.orders.take(30)
+    taken = []
+    wait_until(lambda: taken.append(ours.orders.take(1000)) or taken[-1])
+    order = taken[-1]
     assert (order.key, order.value, order.attempt) == ("a", b"[17, 4711]", 2)
     ours.orders.finish("a")
     assert len(ours.orders) == 0 and ours.orders.take(30) is None and ours.num_forged == 0

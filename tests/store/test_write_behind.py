@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from store import HostTier, TensorStoreTier, TieredStore
+from tests.polling import wait_until
 from tests.store.kv import OURS, SPEC, assert_same_bytes, bytes_on_disk, get, make_kv, make_record, open_store, url_of
 
 ONE = SPEC.num_bytes(5)
@@ -55,8 +56,9 @@ def test_batch_job_waits_for_room_instead(gated):
     took = []
     thread = threading.Thread(target=lambda: took.append(submit(store, "c", wait=True)))
     thread.start()
+    wait_until(lambda: store.tier_of("c") == "host")
     thread.join(0.05)
-    assert thread.is_alive() and store.tier_of("c") == "host"  # waits, and does not hold up others
+    assert thread.is_alive()  # waits, and does not hold up others
     tier.gate.set()
     thread.join(120)
     assert took == [("host", "disk")] and store.flush(120) and "c" in tier
