@@ -15,7 +15,7 @@ from tests.oracles import llama_forward
 
 MODEL = TinyModel(seed=11, num_hidden_layers=6)
 RATIOS = (0.0, 0.1, 0.3, 0.6, 1.0)
-NUM_PROMPTS = 12
+NUM_PROMPTS = 6
 
 
 def first_logits(engine, segments, reuse="bounded"):
@@ -38,16 +38,23 @@ def test_the_first_tokens_logits_are_the_oracles():
     assert plain.first_logits is None
 
 
-@pytest.mark.parametrize("strategy", ["auto", "cachecraft", "cacheblend", "legolink"])
-def test_divergence_falls_with_the_share(strategy, tmp_path):
-    means = []
-    store = tmp_path.as_uri()
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """Prompts, the URL of a store with their passages, and the logits of full prefill in another order."""
+    store = tmp_path_factory.mktemp("store").as_uri()
     prompts = [draw_segments(np.random.default_rng(seed), [60, 50, 40, 30]) for seed in range(NUM_PROMPTS)]
     with MODEL.engine(max_model_len=512, store=store) as engine:
         for segments in prompts:
             engine.generate_from_tokens(segments, max_new_tokens=1, reuse="exact")
             engine.generate_from_tokens(permuted(segments, [3, 1, 0, 2]), max_new_tokens=1, reuse="exact")
         full = [first_logits(engine, permuted(segments, [2, 0, 3, 1]), "off") for segments in prompts]
+    return prompts, store, full
+
+
+@pytest.mark.parametrize("strategy", ["auto", "cachecraft", "cacheblend", "legolink"])
+def test_divergence_falls_with_the_share(strategy, stored):
+    prompts, store, full = stored
+    means = []
     for ratio in RATIOS:
         settings = {"strategy": strategy, "recompute_ratio": ratio, "focus_window": None, "read_only": True}
         with MODEL.engine(max_model_len=512, store=store, **settings) as engine:
