@@ -26,7 +26,7 @@ def _one_of(*sizes: int) -> Callable[[int], int]:
 
 
 SIZES = {
-    "token_bucket": _one_of(16, 128, 512),
+    "token_bucket": _one_of(16, 128, 256),  # never more than slots
     "slot_bucket": _one_of(256, 1024, 4096),
     "segment_bucket": _one_of(16, 256),
     "batch_bucket": _one_of(4, 32),
