@@ -115,7 +115,7 @@ def test_answers_go_on_without_the_bucket_and_sharing_works_again_with_it(cluste
         while stored(cluster) <= before:
             number += 1
             tiers(cluster, f"after {number}")
-            assert time.monotonic() - opened < 60, "nothing is stored again"
+            assert time.monotonic() - opened < 600, "nothing is stored again"
         print(f"stored again {time.monotonic() - opened:.1f} s after the bucket was back")
         tiers(cluster, "afterwards")
     wait_until_written(cluster)
@@ -138,6 +138,6 @@ def test_answers_go_on_without_redis_and_leases_are_there_again_with_it(cluster:
         time.sleep(1.0)
         redis.start()
         started = time.monotonic()
-        wait_until(redis.keys, timeout_s=30)
+        wait_until(redis.keys, timeout_s=120)
         print(f"told again {time.monotonic() - started:.1f} s after Redis was back")
     assert set(load.statuses) == {200}
