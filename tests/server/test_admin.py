@@ -286,7 +286,7 @@ def test_an_order_waits_for_the_request_that_runs_and_health_does_not(server: Se
         order = pool.submit(call, server, "DELETE", "/documents/anna?erase=true")
         wait_until(lambda: server.service.backend.worker._is_calling, timeout_s=60)
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
-        assert not order.done() and len(server.engine.documents("anna")) == 1
+        assert not order.done()
     assert order.result().status_code == 200 and server.engine.documents() == ()
 
 
