@@ -69,8 +69,9 @@ jaxtyping.install_import_hook([*_CHECKED, "pallas_kernels"], "beartype.beartype"
 
 
 # Examples are the same in every run, or one that fails now and then would be found by whoever changes something else.
-hypothesis.settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True, database=None)
-hypothesis.settings.register_profile("thorough", max_examples=200, deadline=None)
+any_speed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True, database=None, **any_speed)
+hypothesis.settings.register_profile("thorough", max_examples=200, **any_speed)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
@@ -145,6 +146,8 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     gc.collect()
     threads = [thread for thread in threading.enumerate() if not (thread.daemon or thread is threading.main_thread())]
+    # The stores of a process share one pool of readers, which ends with the process.
+    threads = [thread for thread in threads if not thread.name.startswith("store-read")]
     threads = [thread.name for thread in threads if (thread.join(60), thread.is_alive())[1]]
     process = psutil.Process()
     children = [(child.pid, child.cmdline()) for child in process.children(recursive=True) if _is_running(child)]

@@ -36,7 +36,7 @@ def engine_of(size, **settings):
     return MODEL.engine(tensor_parallel_size=size, max_model_len=512, **settings)
 
 
-@pytest.mark.parametrize(("size", "attention"), zip(SIZES, [None, "triton_interpret", None], strict=True))
+@pytest.mark.parametrize(("size", "attention"), [*zip(SIZES, [None, "triton_interpret", None], strict=True)])
 def test_prefill_and_decode_are_the_oracle(size, attention):
     tokens = [token for segment in SEGMENTS for token in segment]
     with WIDE.engine(tensor_parallel_size=size, max_model_len=512, attention=attention) as engine:
@@ -90,7 +90,7 @@ def test_weights_that_a_host_reads_whole_are_split_as_they_are(tmp_path, is_chec
         np.testing.assert_array_equal(np.asarray(got), np.asarray(one))
 
 
-@pytest.mark.parametrize(("size", "device_cache_bytes"), zip(SIZES, [2 << 20, 0, 0], strict=True))
+@pytest.mark.parametrize(("size", "device_cache_bytes"), [*zip(SIZES, [2 << 20, 0, 0], strict=True)])
 def test_identities(size, device_cache_bytes):
     """Of DESIGN: empty store, same prefix, everything recomputed, exact in any order; and one device gives the same."""
     settings = {"device_cache_bytes": device_cache_bytes}
