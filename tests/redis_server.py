@@ -36,7 +36,7 @@ class RedisServer:
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder]
         command += [*self._arguments, *([] if self._password is None else ["--requirepass", self._password])]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + 120
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as connection:
                 connection.sendall(b"PING\r\n")
@@ -64,7 +64,7 @@ class RedisServer:
     def run(self, *command: str) -> str:
         """What redis-cli prints."""
         arguments = ["redis-cli", "-p", str(self.port), *command]
-        return subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 def free_port() -> int:
