@@ -43,6 +43,18 @@ def working(monkeypatch, idle, *, needs_idle_cpus):
         thread.join()
 
 
+@pytest.mark.parametrize("error", [OSError("no index"), RuntimeError("a broken order")])
+def test_an_order_that_fails_is_not_the_last(monkeypatch, error):
+    def fail(engine, *, is_cancelled):
+        engine.times_asked += 1
+        raise error
+
+    monkeypatch.setattr(generator, "_AWAY_S", 0.001)
+    monkeypatch.setattr(Engine, "compute_ahead", fail)
+    with working(monkeypatch, lambda: 1.0, needs_idle_cpus=False) as engine:
+        wait_until(lambda: engine.times_asked > 2)
+
+
 @pytest.fixture
 def busy_cpus():
     """Every CPU of this machine has something to do."""

@@ -149,9 +149,23 @@ def test_requests_at_once_get_what_each_gets_alone(settings):
 def test_what_one_request_computes_the_next_one_reuses_even_if_both_were_in_line():
     segments = draw_segments(np.random.default_rng(2), [40, 30, 50])
     with MODEL.engine(max_num_seqs=1) as engine:
-        clients = [Client(engine, ask(segments)) for _ in range(4)]
+        with engine._loop.paused():
+            clients = [Client(engine, ask(segments)) for _ in range(4)]
         shares = [client.response().reuse.reused_tokens for client in clients]
         assert shares == [0] + [7 + 40 + 30 + 50] * 3
+
+
+def test_what_a_pack_of_several_requests_leaves_behind_is_each_ones_own():
+    crowd = [draw_segments(np.random.default_rng(seed), [40, 30]) for seed in (2, 3, 4)]
+    with MODEL.engine(max_num_seqs=4) as engine:
+        with engine._loop.paused():
+            clients = [Client(engine, ask(segments)) for segments in crowd]
+        for client in clients:
+            client.response()
+        for segments in crowd:
+            plain, again = engine.run(ask(segments, "off")), engine.run(ask(segments, "exact"))
+            assert again.reuse.reused_tokens == 7 + 40 + 30
+            check(again, plain)
 
 
 def test_contexts_of_a_pack_stay_within_what_is_compiled_ahead():

@@ -136,6 +136,16 @@ def test_a_warmed_document_is_reused_anywhere_and_exactly_in_front(start):
     assert engine.generate("Who sings?", [ANNA], max_new_tokens=4, reuse="exact").token_ids == plain.token_ids
 
 
+def test_a_repaired_variant_is_no_warmed_document(start):
+    engine = start(recompute_ratio=0.15)
+    ask(engine, CARLA, ANNA)
+    assert not ask(engine, ANNA).exact  # and what is kept of that stands behind the system prompt, too
+    fidelities = [meta.fidelity for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA)]
+    assert len(fidelities) == 2
+    assert [item.status for item in engine.warm([ANNA])] == ["computed"]
+    assert ask(engine, ANNA, reuse="exact").per_document[1].computed_tokens == 0
+
+
 def test_warming_serves_requests_with_a_system_prompt_of_their_own(start):
     engine = start()
     engine.warm([ANNA], system_prompt="Sing!")

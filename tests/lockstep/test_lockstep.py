@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -180,7 +181,7 @@ def test_a_leader_that_goes_without_a_word_is_missed(pair, last_words):
         connection.sendall(last_words)
     for connection in pair.leader._connections.values():
         connection.shutdown(socket.SHUT_RDWR)
-    pair.thread.join(10)
+    pair.thread.join(60)
     assert isinstance(pair.ended[0], lockstep.LostHostError)
 
 
@@ -223,15 +224,30 @@ def test_strangers_are_turned_away_and_followers_come_once(leading):
         strangers[-1].shutdown(socket.SHUT_WR)
     with ThreadPoolExecutor(2) as followers:
         following = [followers.submit(follower_of(leading, process).follow, SHARED) for process in (1, 2)]
-        leading.lead(SHARED, timeout_s=30)
+        leading.lead(SHARED, timeout_s=60)
         for stranger in strangers:
-            stranger.settimeout(10)
+            stranger.settimeout(60)
             with stranger, contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
         with pytest.raises(RuntimeError, match="one engine"):
             leading.lead(SHARED)
         leading.end()
-        assert [one.result(30) for one in following] == [None, None]
+        assert [one.result(60) for one in following] == [None, None]
+
+
+def test_silence_is_no_loss(leading, monkeypatch):
+    """Nobody asks an idle server for anything: both ends wait for each other without a limit."""
+    waits = []
+    module = sys.modules[Group.__module__]  # `lockstep.group` is a function
+    monkeypatch.setattr(module, "follow", lambda connection, shared: waits.append(connection.gettimeout()))
+    with ThreadPoolExecutor(2) as followers:
+        following = [followers.submit(follower_of(leading, process).follow, SHARED) for process in (1, 2)]
+        leading.lead(SHARED, timeout_s=60)
+        for one in following:
+            one.result(60)
+    leader = leading._leader
+    assert leader is not None
+    assert [*waits, *(one.gettimeout() for one in leader._connections.values())] == [None] * 4
 
 
 def test_a_process_that_comes_twice_does_not_take_its_own_place(leading):
@@ -240,8 +256,8 @@ def test_a_process_that_comes_twice_does_not_take_its_own_place(leading):
         for process in (1, 1, 2):
             came.append(stack.enter_context(socket.create_connection(("127.0.0.1", leading._port))))
             came[-1].sendall(_HELLO.pack(TOKEN, process))
-            came[-1].settimeout(10)
-        leading.lead(SHARED, timeout_s=30)
+            came[-1].settimeout(60)
+        leading.lead(SHARED, timeout_s=60)
         assert came[1].recv(1) == b""
         leading.end()
         for connection in (came[0], came[2]):
@@ -257,7 +273,7 @@ def test_who_does_not_come_is_named(leading):
             leading.lead(SHARED, timeout_s=1.0)
         leading.end()
         with pytest.raises((lockstep.LostHostError, OSError)):
-            following.result(30)
+            following.result(60)
 
 
 def test_a_leader_that_is_not_there_is_named(leading):

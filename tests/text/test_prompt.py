@@ -221,6 +221,8 @@ def test_what_templates_of_real_models_use():
     template = ChatTemplate(source, {"date_string": "<1>"}, clock)
     rendered = template.render([{"role": "user", "content": "<é>"}, USER])
     assert rendered == '{"role": "user", "content": "<é>"}04 Jul 2026<1>True'
+    own = ChatTemplate("{{ bos_token }}{{ date }}", {"bos_token": "<s>"})
+    assert own.render([USER], variables={"bos_token": "forged", "date": "today"}) == "<s>today"
     with pytest.raises(TemplateRejectedError, match="no"):
         ChatTemplate("{{ raise_exception('no') }}").render([USER])
     with pytest.raises(TemplateRejectedError):  # the sandbox
