@@ -237,9 +237,9 @@ def test_strangers_are_turned_away_and_followers_come_once(leading):
 
 def test_silence_is_no_loss(leading, monkeypatch):
     """Nobody asks an idle server for anything: both ends wait for each other without a limit."""
-    waits = []
+    held = []
     module = sys.modules[Group.__module__]  # `lockstep.group` is a function
-    monkeypatch.setattr(module, "follow", lambda connection, shared: waits.append(connection.gettimeout()))
+    monkeypatch.setattr(module, "follow", lambda connection, shared: held.append(connection))
     with ThreadPoolExecutor(2) as followers:
         following = [followers.submit(follower_of(leading, process).follow, SHARED) for process in (1, 2)]
         leading.lead(SHARED, timeout_s=60)
@@ -247,7 +247,10 @@ def test_silence_is_no_loss(leading, monkeypatch):
             one.result(60)
     leader = leading._leader
     assert leader is not None
-    assert [*waits, *(one.gettimeout() for one in leader._connections.values())] == [None] * 4
+    assert [one.gettimeout() for one in (*held, *leader._connections.values())] == [None] * 4
+    leading.end()
+    for connection in held:
+        connection.close()
 
 
 def test_a_process_that_comes_twice_does_not_take_its_own_place(leading):
