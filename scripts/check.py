@@ -134,7 +134,7 @@ def _used(name: str, source: str, files: Mapping[str, Path]) -> set[str]:
 
 def _mirror(path: str) -> str:
     """The folder whose tests are about this file."""
-    parts = Path(path).parts
+    parts = path.split("/")
     if parts[0] == "ccjax" and len(parts) > 2:
         return f"tests/{parts[1]}"
     return str(Path(path).parent) if parts[0] == "tests" else f"tests/{parts[0]}"
