@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -57,7 +58,11 @@ def fuzz(
     options += [f"-runs={num_runs}", f"-seed={seed}", str(corpus)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     started = [*FROM_SHELL, *command, *options]
-    done = subprocess.run(started, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    # libFuzzer ends without Python's own end, so what a target writes is removed here, from memory if possible.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ccjax-fuzz-", dir=memory) as temporary:
+        environment["TMPDIR"] = temporary
+        done = subprocess.run(started, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     num_runs = _last_number(r"stat::number_of_executed_units: (\d+)", done.stderr)
     coverage = _last_number(r" cov: (\d+)", done.stderr)

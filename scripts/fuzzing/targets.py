@@ -35,7 +35,8 @@ from store.objects import open_root
 from store.records import decode_known, decode_record, encode_record, known_from_raw
 from store.spec import KVSpec, ShardRecord, StoreIdentity
 
-_FOLDER = Path(tempfile.mkdtemp(prefix="ccjax-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+_TEMPORARY = tempfile.TemporaryDirectory(prefix="ccjax-fuzz-")
+_FOLDER = Path(_TEMPORARY.name)
 _SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
 _IDENTITY = StoreIdentity(model_fingerprint="f" * 64, tenant_salt="")
 _CONFIG = LlamaConfig(
