@@ -54,6 +54,11 @@ class SharedReaders:
         reader = self._readers.get(variant_id)
         return 0 if reader is None or reader.has_failed else reader.bytes_there
 
+    def forget(self, variant_id: str) -> None:
+        """Shares the reader with nobody any more; whoever has it keeps it. The variant may be written anew."""
+        with self._lock:
+            self._readers.pop(variant_id, None)
+
     def retain(self, pinned: Container[str]) -> None:
         """Shares no reader any more of a variant that is not pinned: it may be evicted and written anew."""
         with self._lock:

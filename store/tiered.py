@@ -302,6 +302,7 @@ class TieredStore(Levels):
             hidden = [] if self._disk is None else self._disk.hide([variant_id], condemns)
             if hidden:
                 self._counts[DISK]["discarded"] += len(hidden)
+                self._readers.forget(variant_id)
         if hidden and self._disk is not None:
             self._disk.erase(hidden, condemned=True)
 

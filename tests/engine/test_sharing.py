@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ccjax.engine import EngineConfig, admission, sharing
+from ccjax.engine import EngineConfig, admission, contexts, sharing
 from ccjax.engine.batch import loop, seating, siblings
 from ccjax.engine.prefill import PrefillCancelledError
 from ccjax.engine.sharing import SharedPrefill
@@ -181,7 +181,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loop, seating, siblings, admission):
+    for module in (loop, seating, siblings, admission, contexts):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(sharing, "time", SimpleNamespace(perf_counter=clock.look))
     return clock

@@ -10,7 +10,7 @@ import pytest
 
 from store import ShardCorruptError, ShardNotFoundError, TieredStore
 from store.arrays import ShardReader
-from tests.store.kv import SPEC, assert_same_bytes, make_kv, object_files, open_store, put
+from tests.store.kv import SPEC, assert_same_bytes, get, make_kv, object_files, open_store, put
 
 BYTES = SPEC.num_bytes(5)
 LAYER = BYTES // 3
@@ -80,6 +80,18 @@ def test_nothing_is_shared_once_the_loads_are_complete(opened) -> None:
     store.complete_load(ticket)
     assert store.unread_bytes("a") == BYTES  # though the ticket is still there
     assert not store.prepare_load(["a"]).ready("a", 0, 1)
+
+
+def test_what_was_discarded_and_written_anew_is_read_anew(opened) -> None:
+    """Though the old one's load is still open, which may have read nothing so far."""
+    store = opened(Reads())
+    old = store.prepare_load(["a"])
+    store.discard("a")
+    put(store, "a", 5)
+    assert_same_bytes(get(store, "a"), make_kv("a", 5))
+    with pytest.raises(ShardNotFoundError):
+        old.read_layers("a", 0, 3)
+    store.complete_load(old, ok=False)
 
 
 def test_a_load_given_up_frees_its_memory_and_its_pins(opened) -> None:
