@@ -78,7 +78,9 @@ def run(tmp_path: Path, directory: Path, num_devices: int, **settings: Any) -> l
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "settings"), [(2, {}), (1, {"device_cache_bytes": 2 << 20, "strategy": "cacheblend"})]
+    ("num_devices", "settings"),
+    # tests/server/test_hosts.py has two processes of one device each
+    [(2, {}), pytest.param(1, {"device_cache_bytes": 2 << 20, "strategy": "cacheblend"}, marks=pytest.mark.slow)],
 )
 def test_two_processes_compute_what_one_device_does(tmp_path, directory, num_devices, settings):
     store = f"file://{tmp_path}/store"
