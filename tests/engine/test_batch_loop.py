@@ -168,6 +168,15 @@ def test_what_a_pack_of_several_requests_leaves_behind_is_each_ones_own():
             check(again, plain)
 
 
+def test_compiling_is_not_taken_for_computing():
+    segments = draw_segments(np.random.default_rng(2), [40, 30])
+    with MODEL.engine() as engine:
+        engine.run(ask(segments, "off"))
+        assert engine.rates.seconds_per_token is None  # all sizes were new to this engine
+        engine.run(ask(segments, "off"))
+        assert engine.rates.seconds_per_token is not None
+
+
 def test_contexts_of_a_pack_stay_within_what_is_compiled_ahead():
     """Prompts that compute little each: without a limit one pack would take them all."""
     random = np.random.default_rng(5)
