@@ -339,6 +339,22 @@ def test_commit_during_a_refresh_is_no_removal(place, monkeypatch):
     assert tier.refresh() == ((), ()) and tier.budget.used_bytes == place.num_bytes()
 
 
+def test_what_is_committed_during_a_sweep_is_no_orphan(place, monkeypatch):
+    tier, other = TensorStoreTier(place.url, SPEC, OURS), TensorStoreTier(place.url, SPEC, OURS)
+    refresh = tier.refresh
+
+    def refresh_then_commit():
+        found = refresh()
+        other.write(make_record("v"), make_kv("v"))
+        return found
+
+    monkeypatch.setattr(tier, "refresh", refresh_then_commit)
+    assert tier.sweep(0.0, 0.0) == ()
+    later = TensorStoreTier(place.url, SPEC, OURS)
+    later.refresh()
+    assert_same_bytes(later.open("v").wait(0, 3), make_kv("v"))
+
+
 def test_refresh_between_the_halves_of_an_eviction_keeps_the_books(place):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))

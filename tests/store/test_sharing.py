@@ -82,6 +82,20 @@ def test_nothing_is_shared_once_the_loads_are_complete(opened) -> None:
     assert not store.prepare_load(["a"]).ready("a", 0, 1)
 
 
+def test_what_was_evicted_and_written_anew_is_read_anew(opened) -> None:
+    """Though somebody still holds the old reader."""
+    store = opened(Reads())
+    ticket = store.prepare_load(["a"])
+    reader = ticket._sources["a"]
+    store.complete_load(ticket)
+    assert store.evict("disk", ["a"]) == ("a",)
+    put(store, "a", 5)
+    again = store.prepare_load(["a"])
+    assert again._sources["a"] is not reader
+    assert_same_bytes(again.read_layers("a", 0, 3), make_kv("a", 5))
+    store.complete_load(again)
+
+
 def test_what_was_discarded_and_written_anew_is_read_anew(opened) -> None:
     """Though the old one's load is still open, which may have read nothing so far."""
     store = opened(Reads())
