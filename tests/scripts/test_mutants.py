@@ -1,0 +1,85 @@
+"""scripts/mutants.py and scripts/check.py: what applies, what is told of what does not, and which tests are near."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import check, mutants
+from scripts.mutants import Mutant
+
+SOURCE = "def one():\n    return 1 + 1\n\n\nclass Two:\n    def one(self):\n        return 1 + 1\n"
+LISTED = '[[mutant]]\nfile = "store/a.py"\nold = "1"\nnew = "2"\ntest = "tests/store/test_a.py"\n'
+
+
+def change(old="1 + 1", new="1 - 1", within="Two.one"):
+    return Mutant("store/a.py", old, new, "tests/store/test_a.py::test_it", within)
+
+
+def test_only_the_named_place_is_changed():
+    assert change().applied(SOURCE) == SOURCE[:-6] + "1 - 1\n"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "words"),
+    [
+        (change(within=""), "stands 2 times in the file, not once"),
+        (change(within="Three"), "there are 0 definitions of Three"),
+        (change(old="2 + 2"), "stands 0 times in Two.one"),
+        (change(new="1 + 1"), "replaced by itself"),
+        (change(new="1 +"), "it is no Python"),
+    ],
+)
+def test_what_does_not_apply_says_why(mutant, words):
+    with pytest.raises(ValueError, match=words):
+        mutant.applied(SOURCE)
+
+
+def test_lists_are_complete_and_have_nothing_twice(tmp_path):
+    (tmp_path / "a.toml").write_text(LISTED)
+    assert mutants.read_mutants(tmp_path) == [Mutant("store/a.py", "1", "2", "tests/store/test_a.py")]
+    (tmp_path / "b.toml").write_text(LISTED)
+    with pytest.raises(ValueError, match="listed twice"):
+        mutants.read_mutants(tmp_path)
+    (tmp_path / "b.toml").write_text(LISTED.replace("old", "odl"))
+    with pytest.raises(ValueError, match="b.toml, mutant 1: .*'odl'"):
+        mutants.read_mutants(tmp_path)
+
+
+def test_all_mutants_apply_to_this_tree(capsys):
+    assert mutants.main(["--check"]) == 0, capsys.readouterr().out
+    assert len(mutants.read_mutants(mutants.LISTS)) >= 100
+    assert mutants.main(["--check", "no/such/folder"]) == 2
+
+
+def test_a_survivor_and_a_test_that_is_gone_are_told(monkeypatch, capsys):
+    outcomes = {"1 + 1": ("killed", ""), "1": ("survived", "1 passed")}
+    monkeypatch.setattr(mutants, "_outcome", lambda copy, one, *_: outcomes[one.old] if one else ("survived", ""))
+    assert mutants.run([change()], 1) == 0
+    assert mutants.run([change(), change(old="1")], 1) == 1
+    assert "survived: store/a.py" in capsys.readouterr().out
+    outcomes["1"] = ("does not apply", "no tests ran")
+    assert mutants.run([change(old="1")], 1) == 2
+    monkeypatch.setattr(mutants, "_outcome", lambda *_: ("killed", "1 failed"))
+    assert mutants.run([change()], 1) == 2, "the tests fail without any mutant"
+
+
+@pytest.mark.parametrize(
+    ("changed", "test"),
+    [
+        ("ccjax/policy/focus.py", "tests/policy/test_focus.py"),
+        ("scripts/snapshot.py", "tests/scripts/test_snapshot.py"),
+        ("tests/engine/skewed_worker.py", "tests/engine/test_clock_skew_processes.py"),  # started as a process
+        ("scripts/serve.py", "tests/server/test_startup.py"),  # that, too
+        ("tests/redis_server.py", "tests/store/test_index.py"),  # by a fixture of conftest.py
+    ],
+)
+def test_a_change_reaches_its_tests(changed, test):
+    assert test in check.nearest_tests([changed])
+
+
+def test_the_nearest_come_first_and_fit_the_time():
+    near = {"changed": 0, "near": 1, "long": 2, "far": 3, "farther": 4}
+    seconds = {"changed": 30.0, "near": 30.0, "long": 70.0, "far": 30.0, "farther": 30.0}
+    assert check.within(near, seconds, 100.0) == ["changed", "near", "far"]
+    with pytest.raises(SystemExit):
+        check.main(["no/such/file.py"])
