@@ -26,7 +26,9 @@ _lock = threading.Lock()
 _generations = itertools.count(1_700_000_000_000_000)
 
 
-class Handler(BaseHTTPRequestHandler):
+class ObjectHandler(BaseHTTPRequestHandler):
+    """What requests of both stand-ins have in common."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = -1
@@ -40,11 +42,18 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()  # else the client waits a second before it sends the body
         return True
 
-    def do_POST(self) -> None:
+    def read_body(self) -> bytes | None:
+        """The whole body, or None where the client was killed in the middle."""
         length = int(self.headers.get("Content-Length", 0))
         content = self.rfile.read(length)
-        if len(content) < length:  # the client was killed in the middle
-            self.close_connection = True
+        self.close_connection |= len(content) < length
+        return content if len(content) == length else None
+
+
+class Handler(ObjectHandler):
+    def do_POST(self) -> None:
+        content = self.read_body()
+        if content is None:
             return
         bucket, _ = self._target()
         name = self._query.get("name", "")

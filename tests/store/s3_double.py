@@ -11,35 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from tests.store.gcs_double import PAGE, Server
+from tests.store.gcs_double import PAGE, ObjectHandler, Server
 
 _objects: dict[str, bytes] = {}
 _lock = threading.Lock()
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def handle_expect_100(self) -> bool:
-        self.send_response_only(100)
-        self.end_headers()
-        self.wfile.flush()  # else the client waits a second before it sends the body
-        return True
-
+class Handler(ObjectHandler):
     def do_PUT(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        content = self.rfile.read(length)
-        if len(content) < length:  # the client was killed in the middle
-            self.close_connection = True
+        content = self.read_body()
+        if content is None:
             return
         name = self._target()
         with _lock:
