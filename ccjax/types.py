@@ -58,7 +58,7 @@ class VariantMeta:
     Attributes:
       prefix_ids: ordered chunk ids that stood before the chunk (the system prompt is the first of them).
       inter_by_prefix: CacheCraft eq. 3, mean over layers: softmax mass that this chunk's queries put on each prefix
-        chunk; aligned with `prefix_ids`.
+        chunk; aligned with `prefix_ids`. 0 for the instructions: see `has_system`.
       a_mean, b_mean: CacheCraft eq. 9-10, inter and intra mass normalised by chunk lengths, mean over layers.
       cci: CacheCraft eq. 11, in [0.5, 1].
       token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.
@@ -68,7 +68,10 @@ class VariantMeta:
         unless the engine was asked to measure it (strategy "h2o").
       start: position of the first token in the prompt that the variant was computed in; None in older stores.
       platform: JAX's name of what computed it, such as "cpu"; None for this process's own, and in older stores.
-      frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum of 1/CFO over uses.
+      has_system: the first of `prefix_ids` is the instructions. They hold the attention sink, which draws mass from
+        every token whatever it says, and they are the same in every prompt; so they do not count as a prefix chunk in
+        CacheCraft eq. 6, 7 and 9.
+      frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum over uses of one over the share that was recomputed.
       fidelity: `exact` when every KV row is what a full prefill would give, else `approx`.
     """
 
@@ -88,6 +91,12 @@ class VariantMeta:
     token_received: tuple[float, ...] = ()
     start: int | None = None
     platform: str | None = None
+    has_system: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """No passage stood before the chunk."""
+        return len(self.prefix_ids) == int(self.has_system)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,8 +187,8 @@ class LayerStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DocumentReuse:
-    """What happened to one document (or the system prompt) of a request; the three token counts add up to
-    `num_tokens`."""
+    """What happened to one document (or the system prompt) of a request; the three token counts add up to `num_tokens`.
+    `framed`: its KV was prepared behind the frame."""
 
     role: SegmentRole
     chunk_id: ChunkId | None
@@ -191,6 +200,7 @@ class DocumentReuse:
     cfo: float | None = None
     exact: bool = True
     focused: bool | None = None
+    framed: bool = False
     document_id: str | None = None
     version: str | None = None
     title: str | None = None

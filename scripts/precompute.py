@@ -184,7 +184,6 @@ def _settings(args: argparse.Namespace) -> list[Any]:
         documents=document_options(args),
         compile_cache=str(args.compile_cache_dir or user_cache() / "compile"),
         num_neighbours=args.neighbours,
-        compare=args.compare,
     )
     devices = [] if args.devices is None else args.devices.split(",")
     if devices and len(devices) != args.workers:
@@ -215,10 +214,12 @@ def _print(report: Report) -> None:
         "passages with their KV", f"{passages['stored']} of {passages['total']} ({_share(passages['share'])})"
     )
     table.add_row("tokens of these", _share(passages["token_share"]))
-    if collection.plan.conditioned:
-        behind = found["behind_neighbours"]
-        total = len(collection.plan.conditioned)
-        table.add_row("also behind neighbours", f"{behind['stored']} of {total} ({_share(behind['share'])})")
+    for name, key, units in (
+        ("also behind the frame", "framed", collection.plan.framed),
+        ("also behind neighbours", "behind_neighbours", collection.plan.conditioned),
+    ):
+        if units:
+            table.add_row(name, f"{found[key]['stored']} of {len(units)} ({_share(found[key]['share'])})")
     if report.pruned is not None:
         pruned = report.pruned
         text = f"{pruned.variants} variants of {pruned.passages} passages, {_size(pruned.num_bytes)}"
@@ -283,10 +284,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "compute each passage also behind its N most similar ones (default 0)"
     add("--neighbours", type=_count, default=0, metavar="N", help=text)
     text = (
-        "compute each passage twice, and keep how its KV changes with the context (default: as the strategy needs it)"
-    )
-    add("--compare", action=argparse.BooleanOptionalAction, default=None, help=text)
-    text = (
         "drop what is stored of passages that these documents do not have; those of other documents in the store, too"
     )
     add("--prune", action="store_true", help=text)
@@ -316,7 +313,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--tokenizer", str, "DIR", "directory with other tokenizer files than the model's own"),
         ("--attention", str, "TEXT", "implementation of the attention kernel (default: the platform's own)"),
         ("--max-model-len", int, "N", "longest prompt plus answer in tokens"),
-        ("--strategy", str, "TEXT", "how chunks will be reused; auto and deviation compare"),
+        ("--strategy", str, "TEXT", "how chunks will be reused; auto and deviation use the frame"),
+        ("--frame", str, "TEXT", "what passages are prepared behind: default, none, or a text file"),
         ("--ranking-layers", layer_list, "L,L", "layers that rank a passage's tokens, such as 0,1 (default: all)"),
         ("--host-cache-bytes", num_bytes, "SIZE", "host memory of each worker for chunk-caches, such as 2GiB"),
         ("--disk-cache-bytes", num_bytes, "SIZE", "room in the store"),

@@ -89,7 +89,7 @@ class Ahead:
         ends = range(int(self.has_system) + 1, len(self.chunks) + 1)
         # One token in place of a question: a prefill ends with one.
         prompts = [Prompt(self.chunks[:end], self.has_system, self.chunks[end - 1].token_ids[-1:], 1) for end in ends]
-        return Warming([_document(chunk) for chunk in passages], prompts, compare=False)
+        return Warming([_document(chunk) for chunk in passages], [(prompt,) for prompt in prompts])
 
 
 def needed(

@@ -16,7 +16,7 @@ from ccjax.engine.config import EngineConfig
 from ccjax.engine.contexts import LayerLoader, Pool
 from ccjax.engine.heavy_hitters import received_mass, with_received
 from ccjax.engine.load_plan import LoadPlanner
-from ccjax.engine.plan_rows import PrefillOutcome, computed_offsets
+from ccjax.engine.plan_rows import PrefillOutcome, computed_offsets, recomputed_share
 from ccjax.engine.prefill import IsCancelled, Prefiller
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.rates import Rates
@@ -171,9 +171,16 @@ class CachedPrefill:
         if prefilled.ticket is None:
             return
         try:
-            segments = prefilled.plan.segments
-            self._describe(prefilled.plan)
-            self._variants.credit([(one.variant_id, one.cfo or 0.0) for one in segments if one.variant_id is not None])
+            plan = prefilled.plan
+            self._describe(plan)
+            num_layers = self._prefiller.config.num_layers
+            self._variants.credit(
+                [
+                    (segment.variant_id, recomputed_share(plan, prefilled.result, index, num_layers))
+                    for index, segment in enumerate(plan.segments)
+                    if segment.variant_id is not None
+                ]
+            )
             if not self.read_only:
                 self._variants.documents.learn(prefilled.prompt.chunks)
                 self._capture(prefilled, only_replacing=False)

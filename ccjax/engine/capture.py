@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ccjax.engine.plan_rows import PrefillOutcome
+from ccjax.engine.plan_rows import SINK_TOKENS, PrefillOutcome
 from ccjax.policy.capture import should_capture, variant_meta
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId, VariantMeta
 from models.lockstep import fetch
@@ -68,7 +68,8 @@ def context_deviations(kv: np.ndarray, other: np.ndarray) -> tuple[float, ...]:
 def _mean_masses(
     plan: PrefillPlan, result: PrefillOutcome, layers: Collection[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mass [n, C] on every segment and self mass [n] of every prompt token, mean over layers, all or some, float64.
+    """Mass [n, C] on every segment and self mass [n] of every prompt token, mean over layers, all or some, float64;
+    without the attention sink's.
 
     Tokens that no layer computed have none; `variant_meta` wants exactly that of a repaired chunk.
     """
@@ -80,6 +81,7 @@ def _mean_masses(
         inside = slice(rows.first, rows.first + len(rows.offsets))
         mass[rows.offsets] += np.asarray(rows.mass)[inside, : len(plan.segments)]
         own[rows.offsets] += np.asarray(rows.self_mass)[inside]
+    own[:SINK_TOKENS] = 0.0  # as their mass on anything
     num_layers = result.layers[-1].layer + 1 if layers is None else len(layers)
     return mass / num_layers, own / num_layers
 
@@ -104,12 +106,12 @@ def _measured_meta(
         inter_by_prefix=tuple(float(value) for value in mass[:, :index].sum(0)),
         # Rounding may leave a token that saw only itself a hair below zero.
         intra=max(0.0, float((mass[:, index] - own).sum())),
-        # The system prompt never changes within a store and draws sink mass from every token alike: it would only blur
-        # which tokens took something from the passages before them.
+        # As in eq. 6 to 9: the instructions would only blur which tokens took something from the passages before them.
         token_scores=tuple(float(value) for value in ranking[rows][:, documents].sum(1)),
         num_bytes=num_bytes,
         fidelity=segment.fidelity,
         start=segment.start,
+        has_system=bool(before) and before[0].role == "system",
     )
 
 

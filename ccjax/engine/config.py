@@ -103,6 +103,9 @@ class EngineConfig:
         what is read must be sealed with (any of them); None writes no seals and wants none (`store.signing`).
       encrypt_store: encrypts what is written to `store` by keys made of those, in place of seals (`store.encryption`).
       tenant_salt: separates the chunk-caches of tenants that share a store.
+      frame: what passages are prepared behind, ahead of questions, besides directly behind the instructions: "default"
+        (two fixed passages), "none", or a text file in which blank lines separate passages (`ccjax.engine.frame`).
+        Strategies "auto" and "deviation" alone ask for it.
       system_prompt: used where a request brings no system message; None takes the built-in one.
     """
 
@@ -152,6 +155,7 @@ class EngineConfig:
     store_key_file: str | None = None
     encrypt_store: bool = False
     tenant_salt: str = ""
+    frame: str = "default"
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
@@ -197,6 +201,8 @@ class EngineConfig:
         for name in ("pin_share", "shadow_ratio", "shadow_target"):
             if not _is_number(getattr(self, name)) or not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name}: wanted a share from 0 to 1, got {getattr(self, name)!r}")
+        if not isinstance(self.frame, str) or not self.frame:
+            raise ConfigError(f"frame: wanted 'default', 'none' or a text file, got {self.frame!r}")
         if self.store is not None and not isinstance(self.store, str):
             raise ConfigError(f"store: wanted a URL such as 'file:///path', got {self.store!r}")
         if self.store_index is not None and (not isinstance(self.store_index, str) or self.store is None):

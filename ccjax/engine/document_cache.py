@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.documents import Erasure, Link
+from ccjax.engine.frame import PassageFrame
 from ccjax.engine.plan_rows import computed_offsets
 from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.prompts import Prompt
@@ -75,11 +76,12 @@ class Removal:
 
 
 WarmStatus = Literal["present", "computed", "no_room"]
+_WARM_STATUSES: tuple[WarmStatus, ...] = ("present", "computed", "no_room")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WarmedDocument:
-    """A document that was to be warmed: its variant was there already, was computed, or found no room."""
+    """A document that was to be warmed: its variants were there already, some were computed, or found no room."""
 
     document_id: str | None
     version: str | None
@@ -91,44 +93,47 @@ class Warming:
     """Documents to warm, and how far that is; `done` grows document by document.
 
     Args:
-      prompts: the last chunk of each is the document, what stands before it is its prefix.
-      companion: what a document is compared behind where none of the others was warmed before it.
+      prompts: of each document, one for each variant of it: the last chunk is the document, what stands before it is
+        its prefix.
+      compares: how far a document's KV behind others deviates from its KV alone is measured, where both are there.
     """
 
     def __init__(
-        self,
-        documents: Sequence[Document],
-        prompts: Sequence[Prompt],
-        *,
-        compare: bool,
-        companion: Chunk | None = None,
+        self, documents: Sequence[Document], prompts: Sequence[Sequence[Prompt]], *, compares: bool = False
     ) -> None:
         self.total = len(documents)
-        self.compare = compare
-        self.prompts = tuple(prompts)
-        self.companion = () if companion is None else (companion,)
+        self.compares = compares
+        self.prompts = tuple(prompt for some in prompts for prompt in some)
         self.done: list[WarmedDocument] = []
-        self._left = collections.deque(zip(documents, prompts, strict=True))
+        self._left = collections.deque(
+            (document, prompt, prompt is some[-1])
+            for document, some in zip(documents, prompts, strict=True)
+            for prompt in some
+        )
+        self._worst: WarmStatus = "present"
         self._kept: set[VariantId] = set()
-
-    def _beside(self, prompt: Prompt) -> Prompt | None:
-        """The next document behind another one of these, the one warmed last if it can be; None if there is none."""
-        done = len(self.done)
-        earlier, later = ([one.chunks[-1] for one in some] for some in (self.prompts[:done], self.prompts[done + 1 :]))
-        own = prompt.chunks[-1]
-        others = (*reversed(earlier), *self.companion, *later)
-        neighbour = next((one for one in others if one.chunk_id != own.chunk_id), None)
-        return None if neighbour is None else dataclasses.replace(prompt, chunks=(*prompt.chunks[:-1], neighbour, own))
 
     @property
     def next_prompt(self) -> Prompt:
-        """That of the next document; there is one unless `is_finished`."""
+        """That of the next variant; there is one unless `is_finished`."""
         return self._left[0][1]
 
     @property
     def is_finished(self) -> bool:
         """True once every document was dealt with."""
         return not self._left
+
+    def _pass_over(self, status: WarmStatus, held: VariantId | None) -> None:
+        document, prompt, is_last = self._left.popleft()
+        if held is not None:
+            self._kept.add(held)
+        if _WARM_STATUSES.index(status) > _WARM_STATUSES.index(self._worst):
+            self._worst = status
+        if is_last:
+            name = document.source_id or document.id
+            num_tokens = len(prompt.chunks[-1].token_ids)
+            self.done.append(WarmedDocument(name, document.version, num_tokens, self._worst))
+            self._worst = "present"
 
 
 class DocumentCache:
@@ -145,11 +150,10 @@ class DocumentCache:
         variants: VariantIndex,
         store: TieredStore,
         compiler: BackgroundCompiler,
-        *,
-        max_model_len: int,
+        frame: PassageFrame,
     ) -> None:
         self.registry = variants.documents
-        self._max_model_len = max_model_len
+        self.frame = frame
         self._prefill = prefill
         self._alone = alone
         self._variants = variants
@@ -158,11 +162,10 @@ class DocumentCache:
         self._next_tend = 0.0
 
     def warm_one(self, warming: Warming, is_cancelled: IsCancelled | None) -> None:
-        """Computes and stores the next document's variant behind the system prompt alone, unless there is one; compared
-        with how it is behind another document, where that is wanted and fits.
+        """Computes and stores the next variant of a warming, unless it is there.
 
         Raises:
-          PrefillCancelledError: `is_cancelled` returned True; the document is still to be done.
+          PrefillCancelledError: `is_cancelled` returned True; the variant is still to be done.
         """
         prompt = warming.next_prompt
         status: WarmStatus = "present"
@@ -174,37 +177,28 @@ class DocumentCache:
         self.pass_over(warming, status)
 
     def compute(self, warming: Warming, is_cancelled: IsCancelled | None, *, wait: bool = False) -> int:
-        """Computes the next document's variant and stores it where there is room; how many tokens were computed.
+        """Computes the next variant and stores it where there is room; how many tokens were computed.
 
-        Of a prompt with other documents before it, only the last one is stored. `wait` as `CachedPrefill.store_new`.
+        Of a prompt with other documents before it, only the last one is stored, and those of the frame: their KV is
+        computed once and reused exactly. `wait` as `CachedPrefill.store_new`.
 
         Raises:
           PrefillCancelledError: as `warm_one`.
         """
         prompt = warming.next_prompt
-        other, num_tokens = None, 0
+        other = None
         is_alone = len(prompt.chunks) == 1 + prompt.has_system
-        beside = warming._beside(prompt) if warming.compare and is_alone else None
-        if beside is not None and beside.num_tokens <= self._max_model_len:
-            compared = self._computed(beside, is_cancelled)
-            num_tokens += len(computed_offsets(compared.plan))
-            other = self._prefill.last_kv(compared)
-        elif warming.compare and not is_alone:
+        if warming.compares and not is_alone:
             alone_id = self.held_id(dataclasses.replace(prompt, chunks=_without_others(prompt)))
             other = None if alone_id is None else self._prefill.stored_kv(alone_id)
         prefilled = self._computed(prompt, is_cancelled)
-        num_tokens += len(computed_offsets(prefilled.plan))
-        self._prefill.store_new(prefilled, warming._kept, other, only_last=not is_alone, wait=wait)
-        return num_tokens
+        only_last = not is_alone and not self.frame.stands_in(prompt)
+        self._prefill.store_new(prefilled, warming._kept, other, only_last=only_last, wait=wait)
+        return len(computed_offsets(prefilled.plan))
 
     def pass_over(self, warming: Warming, status: WarmStatus) -> None:
-        """Ends the next document of a warming, which came to that."""
-        document, prompt = warming._left.popleft()
-        found = self.held_id(prompt)
-        if found is not None:
-            warming._kept.add(found)
-        name = document.source_id or document.id
-        warming.done.append(WarmedDocument(name, document.version, len(prompt.chunks[-1].token_ids), status))
+        """Ends the next variant of a warming, which came to that."""
+        warming._pass_over(status, self.held_id(warming.next_prompt))
 
     def _computed(self, prompt: Prompt, is_cancelled: IsCancelled | None) -> Prefilled:
         self._compiler.wait_for(self._alone.size_of(prompt, "exact"), is_cancelled)

@@ -11,9 +11,10 @@ from typing import Any
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.document_cache import CachedDocument, DocumentCache, Removal, WarmedDocument, Warming
 from ccjax.engine.documents import Pin, check_id
+from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame
 from ccjax.engine.pins import DocumentPins
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
-from ccjax.engine.prompts import Prompt, as_chunk, tenant_tag
+from ccjax.engine.prompts import Prompt, as_chunk
 from ccjax.engine.pruning import Pruned, prune
 from ccjax.engine.rates import Rates
 from ccjax.engine.requests import Request, SamplingParams, documents_from
@@ -41,6 +42,7 @@ class DocumentCalls:
     """
 
     config: EngineConfig
+    max_model_len: int
     rates: Rates
     _builder: PromptBuilder | None
     _documents: DocumentCache
@@ -59,23 +61,21 @@ class DocumentCalls:
         documents: Sequence[Document | Mapping[str, Any]],
         *,
         system_prompt: str | None = None,
-        compare: bool | None = None,
         is_cancelled: IsCancelled | None = None,
     ) -> tuple[WarmedDocument, ...]:
-        """Computes and stores documents ahead of any question, each behind the system prompt alone, in the wording that
-        requests have. Other requests may run between two documents.
+        """Computes and stores documents ahead of any question, in the wording that requests have: each behind the
+        system prompt alone, as it is where it comes first, and behind the frame (`EngineConfig.frame`), as it is reused
+        behind others. Other requests may run between two prefills.
 
         Args:
           system_prompt: that of the requests to come, where they bring one of their own.
-          compare: compute each document a second time, behind another one of these, and keep how far its tokens' KV
-            deviates; None for whether the engine's strategy goes by that.
           is_cancelled: asked before every layer; once it returns True the rest is left out of what is returned.
 
         Raises:
           RequestError, ContextLengthError: a document cannot be used or is too long; nothing was computed.
           ReadOnlyError: the engine is `read_only`, or never reuses anything.
         """
-        warming = self.begin_warming(documents, system_prompt=system_prompt, compare=compare)
+        warming = self.begin_warming(documents, system_prompt=system_prompt)
         while not warming.is_finished and self.warm_one(warming, is_cancelled=is_cancelled):
             pass
         return tuple(warming.done)
@@ -84,42 +84,42 @@ class DocumentCalls:
         self,
         documents: Sequence[Document | Mapping[str, Any]],
         *,
-        behind: Sequence[Sequence[Document | Mapping[str, Any]]] = (),
-        companion: Document | Mapping[str, Any] | None = None,
+        behind: Sequence[Sequence[Document | Mapping[str, Any]]] | None = None,
         system_prompt: str | None = None,
-        compare: bool | None = None,
         cache_salt: str = "",
     ) -> Warming:
         """What `warm` begins with, for callers that go on with `warm_one` whenever there is time; raises as `warm`.
 
         Args:
-          behind: for each document what stands between it and the system prompt; empty for nothing. A document with
-            something before it is compared with how it is alone, where that is stored.
-          companion: what a document is compared behind where none of the others was warmed before it.
+          behind: for each document what stands between it and the system prompt, which may be nothing, and no other
+            variant of it is computed; None for the variants that `warm` computes.
           cache_salt: `Request.cache_salt` of the requests to come: only those find what is warmed.
         """
         self._check_writable()
         checked = documents_from(documents)
         if not checked:
             raise RequestError("documents", "wanted at least one document, got none")
-        if behind and len(behind) != len(checked):
+        if behind is not None and len(behind) != len(checked):
             raise RequestError("behind", f"wanted one list for each of {len(checked)} documents, got {len(behind)}")
         prompts = []
         for number, document in enumerate(checked):
-            before = documents_from(behind[number]) if behind else ()
+            before = () if behind is None else documents_from(behind[number])
             try:
                 prompt = self._warm_prompt([*before, document], system_prompt, cache_salt)
             except ContextLengthError as error:
                 message = str(error).removeprefix(f"{error.argument}: ").partition(";")[0]
                 raise ContextLengthError(f"documents[{number}]", message) from error
             # One token in place of a question: a prefill ends with one.
-            prompts.append(dataclasses.replace(prompt, question=prompt.chunks[-1].token_ids[-1:], max_new_tokens=1))
-        beside = None if companion is None else self._passage_chunks([companion], tenant_tag(cache_salt))[0]
-        return Warming(checked, prompts, compare=self.compares(compare), companion=beside)
+            prompt = dataclasses.replace(prompt, question=prompt.chunks[-1].token_ids[-1:], max_new_tokens=1)
+            framed = self.frame.around(prompt) if behind is None else None
+            fits = framed is not None and framed.num_tokens <= self.max_model_len
+            prompts.append((prompt, framed) if framed is not None and fits else (prompt,))
+        return Warming(checked, prompts, compares=self.config.strategy in FRAMED_STRATEGIES)
 
-    def compares(self, compare: bool | None) -> bool:
-        """What `compare` of `warm` comes to here."""
-        return self.config.strategy in ("auto", "deviation") if compare is None else compare
+    @property
+    def frame(self) -> PassageFrame:
+        """What passages are prepared behind."""
+        return self._documents.frame
 
     def _warm_prompt(self, documents: Sequence[Document], system_prompt: str | None, cache_salt: str = "") -> Prompt:
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
@@ -153,21 +153,18 @@ class DocumentCalls:
         documents: Sequence[Document | Mapping[str, Any]],
         *,
         behind: Sequence[Sequence[Document | Mapping[str, Any]]] = (),
-        companion: Document | Mapping[str, Any] | None = None,
         system_prompt: str | None = None,
-        compare: bool | None = None,
         is_cancelled: IsCancelled | None = None,
     ) -> tuple[SharedVariant, ...]:
-        """As `warm`, as part of a job that other processes on the same store take part in: what another one computes is
-        left to it, and what was computed is on disk when this returns. Arguments are those of `begin_warming`.
+        """Computes one variant of each document as part of a job that other processes on the same store take part in:
+        what another one computes is left to it, and what was computed is on disk when this returns. Arguments are those
+        of `begin_warming`; without `behind` each document stands directly behind the instructions.
 
         Raises:
           RequestError, ContextLengthError, ReadOnlyError: as `warm`.
           ValueError: the engine has no store.
         """
-        warming = self.begin_warming(
-            documents, behind=behind, companion=companion, system_prompt=system_prompt, compare=compare
-        )
+        warming = self.begin_warming(documents, behind=behind or [()] * len(documents), system_prompt=system_prompt)
         shared = SharedWarming(
             self._documents, self._variants, self._store, self.rates, warming, lambda: self._exclusive()
         )
@@ -196,7 +193,7 @@ class DocumentCalls:
             return prune(self._variants, self._documents.registry, self._store, keep)
 
     def warm_one(self, warming: Warming, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Deals with the next document of a warming; False if `is_cancelled` returned True first."""
+        """Deals with the next variant of a warming; False if `is_cancelled` returned True first."""
         with self._exclusive():
             try:
                 self._documents.warm_one(warming, is_cancelled)

@@ -37,6 +37,7 @@ from ccjax.engine.devices import split_params
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.document_calls import DocumentCalls
 from ccjax.engine.following import Following
+from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
 from ccjax.engine.hosts import lead
 from ccjax.engine.kernels import check_kernels
 from ccjax.engine.loading import LoadedModel, Progress, prompt_builder
@@ -60,6 +61,7 @@ from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, warm_up
 from ccjax.errors import ConfigError, RequestError
 from ccjax.policy.contract import ReuseContract, reuse_contract
+from ccjax.policy.strategies import expected_share
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 from models.llama3.config import LlamaConfig
@@ -88,6 +90,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         self._builder: PromptBuilder | None = None
         if model.tokenizer is not None and model.template is not None:
             self._builder = prompt_builder(model.tokenizer, model.template, config.system_prompt)
+        frame = frame_documents(config.frame) if config.strategy in FRAMED_STRATEGIES else ()
         check_kernels(config.attention, model.config, config.dtype)
         if max(config.ranking_layers or (0,)) >= model.config.num_layers:
             wanted = f"layers below {model.config.num_layers}, the model's number"
@@ -97,6 +100,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         self._group = lead(self._prefiller)
         self._settings = config.planner_settings(model.config.num_layers)
         self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
+        self._expected = reuse_contract("bounded", None, self._settings, self.calibration).settings
         profile = profile_of(model.fingerprint, model.directory, config.prefill_profile)
         self._costs = MeasuredCosts(self.rates, None if profile is None else profile.grid)
         mesh = self._prefiller.mesh
@@ -121,8 +125,8 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
             self._store,
             self._costs,
             policy=config.eviction_policy,
-            alpha=config.alpha,
             max_variants=config.max_variants,
+            expected_share=lambda cci: expected_share(self._expected, cci),
         )
         self._prefill = CachedPrefill(self._prefiller, self._store, self._variants, self.rates, config, self._pool)
         self._preloader = Preloader(
@@ -138,7 +142,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
             self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
         )
         self._documents = DocumentCache(
-            self._prefill, alone, self._variants, self._store, compiler, max_model_len=limit
+            self._prefill, alone, self._variants, self._store, compiler, PassageFrame(frame, self._builder)
         )
         self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
         self._variants.spare(self._pins)
@@ -447,6 +451,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
             strategy="full" if contract.mode == "off" else self._settings.strategy,
             num_layers=self.model_config.num_layers,
             tiers=prefilled.ticket.tiers if prefilled.ticket is not None else {},
+            framed=self.frame.variant_ids(prefilled.prompt),
             plan_s=prefilled.plan_s,
             prefill_s=time.perf_counter() - prefilled.planned_at,
             failed_loads=prefilled.failed_loads,

@@ -123,11 +123,11 @@ class Placement:
             newcomers = ((key, charge, sized[key]) for key, charge in charges.items())
             policy.on_adopt({key: info(charge, one.num_tokens, one.num_bytes) for key, charge, one in newcomers})
 
-    def use(self, meta: Sized, cfo: float) -> None:
+    def use(self, meta: Sized, share: float) -> None:
         """This request reused the variant and recomputed that share of it."""
         tiers = self._store.tiers_of(meta.variant_id)
         for number, tier in enumerate(tiers):
-            policy, info = self._policies[tier], self._info(meta, tier, cfo, tiers[number + 1 :], is_reused=True)
+            policy, info = self._policies[tier], self._info(meta, tier, share, tiers[number + 1 :], is_reused=True)
             use = policy.on_hit if meta.variant_id in policy else policy.on_insert
             use(meta.variant_id, info, self._num_requests)
 
@@ -136,14 +136,14 @@ class Placement:
         record: ShardRecord,
         kv: np.ndarray,
         *,
-        expected_cfo: float,
+        expected_share: float,
         pinned: Collection[VariantId],
         wait: bool = False,
     ) -> bool:
         """Stores a variant in every tier where it is worth more than what makes room for it; False if there is none.
 
         Args:
-          expected_cfo: what a later use is likely to recompute, behind a prefix that is not known yet.
+          expected_share: what a later use is likely to recompute, behind a prefix that is not known yet.
           pinned: never evicted for it.
           wait: for room in the disk's queue, instead of leaving the disk out.
         """
@@ -157,7 +157,7 @@ class Placement:
             def shortfall(tier: str = tier) -> int:
                 return ticket.shortfall_bytes.get(tier, 0)
 
-            info = self._info(record, tier, expected_cfo, willing, num_bytes=ticket.charge_bytes[tier])
+            info = self._info(record, tier, expected_share, willing, num_bytes=ticket.charge_bytes[tier])
             if self._make_room(tier, record, info, shortfall, pinned):
                 willing = (tier, *willing)
         took = self._store.complete_store(ticket, kv, wait=wait, tiers=willing)
@@ -304,7 +304,7 @@ class Placement:
         self,
         one: Sized,
         tier: str,
-        cfo: float,
+        share: float,
         below: Sequence[str],
         *,
         num_bytes: int | None = None,
@@ -319,7 +319,7 @@ class Placement:
             num_bytes=num_bytes or self._store.charge_bytes(tier, one.variant_id) or one.num_bytes,
             num_tokens=one.num_tokens,
             compute_s=self._costs.compute_s(one.num_tokens, max(0, cached), max(one.num_tokens, new)),
-            cfo=cfo,
+            recomputed_share=share,
             load_s=self._costs.load_s(tier, one.num_bytes),
             below_load_s=self._costs.load_s(below[0], one.num_bytes) if below else None,
             parent=self._parent_of(one) if self._policies[tier].is_tree else None,

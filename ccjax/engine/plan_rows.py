@@ -54,6 +54,11 @@ class PrefillOutcome:
     load_wait_s: float = 0.0
 
 
+SINK_TOKENS = 4
+"""First tokens of a prompt that draw attention from every later one whatever they say; StreamingLLM (arXiv 2309.17453)
+keeps four."""
+
+
 def padded_to(values: np.ndarray | Sequence[int], size: int, fill: int) -> np.ndarray:
     """`values`, int32, and `fill` behind them."""
     padded = np.full(size, fill, np.int32)
@@ -70,6 +75,29 @@ def computed_offsets(plan: PrefillPlan) -> np.ndarray:
             inside = np.arange(segment.num_tokens)
         parts.append(segment.start + inside)
     return np.concatenate(parts)
+
+
+def segment_of_tokens(plan: PrefillPlan, num_tokens: int) -> np.ndarray:
+    """[num_tokens] int32, the segment of every token; those behind the prompt belong to the question."""
+    segments = np.full(num_tokens, len(plan.segments) - 1, np.int32)
+    for index, segment in enumerate(plan.segments):
+        segments[segment.start : segment.start + segment.num_tokens] = index
+    return segments
+
+
+def without_sink(segments: np.ndarray) -> np.ndarray:
+    """The segments [n] that mass on a prompt's tokens counts to: -1 for the attention sink, which is no passage even
+    where it stands in one."""
+    return np.where(np.arange(len(segments)) < SINK_TOKENS, np.int32(-1), segments)
+
+
+def recomputed_share(plan: PrefillPlan, outcome: PrefillOutcome, index: int, num_layers: int) -> float:
+    """Of a reused segment's token-layers, the share that was computed again, in [0, 1]."""
+    segment = plan.segments[index]
+    share = plan.recomputed_tokens(segment) / segment.num_tokens
+    if outcome.focus_cut_layer is not None and index in outcome.unrepaired:
+        share *= outcome.focus_cut_layer / num_layers
+    return share
 
 
 def _documents(plan: PrefillPlan) -> list[int]:

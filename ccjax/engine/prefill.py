@@ -23,7 +23,9 @@ from ccjax.engine.plan_rows import (
     padded_to,
     question_stats,
     rows_outside,
+    segment_of_tokens,
     unfocused,
+    without_sink,
 )
 from ccjax.policy.focus import FocusState, observe
 from ccjax.types import PrefillPlan
@@ -153,9 +155,7 @@ class Prefiller:
             raise ValueError("contexts: wanted a source for the plan's reused variants, got None")
         num_slots = slot_bucket(num_tokens)
         positions = np.arange(first_pos, first_pos + num_slots, dtype=np.int32)
-        segment_of_slot = np.full(num_slots, -1, np.int32)
-        for index, segment in enumerate(plan.segments):
-            segment_of_slot[segment.start : segment.start + segment.num_tokens] = index
+        segment_of_slot = padded_to(without_sink(segment_of_tokens(plan, num_tokens)), num_slots, -1)
 
         offsets = computed_offsets(plan)
         rows = self._rows(offsets, first_pos, num_slots)

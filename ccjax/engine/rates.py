@@ -181,6 +181,9 @@ class _Samples:
         return statistics.median(near) if near else None
 
     def add(self, count: int, seconds: float) -> None:
+        # Waits are measured on other threads and taken off, which may leave less than nothing of a short run.
+        if seconds <= 0.0:
+            return
         with self._lock:
             self._recent.append((count, seconds))
             self._fitted = None

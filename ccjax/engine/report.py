@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.prompts import Prompt
 from ccjax.policy.contract import ReuseContract
-from ccjax.types import DocumentReuse, PrefillPlan, ReuseMode, ReuseReport, Segment
+from ccjax.types import DocumentReuse, PrefillPlan, ReuseMode, ReuseReport, Segment, VariantId
 
 
 def build_report(
@@ -20,6 +20,7 @@ def build_report(
     strategy: str,
     num_layers: int,
     tiers: Mapping[str, str],
+    framed: Collection[VariantId],
     plan_s: float,
     prefill_s: float,
     failed_loads: int,
@@ -49,6 +50,7 @@ def build_report(
                 cfo=segment.cfo,
                 exact=segment.fidelity == "exact",
                 focused=focused,
+                framed=segment.variant_id in framed,
                 document_id=chunk.document_id,
                 version=chunk.version,
                 title=chunk.title,

@@ -100,7 +100,7 @@ class SharedWarming:
         if not wanted:
             return
         taken = self._claims.taken(wanted)
-        num_tokens = sum(prompt.num_tokens for prompt in prompts) * (2 if self._warming.compare else 1)
+        num_tokens = sum(prompt.num_tokens for prompt in prompts)
         seconds = max(LEAST_CLAIM_S, claim_s(num_tokens, self._rates.seconds_per_token))
         free = [key for key in wanted if key not in taken and not self._claims.holds(key)]
         self._claimed = self._claims.claim(free, seconds)
@@ -114,11 +114,8 @@ class SharedWarming:
             self._elsewhere = frozenset(key for key in wanted if not self._claims.holds(key))
 
     def _heads(self, prompt: Prompt) -> list[tuple[Chunk, ...]]:
-        """Beginnings of prompts whose last chunk is likely to be stored: the system prompt, the first document, and the
-        companion behind it."""
-        system = prompt.chunks[: int(prompt.has_system)]
-        first = [prompt.chunks[len(system)], *self._warming.companion]
-        return [chunks for chunks in (system, *((*system, one) for one in first)) if chunks]
+        """Beginnings of a prompt, of which the last chunk may be stored."""
+        return [prompt.chunks[:end] for end in range(1, len(prompt.chunks))]
 
     def _next(self, is_cancelled: IsCancelled | None) -> tuple[VariantId, SharedVariant]:
         prompt = self._warming.next_prompt

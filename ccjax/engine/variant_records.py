@@ -14,12 +14,17 @@ import jax
 from ccjax.engine.documents import Origin
 from ccjax.engine.prompts import Prompt
 from ccjax.policy.capture import make_variant_id
+from ccjax.policy.reuse import chunk_context_impact
 from ccjax.types import ChunkId, VariantId, VariantMeta
 from store.spec import ShardRecord, ShardSummary
 
 _STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
 _STORED_FIELDS += ("token_deviations", "token_received", "start", "platform")
 """Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
+
+MASSES = 2
+"""Reading of CacheCraft eq. 6 to 9 that a record's masses follow; in records without this number the instructions count
+as a prefix chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ def record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
     lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
     lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
     lasting["has_system"] = prompt.has_system
+    lasting["masses"] = MASSES
     lasting["platform"] = meta.platform or own_platform()
     return ShardRecord(
         variant_id=meta.variant_id,
@@ -59,6 +65,12 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
         meta = record.meta
         prefix_ids = tuple(ChunkId(chunk) for chunk in meta["prefix_ids"])
         inter = tuple(float(value) for value in meta["inter_by_prefix"])
+        is_behind_system = has_system(record) and bool(prefix_ids)
+        a_mean, cci = float(meta["a_mean"]), float(meta["cci"])
+        if is_behind_system and meta.get("masses") != MASSES:
+            # Without the instructions' length eq. 9 cannot be undone behind passages; a CCI too high costs tokens only.
+            inter = (0.0, *inter[1:])
+            a_mean, cci = (a_mean, cci) if len(prefix_ids) > 1 else (0.0, chunk_context_impact(0.0, 0.0))
         ranking = tuple(int(offset) for offset in meta["token_ranking"])
         fidelity = meta["fidelity"]
         # Not in records of older stores.
@@ -81,9 +93,9 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
             chunk_id=ChunkId(record.chunk_id),
             prefix_ids=prefix_ids,
             inter_by_prefix=inter,
-            a_mean=float(meta["a_mean"]),
+            a_mean=a_mean,
             b_mean=float(meta["b_mean"]),
-            cci=float(meta["cci"]),
+            cci=cci,
             token_ranking=ranking,
             num_tokens=record.num_tokens,
             num_bytes=record.num_bytes,
@@ -91,6 +103,7 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
             fidelity=fidelity,
             start=start,
             platform=platform,
+            has_system=is_behind_system,
             **by_token,
         )
     except (KeyError, TypeError, ValueError):

@@ -32,7 +32,6 @@ from ccjax.engine.variant_records import (
     with_origin,
 )
 from ccjax.policy.capture import make_variant_id
-from ccjax.policy.reuse import cache_fix_overhead
 from ccjax.policy.variants import choose_victims, reuse_credit
 from ccjax.types import ChunkId, Fidelity, VariantId, VariantMeta
 from store.bulk import uncollected
@@ -55,18 +54,24 @@ class VariantIndex:
     """
 
     def __init__(
-        self, store: TieredStore, costs: Costs, *, policy: str, alpha: float, max_variants: int | None
+        self,
+        store: TieredStore,
+        costs: Costs,
+        *,
+        policy: str,
+        max_variants: int | None,
+        expected_share: Callable[[float], float] = lambda cci: cci,
     ) -> None:
         """
         Args:
           policy: eviction policy of every tier.
-          alpha: CacheCraft eq. 12, for what a later use of a variant may cost.
           max_variants: CacheCraft sec. 3.3 `N x M`; None for as many as there is room for.
+          expected_share: from a variant's CCI to the share that a later use of it is likely to recompute.
         """
         self.tokens = ChunkTokens()
         self.documents = DocumentRegistry(store.notes)
         self._store = store
-        self._alpha = alpha
+        self._expected_share = expected_share
         self._max_variants = max_variants
         self._placement = Placement(store, costs, policy=policy, on_gone=self._drop, parent_of=parent_id)
         self._by_id: dict[VariantId, VariantMeta | KnownVariant] = {}
@@ -173,15 +178,15 @@ class VariantIndex:
         """What is credited and added next comes from a prefill that computed so many tokens behind so many cached."""
         self._placement.describe_prefill(cached_tokens, new_tokens)
 
-    def credit(self, cfo_by_variant: Sequence[tuple[VariantId, float]]) -> None:
-        """The uses of one request: each is worth 1/CFO to `f_r` (CacheCraft sec. 3.3)."""
+    def credit(self, uses: Sequence[tuple[VariantId, float]]) -> None:
+        """The uses of one request with the share of the variant that each recomputed: `reuse_credit` to `f_r`."""
         self._placement.next_request()
-        for variant_id, cfo in cfo_by_variant:
+        for variant_id, share in uses:
             meta = self._by_id.get(variant_id)
             if meta is not None:
-                gain = reuse_credit(cfo, meta.num_tokens)
+                gain = reuse_credit(share, meta.num_tokens)
                 self._update(dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + gain))
-                self._placement.use(meta, cfo)
+                self._placement.use(meta, share)
 
     def add(
         self,
@@ -208,11 +213,12 @@ class VariantIndex:
             if victims is None:
                 return False
             self._placement.evict(victims)
-        expected_cfo = cache_fix_overhead(meta.cci, 0.0, self._alpha)
         seen = seen.union((meta.chunk_id, *meta.prefix_ids))
         origin = Origin(seen, self.documents.after(meta.chunk_id, seen))
         record = self._record(meta, prompt, origin)
-        if not self._placement.store(record, kv, expected_cfo=expected_cfo, pinned=pinned, wait=wait):
+        if not self._placement.store(
+            record, kv, expected_share=self._expected_share(meta.cci), pinned=pinned, wait=wait
+        ):
             return False
         self.changes.note(meta.chunk_id)
         self._put(meta, has_system=prompt.has_system, origin=origin)

@@ -34,14 +34,15 @@ def variant_meta(
     num_bytes: int,
     fidelity: Fidelity = "exact",
     start: int | None = None,
+    has_system: bool = False,
 ) -> VariantMeta:
     """The metadata of a chunk captured behind `prefix_ids`, with `f_r` 0.
 
     Every mass is a mean over layers (and query heads). CacheCraft eq. 10 averages the per-layer values that eq. 9
     normalises by chunk lengths; lengths are the same in every layer, so normalising the means gives the same.
 
-    Ranking (eq. 14): offsets by descending score, ties by offset. Behind an empty prefix there is nothing to rank by;
-    the offsets come in ascending order, because a chunk's head tokens are those a new prefix changes most (computed
+    Ranking (eq. 14): offsets by descending score, ties by offset. Behind no passage there is nothing to rank by; the
+    offsets come in ascending order, because a chunk's head tokens are those a new prefix changes most (computed
     alone, they served as the attention sink; EPIC's LegoLink recomputes just them).
 
     For a chunk of which only some tokens were recomputed, pass sums over those tokens and a score of 0 for the others:
@@ -54,6 +55,7 @@ def variant_meta(
       token_scores: for each token of the chunk, its mass on all prior chunks.
       num_bytes: size of the stored KV.
       start: position of the chunk's first token.
+      has_system: the first prefix chunk is the instructions, whose mass counts nowhere (`VariantMeta.has_system`).
 
     Raises:
       ValueError: lists that should be aligned are not, there is no token, or a number is out of range.
@@ -67,6 +69,10 @@ def variant_meta(
     check_count("len(token_scores)", num_tokens)
     check_masses("token_scores", token_scores)
     check_count("num_bytes", num_bytes, least=0)
+    if has_system:
+        if not prefix_ids:
+            raise ValueError("has_system: wanted a prefix that begins with the instructions, got an empty one")
+        inter_by_prefix = (0.0, *inter_by_prefix[1:])
     a_mean, b_mean = normalised_masses(inter_by_prefix, intra, prefix_lengths, num_tokens)
     ranking = sorted(range(num_tokens), key=lambda offset: (-token_scores[offset] if prefix_ids else 0.0, offset))
     return VariantMeta(
@@ -82,6 +88,7 @@ def variant_meta(
         num_bytes=num_bytes,
         fidelity=fidelity,
         start=start,
+        has_system=has_system,
     )
 
 

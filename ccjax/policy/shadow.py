@@ -56,5 +56,10 @@ class ShareControl:
             return settings
         if settings.recompute_ratio is None:
             limit = None if settings.max_deviation is None else settings.max_deviation / self.factor
-            return dataclasses.replace(settings, alpha=settings.alpha * self.factor, max_deviation=limit)
+            return dataclasses.replace(
+                settings,
+                alpha=settings.alpha * self.factor,
+                repair_cap=min(1.0, settings.repair_cap * self.factor),
+                max_deviation=limit,
+            )
         return dataclasses.replace(settings, recompute_ratio=min(1.0, settings.recompute_ratio * self.factor))

@@ -38,6 +38,7 @@ def choose_variant(
     alpha: float,
     exact_only: bool = False,
     system_id: ChunkId | None = None,
+    alone_last: bool = False,
 ) -> VariantChoice | None:
     """The variant with the least CFO behind `new_prefix_ids` (CacheCraft sec. 3.3), or None where none qualifies.
 
@@ -49,9 +50,11 @@ def choose_variant(
       variants: of one chunk, in any order.
       new_prefix_ids: chunk ids before the chunk in the new prompt, system prompt first.
       exact_only: consider exact reuse alone.
-      system_id: the system prompt of the new prompt. It stands in every prefix, so that by eq. 6 a variant stored
-        behind it alone would have beta' = 1 behind any passages and never be repaired. Reading: such a variant saw no
-        passage, so it is one with an empty prefix and beta' = 0 unless the prefixes are equal.
+      system_id: the instructions of the new prompt, None for none. They are no prefix chunk in eq. 6 and 7; a variant
+        behind other instructions shares no context with the new prompt, so its beta' is 0.
+      alone_last: take a variant that no passage stood before only where there is no other. Eq. 12 has it the other way
+        round, for its CCI is the least; measured, such a chunk's tokens behave like the beginning of a text, and its KV
+        changes answers two to three times as much as KV that stood behind foreign passages.
     """
     prefix = tuple(new_prefix_ids)
     variants = tuple(variants)
@@ -61,25 +64,29 @@ def choose_variant(
     if exact_only:
         return None
 
-    def rank(meta: VariantMeta) -> tuple[float, bool, float, VariantId]:
+    def rank(meta: VariantMeta) -> tuple[bool, float, bool, float, VariantId]:
         overlap = _overlap(meta, prefix, system_id)
         unscaled = cfo = cache_fix_overhead(meta.cci, overlap, 1.0)
         if alpha != 1.0:
             cfo = cache_fix_overhead(meta.cci, overlap, alpha)
-        return cfo, meta.fidelity != "exact", unscaled, meta.variant_id
+        return alone_last and meta.is_alone, cfo, meta.fidelity != "exact", unscaled, meta.variant_id
 
     best = min(((rank(meta), meta) for meta in variants), key=lambda pair: pair[0], default=None)
     if best is None:
         return None
-    (cfo, *_), meta = best
+    (_, cfo, *_), meta = best
     return VariantChoice(meta=meta, cfo=cfo, exact=False)
 
 
 def _overlap(meta: VariantMeta, prefix: tuple[ChunkId, ...], system_id: ChunkId | None) -> float:
-    """CacheCraft eq. 8; a variant stored behind the system prompt alone counts as one with an empty prefix."""
-    if meta.prefix_ids == (system_id,) and meta.prefix_ids != prefix:
+    """CacheCraft eq. 8 over the passages of both prefixes."""
+    if meta.prefix_ids == prefix:
+        return 1.0
+    if meta.prefix_ids[: int(meta.has_system)] != (() if system_id is None else (system_id,)):
         return 0.0
-    return adjusted_overlap(meta.prefix_ids, meta.inter_by_prefix, prefix)
+    first = int(meta.has_system)
+    old, masses, new = meta.prefix_ids[first:], meta.inter_by_prefix[first:], prefix[first:]
+    return adjusted_overlap(old, masses, new) if old else 0.0
 
 
 def choose_other_context(variants: Iterable[VariantMeta], meta: VariantMeta) -> VariantMeta | None:
@@ -98,14 +105,16 @@ def choose_other_context(variants: Iterable[VariantMeta], meta: VariantMeta) -> 
     )
 
 
-def reuse_credit(cfo: float, num_tokens: int) -> float:
+def reuse_credit(share: float, num_tokens: int) -> float:
     """What one use adds to `f_r`, CacheCraft sec. 3.3: 1/CFO, in [1, num_tokens].
 
-    The paper is silent on CFO = 0. Reading: CFO is floored at one token, 1/|C|, so an exact reuse earns |C|.
+    The paper recomputes the CFO of every chunk. Where a share is forced, calibrated or capped, or deviation chooses,
+    the CFO is not what a use costs; reading: `share` is what was recomputed. On CFO = 0 the paper is silent; reading:
+    at least one token, 1/|C|, so that an exact reuse earns |C|.
     """
-    check_ratio("cfo", cfo)
+    check_ratio("share", share)
     check_count("num_tokens", num_tokens)
-    return min(1.0 / cfo, float(num_tokens)) if cfo > 0.0 else float(num_tokens)
+    return min(1.0 / share, float(num_tokens)) if share > 0.0 else float(num_tokens)
 
 
 def choose_victims(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -160,8 +159,9 @@ class Compilation:
         mean_s = sum(sample_s) / len(sample_s) if sample_s else 1.0
         batch_tokens = int(BATCH_S * sample_tokens / mean_s)
         self._started = time.monotonic()
-        for some in (collection.plan.alone, collection.plan.conditioned):  # the second reuse the first
-            self._compute(workers, batches([unit for unit in some if unit.is_missing], batch_tokens, MOST_IN_BATCH))
+        for is_conditioned in (False, True):  # these reuse the others
+            some = [unit for unit in missing if bool(unit.behind) == is_conditioned]
+            self._compute(workers, batches(some, batch_tokens, MOST_IN_BATCH))
         report.stored = set(workers.ask("stored"))  # what is there, not what was counted
         if options.questions is not None:
             asked = (options.questions, options.top_k, options.limit, options.max_new_tokens)
@@ -257,14 +257,7 @@ class Compilation:
         collection = self.report.collection
         assert collection is not None
         passages = collection.passages
-        beside = None if units[0].behind else collection.companions[units[0].passage]
-        fits = beside is not None and beside not in self._too_long
-        return Work(
-            tuple(passages[unit.passage] for unit in units),
-            tuple(tuple(passages[number] for number in unit.behind) for unit in units),
-            passages[beside] if beside is not None and fits else None,
+        behind = (
+            collection.frame if unit.is_framed else tuple(passages[number] for number in unit.behind) for unit in units
         )
-
-    @functools.cached_property
-    def _too_long(self) -> frozenset[int]:
-        return frozenset() if self.report.collection is None else frozenset(self.report.collection.plan.too_long)
+        return Work(tuple(passages[unit.passage] for unit in units), tuple(behind))

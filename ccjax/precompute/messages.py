@@ -23,7 +23,6 @@ class Settings:
       documents: of that server, too.
       compile_cache: directory where compiled steps are kept.
       num_neighbours: that each passage is also computed behind; 0 for none.
-      compare: see `Engine.warm`.
       environment: variables of the environment that only this worker has.
     """
 
@@ -32,7 +31,6 @@ class Settings:
     documents: DocumentOptions
     compile_cache: str
     num_neighbours: int = 0
-    compare: bool | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -42,19 +40,17 @@ class Collection:
 
     Attributes:
       passages: in corpus order: by document id, then as they stand there.
-      companions: see `ccjax.precompute.plan.companions`.
+      frame: the passages that others are prepared behind.
       unusable: (path, reason) of files that could not be read.
       dtype: of the model's KV. kv_bytes_per_token: of it in memory.
-      compare: whether passages are compared.
     """
 
     passages: tuple[Document, ...]
-    companions: tuple[int | None, ...]
+    frame: tuple[Document, ...]
     plan: Plan
     unusable: tuple[tuple[str, str], ...]
     dtype: str
     kv_bytes_per_token: int
-    compare: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +59,6 @@ class Work:
 
     documents: tuple[Document, ...]
     behind: tuple[tuple[Document, ...], ...]
-    companion: Document | None
 
 
 @dataclasses.dataclass(frozen=True)

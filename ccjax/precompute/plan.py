@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from ccjax.policy.capture import make_variant_id
 from ccjax.types import Chunk, ChunkId, VariantId
@@ -20,8 +21,9 @@ class Unit:
     Attributes:
       passage: number of the passage, in corpus order.
       behind: numbers of the passages between the system prompt and it, in prompt order.
+      is_framed: the passages of the frame stand there instead.
       num_tokens: of the passage.
-      computed_tokens: that will run through the model for it, those of what it is compared with included.
+      computed_tokens: that will run through the model for it.
       object_bytes, record_bytes: of its two objects in the store, 0 where it is there already.
       is_missing: it is not in the store. Of units with the same variant only the first is ever missing.
     """
@@ -34,21 +36,24 @@ class Unit:
     object_bytes: int = 0
     record_bytes: int = 0
     is_missing: bool = False
+    is_framed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
-    """What stands around the passages of every prompt.
+class Surroundings:
+    """What stands around a passage in prompts.
 
     Attributes:
       system: chunk of the system prompt; None for none.
       num_tokens: of a prompt without its passages.
       max_tokens: of a whole prompt.
+      frame: chunks that passages are prepared behind (`ccjax.engine.frame`).
     """
 
     system: Chunk | None
     num_tokens: int
     max_tokens: int
+    frame: tuple[Chunk, ...] = ()
 
     @property
     def room(self) -> int:
@@ -63,20 +68,28 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The units of a collection: first each passage alone, then each behind its neighbours.
+    """The units of a collection: each passage alone, behind the frame, and behind its neighbours.
 
     Attributes:
       too_long: numbers of the passages that no prompt has room for.
     """
 
     alone: tuple[Unit, ...]
+    framed: tuple[Unit, ...]
     conditioned: tuple[Unit, ...]
     too_long: tuple[int, ...]
 
     @property
     def missing(self) -> tuple[Unit, ...]:
-        """What has to be computed, in order."""
-        return tuple(unit for unit in (*self.alone, *self.conditioned) if unit.is_missing)
+        """What has to be computed, in order: a passage behind the frame directly after the same one alone, which it
+        is compared with."""
+        prepared = sorted((*self.alone, *self.framed), key=lambda unit: (unit.passage, unit.is_framed))
+        return tuple(unit for unit in (*prepared, *self.conditioned) if unit.is_missing)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All, missing or not."""
+        return (*self.alone, *self.framed, *self.conditioned)
 
 
 def choose_neighbours(
@@ -112,12 +125,12 @@ def choose_neighbours(
 
 def make_plan(
     chunks: Sequence[Chunk],
-    frame: Frame,
+    around: Surroundings,
     stored: Collection[str],
     *,
     neighbours: Mapping[int, Sequence[int]],
     num_neighbours: int,
-    compare: bool,
+    compares: bool,
     sizes: Callable[[Chunk, tuple[ChunkId, ...], bool], tuple[int, int]],
 ) -> Plan:
     """All units of a collection.
@@ -130,46 +143,42 @@ def make_plan(
       chunks: of the passages, in corpus order.
       stored: ids of the variants that the store has.
       neighbours: passage -> the passages similar to it, the most similar first.
-      compare: passages alone are computed a second time, behind another one, to compare their KV.
+      compares: what stands behind others is compared with the passage alone, and its deviations are stored.
       sizes: bytes of object and record of a chunk's variant behind that prefix, with deviations or not.
     """
     done = set(stored)
 
-    def unit(number: int, behind: tuple[int, ...], computed_tokens: int, has_deviations: bool) -> Unit:
+    def unit(number: int, before: Sequence[Chunk], others: int = 0, **fields: Any) -> Unit:
         chunk = chunks[number]
-        prefix_ids = (*frame.prefix_ids, *(chunks[one].chunk_id for one in behind))
+        prefix_ids = (*around.prefix_ids, *(one.chunk_id for one in before))
         variant_id = make_variant_id(chunk.chunk_id, prefix_ids, "exact")
         num_tokens = len(chunk.token_ids)
+        fields = {"behind": (), **fields, "variant_id": variant_id, "num_tokens": num_tokens}
+        fields["computed_tokens"] = num_tokens + 1 + others
         if variant_id in done:
-            return Unit(number, behind, variant_id, num_tokens, computed_tokens)
+            return Unit(number, **fields)
         done.add(variant_id)
-        object_bytes, record_bytes = sizes(chunk, prefix_ids, has_deviations)
-        return Unit(number, behind, variant_id, num_tokens, computed_tokens, object_bytes, record_bytes, True)
+        object_bytes, record_bytes = sizes(chunk, prefix_ids, compares and bool(before))
+        return Unit(number, **fields, object_bytes=object_bytes, record_bytes=record_bytes, is_missing=True)
 
     lengths = [len(chunk.token_ids) for chunk in chunks]
-    fitting = [number for number, length in enumerate(lengths) if length <= frame.room]
-    alone = [unit(number, (), (lengths[number] + 1) * (2 if compare else 1), compare) for number in fitting]
+    fitting = [number for number, length in enumerate(lengths) if length <= around.room]
+    alone = [unit(number, ()) for number in fitting]
+    room = around.room - sum(len(chunk.token_ids) for chunk in around.frame)
+    framed_ids = {chunk.chunk_id for chunk in around.frame}
+    framed = [
+        unit(number, around.frame, is_framed=True)
+        for number in (fitting if around.frame else ())
+        if lengths[number] <= room and chunks[number].chunk_id not in framed_ids
+    ]
     conditioned = []
     for number in fitting if num_neighbours else ():
-        behind = choose_neighbours(number, neighbours.get(number, ()), chunks, num_neighbours, frame.room)
+        behind = choose_neighbours(number, neighbours.get(number, ()), chunks, num_neighbours, around.room)
         if behind:
             others = sum(lengths[one] for one in behind[1:])
-            conditioned.append(unit(number, behind, lengths[number] + 1 + others, compare))
-    too_long = tuple(number for number, length in enumerate(lengths) if length > frame.room)
-    return Plan(tuple(alone), tuple(conditioned), too_long)
-
-
-def companions(chunks: Sequence[Chunk]) -> tuple[int | None, ...]:
-    """For each passage the one before it with another text, or else the one behind it; None where all are alike. It is
-    what a passage is compared behind where nothing was computed just before it."""
-    before: list[int | None] = []
-    for number, chunk in enumerate(chunks):
-        previous = number - 1 if number else None
-        if previous is not None and chunks[previous].chunk_id == chunk.chunk_id:
-            previous = before[previous]
-        before.append(previous)
-    first_other = next((n for n, chunk in enumerate(chunks) if chunk.chunk_id != chunks[0].chunk_id), None)
-    return tuple(first_other if number is None else number for number in before)
+            conditioned.append(unit(number, [chunks[one] for one in behind], others, behind=behind))
+    too_long = tuple(number for number, length in enumerate(lengths) if length > around.room)
+    return Plan(tuple(alone), tuple(framed), tuple(conditioned), too_long)
 
 
 def batches(units: Sequence[Unit], num_tokens: int, most: int) -> list[tuple[Unit, ...]]:

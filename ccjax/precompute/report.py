@@ -73,8 +73,7 @@ class Report:
     def is_complete(self) -> bool:
         """True if all that can be there is."""
         plan = None if self.collection is None else self.collection.plan
-        units = () if plan is None else (*plan.alone, *plan.conditioned)
-        return plan is not None and all(unit.variant_id in self.stored for unit in units)
+        return plan is not None and all(unit.variant_id in self.stored for unit in plan.units)
 
     def to_json(self) -> dict[str, Any]:
         """Versioned; docs/precompute.md has the keys."""
@@ -107,8 +106,8 @@ class Report:
         return {
             "dtype": collection.dtype,
             "kv_bytes_per_token": collection.kv_bytes_per_token,
-            "compare": collection.compare,
             "passages": {"total": len(passages), **coverage(plan.alone, self.stored, len(passages))},
+            "framed": coverage(plan.framed, self.stored, len(plan.framed)),
             "behind_neighbours": coverage(plan.conditioned, self.stored, len(plan.conditioned)),
             "tokens": num_tokens,
             "too_long": [passages[number].id for number in plan.too_long],

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.frame import FRAMED_STRATEGIES
 from ccjax.engine.loading import LoadedModel, load_model
 from ccjax.engine.pruning import Pruned
 from ccjax.engine.shared_warming import SharedVariant
@@ -23,7 +24,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.evaluation.questions import read_questions
 from ccjax.precompute.estimate import file_system_of
 from ccjax.precompute.messages import Collection, Failure, Settings, Work
-from ccjax.precompute.plan import SPARE_NEIGHBOURS, Frame, companions, make_plan
+from ccjax.precompute.plan import SPARE_NEIGHBOURS, Surroundings, make_plan
 from ccjax.precompute.quality import Quality, measure_quality
 from ccjax.precompute.stored import Sizes, stored_ids
 from ccjax.retrieval import Retriever
@@ -82,9 +83,9 @@ class Worker:
         # No store: an estimate leaves no trace of it.
         with Engine(model, dataclasses.replace(config, store=None, store_key_file=None, encrypt_store=False)) as engine:
             system, num_tokens = engine.warming_frame()
-            frame = Frame(system, num_tokens, engine.max_model_len)
+            frame = engine.frame
+            around = Surroundings(system, num_tokens, engine.max_model_len, frame.chunks(""))
             self._chunks = engine.passage_chunks(documents)
-            compare = engine.compares(settings.compare)
         neighbours: dict[int, list[int]] = {}
         if settings.num_neighbours:
             numbers = {one.passage_id: number for number, one in enumerate(passages)}
@@ -94,16 +95,15 @@ class Worker:
         storage = StorageFormat(config.disk_kv_dtype, config.disk_compression, config.encrypt_store)
         plan = make_plan(
             self._chunks,
-            frame,
+            around,
             self.stored(),
             neighbours=neighbours,
             num_neighbours=settings.num_neighbours,
-            compare=compare,
+            compares=config.strategy in FRAMED_STRATEGIES,
             sizes=Sizes(spec, self._identity, storage).of,
         )
         unusable = retriever.report.failed
-        beside = companions(self._chunks)
-        return Collection(documents, beside, plan, unusable, config.dtype, spec.num_bytes(1), compare)
+        return Collection(documents, frame.documents, plan, unusable, config.dtype, spec.num_bytes(1))
 
     def check_questions(self, path: Path, limit: int | None) -> None:
         """Nothing, unless the questions could not be asked at the end."""
@@ -129,8 +129,10 @@ class Worker:
             with tempfile.TemporaryDirectory(prefix=_SAMPLE, dir=place and place.directory) as directory:
                 config = dataclasses.replace(self._config, store=Path(directory).as_uri(), disk_cache_bytes=None)
                 with Engine(self._model, config) as engine:
-                    # The system prompt, and what the first document is compared behind, are there in the real run.
-                    engine.warm_shared([work.companion or work.documents[0]], compare=False)
+                    # The system prompt and the frame are there in the real run.
+                    frame = engine.frame.documents
+                    for number, passage in enumerate(frame):
+                        engine.warm_shared([passage], behind=[frame[:number]])
                     started = time.perf_counter()
                     self._warm(engine, work)
                     seconds = time.perf_counter() - started
@@ -158,13 +160,7 @@ class Worker:
         return self._warm(self._engine, work)
 
     def _warm(self, engine: Engine, work: Work) -> tuple[SharedVariant, ...]:
-        return engine.warm_shared(
-            work.documents,
-            behind=work.behind,
-            companion=work.companion,
-            compare=self._settings.compare,
-            is_cancelled=self.is_cancelled,
-        )
+        return engine.warm_shared(work.documents, behind=work.behind, is_cancelled=self.is_cancelled)
 
     def ask(self, path: Path, top_k: int, limit: int | None, max_new_tokens: int) -> Quality:
         """Asks questions over the store, with passages as a server finds them."""

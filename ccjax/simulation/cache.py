@@ -18,6 +18,7 @@ from ccjax.policy.capture import make_variant_id, should_capture
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
 from ccjax.policy.reuse import chunk_context_impact
+from ccjax.policy.strategies import expected_share
 from ccjax.simulation.costs import CostModel
 from ccjax.simulation.store import NO_KV, SizedIndex, SizedStore
 from ccjax.simulation.workload import Passages, chunk_of
@@ -105,13 +106,6 @@ class ReplicaCache:
             host_bytes=settings.host_cache_bytes,
             disk_bytes=settings.disk_cache_bytes,
         )
-        self.index = SizedIndex(
-            self.store,
-            costs,
-            policy=settings.eviction_policy,
-            alpha=settings.alpha,
-            max_variants=settings.max_variants,
-        )
         self._planner = PlannerSettings(
             strategy=settings.strategy,
             alpha=settings.alpha,
@@ -119,6 +113,13 @@ class ReplicaCache:
             fast_ratio=settings.fast_ratio,
             focus_window=None,
             num_layers=kv_spec.num_layers,
+        )
+        self.index = SizedIndex(
+            self.store,
+            costs,
+            policy=settings.eviction_policy,
+            max_variants=settings.max_variants,
+            expected_share=lambda cci: expected_share(self._planner, cci),
         )
         self._loads = LoadPlanner(self.store, _ModelRates(costs), kv_spec.num_layers)
         self._kv_spec = kv_spec
@@ -229,25 +230,27 @@ class ReplicaCache:
                 assert one.variant_id is not None
                 recomputed += len(one.recompute_offsets)
                 hits += one.role == "document"
-                uses.append((one.variant_id, one.cfo or 0.0))
+                uses.append((one.variant_id, plan.recomputed_tokens(one) / one.num_tokens))
         at = self.index.changes.count
         return Planned(view, plan, at, computed + recomputed, recomputed, plan.num_tokens, tuple(uses), documents, hits)
 
     def _meta(self, segment: Segment, view: PromptView, place: int) -> VariantMeta:
         """What a device would have measured: mass on each chunk before by its tokens, the same CCI for all."""
         prefix = view.ids[:place]
+        has_system = bool(prefix) and view.chunks[0].role == "system"
         return VariantMeta(
             variant_id=make_variant_id(view.ids[place], prefix, segment.fidelity),
             chunk_id=view.ids[place],
             prefix_ids=prefix,
-            inter_by_prefix=tuple(float(chunk.num_tokens) for chunk in view.chunks[:place]),
+            inter_by_prefix=tuple(float(one.num_tokens * (one.role != "system")) for one in view.chunks[:place]),
             a_mean=1.0,
             b_mean=INTRA_OVER_INTER,
-            cci=self.settings.cci if prefix else 0.5,
+            cci=self.settings.cci if len(prefix) > has_system else 0.5,
             token_ranking=_ranking(segment.num_tokens),
             num_tokens=segment.num_tokens,
             num_bytes=self._kv_spec.num_bytes(segment.num_tokens),
             fidelity=segment.fidelity,
+            has_system=has_system,
         )
 
 

@@ -229,7 +229,7 @@ def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: CostMo
 
 def _info(cost: CostModel, num_tokens: int, compute_s: float, cfo: float) -> EntryInfo:
     num_bytes = num_tokens * cost.bytes_per_token
-    return EntryInfo(num_bytes, num_tokens, compute_s, cfo=cfo, load_s=num_bytes / LOAD_BYTES_PER_S)
+    return EntryInfo(num_bytes, num_tokens, compute_s, recomputed_share=cfo, load_s=num_bytes / LOAD_BYTES_PER_S)
 
 
 def _cfo(old_prefix: tuple[ChunkId, ...], new_prefix: tuple[ChunkId, ...], trace: Trace) -> float:

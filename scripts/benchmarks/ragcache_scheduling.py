@@ -66,7 +66,7 @@ class Tree:
             None, kv_spec=KV_SPEC, identity=StoreIdentity("benchmark"), host_bytes=num_nodes * self._kv.nbytes
         )
         costs = MeasuredCosts(Rates(), GRID)
-        self.index = VariantIndex(self.store, costs, policy=POLICY, alpha=1.0, max_variants=None)
+        self.index = VariantIndex(self.store, costs, policy=POLICY, max_variants=None)
         self.system = self._new_chunk()
         self.prompts: list[Prompt] = []
         while len(self.index) < num_nodes:

@@ -100,7 +100,7 @@ def open_store(root: Path) -> TieredStore:
 
 def new_index(store: TieredStore) -> VariantIndex:
     """The engine's index over the store."""
-    return VariantIndex(store, MeasuredCosts(Rates()), policy=DEFAULT_POLICY, alpha=1.0, max_variants=None)
+    return VariantIndex(store, MeasuredCosts(Rates()), policy=DEFAULT_POLICY, max_variants=None)
 
 
 def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ccjax.policy.strategies import STRATEGIES
 from ccjax.server.logs import LOG_FORMATS
 from scripts.serving.values import (
     cluster_address,
     coordinator,
     count,
+    int_or_none,
     layer_list,
     num_bytes,
     port,
@@ -206,7 +208,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         "redis://[[USER]:PASSWORD@]HOST:PORT/DB or rediss:// for several (default: $CCJAX_STORE_INDEX, else none: they "
         "list the store now and then)"
     )
-    metavars = {str: "TEXT", int: "N", count: "N", float: "X", num_bytes: "SIZE", layer_list: "L,L"}
+    metavars = {str: "TEXT", int: "N", count: "N", float: "X", num_bytes: "SIZE", layer_list: "L,L", int_or_none: "N"}
     # Left out of the namespace where not given, so that EngineConfig alone holds the defaults.
     for flag, kind, text in (
         ("--dtype", str, "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere (default auto)"),
@@ -218,7 +220,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         (
             "--strategy",
             str,
-            "how chunks are reused: cachecraft, auto, cacheblend, reuse, set, prefix, full, legolink, random",
+            f"how chunks are reused: {', '.join(STRATEGIES)} (default auto)",
         ),
         ("--alpha", float, "scales the share of tokens that is recomputed"),
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
@@ -226,7 +228,8 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         ("--calibration", str, "file of scripts/calibrate.py (default: calibration.json beside the model, if there)"),
         ("--prefill-profile", str, "file of scripts/profile_prefill.py (default: the one beside the model, if there)"),
         ("--ranking-layers", layer_list, "layers that rank a passage's tokens, such as 0,1 (default: all)"),
-        ("--focus-window", int, "layers after which unfocused passages are dropped"),
+        ("--frame", str, "what passages are prepared behind: default, none, or a text file"),
+        ("--focus-window", int_or_none, "layers after which unfocused passages are dropped, or none"),
         ("--focus-rule", str, "entropy or largest_gap"),
         ("--store", str, store_text),
         ("--store-index", str, index_text),

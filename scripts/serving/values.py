@@ -16,6 +16,15 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def int_or_none(text: str) -> int | None:
+    """The number, or None for "none"."""
+    if text == "none":
+        return None
+    if not re.fullmatch(r"\d+", text):
+        raise argparse.ArgumentTypeError(f"wanted a number or none, got {text!r}")
+    return int(text)
+
+
 def layer_list(text: str) -> tuple[int, ...]:
     """The numbers in "0,1"."""
     if not re.fullmatch(r"\d+(,\d+)*", text):

@@ -71,7 +71,7 @@ def open_cache(
         url, kv_spec=kv_spec, identity=identity, host_bytes=host_bytes, disk_bytes=disk_bytes
     ) as store:
         costs = MeasuredCosts(Rates())
-        variants = VariantIndex(store, costs, policy=DEFAULT_POLICY, alpha=1.0, max_variants=max_variants)
+        variants = VariantIndex(store, costs, policy=DEFAULT_POLICY, max_variants=max_variants)
         yield ChunkCache(store, variants, identity, "a model", max_variants)
 
 

@@ -10,6 +10,7 @@ import pytest
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.capture import capture_variants, context_deviations
 from ccjax.engine.loading import load_model
+from ccjax.errors import ConfigError
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.oracles import llama_forward
 
@@ -107,22 +108,27 @@ def documents(count):
 NAMES = ("Anna", "Bob", "Carla")
 
 
-def test_warming_compares_each_document_with_itself_behind_another(demo):
+def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_both(demo):
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
         assert [one.status for one in engine.warm(documents(3))] == ["computed"] * 3
-        metas = [meta for meta in engine._variants if len(meta.prefix_ids) == 1]
-        assert len(metas) == 3 and engine.num_variants == 4, "what it is compared with is not stored"
-        for number, meta in enumerate(metas):
-            neighbour = metas[number - 1 if number else 1]
+        frame = tuple(chunk.chunk_id for chunk in engine.frame.chunks(""))
+        assert len(frame) == 2 and engine.num_variants == 1 + 2 + 3 * 2, "instructions, frame, documents"
+        metas = list(engine._variants)
+        framed = [meta for meta in metas if meta.prefix_ids[1:] == frame]
+        assert len(framed) == 3
+        for meta in framed:
             prompt = engine._variants.prompt_of(meta)
-            beside = dataclasses.replace(
-                prompt, chunks=(prompt.chunks[0], engine._variants.tokens.chunk(neighbour.chunk_id), prompt.chunks[1])
+            alone = dataclasses.replace(prompt, chunks=(prompt.chunks[0], prompt.chunks[-1]))
+            own, other = (kv_of(engine, one) for one in (prompt, alone))
+            # The frame was read, not computed: the same numbers up to the rounding of other shapes, and three digits.
+            np.testing.assert_allclose(meta.token_deviations, context_deviations(own, other), rtol=2e-2, atol=1e-5)
+            assert max(meta.token_deviations) > 0.05, "the tolerance is not what passes"
+            assert meta.cci > 0.5 and meta.inter_by_prefix[0] == 0.0 < min(meta.inter_by_prefix[1:])
+            assert not next(one for one in metas if one.chunk_id == meta.chunk_id and one.is_alone).token_deviations, (
+                "once is enough"
             )
-            own, other = (kv_of(engine, one) for one in (prompt, beside))
-            np.testing.assert_array_equal(meta.token_deviations, context_deviations(own, other))
-            # Its KV saw nothing of the neighbour: an erasure of that one leaves it alone.
-            assert engine._variants.origin(meta).seen == {*meta.prefix_ids, meta.chunk_id}
         assert not engine._store._pins
+        assert [one.status for one in engine.warm(documents(3))] == ["present"] * 3
 
 
 def kv_of(engine, prompt):
@@ -134,25 +140,40 @@ def kv_of(engine, prompt):
 
 
 @pytest.mark.parametrize(
-    ("settings", "arguments", "count"),
+    ("settings", "count"),
     [
-        ({"strategy": "cachecraft"}, {}, 0),
-        ({"strategy": "cachecraft"}, {"compare": True}, 3),
-        ({"strategy": "deviation"}, {}, 3),
-        ({"strategy": "auto"}, {"compare": False}, 0),
-        ({"strategy": "auto", "max_model_len": 40}, {}, 0),  # two documents do not fit
+        ({"strategy": "cachecraft"}, 0),
+        ({"strategy": "deviation"}, 3),
+        ({"frame": "none"}, 0),
+        ({"max_model_len": 40}, 0),  # no room for the frame
     ],
 )
-def test_warming_compares_where_the_strategy_goes_by_it(demo, settings, arguments, count):
+def test_warming_uses_the_frame_where_the_strategy_does_and_it_fits(demo, settings, count):
     with Engine(demo, EngineConfig(**settings)) as engine:
-        engine.warm(documents(3), **arguments)
+        engine.warm(documents(3))
         assert sum(bool(meta.token_deviations) for meta in engine._variants) == count
+        assert engine.num_variants == 4 + (2 + count if count else 0)
 
 
-def test_a_single_document_has_nothing_to_be_compared_with(demo):
-    with Engine(demo, EngineConfig(strategy="auto")) as engine:
-        engine.warm([*documents(1), *documents(1)])
-        assert not any(meta.token_deviations for meta in engine._variants)
+def test_a_frame_of_ones_own(demo, tmp_path):
+    path = tmp_path / "frame.txt"
+    path.write_text("Dora paints.\n \nEmil is a baker.\n")
+    with Engine(demo, EngineConfig(frame=str(path))) as engine:
+        assert [one.text for one in engine.frame.documents] == ["Dora paints.", "Emil is a baker."]
+        engine.warm(documents(1))
+        report = engine.generate("Who sings?", documents(2)[::-1], max_new_tokens=1).reuse
+        assert [one.framed for one in report.per_document] == [False, False, True]
+        engine.warm([{"text": "Emil is a baker."}])  # a passage of the frame is not put behind itself
+        assert not any(len(set(meta.prefix_ids)) < len(meta.prefix_ids) for meta in engine._variants)
+
+
+@pytest.mark.parametrize("content", [None, "", " \n\n", b"\xff\xfe\x00"])
+def test_a_frame_that_cannot_be_used_is_refused(demo, tmp_path, content):
+    path = tmp_path / "frame.txt"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match="^frame: wanted"):
+        Engine(demo, EngineConfig(frame=str(path)))
 
 
 @pytest.fixture(scope="module")

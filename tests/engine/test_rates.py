@@ -169,3 +169,14 @@ def test_full_prefill_is_estimated_only_where_prompts_of_that_length_were_measur
         assert costs.full_prefill_s(unknown) is None
     grid = PrefillGrid((0, 100), (100, 1000), ((1.0, 10.0), (2.0, 20.0)))
     assert MeasuredCosts(rates, grid).full_prefill_s(1000) == 10.0
+
+
+def test_a_run_that_waits_left_no_time_of_says_nothing():
+    """Seconds per token below zero once made every later schedule fail."""
+    rates = Rates()
+    for tokens, seconds in ((16, -1e-4), (16, 0.0)):
+        rates.compute.add(tokens, seconds)
+        assert rates.seconds_per_token is None
+    rates.compute.add(16, 0.02)
+    rates.compute.add(256, -0.5)
+    assert rates.seconds_per_token == pytest.approx(0.02 / 16)

@@ -59,7 +59,7 @@ def leases(tmp_path: Path) -> list[Path]:
 
 def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
     engine = start()
-    results = engine.warm_shared([ANNA, BOB, ANNA], compare=False)
+    results = engine.warm_shared([ANNA, BOB, ANNA])
     assert statuses(results) == ["computed", "computed", "present"] and leases(tmp_path) == []
     names = {path.stem for path in tmp_path.rglob("records/*.json")}
     assert {id_of(engine, ANNA), id_of(engine, BOB)} < names and len(names) == 3
@@ -94,14 +94,15 @@ def test_who_loses_a_race_leaves_all_to_the_winner_who_may_not_have_claimed_it_a
     assert statuses(other.warm_shared([ANNA, BOB, CARLA])) == ["computed"] * 3
 
 
-def test_neighbours_and_companions_that_another_process_stored_are_reused(start):
+def test_neighbours_and_the_frame_that_another_process_stored_are_reused(start):
     engine, other = start(), start()
-    other.warm_shared([ANNA, BOB], compare=False)
+    other.warm_shared([ANNA, BOB])
+    other.warm([BOB])
     lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([CARLA, DINO])]
-    (result,) = engine.warm_shared([CARLA], behind=[[ANNA]], compare=False)
+    (result,) = engine.warm_shared([CARLA], behind=[[ANNA]])
     assert result.computed_tokens == lengths[0] + 1, "neither the system prompt nor the neighbour again"
-    (result,) = engine.warm_shared([DINO], companion=BOB, compare=True)
-    assert result.computed_tokens == 2 * (lengths[1] + 1)
+    (result,) = engine.warm_shared([DINO], behind=[engine.frame.documents])
+    assert result.computed_tokens == lengths[1] + 1, "nor the frame"
 
 
 def test_a_store_that_refuses_leases_stops_nobody(start, monkeypatch):
@@ -148,22 +149,21 @@ def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
 
 def test_it_ends_between_layers_with_what_is_done_on_disk(start, tmp_path):
     engine = start()
-    engine.warm_shared([DINO], compare=False)
+    engine.warm_shared([DINO])
     in_the_second = After(3)  # asked while steps are compiled, too: only what comes behind the first is counted
     results = engine.warm_shared(
         [ANNA, BOB, CARLA],
-        compare=False,
         is_cancelled=lambda: id_of(engine, ANNA) in engine._variants and in_the_second(),
     )
     assert statuses(results) == ["computed"] and leases(tmp_path) == [] and not engine._store._pins
-    assert statuses(start().warm_shared([ANNA, BOB], compare=False)) == ["present", "computed"]
+    assert statuses(start().warm_shared([ANNA, BOB])) == ["present", "computed"]
 
 
 def test_behind_neighbours_only_the_document_itself_is_stored_and_compared_with_itself_alone(start):
     engine = start()
-    engine.warm_shared([ANNA, BOB, CARLA], compare=False)
+    engine.warm_shared([ANNA, BOB, CARLA])
     before = set(engine._variants.ids())
-    (result,) = engine.warm_shared([CARLA], behind=[[ANNA, BOB]], compare=True)
+    (result,) = engine.warm_shared([CARLA], behind=[[ANNA, BOB]])
     assert set(engine._variants.ids()) - before == {id_of(engine, CARLA, [ANNA, BOB])}
     lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([BOB, CARLA])]
     assert result.computed_tokens == sum(lengths) + 1, "the first neighbour is stored alone"
@@ -186,16 +186,6 @@ def kv_of(engine, prompt):
     return kv
 
 
-def test_a_single_document_is_compared_behind_its_companion(start):
-    engine = start()
-    engine.warm_shared([BOB], companion=ANNA)
-    (meta,) = (one for one in engine._variants if one.variant_id == id_of(engine, BOB))
-    assert len(meta.token_deviations) == meta.num_tokens and engine.num_variants == 2, "the companion is not stored"
-    engine.warm_shared([CARLA], companion=CARLA)
-    (meta,) = (one for one in engine._variants if one.variant_id == id_of(engine, CARLA))
-    assert not meta.token_deviations
-
-
 def test_refusals(start, model):
     engine = start()
     with pytest.raises(RequestError, match="behind: wanted one list for each of 1 documents, got 2"):
@@ -213,8 +203,8 @@ def test_refusals(start, model):
 
 def test_pruning_takes_what_is_of_no_passage_and_what_was_computed_behind_it(start):
     engine = start()
-    engine.warm_shared([ANNA, BOB, CARLA], compare=False)
-    engine.warm_shared([CARLA, ANNA], behind=[[BOB], [CARLA]], compare=False)
+    engine.warm_shared([ANNA, BOB, CARLA])
+    engine.warm_shared([CARLA, ANNA], behind=[[BOB], [CARLA]])
     engine.generate("Who sings?", [Document("Eve came with a request.", "eve")], max_new_tokens=1)
     engine.flush()
     size = sum(engine._store.charge_bytes("disk", id_of(engine, *one)) for one in ((BOB,), (CARLA, [BOB])))

@@ -29,7 +29,8 @@ def variant(
     received: Sequence[float] = (),
     start: int | None = None,
 ) -> VariantMeta:
-    """A variant of chunk `name` behind the chunks of `prefix`; its last token is its most contextualised by default."""
+    """A variant of chunk `name` behind the chunks of `prefix`, of which S is the instructions; its last token is its
+    most contextualised by default."""
     return VariantMeta(
         variant_id=VariantId(variant_id or f"{name}|{prefix}|{fidelity}"),
         chunk_id=ChunkId(name),
@@ -46,6 +47,7 @@ def variant(
         token_deviations=tuple(deviations),
         token_received=tuple(received),
         start=start,
+        has_system=prefix.startswith("S"),
     )
 
 

@@ -41,7 +41,9 @@ class Plain:
             case "lfu":
                 return len(since)
             case "cachecraft_fr":
-                return sum(min(1 / use.info.cfo, 16) if use.info.cfo else 16 for use in since[1:])
+                return sum(
+                    min(1 / use.info.recomputed_share, 16) if use.info.recomputed_share else 16 for use in since[1:]
+                )
             case "gdsf":
                 return last.clock + len(since) * last.info.compute_s / last.info.num_bytes
             case "pgdsf":
@@ -53,7 +55,7 @@ class Plain:
 
     @staticmethod
     def saved(use):
-        fix = use.info.cfo * use.info.compute_s
+        fix = use.info.recomputed_share * use.info.compute_s
         costs = [use.info.compute_s]
         if use.info.below_load_s is not None:
             costs.append(use.info.below_load_s + fix)

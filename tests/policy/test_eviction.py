@@ -47,7 +47,7 @@ class TestInfo:
             ("num_bytes", 0),
             ("num_tokens", 0),
             ("compute_s", -1.0),
-            ("cfo", 1.5),
+            ("recomputed_share", 1.5),
             ("load_s", math.inf),
             ("below_load_s", math.nan),
         ],

@@ -119,7 +119,7 @@ class TestIdentities:
         assert got == plan("ABC", stored, strategy="reuse") and len(got.pin) == 3
 
     def test_a_cfo_of_1_computes_the_chunk_as_a_whole(self):
-        got = plan("AB", [variant("B", "X", cci=1.0)])
+        got = plan("AB", [variant("B", "X", cci=1.0)], strategy="cachecraft")
         assert summary(got.segments) == [("compute", "exact", 0)] * 3
         assert got.segments[1].cfo is None and got.pin == ()
 

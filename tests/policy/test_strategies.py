@@ -18,12 +18,12 @@ from ccjax.types import VariantMeta
 from tests.policy.builders import ids, prompt, variant
 
 ROOT = Path(__file__).resolve().parents[2]
-# S exact; A exact behind S; B behind another prefix, CFO 0.5 * 1/2 = 0.25 of 10 tokens: 3; C exact behind S A B; D none
+# S exact; A exact behind S; B behind A and another, CFO 0.5 * 1/2 = 0.25 of 10 tokens: 3; C exact behind S A B; D none
 PROMPT = prompt("SABCD", system=True)
 CANDIDATES = {
     ids("S")[0]: [variant("S")],
     ids("A")[0]: [variant("A", "S"), variant("A")],
-    ids("B")[0]: [variant("B", "SX")],
+    ids("B")[0]: [variant("B", "SAX", variant_id="B|SX|exact")],
     ids("C")[0]: [variant("C", "SAB")],
 }
 
@@ -60,7 +60,7 @@ S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
         ("legolink", "off", [COMPUTE] * 5),
         ("random", "bounded", [S, A, ("B|SX|exact", (0, 7, 8)), C, COMPUTE]),  # DRAWN[:3]
         ("random", "exact", [S, A, COMPUTE, C, COMPUTE]),
-        ("auto", "bounded", [S, A, ("B|SX|exact", (7, 8, 9)), C, COMPUTE]),  # nothing was compared: as cachecraft
+        ("auto", "bounded", [S, A, ("B|SX|exact", (8, 9)), C, COMPUTE]),  # nothing was compared: eq. 14, up to the cap
         ("auto", "exact", [S, A, COMPUTE, C, COMPUTE]),
         ("deviation", "bounded", [S, A, ("B|SX|exact", (7, 8, 9)), C, COMPUTE]),
         ("deviation", "exact", [S, A, COMPUTE, C, COMPUTE]),
@@ -94,40 +94,40 @@ def test_how_many_tokens_are_recomputed_and_which(strategy, mode, settings, num_
 
 
 class TestAuto:
-    """S exact; B and D stored behind another prefix, CFO 0.25 of 10 tokens: 3 each."""
+    """S exact; A computed; B and D stored behind A and another, CFO 0.25 of 10 tokens: 3 each."""
 
     def decided(
         self, b: list[VariantMeta], d: list[VariantMeta], mode: Any = "bounded", strategy: str = "auto", **settings
     ) -> list[tuple]:
         candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: b, ids("D")[0]: d}
-        chunks = prompt("SBD", system=True)
-        planned = PlannerSettings(strategy=strategy, **settings)
+        chunks = prompt("SABD", system=True)
+        planned = PlannerSettings(strategy=strategy, **{"repair_cap": 1.0, **settings})
         plan = plan_prefill("r", chunks, 3, candidates, mode=mode, settings=planned)
-        return [segment.recompute_offsets for segment in plan.segments[1:-1]]
+        return [segment.recompute_offsets for segment in plan.segments[2:-1]]
 
     LOW, HIGH = (0.3, 0.1, 0, 0, 0, 0, 0, 0, 0, 0.2), (0, 0, 0.9, 0.8, 0.25, 0, 0, 0, 0, 0.7)
 
     def test_the_budget_goes_where_kv_was_seen_to_change_most(self):
-        found = self.decided([variant("B", "SX", deviations=self.LOW)], [variant("D", "SX", deviations=self.HIGH)])
+        found = self.decided([variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)])
         assert found == [(0, 9), (2, 3, 4, 9)]  # 6 tokens: .9 .8 .7 .3 .25 .2
 
     def test_a_chunk_whose_prefix_is_much_the_same_gets_less(self):
-        # Behind S alone half of what D looked at is there: CFO 0.25. Of what B looked at there is nothing: 0.5.
+        # Behind A half of what D looked at is there: CFO 0.25. Of what B looked at there is nothing: 0.5.
         weak = (0.24, *(0.0,) * 9)
-        far = variant("B", "SX", (0.0, 1.0), deviations=weak)
-        near = variant("D", "SX", (1.0, 1.0), deviations=self.HIGH)
+        far = variant("B", "SAX", (0.0, 0.0, 1.0), deviations=weak)
+        near = variant("D", "SAX", (0.0, 1.0, 1.0), deviations=self.HIGH)
         assert self.decided([far], [near], recompute_ratio=0.2) == [(0,), (2, 3, 9)]  # 0.12 before 0.25 * 0.25
-        as_near = variant("B", "SX", (1.0, 1.0), deviations=weak)
+        as_near = variant("B", "SAX", (0.0, 1.0, 1.0), deviations=weak)
         assert self.decided([as_near], [near], recompute_ratio=0.2) == [(), (2, 3, 4, 9)]
 
     def test_a_chunk_that_was_never_compared_gets_its_own_number_by_attention(self):
-        found = self.decided([variant("B", "SX")], [variant("D", "SX", deviations=self.HIGH)])
+        found = self.decided([variant("B", "SAX")], [variant("D", "SAX", deviations=self.HIGH)])
         assert found == [(7, 8, 9), (2, 3, 9)]
 
     def test_deviations_of_other_variants_count_and_their_mean(self):
-        other = variant("B", "SYZ", (0.0, 1.0, 1.0), deviations=(0, 0, 0, 0, 1, 0.5, 0.1, 0, 0, 0))
-        more = variant("B", "SY", (0.0, 1.0), deviations=(0, 0, 0, 0, 0, 0.9, 0.2, 0, 0, 0), variant_id="zz")
-        chosen = variant("B", "SX")
+        other = variant("B", "SYZ", deviations=(0, 0, 0, 0, 1, 0.5, 0.1, 0, 0, 0))
+        more = variant("B", "SY", deviations=(0, 0, 0, 0, 0, 0.9, 0.2, 0, 0, 0), variant_id="zz")
+        chosen = variant("B", "SAX")
         assert self.decided([chosen, other, more], [])[0] == (4, 5, 6)
         assert self.decided([chosen, other, more], [], recompute_ratio=0.1)[0] == (5,)  # mean .7 before .5
 
@@ -136,24 +136,52 @@ class TestAuto:
         [("bounded", {"alpha": 0.4}, 2), ("bounded", {"recompute_ratio": 0.45}, 10), ("fast", {"fast_ratio": 0.1}, 2)],
     )
     def test_in_all_as_many_as_cachecraft(self, mode, settings, count):
-        b, d = [variant("B", "SX", deviations=self.LOW)], [variant("D", "SX", deviations=self.HIGH)]
+        b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
         assert sum(map(len, self.decided(b, d, mode, **settings))) == count
         assert self.decided(b, d, "exact") == [(), ()]
 
     def test_what_deviates_more_than_allowed_is_recomputed_however_much_that_is(self):
-        b, d = [variant("B", "SX", deviations=self.LOW)], [variant("D", "SX", deviations=self.HIGH)]  # half is missing
+        b, d = (
+            [variant("B", "SAX", deviations=self.LOW)],
+            [variant("D", "SAX", deviations=self.HIGH)],
+        )  # half is missing
         assert self.decided(b, d, max_deviation=0.1) == [(0,), (2, 3, 4, 9)]  # more than 0.2 of their own
         assert self.decided(b, d, max_deviation=0.14) == [(0,), (2, 3, 9)]
         assert self.decided(b, d, max_deviation=0.45) == [(), ()]
         assert self.decided(b, d, max_deviation=0.0) == [(0, 1, 9), (2, 3, 4, 9)]
         assert self.decided(b, d, max_deviation=0.14, recompute_ratio=0.1) == [(), (2, 3)], "a forced share goes first"
         assert self.decided(b, d, "fast", max_deviation=0.0, fast_ratio=0.1) == [(), (2, 3)]
-        never = [variant("B", "SX")]
+        never = [variant("B", "SAX")]
         assert self.decided(never, d, max_deviation=0.14) == [(7, 8, 9), (2, 3, 9)]
+
+    def test_the_cap_holds_for_the_prompt_and_goes_where_kv_changes_most(self):
+        b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
+        assert self.decided(b, d, repair_cap=0.15) == [(), (2, 3, 9)], "0.15 of 20"
+        forced = self.decided(b, d, repair_cap=0.15, recompute_ratio=0.3)
+        assert forced == [(0, 9), (2, 3, 4, 9)], "a forced share is no less"
+        never = [variant("B", "SAX")]
+        assert self.decided(never, d, repair_cap=0.15) == [(8, 9), (2, 3)], "each its own 0.15 of 10"
+        assert PlannerSettings().repair_cap == 0.15
+
+    def test_a_variant_that_saw_no_passage_comes_last(self):
+        """Eq. 12 has it first, for its CCI is the least."""
+        alone, framed, live = variant("B", "S"), variant("B", "SFG", cci=0.9), variant("B", "SAX", cci=0.9)
+
+        def chosen(*variants: VariantMeta, strategy: str = "auto", names: str = "SAB") -> str | None:
+            candidates = {ids("B")[0]: variants}
+            settings = PlannerSettings(strategy=strategy)
+            plan = plan_prefill("r", prompt(names, system=True), 3, candidates, mode="bounded", settings=settings)
+            return plan.segments[-2].variant_id
+
+        assert chosen(alone, framed, live) == live.variant_id
+        assert chosen(alone, framed) == framed.variant_id
+        assert chosen(alone, framed, strategy="cachecraft") == alone.variant_id
+        assert chosen(alone) == alone.variant_id
+        assert chosen(alone, framed, live, names="SB") == alone.variant_id, "exact"
 
     def test_equal_deviations_are_taken_in_order(self):
         flat = (0.5,) * 10
-        found = self.decided([variant("B", "SX", deviations=flat)], [variant("D", "SX", deviations=flat)])
+        found = self.decided([variant("B", "SAX", deviations=flat)], [variant("D", "SAX", deviations=flat)])
         assert found == [(0, 1, 2, 3, 4, 5), ()]
 
 
@@ -162,9 +190,9 @@ class TestDeviation:
     decided = TestAuto.decided
 
     def test_every_chunk_has_its_own_number(self):
-        b, d = [variant("B", "SX", deviations=self.LOW)], [variant("D", "SX", deviations=self.HIGH)]
+        b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
         assert self.decided(b, d, strategy="deviation") == [(0, 1, 9), (2, 3, 9)]
-        assert self.decided([variant("B", "SX")], d, strategy="deviation") == [(7, 8, 9), (2, 3, 9)]
+        assert self.decided([variant("B", "SAX")], d, strategy="deviation") == [(7, 8, 9), (2, 3, 9)]
         assert self.decided(b, d, "fast", strategy="deviation", fast_ratio=0.1) == [(0,), (2,)]
         assert self.decided(b, d, "exact", strategy="deviation") == [(), ()]
 
@@ -173,22 +201,22 @@ class TestH2O:
     def decided(self, *variants: VariantMeta, **settings) -> tuple[str | None, tuple[int, ...]]:
         candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: list(variants)}
         planned = PlannerSettings(strategy="h2o", **settings)
-        plan = plan_prefill("r", prompt("SB", system=True), 3, candidates, mode="bounded", settings=planned)
-        return plan.segments[1].variant_id, plan.segments[1].recompute_offsets
+        plan = plan_prefill("r", prompt("SAB", system=True), 3, candidates, mode="bounded", settings=planned)
+        return plan.segments[2].variant_id, plan.segments[2].recompute_offsets
 
     DREW = (0.1, 3, 0.2, 5, 0.3, 0.3, 4, 0, 0, 0)
 
     def test_the_tokens_that_drew_most(self):
-        measured = variant("B", "SX", received=self.DREW)
-        assert self.decided(measured) == ("B|SX|exact", (1, 3, 6))
-        assert self.decided(measured, recompute_ratio=0.5) == ("B|SX|exact", (1, 3, 4, 5, 6))
-        assert self.decided(measured, recompute_ratio=0.4) == ("B|SX|exact", (1, 3, 4, 6)), "of equal ones the first"
+        measured = variant("B", "SAX", received=self.DREW)
+        assert self.decided(measured) == ("B|SAX|exact", (1, 3, 6))
+        assert self.decided(measured, recompute_ratio=0.5) == ("B|SAX|exact", (1, 3, 4, 5, 6))
+        assert self.decided(measured, recompute_ratio=0.4) == ("B|SAX|exact", (1, 3, 4, 6)), "of equal ones the first"
 
     def test_what_nobody_measured_is_not_reused_approximately(self):
         assert self.decided(variant("B", "SX", fidelity="approx")) == (None, ())
         far = variant("B", "X", received=self.DREW)
         assert self.decided(variant("B", "SX", fidelity="approx"), far)[0] == "B|X|exact"
-        assert self.decided(variant("B", "S"), far) == ("B|S|exact", ())
+        assert self.decided(variant("B", "SA"), far) == ("B|SA|exact", ())
 
 
 class TestSet:

@@ -124,7 +124,7 @@ class TestCredit:
     def test_one_by_cfo_floored_at_one_token(self, cfo, num_tokens, expected):
         assert reuse_credit(cfo, num_tokens) == pytest.approx(expected)
 
-    @pytest.mark.parametrize(("cfo", "num_tokens", "name"), [(1.2, 5, "cfo"), (0.5, 0, "num_tokens")])
+    @pytest.mark.parametrize(("cfo", "num_tokens", "name"), [(1.2, 5, "share"), (0.5, 0, "num_tokens")])
     def test_bad_arguments_are_named(self, cfo, num_tokens, name):
         with pytest.raises(ValueError, match=name):
             reuse_credit(cfo, num_tokens)
@@ -161,7 +161,7 @@ class TestVictims:
 
 
 class TestSystemPrompt:
-    """A variant behind the system prompt alone knows no passage: its overlap with passages is none."""
+    """The instructions are no prefix chunk, whatever mass they draw."""
 
     def test_it_is_an_empty_prefix_behind_passages(self):
         choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("SAB"), alpha=1.0, system_id=ids("S")[0])
@@ -171,10 +171,19 @@ class TestSystemPrompt:
         choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("S"), alpha=1.0, system_id=ids("S")[0])
         assert choice is not None and choice.cfo == 0.0 and choice.exact
 
-    def test_behind_passages_the_system_prompt_counts(self):
-        # beta = 2 / (2 + 6): the system prompt's mass is common, A's is not; CFO = 0.6 * 3/4
-        choice = choose_variant([variant("X", "SA", (2.0, 6.0), cci=0.6)], ids("SB"), alpha=1.0, system_id=ids("S")[0])
-        assert choice is not None and abs(choice.cfo - 0.45) < 1e-12
+    @pytest.mark.parametrize(
+        ("old", "masses", "new", "cfo"),
+        [
+            ("SAB", (90.0, 4.0, 4.0), "SDE", 0.6),  # no passage in common: beta' = 0
+            ("SAB", (90.0, 6.0, 2.0), "SAC", 0.6 * 0.25),
+            ("SAB", (90.0, 6.0, 2.0), "SBA", 0.6),  # the reverse order of both: gamma = 1
+            ("SAB", (90.0, 6.0, 2.0), "TAB", 0.6),  # other instructions: nothing is as it was
+        ],
+    )
+    def test_they_count_neither_in_overlap_nor_in_order(self, old, masses, new, cfo):
+        stored = variant("X", old, masses, cci=0.6)
+        choice = choose_variant([stored], ids(new), alpha=1.0, system_id=ids(new)[0])
+        assert choice is not None and abs(choice.cfo - cfo) < 1e-12
 
 
 class TestRepair:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.capture import make_variant_id
-from ccjax.precompute.plan import Frame, batches, choose_neighbours, companions, make_plan
+from ccjax.precompute.plan import Surroundings, batches, choose_neighbours, make_plan
 from ccjax.types import Chunk, ChunkId
 
 
@@ -16,17 +16,17 @@ def chunk(name: str, num_tokens: int = 10) -> Chunk:
 
 
 SYSTEM = chunk("system", 7)
-FRAME = Frame(SYSTEM, 9, 100)
+AROUND = Surroundings(SYSTEM, 9, 100)
 
 
-def plan_of(chunks, *, stored=(), neighbours=None, num_neighbours=0, compare=False, frame=FRAME):
+def plan_of(chunks, *, stored=(), neighbours=None, num_neighbours=0, compares=False, around=AROUND):
     return make_plan(
         chunks,
-        frame,
+        around,
         set(stored),
         neighbours=neighbours or {},
         num_neighbours=num_neighbours,
-        compare=compare,
+        compares=compares,
         sizes=lambda one, prefix_ids, has_deviations: (len(one.token_ids), len(prefix_ids) + has_deviations),
     )
 
@@ -65,14 +65,27 @@ def test_fewer_neighbours_are_the_first_of_more(found, data):
 
 def test_units_are_passages_alone_then_behind_their_neighbours():
     chunks = [chunk(name, length) for name, length in zip("abc", (10, 20, 30), strict=True)]
-    plan = plan_of(chunks, neighbours={0: [2, 1], 1: [0], 2: []}, num_neighbours=2, compare=True)
+    plan = plan_of(chunks, neighbours={0: [2, 1], 1: [0], 2: []}, num_neighbours=2, compares=True)
     assert [unit.passage for unit in plan.alone] == [0, 1, 2]
     assert [(unit.passage, unit.behind) for unit in plan.conditioned] == [(0, (2, 1)), (1, (0,))]
     ids = [unit.variant_id for unit in plan.conditioned]
     assert ids[0] == make_variant_id(ChunkId("a"), tuple(map(ChunkId, ("system", "c", "b"))), "exact")
-    # Alone everything runs twice, to compare; behind neighbours, all but the first of these, which is stored alone.
-    assert [unit.computed_tokens for unit in plan.missing] == [22, 42, 62, 11 + 20, 21]
-    assert [(unit.object_bytes, unit.record_bytes) for unit in plan.missing[3:]] == [(10, 4), (20, 3)]
+    # Behind neighbours, all but the first of these, which is stored alone.
+    assert [unit.computed_tokens for unit in plan.missing] == [11, 21, 31, 11 + 20, 21]
+    assert [(unit.object_bytes, unit.record_bytes) for unit in plan.missing[2:]] == [(30, 1), (10, 4), (20, 3)]
+
+
+def test_each_passage_is_also_prepared_behind_the_frame():
+    frame = chunk("f", 12), chunk("g", 8)
+    around = Surroundings(SYSTEM, 9, 100, frame)
+    chunks = [chunk("a", 10), chunk("b", 71), chunk("c", 72), chunk("f", 12), chunk("a", 10)]
+    plan = plan_of(chunks, compares=True, around=around)
+    assert [(unit.passage, unit.is_missing) for unit in plan.framed] == [(0, True), (1, True), (4, False)]
+    missing = [(unit.passage, unit.is_framed, unit.computed_tokens) for unit in plan.missing]
+    assert missing == [(0, False, 11), (0, True, 11), (1, False, 72), (1, True, 72), (2, False, 73), (3, False, 13)]
+    prefix = tuple(map(ChunkId, ("system", "f", "g")))
+    assert plan.framed[0].variant_id == make_variant_id(ChunkId("a"), prefix, "exact")
+    assert plan.framed[0].record_bytes == 3 + 1, "with deviations"
 
 
 def test_what_is_stored_or_a_copy_is_not_missing():
@@ -87,12 +100,6 @@ def test_what_is_stored_or_a_copy_is_not_missing():
 def test_passages_beyond_the_prompt_are_named():
     plan = plan_of([chunk("a", 91), chunk("b", 92)], neighbours={0: [1]}, num_neighbours=1)
     assert plan.too_long == (1,) and [unit.passage for unit in plan.alone] == [0] and plan.conditioned == ()
-
-
-def test_a_companion_is_another_text_close_by():
-    assert companions([chunk(name) for name in "abb"]) == (1, 0, 0)
-    assert companions([chunk(name) for name in "aab"]) == (2, 2, 1)
-    assert companions([chunk("a"), chunk("a")]) == (None, None) and companions([]) == ()
 
 
 @pytest.mark.parametrize(("num_tokens", "most", "sizes"), [(25, 9, [3, 3, 1]), (1, 9, [1] * 7), (999, 2, [2, 2, 2, 1])])

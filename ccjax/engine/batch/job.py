@@ -14,6 +14,7 @@ from ccjax.engine.plan_rows import (
     computed_offsets,
     question_stats,
     rows_outside,
+    segment_of_tokens,
     unfocused,
 )
 from ccjax.engine.prefill import Contexts
@@ -58,9 +59,7 @@ class PrefillJob:
         self.contexts = contexts
         self.collect = collect
         self.offsets = np.concatenate([computed_offsets(plan), np.arange(plan.num_tokens, len(token_ids))])
-        self.segment_of = np.full(len(token_ids), len(plan.segments) - 1, np.int32)
-        for index, segment in enumerate(plan.segments):
-            self.segment_of[segment.start : segment.start + segment.num_tokens] = index
+        self.segment_of = segment_of_tokens(plan, len(token_ids))
         self.result = PrefillOutcome()
         self._is_candidate = np.zeros(len(token_ids), bool)
         """Where deviation chooses."""

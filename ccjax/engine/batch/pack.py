@@ -11,7 +11,7 @@ import numpy as np
 
 from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.buckets import batch_bucket, segment_bucket, slot_bucket, token_bucket
-from ccjax.engine.plan_rows import LayerRows, padded_to
+from ccjax.engine.plan_rows import LayerRows, padded_to, without_sink
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Contexts, Prefiller
 from models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step, write_rows_step
@@ -86,7 +86,7 @@ class Pack:
         k_pos = _context([np.arange(length) for length in lengths], _NO_POSITION)
         k_request = _context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
         # Requests number their segments alike: a token's masses are on those of its own request.
-        k_segment = _context([piece.job.segment_of[:length] for piece, length in parts], -1)
+        k_segment = _context([without_sink(piece.job.segment_of)[:length] for piece, length in parts], -1)
         self._slots, self._k_pos, self._k_request, self._k_segment = model.put((slots, k_pos, k_request, k_segment))
         self._k_rotation = self._rotation(self._k_pos)
         self._set_rows()

@@ -52,7 +52,7 @@ def open_cache(
     """
     with TieredStore.open(url, kv_spec=kv_spec, identity=identity, host_bytes=0, disk_bytes=disk_bytes) as store:
         policy = _policy_of(store.read_hints().get("eviction"))
-        variants = VariantIndex(store, MeasuredCosts(Rates()), policy=policy, alpha=1.0, max_variants=None)
+        variants = VariantIndex(store, MeasuredCosts(Rates()), policy=policy, max_variants=None)
         before = len(variants)
         yield ChunkCache(store, variants, identity, model)
         store.flush()

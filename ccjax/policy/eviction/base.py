@@ -24,8 +24,8 @@ class EntryInfo:
       num_tokens: tokens of the chunk.
       compute_s: seconds to compute the chunk from text, `num_tokens T(cached, new) / new` with the cached and new
         tokens of the request: a chunk's share of its prefill (RAGCache eq. 4).
-      cfo: share of its tokens that a use recomputes (CacheCraft eq. 12): on a hit this use's, on insertion what a later
-        use may expect, say `alpha CCI` as behind an unknown prefix.
+      recomputed_share: of its tokens, that a use recomputes: on a hit what this one did, on insertion what a later use
+        may expect (`ccjax.policy.strategies.expected_share`).
       load_s: seconds to load it out of this tier.
       below_load_s: seconds to load it out of the next tier below that holds it too; None where none does.
       parent: key of what it continues in RAGCache's knowledge tree, held or not; None at the top of it, or outside.
@@ -34,7 +34,7 @@ class EntryInfo:
     num_bytes: int
     num_tokens: int
     compute_s: float
-    cfo: float = 0.0
+    recomputed_share: float = 0.0
     load_s: float = 0.0
     below_load_s: float | None = None
     parent: str | None = None
@@ -43,7 +43,7 @@ class EntryInfo:
         check_count("num_bytes", self.num_bytes)
         check_count("num_tokens", self.num_tokens)
         check_mass("compute_s", self.compute_s)
-        check_ratio("cfo", self.cfo)
+        check_ratio("recomputed_share", self.recomputed_share)
         check_mass("load_s", self.load_s)
         if self.below_load_s is not None:
             check_mass("below_load_s", self.below_load_s)
@@ -52,10 +52,10 @@ class EntryInfo:
     def saved_s(self) -> float:
         """Seconds that a use saves because this tier holds the entry, at least 0.
 
-        With it, a use costs `load_s + cfo compute_s`; without, `compute_s`, or `below_load_s + cfo compute_s` where a
-        tier below has a copy and loading that is faster than computing.
+        With it, a use costs `load_s + recomputed_share compute_s`; without, `compute_s`, or that with `below_load_s`
+        where a tier below has a copy and loading that is faster than computing.
         """
-        fix_s = self.cfo * self.compute_s
+        fix_s = self.recomputed_share * self.compute_s
         without_s = self.compute_s if self.below_load_s is None else min(self.compute_s, self.below_load_s + fix_s)
         return max(0.0, without_s - fix_s - self.load_s)
 

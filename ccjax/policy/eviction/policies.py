@@ -35,7 +35,7 @@ class Lfu(RankedPolicy):
 
 
 class CacheCraftFr(RankedPolicy):
-    """Least `f_r` first, CacheCraft sec. 3.3: `f_r += 1/CFO` on each reuse (`reuse_credit`), 0 on insertion.
+    """Least `f_r` first, CacheCraft sec. 3.3: grows by `reuse_credit` on each reuse, 0 on insertion.
 
     The paper is silent on equal `f_r`, which all variants never reused have: reading, the least recently used first.
     It is silent on ageing and on what was evicted: reading, neither counts.
@@ -43,7 +43,7 @@ class CacheCraftFr(RankedPolicy):
 
     def count(self, uses: Uses, info: EntryInfo, now: float, *, is_hit: bool) -> None:
         if is_hit:
-            uses.value += reuse_credit(info.cfo, info.num_tokens)
+            uses.value += reuse_credit(info.recomputed_share, info.num_tokens)
 
     def worth(self, entry: Entry) -> float:
         return entry.uses.value
@@ -107,8 +107,8 @@ class Pgdsf(Gdsf):
 class SavedSeconds(RankedPolicy):
     """Least expected seconds saved per byte held first.
 
-    Each use counts with the seconds that this tier saves in it (`EntryInfo.saved_s`: compute time, CFO, this tier's
-    load and the copy below), halved for every `half_life` gone by:
+    Each use counts with the seconds that this tier saves in it (`EntryInfo.saved_s`: compute time, the share that is
+    recomputed, this tier's load and the copy below), halved for every `half_life` gone by:
     `worth = sum_i saved_s_i 2^(-(now - t_i) / half_life) / num_bytes`. All worths fade alike, so their order stands
     between uses, and the logarithm of `sum_i saved_s_i 2^(t_i / half_life) / num_bytes` ranks without knowing now.
 

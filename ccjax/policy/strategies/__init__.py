@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+from ccjax.policy.hkvd import DEFAULT_RATIO
+from ccjax.policy.reuse import cache_fix_overhead
 from ccjax.policy.strategies import (
     auto,
     cacheblend,
@@ -18,6 +21,9 @@ from ccjax.policy.strategies import (
     set_cache,
 )
 from ccjax.policy.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from ccjax.policy.planner import PlannerSettings
 
 STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
     {
@@ -45,3 +51,19 @@ def get_strategy(name: str) -> Strategy:
     if name not in STRATEGIES:
         raise ValueError(f"strategy: wanted one of {', '.join(STRATEGIES)}, got {name!r}")
     return STRATEGIES[name]
+
+
+_NEVER_RECOMPUTES = ("full", "prefix", "set", "reuse")
+
+
+def expected_share(settings: PlannerSettings, cci: float) -> float:
+    """The share of a variant of that CCI, in [0, 1], that a later use in mode `bounded` recomputes, behind a prefix
+    that is not known yet (CacheCraft eq. 12 with beta' = 0, or what is done in its place)."""
+    if settings.strategy in _NEVER_RECOMPUTES:
+        return 0.0
+    if settings.recompute_ratio is not None:
+        return settings.recompute_ratio
+    if settings.strategy == "cacheblend":
+        return DEFAULT_RATIO
+    share = cache_fix_overhead(cci, 0.0, settings.alpha)
+    return min(share, settings.repair_cap) if settings.strategy == "auto" else share

@@ -1,4 +1,5 @@
-"""`auto`: recomputes the tokens whose KV was seen to change most with the context, wherever in the prompt they stand.
+"""`auto`: recomputes a bounded share, the tokens whose KV was seen to change most with the context, wherever in the
+prompt they stand.
 
 Takes CacheBlend's signal, the deviation of KV (sec. 4.2), but as it was measured when a chunk was computed behind a
 second prefix: so it costs nothing while a request waits, and it is known for all layers. Measures nothing itself.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ccjax.policy.reuse import most_contextualised
+from ccjax.policy.reuse import most_contextualised, num_recompute_tokens
 from ccjax.policy.strategies.base import Candidates, Decision, best_choices, mean_deviations
 from ccjax.policy.strategies.fixing import recompute_count
 from ccjax.policy.variants import VariantChoice
@@ -22,28 +23,35 @@ if TYPE_CHECKING:
 def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
-    """Exact reuse unchanged. Of the approximately reused chunks as many tokens in all as `cachecraft` recomputes; or,
-    in mode `bounded` with `settings.max_deviation` and no forced share, as many as deviate more.
+    """Exact reuse unchanged. Of the approximately reused chunks as many tokens in all as `cachecraft` recomputes, but
+    no more than `settings.repair_cap` of them; or, in mode `bounded` with `settings.max_deviation` and no forced share,
+    as many as deviate more. A variant that saw no passage is taken only where there is no other.
 
-    Chunks of which no deviation is known get their own number of them, by attention (CacheCraft eq. 14). All others
+    Chunks of which no deviation is known get their own number of tokens, by attention (CacheCraft eq. 14). All others
     share theirs: the highest deviations of any chunk, each times the part of its old context that is missing, so that
     chunks whose prefix stayed much the same get fewer; of equal ones the first.
     """
-    choices = best_choices(chunks, candidates, mode, settings)
+    choices = best_choices(chunks, candidates, mode, settings, alone_last=True)
     offsets: dict[int, tuple[int, ...]] = {}
     scores: list[tuple[float, int, int]] = []
-    budget = 0
+    budget = num_shared = 0
+    is_forced = mode == "bounded" and settings.recompute_ratio is not None
+    cap = 1.0 if is_forced else settings.repair_cap
     for index, (chunk, choice) in enumerate(zip(chunks, choices, strict=True)):
         if choice is None or choice.exact:
             continue
         count = recompute_count(choice, mode, settings)
         deviations = mean_deviations(candidates[chunk.chunk_id])
         if deviations is None:
+            count = min(count, num_recompute_tokens(cap, choice.meta.num_tokens))
             offsets[index] = most_contextualised(choice.meta.token_ranking, choice.meta.num_tokens, count)
             continue
         budget += count
+        num_shared += choice.meta.num_tokens
         missing = _missing(choice, settings)
         scores += [(-value * missing, index, offset) for offset, value in enumerate(deviations)]
+    if num_shared:
+        budget = min(budget, num_recompute_tokens(cap, num_shared))
     if mode == "bounded" and settings.recompute_ratio is None and settings.max_deviation is not None:
         budget = sum(-score > settings.max_deviation for score, _, _ in scores)
     chosen: dict[int, list[int]] = {}

@@ -36,7 +36,12 @@ Strategy = Callable[["Sequence[PromptChunk]", Candidates, ReuseMode, "PlannerSet
 
 
 def best_choices(
-    chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
+    chunks: Sequence[PromptChunk],
+    candidates: Candidates,
+    mode: ReuseMode,
+    settings: PlannerSettings,
+    *,
+    alone_last: bool = False,
 ) -> list[VariantChoice | None]:
     """The best variant of each chunk behind those before it (`choose_variant`); in mode `exact`, exact reuse alone."""
     ids = tuple(chunk.chunk_id for chunk in chunks)
@@ -48,6 +53,7 @@ def best_choices(
             alpha=settings.alpha,
             exact_only=mode == "exact",
             system_id=system_id,
+            alone_last=alone_last,
         )
         for index, own in enumerate(ids)
     ]
