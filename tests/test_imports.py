@@ -18,7 +18,9 @@ ALLOWED = {
     "ccjax.server": {"ccjax.engine", "ccjax.retrieval", "ccjax.types", "ccjax.errors", "ccjax.text"},
     "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.retrieval", "ccjax.policy", "ccjax.text", "ccjax.types"}
     | {"ccjax.errors"},
-    "ccjax.engine": {"ccjax.policy", "ccjax.text", "ccjax.types", "ccjax.errors", "store", "models", "pallas_kernels"},
+    "ccjax.engine": {"ccjax.policy", "ccjax.loading", "ccjax.text", "ccjax.types", "ccjax.errors"}
+    | {"store", "models", "pallas_kernels"},
+    "ccjax.loading": {"ccjax.text", "ccjax.errors", "models.llama3"},
     "ccjax.retrieval": {"models.minilm", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ccjax.engine.devices import mesh_for
-from ccjax.engine.weights import RANDOM, Weights, random_weights, weights_in
+from ccjax.engine.weights import RANDOM, Weights, gguf_weights, random_weights, weights_in
 from ccjax.errors import ConfigError
+from ccjax.loading.gguf import GgufFile, config_of, open_gguf, text_of
+from ccjax.loading.named import PACKAGED, gguf_path
 from ccjax.text import BYTE_TEMPLATE, ByteTokenizer, ChatTemplate, PromptBuilder, Tokenizer, load_tokenizer
 from models.llama3.config import LlamaConfig
 from models.llama3.convert import load_config
@@ -68,8 +70,8 @@ class ModelFiles:
 
 
 def read_model_files(path: str | Path, *, tokenizer: str | Path | None = None) -> ModelFiles:
-    """The files of a Hugging Face directory, or of the embedded model for "demo"; none for "random:NAME[:SEED]". Every
-    byte of the weights is hashed, but none is kept.
+    """The files of a Hugging Face directory, of a GGUF file, or of the embedded model for "demo"; none for
+    "random:NAME[:SEED]". Every byte of the weights is hashed, but none is kept.
 
     Args:
       tokenizer: directory with other tokenizer files than the model's own.
@@ -77,10 +79,13 @@ def read_model_files(path: str | Path, *, tokenizer: str | Path | None = None) -
     Raises:
       ConfigError, CheckpointError: as `load_model`.
     """
-    words, template = _text_of(path, tokenizer)
+    file = _gguf(path)
+    words, template = _text_of(path, tokenizer, file)
     if _is_random(path):
         assert words is not None
         weights, name = random_weights(str(path), words.vocab_size), str(path)
+    elif file is not None:
+        weights, name = gguf_weights(file), str(path) if str(path) in PACKAGED else file.name
     else:
         directory = model_directory(path)
         weights = weights_in(directory)
@@ -103,7 +108,8 @@ def model_config(path: str | Path, *, tokenizer: str | Path | None = None) -> Ll
         words = ByteTokenizer() if tokenizer is None else _text_of(path, tokenizer)[0]
         assert words is not None
         return random_weights(str(path), words.vocab_size).config
-    return load_config(model_directory(path))
+    file = _gguf(path)
+    return load_config(model_directory(path)) if file is None else config_of(file)
 
 
 def load_model(
@@ -115,8 +121,8 @@ def load_model(
     tensor_parallel_size: int = 1,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """The model in a directory (Hugging Face's, or a checkpoint of scripts/convert.py), the embedded one for "demo", or
-    one with random weights.
+    """The model in a directory (Hugging Face's, or a checkpoint of scripts/convert.py) or in a GGUF file, the embedded
+    one for "demo", one that comes in a package (`ccjax.loading.named`), or one with random weights.
 
     "random:NAME" or "random:NAME:SEED" is a preset of `models.llama3.presets`, or LAYERSxWIDTH[xHEADS], filled at
     random on the device. Without `tokenizer` its tokens are bytes, which a warning says.
@@ -128,7 +134,7 @@ def load_model(
       tensor_parallel_size: devices that the weights are split over.
 
     Raises:
-      ConfigError: there is no such directory or preset, or the model cannot be split so.
+      ConfigError: there is no such directory, package or preset, or the model cannot be split so.
       CheckpointError: files are missing or do not fit; the message names file and tensor.
     """
     files = read_model_files(path, tokenizer=tokenizer)
@@ -190,7 +196,8 @@ def model_directory(path: str | Path) -> Path:
     """
     directory = DEMO_MODEL if str(path) == "demo" else Path(path)
     if not directory.is_dir():
-        wanted = f'"demo", a directory with a Hugging Face model, or {RANDOM}NAME'
+        names = ", ".join(f'"{name}"' for name in ("demo", *PACKAGED))
+        wanted = f"{names}, a directory with a Hugging Face model, a GGUF file (.gguf), or {RANDOM}NAME"
         raise ConfigError(f"model: wanted {wanted}, got {str(path)!r}")
     return directory
 
@@ -199,14 +206,21 @@ def _is_random(path: str | Path) -> bool:
     return isinstance(path, str) and path.startswith(RANDOM)
 
 
-def _text_of(path: str | Path, tokenizer: str | Path | None) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and template of a model, of `tokenizer` where that is named."""
+def _gguf(path: str | Path) -> GgufFile | None:
+    file = None if _is_random(path) else gguf_path(path)
+    return None if file is None else open_gguf(file)
+
+
+def _text_of(
+    path: str | Path, tokenizer: str | Path | None, file: GgufFile | None = None
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Tokenizer and template of a model, of `tokenizer` where that is named; `file` where it is open already."""
     if tokenizer is not None:
         directory = Path(tokenizer)
         words = load_tokenizer(directory) if directory.is_dir() else None
         if words is None:
             raise ConfigError(f"tokenizer: wanted a directory with tokenizer files, got {str(tokenizer)!r}")
-        return words, _template(directory)
+        return words, _held_still(ChatTemplate.load(directory))
     if _is_random(path):
         logger.warning(
             "%s has no tokenizer: its tokens are bytes, so that texts are about four times as many as with a real one. "
@@ -214,18 +228,21 @@ def _text_of(path: str | Path, tokenizer: str | Path | None) -> tuple[Tokenizer 
             path,
         )
         return ByteTokenizer(), BYTE_TEMPLATE
+    file = _gguf(path) if file is None else file
+    if file is not None:
+        words, template = text_of(file) or (None, None)
+        return words, None if template is None else _held_still(template)
     directory = model_directory(path)
     words = load_tokenizer(directory)
-    return words, None if words is None else _template(directory)
+    return words, None if words is None else _held_still(ChatTemplate.load(directory))
 
 
-def _template(directory: Path) -> ChatTemplate:
+def _held_still(template: ChatTemplate) -> ChatTemplate:
     """The chat template with its date held still.
 
     Llama 3.1's and 3.2's templates print a date into the system prompt; today's would change the prefix of every stored
     chunk at midnight. This one is their own default.
     """
-    template = ChatTemplate.load(directory)
     return dataclasses.replace(template, variables={"date_string": "26 Jul 2024", **template.variables})
 
 

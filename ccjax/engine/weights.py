@@ -1,4 +1,5 @@
-"""Where a model's weights come from: a Hugging Face directory, a checkpoint of our own, or a preset filled at random.
+"""Where a model's weights come from: a Hugging Face directory, a GGUF file, a checkpoint of our own, or a preset filled
+at random.
 
 Knows no tokenizer.
 """
@@ -17,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.errors import ConfigError
+from ccjax.loading.gguf import GgufFile, config_of, load_gguf
 from models.llama3.checkpoint import CheckpointIndex, is_checkpoint, load_checkpoint, read_index
 from models.llama3.config import LlamaConfig
-from models.llama3.convert import fingerprint, load_config, load_params, replacing
+from models.llama3.convert import fingerprint, fingerprint_files, load_config, load_params, replacing
 from models.llama3.params import Params, ParamSpec, init_params
 from models.llama3.presets import preset
 from models.llama3.sharding import spread
@@ -39,7 +41,7 @@ class Weights(Protocol):
     """The weights of one model, not loaded yet.
 
     Attributes:
-      directory: where they lie, None for random ones.
+      directory: where they lie, with files that belong to them; None for a GGUF file and for random ones.
     """
 
     @property
@@ -123,6 +125,36 @@ class CheckpointWeights:
 
 
 @dataclasses.dataclass(frozen=True)
+class GgufWeights:
+    """Those of a GGUF file, dequantised as they load.
+
+    Attributes:
+      digest: of every byte of the file, or of its parts.
+    """
+
+    file: GgufFile
+    config: LlamaConfig
+    digest: str
+    directory: None = None
+
+    def format_of(self, quantization: str | None) -> str | None:
+        return quantization
+
+    def fingerprint(self, dtype: str, quantization: str | None) -> str:
+        return self.digest
+
+    def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
+        return load_gguf(
+            self.file,
+            self.config,
+            dtype=jnp.dtype(dtype),
+            quantization=quantization,
+            progress=progress,
+            sharding=sharding,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class RandomWeights:
     """A preset or a shape, filled at random: for speed, memory and scale without downloads.
 
@@ -184,6 +216,17 @@ def weights_in(directory: Path) -> Weights:
         return CheckpointWeights(directory, config, read_index(directory))
     digest = fingerprint(directory)
     return HuggingFaceWeights(directory, config, _noted_source(directory, digest) or digest)
+
+
+def gguf_weights(file: GgufFile) -> GgufWeights:
+    """The weights of a GGUF file. Every byte is hashed; none is kept.
+
+    Raises:
+      CheckpointError: its architecture is not supported.
+    """
+    config = config_of(file)
+    digest = fingerprint_files(config, {f"gguf-{number}": path for number, path in enumerate(file.paths)})
+    return GgufWeights(file, config, digest)
 
 
 def note_source(directory: Path, source: str) -> None:

@@ -80,7 +80,7 @@ class ChatTemplate:
         """
         directory = Path(directory)
         settings = read_settings(directory)
-        variables = {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str)}
+        variables = template_variables(settings)
         file, setting = directory / "chat_template.jinja", settings.get("chat_template")
         if file.exists():
             return cls(file.read_text(encoding="utf-8"), variables)
@@ -123,6 +123,11 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateRejectedError(f"chat_template: {error}") from error
+
+
+def template_variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens of a tokenizer_config.json, which its template may name."""
+    return {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str)}
 
 
 @functools.lru_cache(maxsize=32)

@@ -208,13 +208,13 @@ class TiktokenTokenizer(BaseTokenizer):
 class HuggingFaceTokenizer(BaseTokenizer):
     """`tokenizer.json`, any model type of the `tokenizers` library."""
 
-    def __init__(self, path: Path, stop_ids: frozenset[int] = frozenset()):
-        raw = path.read_text(encoding="utf-8")
+    def __init__(self, raw: str, where: Path, stop_ids: frozenset[int] = frozenset()):
+        """`raw` is the file's content, `where` what messages name."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(raw)
             definition = json.loads(self._tokenizer.to_str())
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path}: wanted a tokenizer.json that `tokenizers` can read, got {error}") from error
+            raise ValueError(f"{where}: wanted a tokenizer.json that `tokenizers` can read, got {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         unknown = definition["model"].get("unk_token")
         control = {
@@ -271,13 +271,37 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
     stop_ids = frozenset(_ids(generation, "eos_token_id") + _ids(config, "eos_token_id"))
     if not json_path.exists():
         return TiktokenTokenizer(model_path, stop_ids)
-    tokenizer = HuggingFaceTokenizer(json_path, stop_ids)
+    bos_ids = _ids(config, "bos_token_id") if "bos_token" not in settings else []
+    raw = json_path.read_text(encoding="utf-8")
+    return tokenizer_of(raw, settings, stop_ids, where=json_path, bos_id=next(iter(bos_ids), None))
+
+
+def tokenizer_of(
+    raw: str,
+    settings: Mapping[str, Any],
+    stop_ids: frozenset[int],
+    *,
+    where: Path,
+    bos_id: int | None = None,
+) -> Tokenizer:
+    """The tokenizer in a tokenizer.json.
+
+    Args:
+      raw: its content.
+      settings: as `read_settings` gives them.
+      stop_ids: ids that end an answer, besides the eos token of the settings.
+      where: what messages name.
+      bos_id: where the settings name no bos token.
+
+    Raises:
+      ValueError: it cannot be used.
+    """
+    tokenizer = HuggingFaceTokenizer(raw, where, stop_ids)
     names = tokenizer.special_names
     if settings.get("eos_token") in names:
         tokenizer.eos_ids |= {names[settings["eos_token"]]}
     if settings.get("add_bos_token") is not False:
-        bos_ids = _ids(config, "bos_token_id") if "bos_token" not in settings else []
-        tokenizer.bos_id = names.get(settings.get("bos_token") or "", next(iter(bos_ids), None))
+        tokenizer.bos_id = names.get(settings.get("bos_token") or "", bos_id)
     return tokenizer
 
 

