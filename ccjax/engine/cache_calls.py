@@ -71,7 +71,8 @@ class CacheCalls:
         return None if self._store.news is None else self._store.news.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Uses idle time: computes one approximate variant anew and puts the exact one in its place.
+        """Uses idle time: prepares one passage behind the frame that was reused as computed alone, for want of another
+        variant; or computes one approximate variant anew and puts the exact one in its place.
 
         An approximate variant is what a repaired chunk was stored as; exact ones can be reused behind their prefix in
         every mode, and no error builds up on them.
@@ -89,7 +90,12 @@ class CacheCalls:
         if self.config.read_only or self.config.strategy == "full":
             return False
         with self._exclusive(wait=False) as is_ours:
-            return is_ours and self._maintenance.repair_one(is_cancelled)
+            if not is_ours:
+                return False
+            if self._documents.prepare_one(is_cancelled):
+                self._maintenance.count(prepared=1)
+                return True
+            return self._maintenance.repair_one(is_cancelled)
 
     @property
     def shadow_counts(self) -> ShadowCounts:

@@ -3,6 +3,7 @@ nothing; knows no request, no text and no answer."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import weakref
@@ -24,6 +25,7 @@ from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.engine.sharing import SharedPrefill
 from ccjax.engine.variant_records import own_platform
 from ccjax.engine.variants import VariantIndex
+from ccjax.policy.capture import make_variant_id
 from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.policy.variants import choose_other_context
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
@@ -33,6 +35,7 @@ from store.tiered import TieredStore
 from store.usage import DEVICE, DISK, HOST
 
 logger = logging.getLogger(__name__)
+_MOST_NOTED = 1000
 KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
 
 
@@ -65,6 +68,8 @@ class CachedPrefill:
       read_only: nothing is kept of what is computed.
       settings: how prompts are planned whose request asks for nothing else.
       loads: what loading takes.
+      reused_alone: passages that were reused behind others though they had been computed directly behind the
+        instructions, each in a prompt of its own; the last 1,000.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class CachedPrefill:
         self._loading = config.loading
         self.loads = LoadPlanner(store, rates, prefiller.config.num_layers)
         self._loaders: list[weakref.ref[LayerLoader]] = []
+        self.reused_alone: collections.OrderedDict[ChunkId, Prompt] = collections.OrderedDict()
 
     @property
     def is_reading(self) -> bool:
@@ -182,6 +188,7 @@ class CachedPrefill:
                 ]
             )
             if not self.read_only:
+                self._note_reused_alone(prefilled.prompt, plan)
                 self._variants.documents.learn(prefilled.prompt.chunks)
                 self._capture(prefilled, only_replacing=False)
         except Exception:
@@ -283,6 +290,18 @@ class CachedPrefill:
                 kept.add(meta.variant_id)
                 count += 1
         return count
+
+    def _note_reused_alone(self, prompt: Prompt, plan: PrefillPlan) -> None:
+        first = int(prompt.has_system)
+        system_ids = [chunk.chunk_id for chunk in prompt.chunks[:first]]
+        for segment, chunk in zip(plan.segments[first:], prompt.chunks[first:], strict=False):
+            alone_id = make_variant_id(chunk.chunk_id, system_ids, "exact")
+            if segment.fidelity == "approx" and segment.variant_id == alone_id:
+                own = Prompt((*prompt.chunks[:first], chunk), prompt.has_system, chunk.token_ids[-1:], 1)
+                self.reused_alone[chunk.chunk_id] = own
+                self.reused_alone.move_to_end(chunk.chunk_id)
+                if len(self.reused_alone) > _MOST_NOTED:
+                    self.reused_alone.popitem(last=False)
 
     def _describe(self, plan: PrefillPlan) -> None:
         num_new = len(computed_offsets(plan))

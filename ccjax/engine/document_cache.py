@@ -18,7 +18,7 @@ from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.documents import Erasure, Link
 from ccjax.engine.frame import PassageFrame
 from ccjax.engine.plan_rows import computed_offsets
-from ccjax.engine.prefill import IsCancelled
+from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.variant_records import origin_of_record
 from ccjax.engine.variants import VariantIndex
@@ -151,8 +151,11 @@ class DocumentCache:
         store: TieredStore,
         compiler: BackgroundCompiler,
         frame: PassageFrame,
+        *,
+        max_model_len: int,
     ) -> None:
         self.registry = variants.documents
+        self._max_model_len = max_model_len
         self.frame = frame
         self._prefill = prefill
         self._alone = alone
@@ -195,6 +198,23 @@ class DocumentCache:
         only_last = not is_alone and not self.frame.stands_in(prompt)
         self._prefill.store_new(prefilled, warming._kept, other, only_last=only_last, wait=wait)
         return len(computed_offsets(prefilled.plan))
+
+    def prepare_one(self, is_cancelled: IsCancelled | None) -> bool:
+        """Computes the passage behind the frame that was last reused as computed alone; False where there is none, or
+        `is_cancelled` returned True first."""
+        waiting = self._prefill.reused_alone
+        while waiting:
+            chunk_id, alone = waiting.popitem()
+            framed = self.frame.around(alone)
+            if framed is None or framed.num_tokens > self._max_model_len or self.held_id(framed) is not None:
+                continue
+            try:
+                self.compute(Warming([Document("")], [(framed,)], compares=True), is_cancelled)
+            except PrefillCancelledError:
+                waiting[chunk_id] = alone
+                return False
+            return True
+        return False
 
     def pass_over(self, warming: Warming, status: WarmStatus) -> None:
         """Ends the next variant of a warming, which came to that."""

@@ -142,7 +142,13 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
             self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
         )
         self._documents = DocumentCache(
-            self._prefill, alone, self._variants, self._store, compiler, PassageFrame(frame, self._builder)
+            self._prefill,
+            alone,
+            self._variants,
+            self._store,
+            compiler,
+            PassageFrame(frame, self._builder),
+            max_model_len=limit,
         )
         self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
         self._variants.spare(self._pins)

@@ -26,11 +26,13 @@ class MaintenanceCounts:
     Attributes:
       repaired: approximate variants, and lossy copies that stood before them, that exact ones took the place of.
       repair_failed: approximate variants that could not be computed anew; they stay.
+      prepared: passages that were computed behind the frame, after they had been reused as computed alone.
       adopted, vanished: variants that other processes stored in, or took out of, the same store.
     """
 
     repaired: int = 0
     repair_failed: int = 0
+    prepared: int = 0
     adopted: int = 0
     vanished: int = 0
 
@@ -75,15 +77,15 @@ class Maintenance:
         except Exception:
             logger.exception("variant %s: could not be computed anew, it stays approximate", meta.variant_id)
             self._given_up.add(meta.variant_id)
-            self._count(repair_failed=1)
+            self.count(repair_failed=1)
         else:
-            self._count(repaired=repaired)
+            self.count(repaired=repaired)
         return True
 
     def follow(self, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
         """Takes in what `TieredStore.refresh` found."""
         adopted, vanished = self._variants.follow(added, removed)
-        self._count(adopted=adopted, vanished=vanished)
+        self.count(adopted=adopted, vanished=vanished)
 
     def _choose(self, is_cancelled: IsCancelled | None) -> VariantMeta | None:
         approximate = self._variants.approximate(is_cancelled)
@@ -107,6 +109,7 @@ class Maintenance:
         assert meta.variant_id not in self._variants
         return repaired
 
-    def _count(self, **more: int) -> None:
+    def count(self, **more: int) -> None:
+        """Adds to `counts`."""
         grown = {name: getattr(self.counts, name) + number for name, number in more.items()}
         self.counts = dataclasses.replace(self.counts, **grown)

@@ -29,7 +29,8 @@ class SamplingParams:
 
     `ignore_eos` (vLLM's name): an end-of-text token is one like any other, so that the answer gets as long as it may.
     `n`: so many answers to the prompt, each drawn by itself; the first is the one that there is with `n` 1.
-    `first_logits`: the response is to have the logits behind the prompt.
+    `first_logits`: the response is to have the logits behind the prompt. `prompt_logits`: and those behind each of its
+    last so many tokens, to score a given answer that the prompt ends with.
     """
 
     max_new_tokens: int | None = 64
@@ -41,11 +42,14 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     first_logits: bool = False
+    prompt_logits: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "seed", "logprobs", "n"):
+        for name in ("max_new_tokens", "seed", "logprobs", "n", "prompt_logits"):
             value = getattr(self, name)
-            if (value is not None or name == "n") and (isinstance(value, bool) or not isinstance(value, int)):
+            if (value is not None or name in ("n", "prompt_logits")) and (
+                isinstance(value, bool) or not isinstance(value, int)
+            ):
                 raise RequestError(name, f"wanted an integer, got {value!r}")
         for name in ("ignore_eos", "first_logits"):
             if not isinstance(getattr(self, name), bool):
@@ -67,6 +71,8 @@ class SamplingParams:
             raise RequestError("stop", f"wanted a list of at most 16 non-empty strings, got {self.stop!r}")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise RequestError("logprobs", f"wanted 0 to 20 alternatives, got {self.logprobs}")
+        if self.prompt_logits < 0:
+            raise RequestError("prompt_logits", f"wanted a number of tokens, got {self.prompt_logits}")
         if not 1 <= self.n <= MOST_ANSWERS:
             raise RequestError("n", f"wanted 1 to {MOST_ANSWERS} answers, got {self.n}")
 
@@ -161,6 +167,7 @@ class Response:
       total_s: seconds to the last token of all answers.
       others: the answers besides the first.
       first_logits: [V] float32, those that the first token was drawn from, if they were asked for.
+      prompt_logits: [n, V] float32, those behind the last n tokens of the prompt, if they were asked for.
       trace: what happened, if that was asked for.
     """
 
@@ -174,6 +181,7 @@ class Response:
     logprobs: tuple[TokenLogprob, ...] | None = None
     others: tuple[Choice, ...] = ()
     first_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    prompt_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
     trace: RequestTrace | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property

@@ -15,13 +15,16 @@ from ccjax.types import ReuseMode
 
 _NEVER_APPROXIMATE = ("full", "prefix")
 
+MOST_REPAIRED = 0.3
+"""The largest share that a calibration has recomputed where no request asks for more: beyond it reuse saves little."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReuseContract:
     """What one request gets.
 
     Attributes:
-      mode: that of the request, or "exact" where reuse cannot keep the quality.
+      mode: that of the request, or "exact" where reuse cannot keep the quality that the request names.
       settings: to plan it by.
       is_calibrated: a calibration of this model and strategy decided.
       quality_target: share of full prefill's answers to keep; None where nobody named any.
@@ -42,9 +45,10 @@ def reuse_contract(
     """The contract of a request in a mode, with or without a target of its own.
 
     `off` and `exact` are what they say. `bounded` recomputes what the cheapest setting does that keeps the target, or
-    `settings.recompute_ratio` where that is more; where no setting keeps it, reuse is exact. Without a calibration of
-    the strategy nothing can be promised: a request that names a target gets exact reuse, others what `settings` say.
-    `fast` promises nothing either way, but where no setting keeps the calibration's own target it is exact as well.
+    `settings.recompute_ratio` where that is more. Without a calibration of the strategy, or where no setting keeps a
+    target that the request names, reuse is exact for that request: others get what `settings` say. So a calibration
+    that shows no setting up to `MOST_REPAIRED` to keep its own target takes nothing away; what it showed of a share
+    like that of `settings` is the bound then. `fast` promises nothing.
 
     Raises:
       ValueError: a target outside 0 to 1.
@@ -59,20 +63,34 @@ def reuse_contract(
         return ReuseContract("exact", settings, quality_target=quality_target, quality_bound=1.0)
     wanted = calibration.target if quality_target is None else quality_target
     trial = calibration.choose(settings.strategy, wanted)
-    if trial is None:
-        return ReuseContract("exact", settings, True, wanted, 1.0)
     if mode == "fast" and quality_target is None:
         return ReuseContract(mode, settings)
+    if quality_target is None and (trial is None or _share(trial) > MOST_REPAIRED):
+        return ReuseContract(mode, settings, False, wanted, _bound_as_set(settings, calibration))
+    if trial is None:
+        return ReuseContract("exact", settings, True, wanted, 1.0)
     bound = calibration.bound(settings.strategy, trial)
     return ReuseContract("bounded", _at_least(settings, trial), True, wanted, bound)
+
+
+def _share(trial: Trial) -> float:
+    """What a trial recomputes of what it reuses, by name or as it came out."""
+    return trial.computed_share if trial.recompute_ratio is None else trial.recompute_ratio
+
+
+def _bound_as_set(settings: PlannerSettings, calibration: Calibration) -> float | None:
+    """The share of answers kept by the trial that recomputes most of those no more than `settings` do; None where none
+    does."""
+    share = settings.repair_cap if settings.recompute_ratio is None else settings.recompute_ratio
+    below = [one for one in calibration.trials[settings.strategy] if one.focus_window is None and _share(one) <= share]
+    return calibration.bound(settings.strategy, max(below, key=_share)) if below else None
 
 
 def _at_least(settings: PlannerSettings, trial: Trial) -> PlannerSettings:
     """The trial's share to recompute, or the one that `settings` force where that is more, and its focus cut; without
     any where `settings` or the trial have none, and with a share that was forced: it would not be through."""
     forced = settings.recompute_ratio
-    shown = trial.computed_share if trial.recompute_ratio is None else trial.recompute_ratio
-    if forced is not None and forced >= shown:
+    if forced is not None and forced >= _share(trial):
         return dataclasses.replace(settings, focus_window=None)
     return dataclasses.replace(
         settings,

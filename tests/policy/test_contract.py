@@ -64,11 +64,25 @@ def test_the_cheapest_setting_that_keeps_the_target_is_planned_by(target, alpha,
         assert found.quality_bound == pytest.approx(bound, abs=1e-4)
 
 
-def test_what_no_setting_keeps_is_served_exactly():
+def test_a_target_that_no_setting_keeps_gets_exact_reuse_where_the_request_names_it():
     assert contract("bounded", 0.99) == ReuseContract("exact", SETTINGS, True, 0.99, 1.0)
     failed = PlannerSettings(strategy="random")
     for mode in ("bounded", "fast"):
-        assert contract(mode, settings=failed) == ReuseContract("exact", failed, True, 0.9, 1.0)
+        assert contract(mode, 0.9, failed) == ReuseContract("exact", failed, True, 0.9, 1.0)
+
+
+def test_a_calibration_that_fails_takes_nothing_away():
+    failed = PlannerSettings(strategy="random")
+    assert contract(settings=failed) == ReuseContract("bounded", failed, False, 0.9, None), "0.5 is more than 0.15"
+    assert contract("fast", settings=failed) == ReuseContract("fast", failed)
+    # 0.95 is kept at 0.4 alone, which is more than is worth it unless a request asks; 0.1 showed 87.3 %.
+    dear = dataclasses.replace(BY_SHARE, target=0.96)
+    found = contract(calibration=dear)
+    assert (found.mode, found.settings, found.quality_target) == ("bounded", SETTINGS, 0.96)
+    assert found.quality_bound == pytest.approx(0.8725, abs=1e-4)
+    assert contract("bounded", 0.96, calibration=dear).settings.alpha == 2.0
+    more = dataclasses.replace(SETTINGS, repair_cap=0.35)
+    assert contract(settings=more, calibration=dear).quality_bound == pytest.approx(0.9534, abs=1e-4)
 
 
 @pytest.mark.parametrize(

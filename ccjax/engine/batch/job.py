@@ -40,6 +40,7 @@ class PrefillJob:
         *,
         contexts: Contexts | None = None,
         collect: bool = False,
+        num_logits: int = 0,
     ) -> None:
         """
         Args:
@@ -47,6 +48,7 @@ class PrefillJob:
           pages: with a slot for each of them.
           contexts: source of the KV of reused segments that are not `pages.shared`, layer by layer.
           collect: keep computed KV and masses, for capture.
+          num_logits: keep the logits behind the last so many tokens.
         """
         if token_ids.shape != (pages.num_tokens,):
             raise ValueError(f"token_ids: wanted shape ({pages.num_tokens},), a slot each, got {token_ids.shape}")
@@ -58,6 +60,7 @@ class PrefillJob:
         self.pages = pages
         self.contexts = contexts
         self.collect = collect
+        self.num_logits = num_logits
         self.offsets = np.concatenate([computed_offsets(plan), np.arange(plan.num_tokens, len(token_ids))])
         self.segment_of = segment_of_tokens(plan, len(token_ids))
         self.result = PrefillOutcome()

@@ -178,11 +178,18 @@ class Pack:
         done = [(piece.job, int(end)) for piece, end in zip(self._pieces, ends, strict=True) if piece.is_last]
         if not done:
             return [], None
+        for job, end in done:
+            if job.num_logits:
+                wanted = np.arange(end + 1 - job.num_logits, end + 1)
+                padded = batch_bucket(len(wanted))
+                job.result.last_logits = fetch(self._logits(padded_to(wanted, padded, end)))[: len(wanted)]
         rows = padded_to(np.asarray([end for _, end in done], np.int32), batch_bucket(len(done)), done[-1][1])
-        logits = logits_step(self._model.top, select_step(self._x, self._model.put(rows)), config=self._model.config)
-        return [job for job, _ in done], logits
+        return [job for job, _ in done], self._logits(rows)
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _logits(self, rows: np.ndarray) -> jax.Array:
+        return logits_step(self._model.top, select_step(self._x, self._model.put(rows)), config=self._model.config)
 
     def _loading(self) -> list[tuple[PrefillJob, Contexts]]:
         """The jobs whose first piece is here, with their source of reused KV; those that have one."""

@@ -193,7 +193,8 @@ class Serving:
         token_ids = np.concatenate([self._prompt.token_ids, np.asarray(self._tokens, np.int32)])
         contexts = None if prompt is not None else self.admission.load(pages.shared)
         collect = prompt is None and self.admission.collects and self.siblings.reuse is None
-        self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect)
+        num_logits = min(self.siblings.sampling.prompt_logits, plan.segments[-1].num_tokens)
+        self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect, num_logits=num_logits)
 
     @property
     def is_as_scheduled(self) -> bool:

@@ -120,6 +120,7 @@ class Siblings:
         self.new_answer = new_answer
         self.prompt: SharedPrompt | None = None
         self.reuse: ReuseReport | None = None
+        self._prompt_logits: np.ndarray | None = None
         self.started_s: float | None = None
         self._assemble_s = assemble_s
         self._on_start = on_start
@@ -144,6 +145,7 @@ class Siblings:
         if self.reuse is not None:
             return False
         self.reuse = self._report(prefilled)
+        self._prompt_logits = prefilled.result.last_logits
         if self.tracer is not None:
             self.tracer.prefilled(prefilled, self.reuse)
         return True
@@ -174,6 +176,7 @@ class Siblings:
                 logprobs=first.logprobs,
                 others=tuple(others),
                 first_logits=first.first_logits,
+                prompt_logits=self._prompt_logits,
                 trace=None if self.tracer is None else self.tracer.finish(self.arrived_s, self.started_s),
             )
             last = dataclasses.replace(last, response=response)

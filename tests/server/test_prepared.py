@@ -1,0 +1,99 @@
+"""Passages that were prepared before anybody asks, through the socket: what a request then reuses, and how."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ccjax.server import ServerSettings
+from tests.polling import wait_until
+from tests.server.conftest import DOCUMENTS, Server
+
+ADMIN = "admin-sesame"
+PASSAGES = [{"text": text, "id": name} for name, text in DOCUMENTS.items()]
+FRAME = "She paints houses by the river and sails from Naples in the morning.\n\nHis oven is in the library of Paris.\n"
+
+
+@pytest.fixture(scope="module")
+def frame(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("frame") / "frame.txt"
+    path.write_text(FRAME)
+    return path
+
+
+def warm(server: Server, passages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The finished job."""
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    posted = httpx.post(f"{server.url}/v1/cache/warm", json={"documents": passages}, headers=headers, timeout=60)
+    assert posted.status_code in (200, 202), posted.text
+    place = f"{server.url}/v1/cache/warm/{posted.json()['id']}"
+
+    def job() -> dict[str, Any]:
+        return httpx.get(place, headers=headers, timeout=60).json()
+
+    wait_until(lambda: job()["status"] != "running")
+    assert job()["status"] == "completed"
+    return job()
+
+
+def ask(server: Server, passages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was reused of each passage."""
+    messages = [{"role": "user", "content": "Who sings?"}]
+    body = {"messages": messages, "max_tokens": 1, "documents": passages}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return [one for one in answer.json()["reuse"]["per_document"] if one["role"] == "document"]
+
+
+def share(parts: list[dict[str, Any]], kind: str) -> float:
+    return sum(one[f"{kind}_tokens"] for one in parts) / sum(one["num_tokens"] for one in parts)
+
+
+def test_the_default_server_reuses_what_was_warmed_and_repairs_little(start_server, frame) -> None:
+    settings = ServerSettings(admin_key=ADMIN)
+    with start_server(settings, frame=str(frame)) as server:
+        job = warm(server, PASSAGES)
+        assert (job["total"], job["done"], job["computed"]) == (5, 5, 5)
+        assert server.engine.num_variants == 1 + 2 + 2 * 5
+        first, *others = parts = ask(server, PASSAGES)
+        assert first["exact"] and not first["framed"] and first["recomputed_tokens"] == 0
+        assert all(one["framed"] and not one["exact"] for one in others)
+        assert share(parts, "computed") == 0.0 and share(parts, "reused") >= 0.8
+        assert 0 < sum(one["recomputed_tokens"] for one in others) <= math.ceil(
+            0.15 * sum(one["num_tokens"] for one in others)
+        )
+
+
+def test_without_the_frame_they_are_reused_as_computed_alone(start_server) -> None:
+    with start_server(ServerSettings(admin_key=ADMIN), frame="none") as server:
+        warm(server, PASSAGES)
+        assert server.engine.num_variants == 1 + 5
+        parts = ask(server, PASSAGES)
+        assert not any(one["framed"] for one in parts) and share(parts, "reused") >= 0.8
+
+
+def test_the_system_prompt_counts_neither_in_cci_nor_in_overlap(start_server) -> None:
+    """Of a passage computed alone CCI is one half (eq. 9), behind another passage nothing overlaps (eq. 6)."""
+    with start_server(ServerSettings(admin_key=ADMIN), strategy="cachecraft") as server:
+        warm(server, PASSAGES[:3])
+        _, *others = ask(server, PASSAGES[:3])
+        assert [one["cfo"] for one in others] == [0.5, 0.5]
+        assert [one["recomputed_tokens"] for one in others] == [math.ceil(0.5 * one["num_tokens"]) for one in others]
+
+
+def test_a_passage_that_was_first_in_a_prompt_is_prepared_in_idle_time(start_server, frame) -> None:
+    with start_server(ServerSettings(), frame=str(frame)) as server:
+        anna, bob, carla, *_ = PASSAGES
+        ask(server, [anna])
+        assert not ask(server, [bob, anna])[1]["framed"]
+
+        def prepared() -> bool:
+            lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+            return "ccjax_prepared_total 1.0" in lines
+
+        wait_until(prepared)
+        assert ask(server, [carla, anna])[1]["framed"]
