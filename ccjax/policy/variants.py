@@ -69,7 +69,8 @@ def choose_variant(
         unscaled = cfo = cache_fix_overhead(meta.cci, overlap, 1.0)
         if alpha != 1.0:
             cfo = cache_fix_overhead(meta.cci, overlap, alpha)
-        return alone_last and meta.is_alone, cfo, meta.fidelity != "exact", unscaled, meta.variant_id
+        is_last = alone_last and meta.is_alone and meta.prefix_ids != prefix
+        return is_last, cfo, meta.fidelity != "exact", unscaled, meta.variant_id
 
     best = min(((rank(meta), meta) for meta in variants), key=lambda pair: pair[0], default=None)
     if best is None:

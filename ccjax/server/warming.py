@@ -113,16 +113,17 @@ class WarmJobs:
                 job.at_once = False  # then in idle time
 
     def _warm_one(self, job: WarmJob, is_wanted: Callable[[], bool]) -> None:
+        num_done = len(job.warming.done)
         try:
-            is_done = self._engine.warm_one(job.warming, is_cancelled=lambda: is_wanted() or job.status != "running")
+            self._engine.warm_one(job.warming, is_cancelled=lambda: is_wanted() or job.status != "running")
         except Exception:
             logger.exception("warm job %s failed at document %d", job.id, len(job.warming.done))
             self._end(job, "failed")
             return
-        if is_done:
-            self._count(job.warming.done[-1].status)
-            if job.warming.is_finished:
-                self._end(job, "completed")
+        for document in job.warming.done[num_done:]:
+            self._count(document.status)
+        if job.warming.is_finished:
+            self._end(job, "completed")
 
     def _end(self, job: WarmJob, status: WarmJobStatus) -> None:
         with self._lock:

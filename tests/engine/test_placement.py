@@ -78,7 +78,7 @@ class Placed:
         for name in names:
             self.placement.next_request()
             record, kv = make_record(name, num_tokens), make_kv(name, num_tokens)
-            stored.append(self.placement.store(record, kv, expected_cfo=cfo, pinned=pinned))
+            stored.append(self.placement.store(record, kv, expected_share=cfo, pinned=pinned))
             assert self.store.flush(120)
         return stored
 
@@ -343,7 +343,7 @@ def test_what_the_full_write_queue_skipped_is_not_counted(tmp_path, monkeypatch)
         write = one.store._disk.write
         monkeypatch.setattr(one.store._disk, "write", lambda *args, **how: go_on.wait(120) and write(*args, **how))
         for name in "ab":
-            assert one.placement.store(make_record(name), make_kv(name), expected_cfo=0.5, pinned=())
+            assert one.placement.store(make_record(name), make_kv(name), expected_share=0.5, pinned=())
         go_on.set()
         assert one.store.flush(120)
         assert one.held("disk") == {"a"} and one.held("host") == {"b"}

@@ -93,7 +93,7 @@ def test_a_passage_that_was_first_in_a_prompt_is_prepared_in_idle_time(start_ser
 
         def prepared() -> bool:
             lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-            return "ccjax_prepared_total 1.0" in lines
+            return "ccjax_variants_prepared_total 1.0" in lines
 
         wait_until(prepared)
         assert ask(server, [carla, anna])[1]["framed"]
