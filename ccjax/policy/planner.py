@@ -52,7 +52,7 @@ class PlannerSettings:
     max_deviation: float | None = None
     repair_cap: float = 0.15
     fast_ratio: float = 0.05
-    focus_window: int | None = 3
+    focus_window: int | None = None
     focus_rule: str = "entropy"
     num_layers: int = 32
     fixes_positions: bool = True

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ccjax.engine import Request, SamplingParams
+from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.engine.batch.decode import DecodeBatch
 from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
@@ -311,3 +311,23 @@ def test_shared_segments_are_those_that_nothing_is_recomputed_of():
         assert shared_segments(moved.job.plan, chunks) == moved.job.pages.shared == {0}
         assert shared_segments(moved.job.plan, {}) == frozenset()
         batch.end(moved)
+
+
+@pytest.mark.parametrize("batch_tokens", [32, 1024])
+def test_logits_of_the_prompts_end_are_those_of_a_full_prefill_in_whatever_pieces_it_runs(batch_tokens):
+    segments = draw_segments(np.random.default_rng(3), [40, 30])
+    tokens = [token for segment in segments for token in segment]
+    settings = EngineConfig(max_model_len=512, max_num_batched_tokens=batch_tokens)
+    with Engine(MODEL.loaded, settings) as engine:
+        full = engine.prefill_logits(tokens)
+
+        def last(count: int, **more) -> np.ndarray | None:
+            sampling = SamplingParams(1, prompt_logits=count)
+            return engine.run(Request(segments=segments, sampling=sampling, **more)).prompt_logits
+
+        assert last(0) is None
+        found = last(9)  # all of the question
+        assert found is not None and found.shape == (9, 97)
+        np.testing.assert_allclose(found, full[-9:], rtol=1e-4, atol=1e-4)
+        assert np.abs(found - full[-10:-1]).max() > 0.1, "the tolerance tells the tokens apart"
+        assert last(40).shape == (9, 97), "no more than the question has"

@@ -110,12 +110,12 @@ def test_a_limit_of_deviation_is_planned_by():
 def test_the_focus_is_cut_as_it_was_tried_unless_the_server_never_cuts():
     cut = trial(0.1, 100, recompute_ratio=0.1, focus_window=2, focus_rule="largest_gap")
     calibration = dataclasses.replace(BY_SHARE, trials={"auto": (cut, trial(0.5, 100, recompute_ratio=0.5))})
-    found = contract(calibration=calibration)
+    cutting = dataclasses.replace(SETTINGS, focus_window=3)
+    found = contract(settings=cutting, calibration=calibration)
     assert (found.settings.focus_window, found.settings.focus_rule) == (2, "largest_gap")
     assert found.quality_bound == pytest.approx(0.025 ** (1 / 100))
-    never = dataclasses.replace(SETTINGS, focus_window=None)
-    assert contract(settings=never, calibration=calibration).settings.focus_window is None
-    forced = dataclasses.replace(SETTINGS, recompute_ratio=0.2)
+    assert contract(calibration=calibration).settings.focus_window is None
+    forced = dataclasses.replace(cutting, recompute_ratio=0.2)
     assert contract(settings=forced, calibration=calibration).settings.focus_window is None
 
 

@@ -172,7 +172,7 @@ class TestRecompute:
         assert (got.cfo, len(got.recompute_offsets)) == (0.5, 3)
 
     @pytest.mark.parametrize(
-        ("settings", "expected"), [({}, 3), ({"focus_window": 5}, 5), ({"focus_window": None}, None)]
+        ("settings", "expected"), [({}, None), ({"focus_window": 5}, 5), ({"focus_window": None}, None)]
     )
     def test_the_focus_cut_is_on_only_where_something_is_recomputed(self, settings, expected):
         assert plan("XA", [variant("A")], **settings).focus_window == expected

@@ -174,19 +174,27 @@ class Pack:
 
     def logits(self) -> tuple[list[PrefillJob], jax.Array | None]:
         """The jobs whose prompt is complete, and the logits `[B, V]`, float32, of the last token of each, B padded."""
+        self._keep_logits()
         ends = np.cumsum([len(piece.offsets) for piece in self._pieces]) - 1
         done = [(piece.job, int(end)) for piece, end in zip(self._pieces, ends, strict=True) if piece.is_last]
         if not done:
             return [], None
-        for job, end in done:
-            if job.num_logits:
-                wanted = np.arange(end + 1 - job.num_logits, end + 1)
-                padded = batch_bucket(len(wanted))
-                job.result.last_logits = fetch(self._logits(padded_to(wanted, padded, end)))[: len(wanted)]
         rows = padded_to(np.asarray([end for _, end in done], np.int32), batch_bucket(len(done)), done[-1][1])
         return [job for job, _ in done], self._logits(rows)
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _keep_logits(self) -> None:
+        """Adds to each job's outcome the logits behind those of the wanted tokens that ran here."""
+        first = 0
+        for piece in self._pieces:
+            job = piece.job
+            wanted = first + np.flatnonzero(piece.offsets >= len(job.token_ids) - job.num_logits)
+            first += len(piece.offsets)
+            if len(wanted):
+                rows = padded_to(wanted, batch_bucket(len(wanted)), int(wanted[-1]))
+                logits, before = fetch(self._logits(rows))[: len(wanted)], job.result.last_logits
+                job.result.last_logits = logits if before is None else np.concatenate([before, logits])
 
     def _logits(self, rows: np.ndarray) -> jax.Array:
         return logits_step(self._model.top, select_step(self._x, self._model.put(rows)), config=self._model.config)
