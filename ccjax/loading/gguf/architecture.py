@@ -128,7 +128,7 @@ def _scaling_of(divisors: np.ndarray, head_dim: int, theta: float) -> RopeScalin
         smooth = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
         slope, start = np.polyfit(1 / waves[between], smooth, 1)
         if slope > 0 > start:
-            candidates.append((1.0, float(1 - 1 / start), round(-slope / start)))
+            candidates.append((1.0, round(float(1 - 1 / start), 4), round(-slope / start)))
     for low, high, original in candidates:
         smooth = np.clip((original / waves - low) / (high - low), 0, 1)
         if np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=_TOLERANCE):
