@@ -6,7 +6,8 @@ Imports nothing of ours: whoever records what llama.cpp makes of such a file has
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,8 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def hugging_face_tensors(shape: Shape, vocab_size: int, *, tied: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 weights under Hugging Face's names and in its layout."""
-    draw = np.random.default_rng(seed)
+def hugging_face_shapes(shape: Shape, vocab_size: int, *, tied: bool = False) -> dict[str, tuple[int, ...]]:
+    """Hugging Face's names of the weights, and their shapes there."""
     d, f, q, k = shape.d_model, shape.d_ff, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab_size, d), "model.norm.weight": (d,)}
     if not tied:
@@ -95,12 +95,17 @@ def hugging_face_tensors(shape: Shape, vocab_size: int, *, tied: bool = False, s
         else:
             shapes |= {block + f"mlp.{name}_proj.weight": (f, d) for name in ("gate", "up")}
             shapes[block + "mlp.down_proj.weight"] = (d, f)
-    return {
-        name: (
-            1 + 0.1 * draw.standard_normal(size) if len(size) == 1 else draw.standard_normal(size) * size[-1] ** -0.5
-        ).astype(np.float32)
-        for name, size in shapes.items()
-    }
+    return shapes
+
+
+def hugging_face_tensors(shape: Shape, vocab_size: int, *, tied: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random float32 weights under Hugging Face's names and in its layout; norms are about one."""
+    draw = np.random.default_rng(seed)
+    tensors = {}
+    for name, size in hugging_face_shapes(shape, vocab_size, tied=tied).items():
+        values = draw.standard_normal(size)
+        tensors[name] = (1 + 0.1 * values if len(size) == 1 else values * size[-1] ** -0.5).astype(np.float32)
+    return tensors
 
 
 def gguf_tensors(shape: Shape, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -202,19 +207,31 @@ def write_gguf(
 
 
 def as_read(
-    shape: Shape, tensors: Mapping[str, np.ndarray], written: Mapping[str, tuple[np.ndarray, Kind]]
+    shape: Shape, vocab_size: int, written: Mapping[str, tuple[np.ndarray, Kind]], *, tied: bool = False
 ) -> dict[str, np.ndarray]:
-    """What is in a written file, in Hugging Face's layout: each tensor dequantised as a whole, then put back."""
-    ends = np.cumsum([values.size for values in tensors.values()])
-    places = {
-        name: np.arange(end - values.size, end).reshape(values.shape)
-        for (name, values), end in zip(tensors.items(), ends, strict=True)
-    }
-    flat = np.full(ends[-1], np.nan, np.float32)
-    for name, place in gguf_tensors(shape, places).items():
-        data, kind = written[name]
-        flat[place.reshape(-1)] = gguf.dequantize(data, kind).reshape(-1)
-    return {name: flat[place] for name, place in places.items()}
+    """What is in a file, in Hugging Face's layout: each tensor dequantised as a whole, then put back."""
+    shapes = hugging_face_shapes(shape, vocab_size, tied=tied)
+    back: dict[str, np.ndarray] = {}
+    for names in _groups(shapes):
+        ends = np.cumsum([math.prod(shapes[name]) for name in names])
+        places = {
+            name: np.arange(end - math.prod(shapes[name]), end).reshape(shapes[name])
+            for name, end in zip(names, ends, strict=True)
+        }
+        flat = np.full(ends[-1], np.nan, np.float32)
+        for name, place in gguf_tensors(shape, places).items():
+            data, kind = written[name]
+            flat[place.reshape(-1)] = gguf.dequantize(data, kind).reshape(-1)
+        back |= {name: flat[place] for name, place in places.items()}
+    return back
+
+
+def _groups(names: Iterable[str]) -> list[list[str]]:
+    """Those of a layer together, because experts are; the others alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(".".join(name.split(".")[:3]), []).append(name)
+    return list(groups.values())
 
 
 def add_words(writer: gguf.GGUFWriter, words: Words) -> None:

@@ -39,7 +39,7 @@ def written_pair(folder, *, kind=Kind.F32, shape=SHAPE, tied=False, **settings):
     path, directory = folder / "model.gguf", folder / "hf"
     written = write_gguf(path, shape, tensors, WORDS, kind=kind, **settings)
     directory.mkdir()
-    save_file(as_read(shape, tensors, written), directory / "model.safetensors")
+    save_file(as_read(shape, VOCAB, written, tied=tied), directory / "model.safetensors")
     config = config_of(open_gguf(path))
     (directory / "config.json").write_text(json.dumps(config.to_hf()))
     return path, directory, config
