@@ -138,6 +138,8 @@ def test_another_architecture(tmp_path):
     ("metadata", "wanted"),
     [
         ({"block_count": None}, ("llama.block_count: wanted an integer, got no such key",)),
+        ({"block_count": 2**32 - 1}, ("llama.block_count: wanted no more than the file's 12 tensors",)),
+        ({"expert_count": 2**32 - 1}, ("llama.expert_count: wanted 0, as in blk.0.ffn_gate_exps.weight",)),
         ({"block_count": 0}, ("llama.block_count: wanted a positive integer, got 0",)),
         ({"block_count": "two"}, ("llama.block_count: wanted an integer, got 'two'",)),
         ({"attention.head_count": [4, 4]}, ("llama.attention.head_count: wanted an integer, got an array of 2",)),
@@ -239,6 +241,10 @@ def test_a_part_under_another_name(tmp_path):
         ({"extra": {"eos_token_id": 262}}, "tokenizer.ggml.eos_token_id: wanted one of 262 tokens, got 262"),
         ({"extra": {"add_bos_token": 1}}, "tokenizer.ggml.add_bos_token: wanted true or false, got 1"),
         ({"extra": {"chat_template": "{% for"}}, "chat_template: wanted a Jinja template"),
+        (
+            {"model": "llama", "tokens": ("a" * 1025, *WORDS.tokens[1:])},
+            "tokens: wanted at most 1024 characters, got 1025",
+        ),
         ({"model": "llama", "scores": (1.0,)}, "tokenizer.ggml.scores: wanted one for each of 262 tokens, got 1"),
     ],
 )

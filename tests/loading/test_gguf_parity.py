@@ -77,6 +77,6 @@ def test_smollm2():
     ours, peers = our_logits(path, tokens), peer_logits(path, tokens, shape)
     print(f"largest difference {np.abs(ours - peers)[1:].max():.1e}, largest logit {np.abs(peers).max():.1f}")
     np.testing.assert_allclose(ours[1:], peers[1:], atol=ATOL, rtol=0)
-    # The first token, which the others attend to most, rounds worse: here float32 is 4e-5 (transformers) and 2e-4 (ours)
-    # from transformers in float64.
+    # The first token, which the others attend to most, rounds worse: there float32 is 4e-5 (transformers) and 2e-4
+    # (ours) from transformers in float64.
     np.testing.assert_allclose(ours[0], peers[0], atol=5 * ATOL, rtol=0)
