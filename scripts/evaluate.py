@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default="demo", help="as with serve.py: a directory, demo (default), or random:LAYERSxWIDTH"
+        "--model",
+        default="demo",
+        help="as with serve.py: a directory or GGUF file, demo (default), or random:LAYERSxWIDTH",
     )
     sources.add_arguments(parser)
     run.add_arguments(parser)

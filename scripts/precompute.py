@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("what").add_argument
-    add("--model", default="demo", metavar="DIR", help='Hugging Face model directory, or "demo" (the default)')
+    add("--model", default="demo", metavar="MODEL", help="as with serve.py (default demo)")
     text = "documents, as with serve.py --docs (default with --model demo: its own corpus)"
     add("--documents", type=Path, metavar="DIR", help=text)
     add("--store", required=True, metavar="URL", help="URL of the chunk store, as with serve.py")

@@ -272,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def of_store(added: argparse.ArgumentParser) -> None:
         add = added.add_argument
-        add("--model", default="demo", metavar="DIR", help='as with serve.py (default "demo")')
+        add("--model", default="demo", metavar="MODEL", help='as with serve.py (default "demo")')
         add("--quantization", choices=["int8", "fp8"], help="as with serve.py")
         add("--tokenizer", metavar="DIR", help="as with serve.py")
         add("--store", required=True, metavar="URL", help="URL of the chunk store, as with serve.py")
@@ -295,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
 
     added = command("inspect", inspect)
     added.add_argument("source", metavar="PLACE", help=place)
-    added.add_argument("--model", metavar="DIR", help="shows the chunks' text with this model's tokenizer")
+    added.add_argument("--model", metavar="MODEL", help="shows the chunks' text with this model's tokenizer")
     added.add_argument("--tokenizer", metavar="DIR", help="or with this one")
     added.add_argument("--top", type=positive_int, default=10, metavar="N", help="hottest chunks to show (default 10)")
     return parser

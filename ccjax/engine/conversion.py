@@ -1,9 +1,9 @@
-"""A model directory from another, or from random weights: checkpoints that load fast, and Hugging Face's form again."""
+"""Model directories from others, GGUF files or random weights: checkpoints that load fast, and Hugging Face's form."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,17 @@ from ccjax.engine.loading import Progress, model_directory
 from ccjax.engine.weights import (
     RANDOM,
     CheckpointWeights,
+    GgufWeights,
     HuggingFaceWeights,
     Weights,
+    gguf_weights,
     note_source,
     random_weights,
     weights_in,
 )
 from ccjax.errors import ConfigError
+from ccjax.loading.gguf import load_gguf, lossless_dtype, open_gguf, vocabulary_of
+from ccjax.loading.named import gguf_path
 from ccjax.text import ByteTokenizer, load_tokenizer
 from models.llama3.checkpoint import write_checkpoint, write_params
 from models.llama3.convert import load_params, save_pretrained, stored_dtype
@@ -48,7 +52,7 @@ def to_checkpoint(
 ) -> None:
     """Writes a model as an Orbax checkpoint that `load_model` takes.
 
-    Of a directory one part of the checkpoint is in memory at a time; random weights are all drawn first.
+    Of files one part of the checkpoint is in memory at a time; random weights are all drawn first.
 
     Args:
       model: as `load_model` takes it, no checkpoint.
@@ -60,24 +64,28 @@ def to_checkpoint(
       ConfigError, CheckpointError: the model cannot be read, or an argument does not fit.
     """
     weights, beside = _source(model, tokenizer, directory)
-    kept = "float32" if weights.directory is None else _kept(weights)
+    kept = _kept(weights)
     dtype = dtype or kept or "float32"
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: wanted one of {DTYPES}, got {dtype!r}")
     directory.mkdir(parents=True, exist_ok=True)
-    _copy(beside, weights, directory)
+    _copy(beside, directory)
+    (directory / "config.json").unlink(missing_ok=True)
+    if weights.directory is not None:  # as it stands, with what we do not read (ids that end answers)
+        shutil.copyfile(weights.directory / "config.json", directory / "config.json")
 
     def produce(add: Callable[[np.ndarray], None]) -> None:
-        on_load, home = _on_load(progress), weights.directory
-        if home is None:
-            params = weights.load(dtype, quantization, None, on_load)
-            write_params(params, weights.config, quantization, add)
+        def put(_: ParamSpec, host: np.ndarray) -> None:
+            add(host)
+
+        settings = {"dtype": jnp.dtype(dtype), "quantization": quantization, "progress": _on_load(progress), "put": put}
+        if isinstance(weights, HuggingFaceWeights):
+            load_params(weights.directory, **settings)
+        elif isinstance(weights, GgufWeights):
+            load_gguf(weights.file, weights.config, **settings)
         else:
-
-            def put(_: ParamSpec, host: np.ndarray) -> None:
-                add(host)
-
-            load_params(home, dtype=jnp.dtype(dtype), quantization=quantization, progress=on_load, put=put)
+            params = weights.load(dtype, quantization, None, _on_load(progress))
+            write_params(params, weights.config, quantization, add)
 
     write_checkpoint(
         directory,
@@ -117,42 +125,50 @@ def to_hugging_face(
     params = weights.load(dtype, None, None, _on_load(progress))
     directory.mkdir(parents=True, exist_ok=True)
     save_pretrained(params, weights.config, directory)
-    _copy(beside, None, directory)
+    _copy(beside, directory)
     note_source(directory, weights.fingerprint(dtype, None))
 
 
-def _source(model: str | Path, tokenizer: Path | None, target: Path) -> tuple[Weights, Path | None]:
-    """The weights, and the directory of the files that belong to them."""
+def _source(model: str | Path, tokenizer: Path | None, target: Path) -> tuple[Weights, Mapping[str, bytes]]:
+    """The weights, and the files that belong to them."""
     if tokenizer is not None and (not tokenizer.is_dir() or load_tokenizer(tokenizer) is None):
         raise ConfigError(f"tokenizer: wanted a directory with tokenizer files, got {str(tokenizer)!r}")
     if str(model).startswith(RANDOM):
         words = None if tokenizer is None else load_tokenizer(tokenizer)
-        return random_weights(str(model), (words or ByteTokenizer()).vocab_size), tokenizer
+        return random_weights(str(model), (words or ByteTokenizer()).vocab_size), _beside(tokenizer)
+    path = gguf_path(model)
+    if path is not None:
+        file = open_gguf(path)
+        vocabulary = None if tokenizer is not None else vocabulary_of(file)
+        texts = {} if vocabulary is None else vocabulary.files()
+        return gguf_weights(file), {name: text.encode() for name, text in texts.items()} or _beside(tokenizer)
     home = model_directory(model)
     if target.exists() and home.samefile(target):
         raise ConfigError(f"directory: wanted another one than the model's, got {str(target)!r}")
-    return weights_in(home), tokenizer or home
+    return weights_in(home), _beside(tokenizer or home)
 
 
 def _kept(weights: Weights) -> str | None:
-    if not isinstance(weights, HuggingFaceWeights):
+    """The dtype that keeps every digit, or None where there is none."""
+    if isinstance(weights, CheckpointWeights):
         raise ConfigError(
-            f"model: wanted a Hugging Face directory or random weights, got a checkpoint: {weights.directory}"
+            f"model: wanted a Hugging Face directory, a GGUF file or random weights, got a checkpoint: "
+            f"{weights.directory}"
         )
-    return stored_dtype(weights.directory)
+    if isinstance(weights, HuggingFaceWeights):
+        return stored_dtype(weights.directory)
+    return lossless_dtype(weights.file) if isinstance(weights, GgufWeights) else "float32"
 
 
 def _on_load(progress: Progress | None) -> Any:
     return None if progress is None else lambda done, total: progress("weights", done, total)
 
 
-def _copy(beside: Path | None, weights: Weights | None, directory: Path) -> None:
-    """Files that go with the weights; config.json as it stands, with what we do not read (ids that end answers)."""
-    for name in _COPIED:
-        if beside is not None and (beside / name).is_file():
-            shutil.copyfile(beside / name, directory / name)
-    if weights is not None:
-        home = weights.directory
-        (directory / "config.json").unlink(missing_ok=True)
-        if home is not None:
-            shutil.copyfile(home / "config.json", directory / "config.json")
+def _beside(directory: Path | None) -> dict[str, bytes]:
+    paths = [] if directory is None else [directory / name for name in _COPIED]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def _copy(files: Mapping[str, bytes], directory: Path) -> None:
+    for name, content in files.items():
+        (directory / name).write_bytes(content)

@@ -13,9 +13,14 @@ from models.llama3.params import ParamSpec
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the RoPE frequencies, one for each pair of a head's dimensions. No weight: it is part of the config."""
 OUTPUT = "output.weight"
-EMBEDDING = "token_embd.weight"
+EXPERTS = "blk.0.ffn_gate_exps.weight"
+"""Of the first layer: which models with a mixture of experts have, all experts in one tensor."""
 
-_TOP = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": "output_norm.weight", "lm_head.weight": OUTPUT}
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": OUTPUT,
+}
 _BLOCK = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

@@ -12,6 +12,7 @@ from typing import Any
 
 from ccjax.engine.documents import DocumentRegistry
 from ccjax.engine.prefill_profile import PrefillProfile
+from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
 from ccjax.policy.calibration import Calibration, Trial
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.retrieval.documents import DocumentError, parse_document
@@ -23,6 +24,7 @@ from ccjax.server.schemas import ChatBody, CompletionBody, PinBody, TokenizeBody
 from ccjax.text.tokenizer import read_settings
 from models.llama3.config import LlamaConfig
 from models.llama3.convert import CheckpointError, load_config, load_params
+from scripts.fuzzing.gguf_seeds import gguf_seeds
 from scripts.fuzzing.target import Target
 from scripts.serving.config_file import parse_arguments
 from scripts.serving.messages import StartupError
@@ -148,6 +150,15 @@ def _weights() -> Iterator[bytes]:
     yield (folder / "model.safetensors").read_bytes()
 
 
+def _gguf(data: bytes) -> None:
+    path = _FOLDER / "model.gguf"
+    path.write_bytes(data)
+    file = open_gguf(path)
+    config = config_of(file)
+    text_of(file)
+    load_gguf(file, config, dtype="float32")
+
+
 def _json_seed(value: Any) -> bytes:
     return json.dumps(value).encode()
 
@@ -240,6 +251,7 @@ TARGETS: dict[str, Target] = {
         (CheckpointError,),
         tuple(_weights()),
     ),
+    "gguf": Target(_gguf, (CheckpointError,), tuple(gguf_seeds(_FOLDER / "gguf-seeds")), ("gguf",)),
     "tokenizer-settings": Target(
         lambda data: _model_file(data, "tokenizer_config.json", read_settings),
         (ValueError,),

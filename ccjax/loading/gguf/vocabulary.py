@@ -20,6 +20,7 @@ from models.llama3.leaves import CheckpointError
 logger = logging.getLogger(__name__)
 _KEY = "tokenizer.ggml."
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_MOST_LETTERS = 1024
 _IN_TEXT = (TokenType.NORMAL, TokenType.UNUSED)
 _ENDS = (
     "<|eot_id|>",
@@ -160,6 +161,9 @@ def _sentence_piece(
     _same_length(file, "scores", scores, tokens)
     order = sorted((n for n in range(len(tokens)) if types[n] in _IN_TEXT), key=lambda n: (-scores[n], n))
     in_text = {tokens[number] for number in order}
+    longest = max(map(len, tokens))
+    if longest > _MOST_LETTERS:  # the number of cuts, each of this length, is its square
+        raise CheckpointError(f"{file.path}: {_KEY}tokens: wanted at most {_MOST_LETTERS} characters, got {longest}")
     merges = [
         (token[:cut], token[cut:])
         for token in (tokens[number] for number in order)

@@ -1,0 +1,89 @@
+"""Engines and conversions of GGUF models: small ones, and SmolLM2 where its package is installed."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from ccjax.engine import Engine
+from ccjax.engine.loading import load_model, load_prompt_builder, model_config, model_tokenizer, read_model_files
+from ccjax.errors import ConfigError
+from ccjax.loading.named import gguf_path
+from scripts.convert import main
+from tests.loading.gguf_files import Shape, byte_level_words, hugging_face_tensors, write_gguf
+
+DOCUMENTS = [{"title": "Letter", "text": "The letter was written by Ann Lee in 1912."}]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    shape, words = Shape(num_layers=1, d_model=64, num_heads=4, num_kv_heads=2, d_ff=64), byte_level_words()
+    write_gguf(path, shape, hugging_face_tensors(shape, len(words.tokens)), words, kind=Kind.Q4_0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        gguf_path("smollm2")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return "smollm2"
+
+
+def assert_same_model(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    assert one.fingerprint == other.fingerprint and one.eos_ids == other.eos_ids and one.template == other.template
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_checkpoint_is_the_model(tmp_path, small, quantization):
+    flags = [] if quantization is None else ["--quantization", quantization]
+    assert main([str(small), str(tmp_path / "there"), *flags]) == 0
+    for dtype in ("float32", "bfloat16"):
+        wanted = load_model(small, dtype=dtype, quantization=quantization)
+        assert_same_model(load_model(tmp_path / "there", dtype=dtype), wanted)
+
+
+def test_a_hugging_face_directory_is_the_model(tmp_path, small):
+    assert main([str(small), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    assert_same_model(load_model(tmp_path / "hf", dtype="float32"), load_model(small, dtype="float32"))
+
+
+def test_what_reads_no_weights(small):
+    tokenizer = model_tokenizer(small)
+    assert tokenizer is not None and tokenizer.vocab_size == model_config(small).vocab_size
+    assert load_prompt_builder(small) is not None
+    files = read_model_files(small)
+    assert files.fingerprint("float32") == load_model(small, dtype="float32").fingerprint
+    assert files.fingerprint("float32", "int8") != files.fingerprint("float32")
+
+
+def test_an_engine_reuses_what_it_stored(tmp_path, small):
+    with Engine.from_pretrained(str(small), store=(tmp_path / "store").as_uri()) as engine:
+        assert engine.model_name == "small"
+        first = engine.generate("Who?", documents=DOCUMENTS, reuse="exact", max_new_tokens=4)
+        second = engine.generate("Who?", documents=DOCUMENTS, reuse="exact", max_new_tokens=4)
+    assert second.token_ids == first.token_ids and second.reuse.reused_tokens > 0
+
+
+def test_an_engine_over_two_devices(small):
+    with Engine.from_pretrained(small) as engine:
+        wanted = engine.generate("Who?", documents=DOCUMENTS, max_new_tokens=8).token_ids
+    with Engine.from_pretrained(small, tensor_parallel_size=2) as engine:
+        assert engine.generate("Who?", documents=DOCUMENTS, max_new_tokens=8).token_ids == wanted
+
+
+def test_smollm2(smollm2):
+    config = model_config(smollm2)
+    assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
+    assert (config.rope_theta, config.rms_norm_eps, config.tie_embeddings) == (100000.0, 1e-5, True)
+    with Engine.from_pretrained(smollm2) as engine:
+        assert engine.model_name == "smollm2"
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None and tokenizer.eos_ids == {0, 2} and tokenizer.bos_id is None
+        answer = engine.generate("Who wrote the letter?", documents=DOCUMENTS, max_new_tokens=24, reuse="off")
+    assert "Ann Lee" in answer.text
