@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from ccjax.retrieval.markdown import Fences
+
 MAX_FILE_BYTES = 20_000_000
 
 
@@ -139,7 +141,6 @@ def _parse_text(path: Path, data: bytes) -> tuple[None, str]:
 
 # Front matter must begin with a key, or a thematic break at the top would swallow what follows it.
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=\w)((?:\w[\w-]*[ \t]*:.*\n|[ \t#-].*\n|\n)*?)---[ \t]*(?:\n|\Z)")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _HEADING = re.compile(r" {0,3}#[ \t]+(\S.*)$")
 _UNDERLINE = re.compile(r" {0,3}=+[ \t]*$")
 
@@ -173,20 +174,16 @@ def _front_matter(text: str) -> dict[str, str | float | bool]:
 
 def _find_heading(lines: list[str]) -> tuple[int, int, str] | None:
     """First level-1 heading outside code fences as (first line, line after it, text), or None."""
-    fence = None
+    fences = Fences()
     for index, line in enumerate(lines):
-        if mark := _FENCE.match(line):
-            if fence is None:
-                fence = mark[1]
-            elif mark[1].startswith(fence) and not line.strip().strip(fence[0]):
-                fence = None
-        elif fence is None:
-            if (heading := _HEADING.match(line)) and (words := _without_closing_marks(heading[1].rstrip())):
-                return index, index + 1, words
-            if index and _UNDERLINE.match(line) and (above := lines[index - 1].strip()):
-                # An underline makes a heading of the whole paragraph above; only a one-line paragraph is a title.
-                if index == 1 or not lines[index - 2].strip():
-                    return index - 1, index + 1, above
+        if fences.takes(line):
+            continue
+        if (heading := _HEADING.match(line)) and (words := _without_closing_marks(heading[1].rstrip())):
+            return index, index + 1, words
+        if index and _UNDERLINE.match(line) and (above := lines[index - 1].strip()):
+            # An underline makes a heading of the whole paragraph above; only a one-line paragraph is a title.
+            if index == 1 or not lines[index - 2].strip():
+                return index - 1, index + 1, above
     return None
 
 
