@@ -1,8 +1,8 @@
 """Splits a document's text into chunks of bounded token count. Knows no tokenizer, only how to count with one.
 
-The splitter looks at all that lies ahead for every chunk, with one count after another of ever the same text: on its own
-it takes the square of a text's length. Here it sees a window of some chunks at a time, and most of its counts are sums
-of the counts of words.
+The splitter looks at all that lies ahead for every chunk, and counts the same text again and again: on its own it takes
+the square of a text's length. Here it sees a window of some chunks at a time, and most of its counts are sums of the
+counts of words.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from ccjax.retrieval.counting import WindowCounter
 from ccjax.retrieval.markdown import best_start
 
 _BLANK = re.compile(r"\s*")
-_WINDOW_CHUNKS = 16
-_MARKDOWN_WINDOW_CHUNKS = 64
-"""Long enough that a heading is in it, where the next window may begin: one that begins in a list is parsed otherwise."""
+_WINDOW_CHUNKS = 10
+_MARKDOWN_WINDOW_CHUNKS = 32
+_LEAST_MARKDOWN_WINDOW = 12_800
+"""Tokens, about 50 kB: so much that a heading is in it, where the next window may begin. One that begins in a list or a
+table is cut as if that were plain text."""
 _LONGEST_INDENT = 1024
 _AHEAD_CHUNKS = 2
 """A chunk does not depend on what lies further ahead of its start than this; 1 would do if counts of parts added up."""
@@ -34,7 +36,7 @@ def split(
 ) -> list[str]:
     """Chunks of at most `chunk_tokens` tokens, as full as the borders allow, in reading order.
 
-    Borders are paragraphs where possible, else lines, sentences, blank, characters; with `markdown`, headings, list
+    Borders are paragraphs where possible, else lines, sentences, words, characters; with `markdown`, headings, list
     items and code blocks as well. White space around a chunk is dropped. Without overlap every other character
     appears exactly once. The same text, counts and settings always give the same chunks. Takes time in proportion to
     the text: `count_tokens` sees a few times its characters, in pieces of bounded length.
@@ -48,7 +50,7 @@ def split(
         raise ValueError(
             f"overlap_tokens: wanted at least 0 and less than chunk_tokens={chunk_tokens}, got {overlap_tokens}"
         )
-    counter = WindowCounter(text, count_tokens, chunk_tokens)
+    counter = WindowCounter(text, count_tokens, *{chunk_tokens, overlap_tokens or chunk_tokens})
     splitter = (MarkdownSplitter if markdown else TextSplitter).from_callback(
         counter, chunk_tokens, overlap=overlap_tokens
     )
@@ -70,11 +72,16 @@ def _chunks(
     markdown: bool,
 ) -> Iterator[str]:
     """What the splitter makes of the text as a whole, window by window."""
-    num_tokens = chunk_tokens * (_MARKDOWN_WINDOW_CHUNKS if markdown else _WINDOW_CHUNKS)
+    num_tokens = chunk_tokens * _WINDOW_CHUNKS
+    if markdown:
+        num_tokens = max(chunk_tokens * _MARKDOWN_WINDOW_CHUNKS, _LEAST_MARKDOWN_WINDOW)
     start = end_of_last = 0
     while (start := _without_blank_lines(text, start)) < len(text):
         window = counter.open(start, num_tokens)
-        found = [(start + offset, chunk) for offset, chunk in splitter.chunk_indices(window) if chunk.strip()]
+        found = _found(splitter, window, start)
+        if any(counter(chunk) > chunk_tokens for _, chunk in found):  # a sum was too far off
+            counter.is_exact = True
+            found = _found(splitter, window, start)
         next_start = start + len(window)
         if next_start < len(text) and found:
             starts = [begin for begin, _ in found]
@@ -90,6 +97,11 @@ def _chunks(
                 end_of_last = begin + len(chunk)
                 yield chunk
         start = next_start
+
+
+def _found(splitter: MarkdownSplitter | TextSplitter, window: str, start: int) -> list[tuple[int, str]]:
+    """The chunks of a window with their places in the text; `start` is that of the window."""
+    return [(start + offset, chunk) for offset, chunk in splitter.chunk_indices(window) if chunk.strip()]
 
 
 def _without_blank_lines(text: str, start: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import io
-import math
 import re
 import stat
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +18,9 @@ import yaml
 from ccjax.retrieval.markdown import Fences
 
 MAX_FILE_BYTES = 20_000_000
+_MOST = sys.float_info.max
+_MOST_FRONT_MATTER_CHARS = 65_536
+"""YAML is read at 0.1 MB/s."""
 
 
 class DocumentError(ValueError):
@@ -46,7 +49,7 @@ class LoadedDocument:
 
 def plain_metadata(value: Any) -> dict[str, str | float | bool]:
     """What searches may ask for in a mapping: its text, numbers and truth values by name, dates as ISO text; the rest,
-    lists and mappings too, is left out. Empty where `value` is no mapping."""
+    lists, mappings and numbers that no float holds too, is left out. Empty where `value` is no mapping."""
     if not isinstance(value, Mapping):
         return {}
     plain: dict[str, str | float | bool] = {}
@@ -54,9 +57,9 @@ def plain_metadata(value: Any) -> dict[str, str | float | bool]:
         if isinstance(one, datetime.date):
             one = one.isoformat()
         if isinstance(one, str):
-            plain[str(name)] = without_controls(one)
-        elif isinstance(one, int | float) and math.isfinite(one):
-            plain[str(name)] = one
+            plain[without_controls(str(name))] = without_controls(one)
+        elif isinstance(one, int | float) and -_MOST <= one <= _MOST:
+            plain[without_controls(str(name))] = one
     return plain
 
 
@@ -85,7 +88,11 @@ def read_document(path: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
             raise DocumentError(path, "not a regular file")
         if status.st_size > max_file_bytes:
             raise DocumentError(path, f"{status.st_size} bytes, over the limit max_file_bytes={max_file_bytes}")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(max_file_bytes + 1)
+        if len(data) > max_file_bytes:
+            raise DocumentError(path, f"grows while it is read, over the limit max_file_bytes={max_file_bytes}")
+        return data
     except OSError as error:
         raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
 
@@ -164,11 +171,11 @@ def _parse_markdown(path: Path, data: bytes) -> tuple[str | None, str]:
 def _front_matter(text: str) -> dict[str, str | float | bool]:
     """The front matter as metadata; empty where there is none, or none that is YAML."""
     front = _FRONT_MATTER.match(text.replace("\r\n", "\n").replace("\r", "\n"))
-    if front is None:
+    if front is None or len(front[1]) > _MOST_FRONT_MATTER_CHARS:
         return {}
     try:
         return plain_metadata(yaml.safe_load(front[1]))
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+    except Exception:  # besides YAMLError whatever its constructors raise: ValueError, RecursionError ...
         return {}
 
 
