@@ -13,6 +13,11 @@ _PART = re.compile(r"\s+|([^\w\s])\1{2,63}|[^\w\s]?[^\W\d_]{1,16}|[^\w\s]?\d{1,3
 """Of what is longer than a word: few of these are distinct, whatever the text."""
 _MOST_KNOWN = 100_000
 _LEAST_SLACK = 8.0
+_RUN_CHARS = 256
+_RUN = re.compile(rf"[!-~]{{{_RUN_CHARS}}}")
+_SPARE = 2
+"""Tokens more than a sum has at the end of a long run without blanks, of numbers or signs: no border there is better than
+another, and a few tokens less cost nothing where every character would be tried with the tokenizer."""
 _NUM_SAMPLES = 64
 
 
@@ -67,6 +72,8 @@ class WindowCounter:
             _, counted_end, count = self._counted
             more = self._sum_to(end) - self._sum_to(counted_end)
             about, slack = count + more, min(slack, 2.0 + abs(more) / 8)
+            if _RUN.match(part, max(0, len(part) - _RUN_CHARS)):
+                about, slack = about + _SPARE, -1.0
         if not self.is_exact and all(abs(about - limit) > slack for limit in self._limits):
             return max(0, round(about))
         if (count := self._exact.get(part)) is None:
