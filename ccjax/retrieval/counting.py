@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 _BLOCK_CHARS = 4096
 _WORD = re.compile(r"\s{0,64}\S+(?:[^\S\n]{0,8}\n\s{0,64}\S+)?|\s{1,64}")
 _LONGEST_WORD = 128
-_PART = re.compile(r"\s+|([^\w\s])\1{2,63}|[^\w\s]?[^\W\d_]{1,16}|[^\w\s]?\d{1,3}|[^\w\s]{1,4}|_+")
+_PART = re.compile(r"\s+|([^\w\s])\1{2,63}|[^\w\s]?(?:[^\W\d_]{1,16}|\d{1,3})|[^\w\s]{1,4}|_+")
 """Of what is longer than a word: few of these are distinct, whatever the text."""
 _MOST_KNOWN = 100_000
 _LEAST_SLACK = 8.0
 _RUN_CHARS = 256
 _RUN = re.compile(rf"[!-~]{{{_RUN_CHARS}}}")
 _SPARE = 2
-"""Tokens more than a sum has at the end of a long run without blanks, of numbers or signs: no border there is better than
-another, and a few tokens less cost nothing where every character would be tried with the tokenizer."""
+"""Tokens on top of a sum at the end of a long run without blanks, of numbers or signs: no border there is better than
+another, and where every character is one, finding the last that fits would take many counts."""
 _NUM_SAMPLES = 64
 
 

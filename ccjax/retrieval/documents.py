@@ -9,7 +9,7 @@ import re
 import stat
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,12 @@ _BLOCKS = (
     "form h1 h2 h3 h4 h5 h6 header hr legend li main menu nav ol option p pre section summary table tbody tfoot thead "
     "tr ul"
 ).split()
+_LINES = "li tr dt dd option".split()
+_SPACES = (
+    dict.fromkeys(_BLOCKS, ("\n\n", "\n\n"))
+    | dict.fromkeys(_LINES, ("\n", "\n"))
+    | {"br": ("\n", ""), "td": ("", " "), "th": ("", " ")}
+)
 _UNSEEN = "head title script style noscript template svg iframe object audio video canvas".split()
 
 
@@ -228,23 +234,36 @@ def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
         heading_text = " ".join(heading.get_text(" ").split())
         if title in ("", heading_text):
             title = heading_text
-            heading.decompose()
-    for tag in soup.find_all(_UNSEEN):
-        tag.decompose()
-    for string in soup.find_all(string=True):
-        if type(string) is bs4.element.NavigableString and string.find_parent("pre") is None:
-            string.replace_with(re.sub(r"\s+", " ", string))
-    for tag in soup.find_all("br"):
-        tag.replace_with("\n")
-    for tag in soup.find_all(["td", "th"]):
-        tag.insert_after(" ")
-    for tag in soup.find_all(_BLOCKS):
-        space = "\n" if tag.name in ("li", "tr", "dt", "dd", "option") else "\n\n"
-        tag.insert_before(space)
-        tag.insert_after(space)
-    text = "\n".join(line.rstrip() for line in soup.get_text().replace("\xa0", " ").split("\n"))
+        else:
+            heading = None
+    text = "\n".join(line.rstrip() for line in "".join(_seen(soup, heading)).replace("\xa0", " ").split("\n"))
     text = re.sub(r"(?<=\n) (?=\S)", "", text)
     return title or None, re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def _seen(soup: Any, left_out: Any) -> Iterator[str]:
+    """The text of a page in order, with the space around its parts, `left_out` (a tag or None) and what browsers do not
+    show excepted. The tree stays as it is: each change of a tag with many beside it takes time for all of these."""
+    from bs4.element import CData, NavigableString, Tag
+
+    within = [(iter(soup.contents), "", False)]
+    while within:
+        nodes, space_after, is_pre = within[-1]
+        node = next(nodes, None)
+        if node is None:
+            within.pop()
+            yield space_after
+        elif isinstance(node, Tag):
+            if node is left_out or node.name in _UNSEEN:
+                continue
+            space_before, space_after = _SPACES.get(node.name, ("", ""))
+            yield space_before
+            if node.name != "br":
+                within.append((iter(node.contents), space_after, is_pre or node.name == "pre"))
+        elif type(node) is NavigableString:
+            yield node if is_pre else re.sub(r"\s+", " ", node)
+        elif type(node) is CData:
+            yield node
 
 
 def _parse_pdf(path: Path, data: bytes) -> tuple[str | None, str]:
