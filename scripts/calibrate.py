@@ -28,6 +28,7 @@ from rich.table import Table
 from scripts.evaluation import sources
 from scripts.evaluation.run import add_arguments, check_writable, run
 from scripts.evaluation.sources import questions_and_others
+from scripts.progress import bars
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import LoadedModel
@@ -75,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     output = args.output or (model.directory or Path()) / CALIBRATION_FILE
     check_writable("output", output)
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         ways = ways_of(args.strategies, args.focus_windows, args.focus_rule)
         outcomes = run(args, model, questions, others, ways, progress, "calibrating")
         calibration = dataclasses.replace(

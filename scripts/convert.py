@@ -7,6 +7,7 @@ shared between both forms of the same weights.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
-from rich.progress import Progress
+from scripts.progress import Stages, bars
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,13 +34,8 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.to == "huggingface" and args.quantization is not None:
         raise ValueError(f"--quantization: wanted none with --to huggingface, got {args.quantization!r}")
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("weights")
-
-        def show(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=stage, completed=done, total=total)
-
-        settings: dict[str, Any] = {"dtype": args.dtype, "tokenizer": args.tokenizer, "progress": show}
+    with contextlib.closing(Stages(bars())) as progress:
+        settings: dict[str, Any] = {"dtype": args.dtype, "tokenizer": args.tokenizer, "progress": progress}
         if args.to == "huggingface":
             to_hugging_face(args.model, args.directory, **settings)
         else:

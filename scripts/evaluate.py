@@ -16,7 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
-from rich.progress import Progress
+
+from scripts.progress import bars
 
 DEFAULT_WAYS = (
     *("prefix", "set", "reuse", "reuse/old", "cachecraft/old:0.3", "map_rerank", "map_reduce"),
@@ -56,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
     if tokenizer is None and args.model.startswith(RANDOM) and args.data is not None:
         tokenizer = args.data / "tokenizer_llama3"
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=tokenizer)
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         outcomes = run(args, model, questions, others, ways, progress)
     result: dict[str, Any] = {
         "evaluation": {

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from scripts.evaluation.run import check_writable
+from scripts.progress import Stages, bars
 from scripts.serving.options import add_document_arguments, document_options
 from scripts.serving.values import layer_list, num_bytes, positive_int
 
@@ -88,13 +89,12 @@ class _Bars:
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bars = Progress(*columns, TextColumn("{task.fields[speed]}"), console=Console(stderr=True))
-        self._tasks: dict[str, Any] = {}
+        self._stages = Stages(bars(*columns, TextColumn("{task.fields[speed]}")), _STAGES)
 
     def stage(self, worker: int, stage: str, done: int, total: int) -> None:
         """Shows what the first worker loads, reads or asks; the others do the same."""
         if worker == 0:
-            self._update(_STAGES.get(stage, stage.capitalize()), done if total else 1, total or 1, "")
+            self._stages(stage, done, total, speed="")
 
     def estimated(self, report: Report) -> None:
         """Prints what is to be done."""
@@ -107,25 +107,18 @@ class _Bars:
             f"{len(collection.passages)} passages; {estimate.variants} variants to compute: "
             f"{estimate.computed_tokens} tokens, {seconds}, {_size(estimate.num_bytes)}{on_disk}{free}"
         )
-        self._bars.console.print(text, highlight=False, soft_wrap=True)
+        self._stages.shown.console.print(text, highlight=False, soft_wrap=True)
 
     def computed(self, report: Report) -> None:
         """Shows how far the variants are."""
         counts, estimate = report.counts, report.estimate
         assert estimate is not None
         speed = f"{counts.tokens_per_s:.0f} tokens/s, {_size(counts.stored_bytes)} written"
-        self._update("Computing", counts.done, estimate.variants, speed)
+        self._stages("computing", counts.done, estimate.variants, speed=speed)
 
     def close(self) -> None:
         """Leaves the bars as they are."""
-        if self._tasks:  # without any, rich would print an empty line
-            self._bars.stop()
-
-    def _update(self, text: str, done: int, total: int, speed: str) -> None:
-        if text not in self._tasks:
-            self._bars.start()
-            self._tasks[text] = self._bars.add_task(text, total=total, speed="")
-        self._bars.update(self._tasks[text], completed=done, total=total, speed=speed)
+        self._stages.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,10 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from scripts.evaluation.run import check_writable
+from scripts.progress import bars
 
 CACHED = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 NEW = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
     config = EngineConfig(
         dtype=args.dtype, quantization=args.quantization, attention=args.attention, max_model_len=args.max_model_len
     )
-    with Progress(console=Console(stderr=True)) as progress, Engine(model, config) as engine:
+    with bars() as progress, Engine(model, config) as engine:
         cached, new = (_within(values, engine.max_model_len) for values in (CACHED, NEW))
         task = progress.add_task("prefills")
 

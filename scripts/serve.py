@@ -24,7 +24,7 @@ from scripts.serving.cluster import check_no_cluster_flags, serve_cluster_of
 from scripts.serving.config_file import config_lines, parse_arguments
 from scripts.serving.hosts import check_host_flags, follow_of, join_hosts
 from scripts.serving.memory import memory_lines, print_memory_plan
-from scripts.serving.messages import Display, StartupError, Stopped, bars, final_line, naming, url_of
+from scripts.serving.messages import Display, StartupError, Stopped, final_line, naming, stages, url_of
 from scripts.serving.options import document_options, engine_settings, parser, server_settings
 from scripts.serving.values import AUTO
 
@@ -120,7 +120,7 @@ class _Loader(threading.Thread):
 
     def run(self) -> None:
         """Loads; on failure keeps the error and ends the server."""
-        display = Display(bars(), self._service.progress, self._stopping)
+        display = Display(stages(), self._service.progress, self._stopping)
         try:
             with contextlib.closing(display):
                 engine, retriever = self._load(display)

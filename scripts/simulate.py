@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from scripts.progress import bars
 from scripts.simulation.options import deployment_of, make_parser, workload_of
 from scripts.simulation.report import print_figures, print_sizes
 
@@ -123,7 +124,7 @@ def _paper(args: argparse.Namespace) -> dict:
 
 def _progress(args: argparse.Namespace) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=args.quiet)
+    return bars(*columns, is_quiet=args.quiet)
 
 
 def _settings(args: argparse.Namespace) -> dict:

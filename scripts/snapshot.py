@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from scripts.progress import Stages, bars
 from scripts.serving.values import num_bytes, positive_int
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def save(args: argparse.Namespace) -> int:
     files = read_model_files(args.model, tokenizer=args.tokenizer)
     identities = _identities(files, args)
     dtype = _stored_dtype(args, identities)
-    with _open(args, files, dtype) as cache, _bar("Saving") as progress:
+    with _open(args, files, dtype) as cache, _progress() as progress:
         report = save_snapshot(cache, args.to, overwrite=args.overwrite, progress=progress)
     _print(
         args,
@@ -74,7 +75,7 @@ def restore(args: argparse.Namespace) -> int:
 
     dtype = inspect_snapshot(args.source).kv_spec.dtype  # before the model, whose weights may take a minute
     files = read_model_files(args.model, tokenizer=args.tokenizer)
-    with _open(args, files, dtype) as cache, _bar("Restoring") as progress:
+    with _open(args, files, dtype) as cache, _progress() as progress:
         report = restore_snapshot(cache, args.source, max_bytes=args.max_bytes, progress=progress)
         cache.store.flush()
         num_failed = cache.store.usage()["disk"].failed_writes
@@ -211,24 +212,10 @@ def _open(args: argparse.Namespace, files: ModelFiles, dtype: str) -> Iterator[C
         yield cache
 
 
-@contextlib.contextmanager
-def _bar(description: str) -> Iterator[Any]:
-    """A `Progress` of the library that draws a bar on stderr, from its first call on."""
+def _progress() -> contextlib.closing[Stages]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-    tasks = []
-
-    def show(_: str, done: int, total: int) -> None:
-        if not tasks:
-            bars.start()
-            tasks.append(bars.add_task(description))
-        bars.update(tasks[0], completed=done if total else 1, total=total or 1)
-
-    try:
-        yield show
-    finally:
-        if tasks:  # without any, rich would print an empty line
-            bars.stop()
+    names = {"save": "Saving", "restore": "Restoring"}
+    return contextlib.closing(Stages(bars(*columns, TimeRemainingColumn(), in_bytes=True), names))
 
 
 def _print(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ccjax.retrieval.filters import Filter
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _FILE = "passages.sqlite"
 _ROWS_AT_ONCE = 8192
 _MOST_PARAMETERS = 500

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ccjax.retrieval import jsonl
 from ccjax.retrieval.catalog import IndexedDocument
 from ccjax.retrieval.documents import DocumentError, LoadedDocument, parse_document, read_document
+from ccjax.retrieval.machine_text import without_machine_text
 from ccjax.retrieval.scan import find_files
 
 Split = Callable[[LoadedDocument], tuple[str, ...]]
 """The passages of a document; ValueError where it cannot be cut."""
+_MOST_REASON_CHARS = 400
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -26,6 +31,7 @@ class Changes:
       removed: ids to delete.
       digests: what to note of sources once all of `new` is in, None to forget one.
       problems: files and lines that could not be used.
+      left_out: characters of base64, hex and minified code that are in no passage of `new`, by file.
     """
 
     new: list[IndexedDocument] = dataclasses.field(default_factory=list)
@@ -33,6 +39,7 @@ class Changes:
     removed: list[str] = dataclasses.field(default_factory=list)
     digests: dict[str, str | None] = dataclasses.field(default_factory=dict)
     problems: list[DocumentError] = dataclasses.field(default_factory=list)
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def find_changes(
@@ -96,39 +103,47 @@ class _Finder:
             raise problem
         self._changes.problems.append(problem)
 
-    def file(self, name: str, path: Path) -> None:
+    @contextlib.contextmanager
+    def _reporting(self, path: str | Path) -> Iterator[None]:
+        """Whatever is wrong with a file, or with one document of it, becomes a problem that names it: the others are
+        read all the same. Parsers raise more than they say (`RecursionError`, `OverflowError`, ...)."""
         try:
+            yield
+        except DocumentError as problem:
+            self.report(problem)
+        except Exception as error:
+            _log.debug("%s", path, exc_info=True)
+            self.report(DocumentError(path, " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_REASON_CHARS]))
+
+    def file(self, name: str, path: Path) -> None:
+        with self._reporting(path):
             data = read_document(path, max_file_bytes=self._max_file_bytes)
             version = hashlib.sha256(data).hexdigest()
             if not self._is_known(name, version):
                 self._take(name, name, version, path, parse_document(path, data))
-        except DocumentError as problem:
-            self.report(problem)
 
     def collection(self, name: str, path: Path) -> None:
-        try:
+        with self._reporting(path):
             digest = jsonl.digest(path)
             if self._digests.get(name) == digest:
                 self.present.update(self._documents_of(name))
                 return
-            is_whole = True
+            num_problems = len(self._changes.problems)
             for line in jsonl.read_lines(path, name, max_line_bytes=self._max_file_bytes):
-                try:
-                    if isinstance(line, DocumentError):
-                        raise line
-                    if line.document_id in self.present:
-                        raise DocumentError(path, f"_id: wanted every one once, got {line.document_id!r} again")
-                    if not self._is_known(line.document_id, line.version):
-                        self._take(line.document_id, name, line.version, path, line.document)
-                except DocumentError as problem:
-                    is_whole = False
-                    self.report(problem)
-            if is_whole:  # else its problems are told again next time
+                with self._reporting(path if isinstance(line, DocumentError) else f"{path}: {line.document_id}"):
+                    self._line(name, path, line)
+            if len(self._changes.problems) == num_problems:  # else they are told again next time
                 self._changes.digests[name] = digest
             elif name in self._digests:
                 self._changes.digests[name] = None
-        except DocumentError as problem:
-            self.report(problem)
+
+    def _line(self, name: str, path: Path, line: jsonl.Line | DocumentError) -> None:
+        if isinstance(line, DocumentError):
+            raise line
+        if line.document_id in self.present:
+            raise DocumentError(path, f"_id: wanted every one once, got {line.document_id!r} again")
+        if not self._is_known(line.document_id, line.version):
+            self._take(line.document_id, name, line.version, path, line.document)
 
     def _is_known(self, document_id: str, version: str) -> bool:
         """Whether the index holds this version."""
@@ -138,10 +153,15 @@ class _Finder:
         return True
 
     def _take(self, document_id: str, source: str, version: str, path: Path, loaded: LoadedDocument) -> None:
+        text, num_left_out = without_machine_text(loaded.text)
+        if not text.strip():
+            raise DocumentError(path, "no text besides base64, hex or minified code")
         try:
-            passages = self._split(loaded)
+            passages = self._split(dataclasses.replace(loaded, text=text))
         except ValueError as error:
             raise DocumentError(path, str(error)) from None
+        if num_left_out:
+            self._changes.left_out[str(path)] = self._changes.left_out.get(str(path), 0) + num_left_out
         self.present.add(document_id)
         if document_id in self._versions:
             self._changes.changed.append(document_id)

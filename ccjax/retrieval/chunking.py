@@ -1,10 +1,29 @@
-"""Splits a document's text into chunks of bounded token count. Knows no tokenizer, only how to count with one."""
+"""Splits a document's text into chunks of bounded token count. Knows no tokenizer, only how to count with one.
+
+The splitter looks at all that lies ahead for every chunk, and counts the same text again and again: on its own it takes
+the square of a text's length. Here it sees a window of some chunks at a time, and most of its counts are sums of the
+counts of words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
+
+from ccjax.retrieval.counting import WindowCounter
+from ccjax.retrieval.markdown import best_start
+
+_BLANK = re.compile(r"\s*")
+_WINDOW_CHUNKS = 10
+_MARKDOWN_WINDOW_CHUNKS = 32
+_LEAST_MARKDOWN_WINDOW = 12_800
+"""Tokens, about 50 kB: so much that a heading is in it, where the next window may begin. One that begins in a list or a
+table is cut as if that were plain text."""
+_LONGEST_INDENT = 1024
+_AHEAD_CHUNKS = 2
+"""A chunk does not depend on what lies further ahead of its start than this; 1 would do if counts of parts added up."""
 
 
 def split(
@@ -19,7 +38,8 @@ def split(
 
     Borders are paragraphs where possible, else lines, sentences, words, characters; with `markdown`, headings, list
     items and code blocks as well. White space around a chunk is dropped. Without overlap every other character
-    appears exactly once. The same text, counts and settings always give the same chunks.
+    appears exactly once. The same text, counts and settings always give the same chunks. Takes time in proportion to
+    the text: `count_tokens` sees a few times its characters, in pieces of bounded length.
 
     Raises:
       ValueError: `chunk_tokens` or `overlap_tokens` is out of range, or one character alone is over `chunk_tokens`.
@@ -30,14 +50,63 @@ def split(
         raise ValueError(
             f"overlap_tokens: wanted at least 0 and less than chunk_tokens={chunk_tokens}, got {overlap_tokens}"
         )
+    counter = WindowCounter(text, count_tokens, *{chunk_tokens, overlap_tokens or chunk_tokens})
     splitter = (MarkdownSplitter if markdown else TextSplitter).from_callback(
-        count_tokens, chunk_tokens, overlap=overlap_tokens
+        counter, chunk_tokens, overlap=overlap_tokens
     )
-    chunks = [chunk for chunk in splitter.chunks(text) if chunk.strip()]
-    for chunk in chunks:
-        if count_tokens(chunk) > chunk_tokens:
+    chunks: list[str] = []
+    for chunk in _chunks(text, splitter, counter, chunk_tokens, markdown):
+        if counter(chunk) > chunk_tokens and (size := count_tokens(chunk)) > chunk_tokens:
             raise ValueError(
-                f"chunk_tokens: wanted at least {count_tokens(chunk)}, the size of the indivisible {chunk!r}, "
-                f"got {chunk_tokens}"
+                f"chunk_tokens: wanted at least {size}, the size of the indivisible {chunk!r}, got {chunk_tokens}"
             )
+        chunks.append(chunk)
     return chunks
+
+
+def _chunks(
+    text: str,
+    splitter: MarkdownSplitter | TextSplitter,
+    counter: WindowCounter,
+    chunk_tokens: int,
+    markdown: bool,
+) -> Iterator[str]:
+    """What the splitter makes of the text as a whole, window by window."""
+    num_tokens = chunk_tokens * _WINDOW_CHUNKS
+    if markdown:
+        num_tokens = max(chunk_tokens * _MARKDOWN_WINDOW_CHUNKS, _LEAST_MARKDOWN_WINDOW)
+    start = end_of_last = 0
+    while (start := _without_blank_lines(text, start)) < len(text):
+        window = counter.open(start, num_tokens)
+        found = _found(splitter, window, start)
+        if any(counter(chunk) > chunk_tokens for _, chunk in found):  # a sum was too far off
+            counter.is_exact = True
+            found = _found(splitter, window, start)
+        next_start = start + len(window)
+        if next_start < len(text) and found:
+            starts = [begin for begin, _ in found]
+            sure = counter.num_followed_by(starts, _AHEAD_CHUNKS * chunk_tokens)
+            if sure < 2:
+                found = found[:1]
+                next_start = starts[0] + len(found[0][1])
+            else:
+                last = 1 + best_start(window, [begin - start for begin in starts[1:sure]]) if markdown else sure - 1
+                found, next_start = found[:last], starts[last]
+        for begin, chunk in found:
+            if begin + len(chunk) > end_of_last:  # else an overlap that holds nothing new
+                end_of_last = begin + len(chunk)
+                yield chunk
+        start = next_start
+
+
+def _found(splitter: MarkdownSplitter | TextSplitter, window: str, start: int) -> list[tuple[int, str]]:
+    """The chunks of a window with their places in the text; `start` is that of the window."""
+    return [(start + offset, chunk) for offset, chunk in splitter.chunk_indices(window) if chunk.strip()]
+
+
+def _without_blank_lines(text: str, start: int) -> int:
+    """Where the first line from `start` on begins that is not blank; `start` if it is in that line already."""
+    blank = _BLANK.match(text, start)
+    assert blank is not None
+    begin = max(start, text.rfind("\n", start, blank.end()) + 1)
+    return begin if blank.end() - begin <= _LONGEST_INDENT else blank.end()

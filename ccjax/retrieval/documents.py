@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import io
-import math
 import re
 import stat
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ccjax.retrieval.markdown import Fences
+
 MAX_FILE_BYTES = 20_000_000
+_MOST = sys.float_info.max
+_MOST_FRONT_MATTER_CHARS = 65_536
+"""YAML is read at 0.1 MB/s."""
 
 
 class DocumentError(ValueError):
@@ -44,7 +49,7 @@ class LoadedDocument:
 
 def plain_metadata(value: Any) -> dict[str, str | float | bool]:
     """What searches may ask for in a mapping: its text, numbers and truth values by name, dates as ISO text; the rest,
-    lists and mappings too, is left out. Empty where `value` is no mapping."""
+    lists, mappings and numbers that no float holds too, is left out. Empty where `value` is no mapping."""
     if not isinstance(value, Mapping):
         return {}
     plain: dict[str, str | float | bool] = {}
@@ -52,9 +57,9 @@ def plain_metadata(value: Any) -> dict[str, str | float | bool]:
         if isinstance(one, datetime.date):
             one = one.isoformat()
         if isinstance(one, str):
-            plain[str(name)] = without_controls(one)
-        elif isinstance(one, int | float) and math.isfinite(one):
-            plain[str(name)] = one
+            plain[without_controls(str(name))] = without_controls(one)
+        elif isinstance(one, int | float) and -_MOST <= one <= _MOST:
+            plain[without_controls(str(name))] = one
     return plain
 
 
@@ -83,7 +88,11 @@ def read_document(path: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
             raise DocumentError(path, "not a regular file")
         if status.st_size > max_file_bytes:
             raise DocumentError(path, f"{status.st_size} bytes, over the limit max_file_bytes={max_file_bytes}")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(max_file_bytes + 1)
+        if len(data) > max_file_bytes:
+            raise DocumentError(path, f"grows while it is read, over the limit max_file_bytes={max_file_bytes}")
+        return data
     except OSError as error:
         raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
 
@@ -139,7 +148,6 @@ def _parse_text(path: Path, data: bytes) -> tuple[None, str]:
 
 # Front matter must begin with a key, or a thematic break at the top would swallow what follows it.
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=\w)((?:\w[\w-]*[ \t]*:.*\n|[ \t#-].*\n|\n)*?)---[ \t]*(?:\n|\Z)")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _HEADING = re.compile(r" {0,3}#[ \t]+(\S.*)$")
 _UNDERLINE = re.compile(r" {0,3}=+[ \t]*$")
 
@@ -163,30 +171,26 @@ def _parse_markdown(path: Path, data: bytes) -> tuple[str | None, str]:
 def _front_matter(text: str) -> dict[str, str | float | bool]:
     """The front matter as metadata; empty where there is none, or none that is YAML."""
     front = _FRONT_MATTER.match(text.replace("\r\n", "\n").replace("\r", "\n"))
-    if front is None:
+    if front is None or len(front[1]) > _MOST_FRONT_MATTER_CHARS:
         return {}
     try:
         return plain_metadata(yaml.safe_load(front[1]))
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+    except Exception:  # besides YAMLError whatever its constructors raise: ValueError, RecursionError ...
         return {}
 
 
 def _find_heading(lines: list[str]) -> tuple[int, int, str] | None:
     """First level-1 heading outside code fences as (first line, line after it, text), or None."""
-    fence = None
+    fences = Fences()
     for index, line in enumerate(lines):
-        if mark := _FENCE.match(line):
-            if fence is None:
-                fence = mark[1]
-            elif mark[1].startswith(fence) and not line.strip().strip(fence[0]):
-                fence = None
-        elif fence is None:
-            if (heading := _HEADING.match(line)) and (words := _without_closing_marks(heading[1].rstrip())):
-                return index, index + 1, words
-            if index and _UNDERLINE.match(line) and (above := lines[index - 1].strip()):
-                # An underline makes a heading of the whole paragraph above; only a one-line paragraph is a title.
-                if index == 1 or not lines[index - 2].strip():
-                    return index - 1, index + 1, above
+        if fences.takes(line):
+            continue
+        if (heading := _HEADING.match(line)) and (words := _without_closing_marks(heading[1].rstrip())):
+            return index, index + 1, words
+        if index and _UNDERLINE.match(line) and (above := lines[index - 1].strip()):
+            # An underline makes a heading of the whole paragraph above; only a one-line paragraph is a title.
+            if index == 1 or not lines[index - 2].strip():
+                return index - 1, index + 1, above
     return None
 
 
@@ -201,6 +205,12 @@ _BLOCKS = (
     "form h1 h2 h3 h4 h5 h6 header hr legend li main menu nav ol option p pre section summary table tbody tfoot thead "
     "tr ul"
 ).split()
+_LINES = "li tr dt dd option".split()
+_SPACES = (
+    dict.fromkeys(_BLOCKS, ("\n\n", "\n\n"))
+    | dict.fromkeys(_LINES, ("\n", "\n"))
+    | {"br": ("\n", ""), "td": ("", " "), "th": ("", " ")}
+)
 _UNSEEN = "head title script style noscript template svg iframe object audio video canvas".split()
 
 
@@ -224,23 +234,36 @@ def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
         heading_text = " ".join(heading.get_text(" ").split())
         if title in ("", heading_text):
             title = heading_text
-            heading.decompose()
-    for tag in soup.find_all(_UNSEEN):
-        tag.decompose()
-    for string in soup.find_all(string=True):
-        if type(string) is bs4.element.NavigableString and string.find_parent("pre") is None:
-            string.replace_with(re.sub(r"\s+", " ", string))
-    for tag in soup.find_all("br"):
-        tag.replace_with("\n")
-    for tag in soup.find_all(["td", "th"]):
-        tag.insert_after(" ")
-    for tag in soup.find_all(_BLOCKS):
-        space = "\n" if tag.name in ("li", "tr", "dt", "dd", "option") else "\n\n"
-        tag.insert_before(space)
-        tag.insert_after(space)
-    text = "\n".join(line.rstrip() for line in soup.get_text().replace("\xa0", " ").split("\n"))
+        else:
+            heading = None
+    text = "\n".join(line.rstrip() for line in "".join(_seen(soup, heading)).replace("\xa0", " ").split("\n"))
     text = re.sub(r"(?<=\n) (?=\S)", "", text)
     return title or None, re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def _seen(soup: Any, left_out: Any) -> Iterator[str]:
+    """The text of a page in order, with the space around its parts, `left_out` (a tag or None) and what browsers do not
+    show excepted. The tree stays as it is: each change of a tag with many beside it takes time for all of these."""
+    from bs4.element import CData, NavigableString, Tag
+
+    within = [(iter(soup.contents), "", False)]
+    while within:
+        nodes, space_after, is_pre = within[-1]
+        node = next(nodes, None)
+        if node is None:
+            within.pop()
+            yield space_after
+        elif isinstance(node, Tag):
+            if node is left_out or node.name in _UNSEEN:
+                continue
+            space_before, space_after = _SPACES.get(node.name, ("", ""))
+            yield space_before
+            if node.name != "br":
+                within.append((iter(node.contents), space_after, is_pre or node.name == "pre"))
+        elif type(node) is NavigableString:
+            yield node if is_pre else re.sub(r"\s+", " ", node)
+        elif type(node) is CData:
+            yield node
 
 
 def _parse_pdf(path: Path, data: bytes) -> tuple[str | None, str]:

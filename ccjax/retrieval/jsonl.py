@@ -57,8 +57,10 @@ def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Line |
                 elif line.strip():
                     try:
                         yield _parse(line.strip(), name)
-                    except (ValueError, RecursionError) as error:
+                    except ValueError as error:
                         yield DocumentError(f"{path}:{number}", str(error))
+                    except Exception as error:  # RecursionError, ...
+                        yield DocumentError(f"{path}:{number}", f"{type(error).__name__}: {error}")
     except OSError as error:
         raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
 

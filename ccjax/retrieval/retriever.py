@@ -66,7 +66,8 @@ class RefreshReport:
     """What an update of the index did: document ids in order, and (path, reason) of what could not be used.
 
     A document that was served before and fails now stands under both `removed` and `failed`. `rebuilt` says why a
-    saved index was not used, or is None.
+    saved index was not used, or is None. `left_out` holds (path, characters) of files that were read now and are not
+    in passages as a whole: base64, hex and minified code are left out.
     """
 
     added: tuple[str, ...] = ()
@@ -74,6 +75,7 @@ class RefreshReport:
     removed: tuple[str, ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
     rebuilt: str | None = None
+    left_out: tuple[tuple[str, int], ...] = ()
 
 
 class Retriever:
@@ -329,6 +331,8 @@ class Retriever:
             )
             for problem in changes.problems:
                 _log.warning("skipped %s", problem)
+            for path, num_chars in changes.left_out.items():
+                _log.warning("left out %d characters of base64, hex or minified code: %s", num_chars, path)
             self._apply(index, changes)
             index.improve(self._progress)
             changed = set(changes.changed)
@@ -338,6 +342,7 @@ class Retriever:
                 removed=tuple(changes.removed),
                 failed=tuple((problem.path, problem.reason) for problem in changes.problems),
                 rebuilt=rebuilt,
+                left_out=tuple(changes.left_out.items()),
             )
             return self.report
 

@@ -25,14 +25,14 @@ def find_files(docs_dir: Path, *, skip: Path | None = None) -> tuple[dict[str, P
     links: list[Path] = []
     while waiting or links:
         directory = waiting.pop() if waiting else links.pop(0)
-        real = directory.resolve()
-        if real in seen:
-            continue
-        seen.add(real)
         try:
+            real = directory.resolve()
+            if real in seen:
+                continue
+            seen.add(real)
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        except OSError as error:
-            failed.append((str(directory), f"cannot be listed: {error.strerror or error}"))
+        except (OSError, RuntimeError) as error:  # RuntimeError: a link that turned into a loop meanwhile
+            failed.append((str(directory), f"cannot be listed: {getattr(error, 'strerror', None) or error}"))
             continue
         for entry in entries:
             path = Path(entry.path)

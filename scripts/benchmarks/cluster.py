@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from scripts.benchmarks import cluster_report
@@ -28,6 +27,7 @@ from scripts.benchmarks.serve_figures import spread
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_server import scrape, serving
 from scripts.benchmarks.serve_workload import arrival_times, poisson_gaps
+from scripts.progress import bars
 
 SYSTEMS = ("none", "shared", "generator")
 TIMEOUT_S = 1800.0
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     _fill_in(options)
     model = bench_model(None, options.data, options.layers, options.width)
     cases, overhead = [], None
-    with tempfile.TemporaryDirectory() as scratch, Progress(console=Console(stderr=True)) as progress:
+    with tempfile.TemporaryDirectory() as scratch, bars() as progress:
         workload = _workload(options.data, options.requests, Path(scratch))
         if not options.no_overhead:
             overhead = _overhead(options, model, progress)

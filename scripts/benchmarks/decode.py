@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from ccjax.engine.pool import PAGE_TOKENS
@@ -25,6 +24,7 @@ from models.llama3 import LlamaConfig, init_params
 from models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from models.llama3.steps import embed_step, logits_step, sample_step
 from scripts.benchmarks.common import environment, median
+from scripts.progress import bars
 from scripts.serving.values import positive_int
 
 WAYS = ("one by one", "rope-free", "rotated")
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
     model = Prefiller(init_params(config, jax.random.key(0)), config)
     rows = []
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         task = progress.add_task("compile, then measure", total=len(lengths) * len(batches) * (repetitions + 1))
         for length in lengths:
             pool = _Pool(config, max(batches), length + arguments.steps)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from ccjax.policy.eviction import (
@@ -37,6 +36,7 @@ from ccjax.text import load_tokenizer
 from ccjax.types import ChunkId
 from models.llama3 import LLAMA3_8B, LlamaConfig
 from scripts.benchmarks.common import environment
+from scripts.progress import bars
 
 SIZE_PERCENTS = (1, 2, 5, 10, 20, 30, 50, 80)
 """Tier sizes, in percent of the bytes of all distinct passages."""
@@ -266,7 +266,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     distinct_bytes = trace.distinct_tokens * cost.bytes_per_token
     cases = []
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         task = progress.add_task("replay", total=len(makers) * len(SIZE_PERCENTS))
         for name, make in makers.items():
             for percent in SIZE_PERCENTS:

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
@@ -33,6 +32,7 @@ from ccjax.policy.preload import preload_depth
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks.common import environment, median
+from scripts.progress import bars
 from scripts.serving.values import positive_int
 from store.throttle import Link
 
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"max_model_len": length + 1, "recompute_ratio": arguments.recompute_ratio}
     settings |= {"focus_window": None, "read_only": True}  # every run reuses and recomputes the very same tokens
 
-    with tempfile.TemporaryDirectory() as directory, Progress(console=Console(stderr=True)) as progress:
+    with tempfile.TemporaryDirectory() as directory, bars() as progress:
         url = f"file://{directory}/store"
         with Engine(model, EngineConfig(store=url, max_model_len=length + 1)) as engine:
             engine.run(fill)

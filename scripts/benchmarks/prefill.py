@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from ccjax.engine import EngineConfig
@@ -27,6 +26,7 @@ from models.llama3.paged_steps import paged_layer_step, rotation_step
 from models.llama3.steps import embed_step, logits_step, select_step
 from scripts.benchmarks import transformers_peer
 from scripts.benchmarks.common import BenchmarkError, environment, median
+from scripts.progress import bars
 from scripts.serving.values import positive_int
 
 SHARES = (1.0, 0.15, 0.3)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     has_peer = transformers_peer.is_installed() and not arguments.no_peers
     peer = transformers_peer.full_prefill(config) if has_peer else None
     rows: list[dict[str, Any]] = []
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         task = progress.add_task("compile, then measure", total=len(lengths) * (repetitions + 1))
         for length in lengths:
             prompt = Prompt(model, length)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from scripts.benchmarks import ragcache_order, ragcache_policies, ragcache_report, ragcache_scheduling
@@ -29,6 +28,7 @@ from scripts.benchmarks.ragcache_replay import (
 )
 from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import Question, load_trace, recorded_gaps
+from scripts.progress import bars
 
 PARTS = ("policies", "order", "speculation", "scheduling")
 STRATEGIES = ("prefix", "cachecraft")
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     options = resolve(arguments)
     questions = _questions(options)
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         found = _measure(options, questions, progress)
     result = {"benchmark": "ragcache", **environment(), **found}
     ragcache_report.show(result)

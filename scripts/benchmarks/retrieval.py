@@ -27,6 +27,7 @@ from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
 from ccjax.retrieval.index import IndexKind, PassageIndex
 from scripts.benchmarks.common import environment
+from scripts.progress import bars
 
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 PASSAGES_PER_DOCUMENT = 10
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if num_passages < 1000:
         sys.exit(f"bench.py retrieval: --passages: wanted at least 1000, got {num_passages}")
     with (
-        Progress(console=Console(stderr=True)) as progress,
+        bars() as progress,
         tempfile.TemporaryDirectory(dir=arguments.directory) as name,
     ):
         texts, questions = _texts(data, 200 if arguments.quick else 3000, 30 if arguments.quick else 200)

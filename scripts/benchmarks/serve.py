@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 
 from scripts.benchmarks import serve_report, serve_soak
@@ -27,6 +26,7 @@ from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, sa
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_options import add_arguments, data_folder, resolve
 from scripts.benchmarks.serve_server import scrape, serving
+from scripts.progress import bars
 
 __all__ = ["add_arguments", "run"]
 
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     questions = workload.load_trace(data, options.trace, options.passages)
     model = bench_model(options.model, data, options.layers, options.width)
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         if options.soak is not None:
             found = serve_soak.soak(questions, lambda s: _flags(options, s, model), options, progress)
             return {"benchmark": "serve", **environment(), "shapes": _shapes(options, model), **found}

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ccjax.engine.costs import MeasuredCosts
@@ -30,6 +29,7 @@ from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
 from ccjax.types import ChunkId
 from scripts.benchmarks.common import environment
+from scripts.progress import bars
 from store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 from store.formats import AS_IT_IS, expected_layout
 from store.records import encode_record
@@ -83,13 +83,14 @@ def add_records(root: Path, num_variants: int, seed: int) -> int:
     space = root / IDENTITY.namespace
     plain = expected_layout(LLAMA3_8B, NUM_TOKENS, 1, AS_IT_IS)
     num_bytes = 0
-    for record in track(records(num_variants, seed), "records", num_variants, console=Console(stderr=True)):
-        object_id = f"{rng.getrandbits(128):032x}"
-        layout = dataclasses.replace(plain, checksums=tuple(rng.getrandbits(32) for _ in plain.checksums))
-        raw = encode_record(record, identity=IDENTITY, kv_spec=LLAMA3_8B, object_id=object_id, layout=layout)
-        (space / "data" / object_id).mkdir(exist_ok=True)
-        (space / "records" / f"{record.variant_id}.json").write_bytes(raw)
-        num_bytes += len(raw)
+    with bars() as progress:
+        for record in progress.track(records(num_variants, seed), num_variants, description="records"):
+            object_id = f"{rng.getrandbits(128):032x}"
+            layout = dataclasses.replace(plain, checksums=tuple(rng.getrandbits(32) for _ in plain.checksums))
+            raw = encode_record(record, identity=IDENTITY, kv_spec=LLAMA3_8B, object_id=object_id, layout=layout)
+            (space / "data" / object_id).mkdir(exist_ok=True)
+            (space / "records" / f"{record.variant_id}.json").write_bytes(raw)
+            num_bytes += len(raw)
     return num_bytes // num_variants
 
 

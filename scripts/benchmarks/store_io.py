@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from scripts.benchmarks.common import environment, median
+from scripts.progress import bars
 from scripts.serving.values import positive_int
 from store import KVSpec, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all cases in alternation and prints the table."""
     repetitions = 2 if arguments.quick else arguments.repetitions
     rows = []
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         task = progress.add_task("write and read", total=len(SHAPES) * repetitions)
         for name, (kv_spec, num_tokens) in SHAPES.items():
             folder = Path(tempfile.mkdtemp(prefix="ccjax-bench-", dir=arguments.directory))

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from ccjax.engine import Engine, EngineConfig
@@ -24,6 +23,7 @@ from ccjax.types import ReuseMode
 from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks import transformers_peer
 from scripts.benchmarks.common import environment, median
+from scripts.progress import bars
 from scripts.serving.values import positive_int
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 8
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     peer = transformers_peer.full_prefill(config) if has_peer else None
     rows: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
-    with Progress(console=Console(stderr=True)) as progress:
+    with bars() as progress:
         task = progress.add_task("compile, then measure", total=len(lengths) * (repetitions + 2))
         for length in lengths:
             prompts = _Prompts(config.vocab_size, length)

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from scripts.serving.messages import Display, StartupError, bars, naming, ready_line, url_of
+from scripts.serving.messages import Display, StartupError, naming, ready_line, stages, url_of
 from scripts.serving.options import document_options, engine_settings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def serve_cluster_of(args: argparse.Namespace, settings: ServerSettings, listene
     # Ray prints what its processes log. Whoever reads the line from stdout and no more must not keep the server from
     # ending, once a pipe is full.
     stdout = sys.stdout
-    display = Display(bars(), lambda *_: None, threading.Event())
+    display = Display(stages(), lambda *_: None, threading.Event())
     with naming(args, "--model"):
         options = _cluster_options(args, settings)
         try:

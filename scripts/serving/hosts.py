@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 
-from scripts.serving.messages import Display, StartupError, bars, naming
+from scripts.serving.messages import Display, StartupError, naming, stages
 from scripts.serving.options import engine_settings
 from scripts.serving.values import AUTO
 
@@ -55,7 +55,7 @@ def follow_of(args: argparse.Namespace) -> int:
     from ccjax.engine.hosts import LostHostError, follow
     from ccjax.server.loading import with_dtype
 
-    display = Display(bars(), lambda *_: None, threading.Event())
+    display = Display(stages(), lambda *_: None, threading.Event())
     with naming(args, "--model"), contextlib.closing(display):
         settings = with_dtype(engine_settings(args))
         try:

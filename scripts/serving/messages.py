@@ -9,12 +9,13 @@ import shlex
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scripts.serving.options import engine_fields
 
 if TYPE_CHECKING:
     from ccjax.server import ServerSettings, Service
+    from scripts.progress import Stages
 
 _STAGES = {
     "hosts": "Waiting for the other processes",
@@ -37,35 +38,30 @@ class Stopped(Exception):
     """The server is told to end while it still loads."""
 
 
-def bars() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+def stages() -> Stages:
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    from scripts.progress import Stages, bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    return Stages(bars(*columns), _STAGES)
 
 
 class Display:
-    """Shows (stage, done, total) as one bar a stage, tells `note`, and breaks off when the server ends."""
+    """Shows (stage, done, total), tells `note`, and breaks off when the server ends."""
 
-    def __init__(self, bars: Any, note: Callable[[str, int, int], None], stopping: threading.Event) -> None:
-        self._bars, self._note, self._stopping = bars, note, stopping
-        self._tasks: dict[str, Any] = {}
+    def __init__(self, shown: Stages, note: Callable[[str, int, int], None], stopping: threading.Event) -> None:
+        self._shown, self._note, self._stopping = shown, note, stopping
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if self._stopping.is_set():
             raise Stopped
         self._note(stage, done, total)
-        if stage not in self._tasks:
-            self._bars.start()
-            self._tasks[stage] = self._bars.add_task(_STAGES.get(stage, stage.capitalize()), total=total)
-        # A stage may turn out to have nothing to do; without a total its bar would seem to run on for ever.
-        self._bars.update(self._tasks[stage], completed=done if total else 1, total=total or 1)
+        self._shown(stage, done, total)
 
     def close(self) -> None:
         """Leaves the bars as they are."""
-        if self._tasks:  # without any, rich would print an empty line
-            self._bars.stop()
+        self._shown.close()
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ from scripts.benchmarks.ragcache_replay import (
 from scripts.benchmarks.ragcache_replay import distinct_bytes as bytes_of_all
 from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import Question, load_trace
+from scripts.progress import bars
 from scripts.simulation.observed import Prefill, fit
 
 STRATEGIES = ("prefix", "cachecraft")
@@ -83,7 +84,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--requests: wanted at least 8, got {count}")
     try:
         questions = load_trace(data, "musique", _NUM_PASSAGES)[:count]
-        with Progress(console=Console(stderr=True), disable=args.quiet) as progress:
+        with bars(is_quiet=args.quiet) as progress:
             found = _measure(args, data, questions, progress)
     except BenchmarkError as error:
         raise ValueError(str(error)) from error

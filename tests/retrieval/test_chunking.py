@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
+from ccjax.retrieval import chunking
 from ccjax.retrieval.chunking import split
+from ccjax.retrieval.counting import WindowCounter
 
 COUNTS = {
     "words": lambda text: len(text.split()),
@@ -107,3 +112,76 @@ def test_an_error_of_the_counter_is_passed_on() -> None:
 
     with pytest.raises(LookupError, match="tokenizer lost"):
         split("some text", count_tokens=broken, chunk_tokens=3)
+
+
+ROOT = Path(__file__).parents[2]
+INPUTS = {
+    "prose": (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") * 3,
+    "one line": " ".join(["The tide rose by 4.6 mm"] * 3000),
+    "numbers": ",".join(map(str, range(12_000))),
+    "one letter": "a" * 60_000,
+    "letters": "".join(random.Random(0).choices("abcdefghij", k=60_000)),
+    "signs": "".join(random.Random(0).choices("!?.,;:*_`[]()#>-", k=60_000)),
+    "Japanese": "月は海を引く" * 10_000,
+    "Thai": "ดวงจันทร์ดึงทะเล" * 4_000,
+    "newlines": "a" + "\n" * 60_000 + "b",
+    "blanks": "a" + " " * 60_000 + "b",
+    "lists": "".join(f"{'  ' * (number % 60)}- item {number}\n" for number in range(1000)),
+    "code": "```\n" + "x = 1  # one\n" * 5000,
+    "bytes": random.Random(0).randbytes(60_000).decode("latin-1"),
+}
+
+
+@pytest.mark.parametrize("markdown", [False, True])
+@pytest.mark.parametrize("name", sorted(INPUTS))
+def test_work_is_in_proportion_to_the_text(name: str, markdown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows, counted = [], []
+
+    class Watched(WindowCounter):
+        def open(self, start: int, num_tokens: int) -> str:
+            windows.append(super().open(start, num_tokens))
+            return windows[-1]
+
+    def count(text: str) -> int:
+        counted.append(len(text))
+        return COUNTS["subwords"](text)
+
+    monkeypatch.setattr(chunking, "WindowCounter", Watched)
+    monkeypatch.setattr(chunking, "_LEAST_MARKDOWN_WINDOW", 0)
+    text = INPUTS[name]
+    split(text, count_tokens=count, chunk_tokens=30, markdown=markdown)
+    assert sum(map(len, windows)) <= 2 * len(text)
+    assert max(map(COUNTS["subwords"], windows)) <= 35 * 30  # within one, the splitter takes the square of it
+    assert sum(counted) <= 14 * len(text)
+
+
+@pytest.mark.parametrize("overlap", [0, 12])
+@pytest.mark.parametrize("name", ["prose", "one line", "Japanese", "lists", "code"])
+def test_windows_do_not_show(name: str, overlap: int) -> None:
+    text = INPUTS[name][:20_000]
+    whole = TextSplitter.from_callback(COUNTS["subwords"], 60, overlap=overlap).chunks(text)
+    assert split(text, count_tokens=COUNTS["subwords"], chunk_tokens=60, overlap_tokens=overlap) == whole
+
+
+def test_windows_of_markdown_begin_at_headings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunking, "_LEAST_MARKDOWN_WINDOW", 0)
+    code = "```python\n# not a heading\nx = 1\n\n\ny = 2\n```"
+    section = f"## Part\n\nSome words here.\n\n{code}\n\n- one\n  - two\n- three\n\n"
+    text = "# All\n\n" + section * 200
+    whole = MarkdownSplitter.from_callback(COUNTS["words"], 20).chunks(text)
+    assert split(text, count_tokens=COUNTS["words"], chunk_tokens=20, markdown=True) == whole
+
+
+@given(TEXTS, st.integers(1, 9), st.integers(1, 50), st.booleans())
+def test_many_small_windows_lose_nothing(text: str, limit: int, repeats: int, markdown: bool) -> None:
+    chunks = split(text * repeats, count_tokens=len, chunk_tokens=limit, markdown=markdown)
+    assert all(0 < len(chunk) <= limit for chunk in chunks)
+    assert "".join("".join(chunks).split()) == "".join((text * repeats).split())
+
+
+def test_counts_that_do_not_add_up_keep_the_limit() -> None:
+    def count(text: str) -> int:  # words together cost what none of them costs alone
+        return -(-len(text) // 3) + text.count("a b")
+
+    chunks = split("a b " * 500, count_tokens=count, chunk_tokens=40)
+    assert all(count(chunk) <= 40 for chunk in chunks) and "".join(chunks).count("a") == 500

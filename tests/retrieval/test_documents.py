@@ -251,3 +251,11 @@ def test_long_runs_take_no_more_than_linear_time() -> None:
 
 def test_the_supported_suffixes() -> None:
     assert SUFFIXES == (".htm", ".html", ".md", ".pdf", ".txt")
+
+
+def test_no_tag_of_a_page_is_looked_for_among_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for each would take the square of their number: 20,000 paragraphs took over a minute."""
+    monkeypatch.setattr("bs4.element.Tag.index", None)
+    table = "<table><tr><td>1</td><td>2</td></tr></table>"
+    loaded = load(tmp_path, "a.html", "<h1>T</h1>" + "<p>a<br>b</p>" * 3 + table + "<pre>x  y</pre>")
+    assert (loaded.title, loaded.text) == ("T", "a\nb\n\na\nb\n\na\nb\n\n1 2\n\nx  y")

@@ -254,7 +254,7 @@ def test_a_saved_index_is_what_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("embedder", "e-2"), ("dim", 9), ("chunk_tokens", 100), ("overlap_tokens", 5), ("token_probe", (9, 12, 8))]
-    + [("format_version", 3)],
+    + [("format_version", 2)],
 )
 def test_an_index_made_with_other_settings_is_refused(tmp_path: Path, field: str, value: object) -> None:
     make(tmp_path).close()

@@ -66,6 +66,8 @@ def only_line(code: object, output: str, errors: str) -> str:
     assert code == 2, errors
     assert output == "" and "Traceback" not in errors
     lines = [line for line in errors.splitlines() if not line.startswith(("usage", " ", "Loading weights"))]
+    while len(lines) > 1 and re.match(r"\[\d+ s\] ", lines[0]):  # how far it was
+        del lines[0]
     assert len(lines) == 1, errors
     return lines[0]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import jax
@@ -16,6 +18,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ccjax.engine import Delta, Engine, Request
+from ccjax.retrieval import changes
+from ccjax.retrieval.documents import LoadedDocument
 from ccjax.server import ServerSettings
 from tests.polling import wait_until
 from tests.server import patience
@@ -219,3 +223,36 @@ def test_the_index_follows_its_documents(
         finally:
             added.unlink()
         wait_until(lambda: server.retriever.num_documents == 5)
+
+
+def test_files_that_break_a_parser_stop_neither_start_nor_answers(
+    start_server: Callable[..., contextlib.AbstractContextManager[Server]],
+    docs_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    proper = changes.parse_document
+
+    def parse(path: Path, data: bytes) -> LoadedDocument:
+        if path.name.startswith("odd"):
+            raise OverflowError("int too large to convert to float")
+        return proper(path, data)
+
+    monkeypatch.setattr(changes, "parse_document", parse)
+    odd, later, added = docs_dir / "odd.md", docs_dir / "odd-later.md", docs_dir / "fay.md"
+    odd.write_text("# Odd\n\nAn odd file.")
+    try:
+        with start_server(ServerSettings(refresh_interval_s=0.1, top_k=2)) as server:
+            assert [path for path, _ in server.retriever.report.failed] == [str(odd)]
+            later.write_text("# Odd\n\nAnother odd file.")
+            added.write_text("# Fay\n\nFay collects meteorites in Chile.")
+            wait_until(lambda: server.retriever.num_documents == 6)
+            request = body("What does Fay collect?")
+            del request["documents"]
+            answer = patience.post(f"{server.url}/v1/chat/completions", json=request)
+            assert answer.status_code == 200
+            assert "fay.md#0" in json.dumps(answer.json())
+    finally:
+        for path in (odd, later, added):
+            path.unlink(missing_ok=True)
+    assert "OverflowError: int too large to convert to float" in caplog.text

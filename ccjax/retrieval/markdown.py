@@ -1,0 +1,48 @@
+"""Where Markdown can be cut in two so that each part reads as it did in the whole. Knows no tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_HEADING = re.compile(r"#{1,6}[ \t]")
+
+
+class Fences:
+    """Told a text line by line, says which of them are in a code fence, its own lines included."""
+
+    def __init__(self) -> None:
+        self._open: str | None = None
+
+    def takes(self, line: str) -> bool:
+        """Whether the next line is code or a fence."""
+        mark = _FENCE.match(line)
+        if self._open is None:
+            self._open = mark[1] if mark else None
+            return mark is not None
+        if mark and mark[1].startswith(self._open) and not line.strip().strip(self._open[0]):
+            self._open = None
+        return True
+
+
+def best_start(text: str, starts: Sequence[int]) -> int:
+    """Which of some places in the text, ascending, what follows is read alike without what is before: the last one at a
+    heading, else the last one outside code, else the last one. An index into `starts`.
+
+    Args:
+      text: begins outside code.
+    """
+    fences, end, is_code = Fences(), 0, False
+    outside = at_heading = None
+    lines = iter(text.splitlines(keepends=True))
+    for number, start in enumerate(starts):
+        while end <= start:
+            line = next(lines)
+            is_code, end = fences.takes(line), end + len(line)
+        if not is_code:
+            outside = number
+            if _HEADING.match(text, start):
+                at_heading = number
+    found = outside if at_heading is None else at_heading
+    return len(starts) - 1 if found is None else found

@@ -1,0 +1,109 @@
+"""How far a long command is, on stderr: bars on a terminal, lines elsewhere. Knows no command."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import Progress, ProgressColumn, Task, TaskID
+
+EVERY_S = 5.0
+
+
+def bars(*columns: ProgressColumn, is_quiet: bool = False, in_bytes: bool = False) -> Progress:
+    """What shows tasks on stderr: a bar each on a terminal, else lines (`Lines`).
+
+    Args:
+      columns: of the bars; none for rich's own.
+      is_quiet: whether nothing is shown.
+      in_bytes: whether tasks count bytes.
+    """
+    console = Console(stderr=True)
+    if is_quiet or console.is_terminal:
+        return Progress(*columns, console=console, disable=is_quiet)
+    return Lines(in_bytes=in_bytes)
+
+
+class Lines(Progress):
+    """Tells of tasks in lines: one as soon as a description is new, else at most one every `EVERY_S` seconds.
+
+    Descriptions that differ in numbers only are one, so that those that count ("pass 3") do not flood a log.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_bytes: bool = False,
+        get_time: Callable[[], float] | None = None,
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        """Args:
+        get_time: the clock, in seconds.
+        write: takes a line with its end; stderr by default."""
+        super().__init__(console=Console(stderr=True), disable=True, auto_refresh=False, get_time=get_time)
+        self._in_bytes = in_bytes
+        self._write = write or (lambda line: print(line, end="", file=sys.stderr, flush=True))
+        self._began_s = self._told_s = self.get_time()
+        self._known: set[str] = set()
+
+    def add_task(self, description: str, *args: Any, **kwargs: Any) -> TaskID:
+        """As of `Progress`."""
+        task_id = super().add_task(description, *args, **kwargs)
+        self._tell(task_id)
+        return task_id
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As of `Progress`."""
+        super().update(task_id, **changes)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """As of `Progress`."""
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        with self._lock:
+            task, now_s = self._tasks[task_id], self.get_time()
+            stage = re.sub(r"\d+", "", task.description)
+            if not task.description or (stage in self._known and now_s - self._told_s < EVERY_S):
+                return
+            self._known.add(stage)
+            self._told_s = now_s
+            self._write(f"[{now_s - self._began_s:.0f} s] {task.description}{self._how_far(task)}\n")
+
+    def _how_far(self, task: Task) -> str:
+        number = (lambda count: decimal(int(count))) if self._in_bytes else "{:g}".format
+        counts = ([number(task.completed)] if task.completed else []) + (
+            [f"of {number(task.total)}"] if task.completed and task.total else []
+        )
+        parts = [" ".join(counts), *map(str, task.fields.values())]
+        told = ", ".join(part for part in parts if part)
+        return f": {told}" if told else ""
+
+
+class Stages:
+    """Shows (stage, done, total), as much of the library tells its progress: a bar a stage, from its first call on."""
+
+    def __init__(self, shown: Progress, names: Mapping[str, str] | None = None) -> None:
+        """`names`: what stages are called; others by their own name."""
+        self.shown, self._names = shown, names or {}
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int, **fields: Any) -> None:
+        # A stage may turn out to have nothing to do; without a total its bar would seem to run on for ever.
+        done, total = done if total else 1, total or 1
+        if stage not in self._tasks:
+            self.shown.start()
+            name = self._names.get(stage, stage.capitalize())
+            self._tasks[stage] = self.shown.add_task(name, total=total, completed=done, **fields)
+        self.shown.update(self._tasks[stage], completed=done, total=total, **fields)
+
+    def close(self) -> None:
+        """Leaves the bars as they are."""
+        if self._tasks:  # without any, rich would print an empty line
+            self.shown.stop()
