@@ -171,7 +171,7 @@ def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "RATIOS", (0.05, 0.3))
     monkeypatch.setattr(calibrate, "ALPHAS", (0.35,))
     path = tmp_path / "calibration.json"
-    options = ["--limit", 4, "--passages", 2, "--kinds", "single", "--cached", "alone", "--target", 0.4]
+    options = ["--limit", 4, "--passages", 3, "--kinds", "single", "--cached", "alone", "--target", 0.2]
     options += ["--strategies", "reuse", "cachecraft"]
     done = run("calibrate", *options, "--worlds", 2, "--json", "--output", path)
     assert done.returncode == 0, done.stderr
