@@ -54,6 +54,10 @@ def _memory_folder() -> None:
 
 
 _memory_folder()
+# Each process that a test starts would else compile all our sources, half a second of its three.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.set_threshold(50_000, 20, 20)  # what is imported is looked through less often
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("XLA_FLAGS", " ".join(["--xla_force_host_platform_device_count=8", *_quick_compiles()]))

@@ -15,9 +15,9 @@ from ccjax.retrieval import Retriever
 from ccjax.server import ServerSettings, create_app
 from tests.cluster.local import ADMIN_KEY, API_KEY, MAX_BODY_BYTES, LocalReplicas, running_front
 from tests.polling import wait_until
-from tests.server.conftest import Server, docs_dir, start_server, tiny_model
+from tests.server.conftest import Server, docs_dir, few_shapes, start_server, tiny_model
 
-__all__ = ["docs_dir", "start_server", "tiny_model"]
+__all__ = ["docs_dir", "few_shapes", "start_server", "tiny_model"]
 SETTINGS = ServerSettings(
     top_k=2, api_key=API_KEY, admin_key=ADMIN_KEY, max_body_bytes=MAX_BODY_BYTES, repair_when_idle=False
 )
@@ -60,7 +60,7 @@ def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def servers(start_server) -> Iterator[tuple[Server, ...]]:
     """The one to compare with, and two replicas."""
     with contextlib.ExitStack() as stack:

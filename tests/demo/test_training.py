@@ -1,6 +1,7 @@
 """Training: the loss is that of models.llama3, the laid-in head copies, a resumed run is the unbroken one."""
 
 import dataclasses
+import functools
 import json
 import random
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ccjax.demo import training
 from ccjax.demo.batches import exact_matches, induction_batch, make_batch, stage_batch
 from ccjax.demo.curriculum import QUICK_STAGES, STAGES
 from ccjax.demo.initial import initial_params
@@ -16,9 +18,13 @@ from ccjax.demo.objective import HINT_LAYERS, training_logits, weighted_loss
 from ccjax.demo.tokenizer import train_tokenizer
 from ccjax.demo.training import Progression, TrainingConfig, advance, demo_config, train
 from ccjax.demo.world import KINDS, Difficulty, sample_context
-from models.llama3 import forward, init_params
+from models.llama3 import forward as model_forward
+from models.llama3 import init_params
 from models.llama3.layers import unembed
-from scripts.train_demo import main
+from scripts import train_demo
+
+forward = jax.jit(model_forward, static_argnums=1)
+loss_of = jax.jit(weighted_loss, static_argnums=(1, 5))
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +37,25 @@ def config(tokenizer):
     return demo_config(tokenizer.get_vocab_size())
 
 
-def _quick(config, num_steps):
-    return TrainingConfig(config, QUICK_STAGES, num_steps, seed=3, warmup_steps=5, checkpoint_steps=8)
+@pytest.fixture(scope="module")
+def params(config):
+    return init_params(config, jax.random.key(1))
 
 
-def test_training_logits_are_the_models(config):
-    params = init_params(config, jax.random.key(1))
+@pytest.fixture(scope="module")
+def small(config):
+    """Of the shape that is trained here: the fewest layers that an induction head takes."""
+    return dataclasses.replace(config, num_layers=2, d_ff=128)
+
+
+def test_training_logits_are_the_models(config, params):
+    logits_of = jax.jit(training_logits, static_argnums=1)
     token_ids = jax.random.randint(jax.random.key(2), (2, 210), 0, config.vocab_size)
     wanted = forward(params, config, token_ids)
-    got, halfway = training_logits(params, config, token_ids)
+    got, halfway = logits_of(params, config, token_ids)
     np.testing.assert_allclose(got, wanted, atol=2e-5)
     changed = token_ids.at[:, 100].set(7)
-    difference = jnp.abs(training_logits(params, config, changed)[0] - wanted)
+    difference = jnp.abs(logits_of(params, config, changed)[0] - wanted)
     assert float(difference[:, :100].max()) < 2e-5, "not causal"
     assert float(difference[:, 101:].max()) > 1e-2
     shallow = dataclasses.replace(params, layers=params.layers[:HINT_LAYERS])
@@ -51,20 +64,18 @@ def test_training_logits_are_the_models(config):
     )
 
 
-def test_weighted_loss_by_hand(config):
-    params = init_params(config, jax.random.key(1))
-    token_ids = jnp.asarray([[5, 9, 12, 7]])
-    weights = jnp.asarray([[9.0, 1.0, 0.0, 3.0]])
+def test_weighted_loss_by_hand(config, params):
+    token_ids = jnp.asarray([[5, 9, 12, 7], [8, 6, 11, 10]])
+    weights = jnp.asarray([[9.0, 1.0, 0.0, 3.0], [4.0, 0.0, 0.0, 0.0]])
     logits = np.asarray(forward(params, config, token_ids), np.float64)[0]
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     wanted = -(log_probabilities[0, 9] + 3 * log_probabilities[2, 7]) / 4
-    loss, correct = weighted_loss(params, config, token_ids, weights)
+    loss, correct = loss_of(params, config, token_ids, weights)
     assert float(loss) == pytest.approx(wanted, abs=1e-5)
-    assert correct.tolist() == [[bool(logits[t].argmax() == token) for t, token in enumerate([9, 12, 7])]]
+    assert correct[:1].tolist() == [[bool(logits[t].argmax() == token) for t, token in enumerate([9, 12, 7])]]
 
 
-def test_hints_are_read_off_the_layers_halfway(config):
-    params = init_params(config, jax.random.key(1))
+def test_hints_are_read_off_the_layers_halfway(config, params):
     token_ids = jnp.asarray([[5, 9, 12, 7], [8, 6, 11, 10]])
     weights = jnp.ones((2, 4))
     hints = jnp.asarray([[[1, 30], [0, 0]], [[0, 41], [2, 50]]])  # (place, token); (0, 0) is none
@@ -72,10 +83,10 @@ def test_hints_are_read_off_the_layers_halfway(config):
     logits = np.asarray(forward(shallow, config, token_ids), np.float64)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     hinted = -(log_probabilities[0, 1, 30] + log_probabilities[1, 0, 41] + log_probabilities[1, 2, 50]) / 3
-    plain, _ = weighted_loss(params, config, token_ids, weights)
-    loss, _ = weighted_loss(params, config, token_ids, weights, hints, 0.5)
+    plain, _ = loss_of(params, config, token_ids, weights)
+    loss, _ = loss_of(params, config, token_ids, weights, hints, 0.5)
     assert float(loss) == pytest.approx(float(plain) + 0.5 * hinted, abs=1e-5)
-    assert float(weighted_loss(params, config, token_ids, weights, hints, 0.0)[0]) == float(plain)
+    assert float(loss_of(params, config, token_ids, weights, hints, 0.0)[0]) == pytest.approx(float(plain), abs=1e-6)
 
 
 def _induction_accuracy(params, config, batch):
@@ -162,22 +173,25 @@ def test_curriculum_moves_on_when_the_window_is_good_enough():
     assert last.stage == 1, "the last stage has no next one"
 
 
-def test_smoke_training_lowers_the_loss_and_resumes_to_the_same_weights(config, tokenizer, tmp_path):
-    _, first = train(_quick(config, 24), tokenizer, tmp_path / "early", stop_after=1)
-    whole, end = train(_quick(config, 24), tokenizer, tmp_path / "whole")
-    train(_quick(config, 24), tokenizer, tmp_path / "broken", stop_after=13)
-    resumed, resumed_end = train(_quick(config, 24), tokenizer, tmp_path / "broken", resume=True)
+def test_smoke_training_lowers_the_loss_and_resumes_to_the_same_weights(small, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "make_step", functools.cache(training.make_step))  # compiled once
+    quick = TrainingConfig(small, QUICK_STAGES, 24, seed=3, warmup_steps=5, checkpoint_steps=8)
+    _, first = train(quick, tokenizer, tmp_path / "early", stop_after=1)
+    whole, end = train(quick, tokenizer, tmp_path / "whole")
+    train(quick, tokenizer, tmp_path / "broken", stop_after=13)
+    resumed, resumed_end = train(quick, tokenizer, tmp_path / "broken", resume=True)
     assert end.loss < 0.7 * first.loss
     assert end == resumed_end
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
     with pytest.raises(ValueError, match="wanted no earlier checkpoint, or resume"):
-        train(_quick(config, 24), tokenizer, tmp_path / "broken")
+        train(quick, tokenizer, tmp_path / "broken")
     with pytest.raises(ValueError, match="wanted an earlier checkpoint"):
-        train(_quick(config, 24), tokenizer, tmp_path / "nothing", resume=True)
+        train(quick, tokenizer, tmp_path / "nothing", resume=True)
 
 
-def test_command_line_trains_and_writes_a_model(tmp_path, capsys):
-    main(["--out", str(tmp_path), "--quick", "--steps", "3"])
+def test_command_line_trains_and_writes_a_model(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_demo, "demo_config", lambda vocab_size: dataclasses.replace(small, vocab_size=vocab_size))
+    train_demo.main(["--out", str(tmp_path), "--quick", "--steps", "3"])
     model = tmp_path / "model"
     assert {path.name for path in model.iterdir()} == {
         "config.json",
@@ -193,5 +207,5 @@ def test_command_line_trains_and_writes_a_model(tmp_path, capsys):
 @pytest.mark.parametrize("arguments", [[], ["--out", "x", "--steps", "0"]])
 def test_command_line_names_the_bad_argument(arguments, capsys):
     with pytest.raises(SystemExit):
-        main(arguments)
+        train_demo.main(arguments)
     assert ("--steps" if arguments else "--out") in capsys.readouterr().err

@@ -17,6 +17,7 @@ from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.engine.hosts import follow
 from ccjax.engine.warmup import _run_steps
 from models import lockstep
+from tests.engine.few_shapes import few_shapes
 
 
 def main(address: str, process: str, file: str) -> None:
@@ -69,4 +70,5 @@ def compute_apart(engine: Engine, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with few_shapes():
+        main(*sys.argv[1:])

@@ -23,6 +23,8 @@ from tests.oracles import llama_forward
 MODEL = TinyModel(num_attention_heads=8, num_key_value_heads=2, head_dim=16, vocab_size=96)
 """Each kv head is on one process, on both of its devices where it has two, which is sent half of a chunk."""
 
+_DEVICES = "--xla_force_host_platform_device_count="
+
 SEGMENTS = draw_segments(np.random.default_rng(1), [40, 33, 61], vocab=96)
 PERMUTED = permuted(SEGMENTS, [2, 0, 1])
 ASKED = [
@@ -58,7 +60,8 @@ def run(tmp_path: Path, directory: Path, num_devices: int, **settings: Any) -> l
         "crowd": CROWD,
     }
     (tmp_path / "asked.json").write_text(json.dumps(asked))
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES)]
+    environment = os.environ | {"XLA_FLAGS": " ".join([f"{_DEVICES}{num_devices}", *flags])}
     command = [sys.executable, "-m", "tests.engine.hosts_worker", f"127.0.0.1:{free_port()}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [

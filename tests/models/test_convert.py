@@ -381,8 +381,7 @@ def test_fingerprint_of_params_without_files():
 
 
 @pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
-@pytest.mark.parametrize("way", ["leaf by leaf", "all at once"])
-def test_loading_never_holds_the_model_twice(tmp_path, way):
+def test_loading_never_holds_the_model_twice(tmp_path):
     weights, config = random_llama(
         8, vocab_size=1024, hidden_size=1024, num_hidden_layers=5, intermediate_size=2816, head_dim=128
     )
@@ -393,19 +392,20 @@ def test_loading_never_holds_the_model_twice(tmp_path, way):
     allowed = model_bytes + 5 * 4 * max(w.size for w in weights.values()) + 20_000_000
     write(tmp_path, weights, config)
     del weights
-    peak = peak_bytes(
+    leaves, whole = peak_bytes(
         """
-        whole = load_file(sys.argv[1] + "/model.safetensors") if sys.argv[2] == "all at once" else None
+        whole = load_file(sys.argv[1] + "/model.safetensors") if way == "all at once" else None
         params = jax.block_until_ready(load_params(sys.argv[1], dtype=jnp.float32))
         """,
-        *(str(tmp_path), way),
+        str(tmp_path),
+        ways=("leaf by leaf", "all at once"),
         setup="""
         from models.llama3.convert import load_params
         from safetensors.numpy import load_file
         """,
     )
-    print(f"{peak / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")
-    assert (peak < allowed) == (way == "leaf by leaf")
+    print(f"{leaves / 1e6:.0f} and {whole / 1e6:.0f} MB for {model_bytes / 1e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")
+    assert leaves < allowed < whole
 
 
 def test_real_trained_weights_write_the_known_story(tmp_path, test_data):
@@ -417,16 +417,16 @@ def test_real_trained_weights_write_the_known_story(tmp_path, test_data):
     ours_config = load_config(tmp_path)
     step = jax.jit(lambda params, ids: forward(params, ours_config, ids))
     num_tokens = 100
-    ours, oracle = [1], [1]
+    ours = [1]
     for length in range(1, num_tokens):
         padded = jnp.asarray([ours + [0] * (num_tokens - length)], jnp.int32)
         ours.append(int(step(params, padded)[0, length - 1].argmax()))
-        oracle.append(int(llama_forward(weights, config, oracle)[0][-1].argmax()))
-    assert ours == oracle
+    oracle = llama_forward(weights, config, ours)[0]  # no row sees what comes after it
+    assert ours[1:] == oracle[:-1].argmax(-1).tolist()
     text = b"".join(pieces[token] for token in ours[1:]).decode().strip()
     assert text.startswith(
         "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
         "One day, she saw a big, red ball. She wanted to play with it, but it was too high."
     )
     logits = np.asarray(step(params, jnp.asarray([ours], jnp.int32))[0])
-    np.testing.assert_allclose(logits, llama_forward(weights, config, ours)[0], atol=2e-4)
+    np.testing.assert_allclose(logits, oracle, atol=2e-4)

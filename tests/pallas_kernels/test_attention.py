@@ -49,8 +49,7 @@ def test_packed_requests_whose_keys_are_before_rope(implementation, head_dim, dt
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "float32")])
 def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, head_dim, dtype):
     case = packed(head_dim=head_dim, theta=10000.0, dtype=dtype)
     rows = np.asarray(rotation_rows(jnp.asarray(case.k_pos), case.k_frequencies))

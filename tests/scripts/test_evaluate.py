@@ -171,7 +171,7 @@ def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "RATIOS", (0.05, 0.3))
     monkeypatch.setattr(calibrate, "ALPHAS", (0.35,))
     path = tmp_path / "calibration.json"
-    options = ["--limit", 6, "--passages", 3, "--kinds", "single", "--cached", "alone", "--target", 0.5]
+    options = ["--limit", 4, "--passages", 3, "--kinds", "single", "--cached", "alone", "--target", 0.2]
     options += ["--strategies", "reuse", "cachecraft"]
     done = run("calibrate", *options, "--worlds", 2, "--json", "--output", path)
     assert done.returncode == 0, done.stderr
@@ -183,13 +183,13 @@ def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
     cut = [trial for trial in value["trials"]["cachecraft"] if trial["focus_window"] == 3]
     layers = value["settings"]["focus_cut_layers"]
     assert len(cut) == len(layers) == 2 and "cachecraft/entropy3:0.3: first layer behind the cut" in done.stdout
-    assert all(sum(counts.values()) == 6 for counts in layers.values())
+    assert all(sum(counts.values()) == 4 for counts in layers.values())
     assert {layer for counts in layers.values() for layer in counts} - {"none"}, "the focus settles for some question"
-    assert value["settings"]["num_questions"] == 6 and "chosen" in done.stdout
+    assert value["settings"]["num_questions"] == 4 and "chosen" in done.stdout
     from ccjax import Engine
 
     with Engine.from_pretrained("demo", calibration=str(path), strategy="reuse") as engine:
         assert engine.calibration is not None and engine.calibration.choose("reuse") is not None
-    # 6 answers cannot show that 95 % are kept: nothing is promised, and the exit code says so
+    # 4 answers cannot show that 95 % are kept: nothing is promised, and the exit code says so
     done = run("calibrate", *options[:-5], "--strategies", "reuse", "--output", path)
     assert done.returncode == 1 and "exact reuse only" in done.stdout

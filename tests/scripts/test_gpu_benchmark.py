@@ -3,6 +3,7 @@ behind when it is cut off. What it says of speed only a device shows."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from models.llama3 import LLAMA3_8B, abstract_params, init_params
 from scripts import bench as bench_script
-from scripts.benchmarks import gpu_cases, gpu_report, gpu_torch
+from scripts.benchmarks import gpu_cases, gpu_plan, gpu_report, gpu_torch
 from scripts.benchmarks.gpu_engines import Prompts, _steps
 from scripts.benchmarks.gpu_plan import (
     LLAMA3_8B_SCALE,
@@ -254,7 +255,18 @@ def test_a_readme_without_its_markers_stays_as_it_is(tmp_path, text):
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def test_every_code_path_runs_on_a_cpu(tmp_path):
+def few_cases(scale):
+    """Of all cases the first, in which everything occurs, and each kind and tier once more with two requests."""
+    planned = cases(scale)
+    twice = [one for one in planned if one.batch == 2 and one.context == scale.short and one.ratio != 0.30]
+    return [*planned[:14], *twice, Case("reuse", scale.short, 1, 0.30, "disk")]
+
+
+def test_every_code_path_runs_on_a_cpu(tmp_path, monkeypatch):
+    scale = dataclasses.replace(QUICK_SCALE, config=dataclasses.replace(QUICK_SCALE.config, num_layers=2))
+    monkeypatch.setattr(gpu_plan, "QUICK_SCALE", scale)
+    monkeypatch.setattr(gpu_cases, "cases", few_cases)
+    assert {case.kind for case in few_cases(scale)} == {case.kind for case in cases(scale)}
     options = ["--output", tmp_path, "--compile-cache", tmp_path / "cache", "--time-limit-s", 1e6]
     done = bench("--quick", "--json", *options)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -263,8 +275,8 @@ def test_every_code_path_runs_on_a_cpu(tmp_path):
     assert json.loads(path.read_text())["suites"] == found["suites"] and found["is_complete"]
     assert {"date", "commit", "machine", "device", "python", "versions", "shapes", "gpu"} <= found.keys()
     rows = {row["case"]: row for row in found["suites"]["cases"]}
-    assert list(rows) == [case.name for case in cases(QUICK_SCALE)]
-    for case in cases(QUICK_SCALE):
+    assert list(rows) == [case.name for case in few_cases(scale)]
+    for case in few_cases(scale):
         got = rows[case.name]
         if case.kind == "torch" and "note" in got:
             assert got["note"] == "torch is not installed"
@@ -283,10 +295,10 @@ def test_every_code_path_runs_on_a_cpu(tmp_path):
                 continue
             assert got["late_compilations"] == 0
             assert got["tiers"] == [case.tier] and got["as_named"]
-            assert got["recomputed_tokens"] == case.batch * recomputed_tokens(case, QUICK_SCALE)
+            assert got["recomputed_tokens"] == case.batch * recomputed_tokens(case, scale)
             assert got["loaded_bytes"] == case.batch * kv_bytes(
-                QUICK_SCALE, QUICK_SCALE.prompt_tokens(case.context) - QUICK_SCALE.question_tokens
-            ) - case.batch * kv_bytes(QUICK_SCALE, QUICK_SCALE.system_tokens) * (case.tier == "device")
+                scale, scale.prompt_tokens(case.context) - scale.question_tokens
+            ) - case.batch * kv_bytes(scale, scale.system_tokens) * (case.tier == "device")
             assert ("merge_gbps" in got) == (case.tier in ("host", "disk"))
     assert sum(row["compilations"] for row in found["suites"]["cases"] if "compilations" in row) > 10
     assert [row["verdict"] for row in found["suites"]["targets"]].count("not measured") == 0

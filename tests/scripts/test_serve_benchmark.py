@@ -291,20 +291,21 @@ def bench(*arguments: object) -> in_process.Done:
     return in_process.run(bench_script.main, "serve", *arguments)
 
 
+@contextlib.contextmanager
+def serving_here(flags: Sequence[str], on_progress: Any = None) -> Iterator[str]:
+    """`serve_server.serving` with the server on a thread of this process."""
+    args = parse_arguments(parser(), flags)
+    service = Service(server_settings(args))
+    with running(service) as url:
+        service.open(load_engine(args.model, engine_settings(args), lambda stage, done, total: None), None)
+        yield url
+
+
 @pytest.fixture
 def servers_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`serve_server.serving` has servers on threads of this process."""
-
-    @contextlib.contextmanager
-    def serving(flags: Sequence[str], on_progress: Any = None) -> Iterator[str]:
-        args = parse_arguments(parser(), flags)
-        service = Service(server_settings(args))
-        with running(service) as url:
-            service.open(load_engine(args.model, engine_settings(args), lambda stage, done, total: None), None)
-            yield url
-
-    monkeypatch.setattr(serve, "serving", serving)
-    monkeypatch.setattr(serve_soak, "serving", serving)
+    """All servers are on threads of this process."""
+    monkeypatch.setattr(serve, "serving", serving_here)
+    monkeypatch.setattr(serve_soak, "serving", serving_here)
 
 
 @pytest.fixture(scope="module")
@@ -325,8 +326,10 @@ def tiny_options(folder: Path, num_passages: int) -> list[str]:
     return ["--quick", "--json", "--data", str(data), "--model", str(folder / "tiny"), "--serve-args", serve_args]
 
 
-def test_a_real_run_of_two_strategies(tiny_bench, tmp_path):
-    """Of servers in processes of their own."""
+def test_a_real_run_of_two_strategies(tiny_bench, tmp_path, monkeypatch):
+    """The first server is a process of its own."""
+    servers = iter([serve.serving, serving_here])
+    monkeypatch.setattr(serve, "serving", lambda *given: next(servers)(*given))
     done = bench(*tiny_bench, "--rates", "4", "200", "--requests", "5", "--slo-s", "0.001", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])

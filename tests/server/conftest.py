@@ -17,6 +17,7 @@ import uvicorn
 from ccjax.engine import Engine
 from ccjax.retrieval import LexicalEmbedder, Retriever
 from ccjax.server import ServerSettings, Service, create_app
+from tests.engine import few_shapes as sizes
 from tests.server import patience
 from tests.server.tiny_model import write_tiny_model
 
@@ -43,6 +44,13 @@ class Server:
     def client(self) -> openai.OpenAI:
         """OpenAI's own client, without its retries: a test sees the first answer."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def few_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines pad to few sizes, as those of tests/engine do; as long as a server lives that tests share."""
+    with contextlib.nullcontext() if request.config.getoption("--all") else sizes.few_shapes():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +97,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.A
     return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
     with start_server() as running_server:
         yield running_server
