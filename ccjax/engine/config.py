@@ -58,8 +58,8 @@ class EngineConfig:
       ranking_layers: layers, from 0, whose attention ranks the tokens of a new variant (CacheCraft eq. 14); None: the
         mean over all, as in the paper. Which of them find the tokens that reuse changes differs between models.
       fixes_positions: of reused keys; False is for comparison only (CacheCraft table 3) and goes without a device tier.
-      focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks: on SmolLM2 the cut at w = 3 saved less time
-        than its later layers' other shapes cost, and answers were no better.
+      focus_window: CacheCraft alg. 1 `w`; None never drops unfocused chunks: on SmolLM2 answers were no better with the
+        cut at w = 3, nor came sooner.
       focus_rule: gap rule of alg. 1, "entropy" (as printed) or "largest_gap".
       max_model_len: longest prompt plus answer in tokens; None takes the model's own limit, at most 8,192.
       device_cache_bytes: device memory for the KV of running requests and of chunk-caches, all of it taken at once, on

@@ -42,6 +42,7 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
         strategy="cachecraft",
         num_layers=NUM_LAYERS,
         tiers={"va": "host", "vb": "disk"},
+        framed=(),
         plan_s=0.0,
         prefill_s=0.0,
         failed_loads=0,

@@ -1,0 +1,69 @@
+"""What a use is worth to eviction: by what was recomputed, whatever eq. 12 says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ccjax.engine import EngineConfig
+from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.strategies import expected_share
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+
+MODEL = TinyModel(seed=4)
+SEGMENTS = draw_segments(np.random.default_rng(1), [40, 60])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    # CacheBlend runs all tokens through the first of three layers, and 19 and 11 % of them through the others.
+    [("cachecraft", 0.15), ("auto", 0.15), ("cacheblend", (1 + 0.19 + 0.11) / 3)],
+)
+def test_f_r_grows_by_what_was_recomputed_and_not_by_the_cfo(strategy, share):
+    with MODEL.engine(strategy=strategy, recompute_ratio=0.15) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        report = engine.generate_from_tokens(permuted(SEGMENTS, [1, 0]), max_new_tokens=1).reuse
+        reused = [one for one in report.per_document if one.role == "document"]
+        assert min(one.cfo for one in reused) > 0.4, "eq. 12 would have much more recomputed"
+        for one in reused:
+            credit = max(meta.frequency_reuse for meta in engine._variants if meta.chunk_id == one.chunk_id)
+            assert credit == pytest.approx(1 / share, rel=0.05)
+
+
+def test_eviction_is_told_so_and_a_repaired_variant_is_worth_something():
+    """The policy of the host tier: a tenth of a second saved of computing must not look like nothing."""
+    with MODEL.engine(strategy="auto") as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        engine.generate_from_tokens(permuted(SEGMENTS, [1, 0]), max_new_tokens=1)
+        entries = engine._variants._placement._policies["host"]._entries
+        repaired = [entries[meta.variant_id] for meta in engine._variants if meta.fidelity == "approx"]
+        assert repaired and all(np.isfinite(entry.rank[0]) for entry in repaired)
+        assert {entry.info.recomputed_share for entry in repaired} == {0.15}
+        used = [entry.info.recomputed_share for entry in entries.values() if entry.uses.num_uses > 1]
+        assert used and max(used) <= 0.2
+
+
+def test_a_new_variant_is_expected_to_cost_what_a_use_will_recompute():
+    with MODEL.engine(strategy="cachecraft", recompute_ratio=0.3) as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        entries = engine._variants._placement._policies["host"]._entries.values()
+        assert {entry.info.recomputed_share for entry in entries} == {0.3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({"strategy": "auto"}, 0.15),
+        ({"strategy": "auto", "alpha": 0.1}, 0.08),
+        ({"strategy": "auto", "repair_cap": 0.4}, 0.4),
+        ({"strategy": "auto", "recompute_ratio": 0.3}, 0.3),
+        ({"strategy": "cachecraft"}, 0.8),
+        ({"strategy": "legolink", "alpha": 0.5}, 0.4),
+        ({"strategy": "cacheblend"}, 0.15),
+        ({"strategy": "reuse"}, 0.0),
+        ({"strategy": "prefix"}, 0.0),
+    ],
+)
+def test_what_a_later_use_is_expected_to_recompute(settings, share):
+    assert expected_share(PlannerSettings(**settings), 0.8) == pytest.approx(share)
+    assert EngineConfig().strategy == "auto"
