@@ -77,7 +77,7 @@ class Lines(Progress):
             self._write(f"[{now_s - self._began_s:.0f} s] {task.description}{self._how_far(task)}\n")
 
     def _how_far(self, task: Task) -> str:
-        number = (lambda count: decimal(int(count))) if self._in_bytes else "{:g}".format
+        number = (lambda count: decimal(int(count))) if self._in_bytes else "{:,.0f}".format
         counts = ([number(task.completed)] if task.completed else []) + (
             [f"of {number(task.total)}"] if task.completed and task.total else []
         )

@@ -65,9 +65,7 @@ def only_line(code: object, output: str, errors: str) -> str:
     """The one line on stderr of a start that failed as it must."""
     assert code == 2, errors
     assert output == "" and "Traceback" not in errors
-    lines = [line for line in errors.splitlines() if not line.startswith(("usage", " ", "Loading weights"))]
-    while len(lines) > 1 and re.match(r"\[\d+ s\] ", lines[0]):  # how far it was
-        del lines[0]
+    lines = [line for line in errors.splitlines() if not re.match(r"usage| |\[\d+ s\] ", line)]
     assert len(lines) == 1, errors
     return lines[0]
 
