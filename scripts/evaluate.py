@@ -1,4 +1,4 @@
-"""Measures what reuse costs in answers: python scripts/evaluate.py [--model DIR] [--questions FILE] [--ways ...]
+"""Measures what reuse costs in answers: python scripts/evaluate.py [--model MODEL] [--questions FILE] [--ways ...]
 
 Asks every question with full prefill and then in each way, through the public engine, over passages that were computed
 before in other prompts. Scores are against the right answers and against full prefill's, with 95 % intervals.
