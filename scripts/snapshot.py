@@ -169,7 +169,7 @@ def _tokenizer(model: str | None, directory: str | None) -> Any:
         return None
     tokenizer = model_tokenizer(model, directory)
     if tokenizer is None:
-        raise ValueError(f'--model: wanted "demo" or a directory with tokenizer files, got {model!r}')
+        raise ValueError(f"--model: wanted a model with a tokenizer, got {model!r}")
     return tokenizer
 
 

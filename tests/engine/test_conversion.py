@@ -80,10 +80,10 @@ def test_rounded_weights_are_shared_where_they_are_the_same_and_nowhere_else(tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/absent", "{}"], 'model: wanted "demo", a directory'),
+        (["/absent", "{}"], 'model: wanted "demo", "smollm2", a directory'),
         (["demo", str(DEMO_MODEL)], "directory: wanted another one than the model's"),
         (["random:llama9", "{}"], "wanted one of llama3-8b"),
-        (["{made}", "{}"], "wanted a Hugging Face directory or random weights, got a checkpoint"),
+        (["{made}", "{}"], "wanted a Hugging Face directory, a GGUF file or random weights, got a checkpoint"),
         (["{made}", "{}", "--to", "huggingface"], "wanted one that is not quantised"),
         (["demo", "{}", "--to", "huggingface", "--quantization", "int8"], "--quantization: wanted none"),
         (["demo", "{}", "--tokenizer", "/absent"], "tokenizer: wanted a directory with tokenizer files"),

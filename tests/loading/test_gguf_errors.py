@@ -241,6 +241,7 @@ def test_a_part_under_another_name(tmp_path):
         ({"extra": {"eos_token_id": 262}}, "tokenizer.ggml.eos_token_id: wanted one of 262 tokens, got 262"),
         ({"extra": {"add_bos_token": 1}}, "tokenizer.ggml.add_bos_token: wanted true or false, got 1"),
         ({"extra": {"chat_template": "{% for"}}, "chat_template: wanted a Jinja template"),
+        ({"extra": {"chat_template": "{{ " + "(" * 9000}}, "chat_template: wanted a Jinja template, got one too deep"),
         (
             {"model": "llama", "tokens": ("a" * 1025, *WORDS.tokens[1:])},
             "tokens: wanted at most 1024 characters, got 1025",

@@ -117,7 +117,7 @@ def test_refusals_name_what_was_wanted(filled, snapshot, tmp_path, capsys):
     text = refusal(capsys, "restore", "--store", other, "--from", snapshot, "--tenant-salt", "another")
     assert "taken under another tenant salt" in text
     text = refusal(capsys, "restore", "--store", other, "--from", snapshot, "--model", tmp_path / "none")
-    assert 'wanted "demo", a directory' in text
+    assert 'wanted "demo", "smollm2", a directory' in text
     assert "holds no snapshot" in refusal(capsys, "inspect", tmp_path)
     assert "--model: wanted" in refusal(capsys, "inspect", snapshot, "--model", tmp_path)
 

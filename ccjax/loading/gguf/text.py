@@ -24,5 +24,9 @@ def text_of(file: GgufFile) -> tuple[Tokenizer, ChatTemplate] | None:
     try:
         words = tokenizer_of(raw, settings, frozenset(vocabulary.eos_ids), where=file.path)
         return words, ChatTemplate(template, template_variables(settings))
+    except RecursionError:
+        raise CheckpointError(
+            f"{file.path}: tokenizer.chat_template: wanted a Jinja template, got one too deep"
+        ) from None
     except ValueError as error:
         raise CheckpointError(str(error) if str(file.path) in str(error) else f"{file.path}: {error}") from error
