@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ccjax.engine.admission import Admission
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.pages import RequestPages
