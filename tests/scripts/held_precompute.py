@@ -16,7 +16,6 @@ from ccjax.engine import shared_warming
 from ccjax.precompute.compilation import Compilation
 from ccjax.precompute.worker import Worker
 from scripts.precompute import main
-from tests.engine.few_shapes import few_shapes
 
 HOW = json.loads(sys.argv[1])
 _is_cancelled, _take_in = Worker.is_cancelled, Compilation._take_in
@@ -46,9 +45,5 @@ if "held_at" in HOW:
 if "other" in HOW:
     Compilation._take_in = take_in
 
-# A worker imports all this under another name, and computes with it.
-shapes = few_shapes()
-shapes.__enter__()
-
-if __name__ == "__main__":
+if __name__ == "__main__":  # a worker imports all this under another name
     sys.exit(main(sys.argv[2:]))

@@ -65,7 +65,8 @@ def only_line(code: object, output: str, errors: str) -> str:
     """The one line on stderr of a start that failed as it must."""
     assert code == 2, errors
     assert output == "" and "Traceback" not in errors
-    lines = [line for line in errors.splitlines() if not line.startswith(("usage", " ", "Loading weights"))]
+    shown = ("usage", " ", "Loading weights", "Reading documents", "Embedding passages")
+    lines = [line for line in errors.splitlines() if not line.startswith(shown)]
     assert len(lines) == 1, errors
     return lines[0]
 
@@ -220,7 +221,8 @@ def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, r
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "blank.txt").write_text(" ")
-    line = refusal(["--model", str(tiny_model), "--port", "0", "--embedder", "lexical", "--docs", str(docs)])
+    arguments = ["--model", str(tiny_model), "--port", "0", "--embedder", "lexical", "--docs", str(docs)]
+    line = refusal([*arguments, "--log-level", "error"])
     assert re.search(r"serve.py: error: --docs: .*blank.txt.*empty", line)
 
 
