@@ -51,8 +51,8 @@ def peak_bytes(code: str, *arguments: str, ways: Sequence[str], setup: str = "")
     one process.
 
     Args:
-      code, setup: Python; jax, jnp, np and sys are there, `arguments` are `sys.argv[1:]`. The code finds its `way`; what
-        it makes is gone before the next.
+      code, setup: Python; jax, jnp, np and sys are there, `arguments` are `sys.argv[1:]`. The code finds its `way`;
+        what it makes is gone before the next.
     """
     code = textwrap.indent(textwrap.dedent(code), "    ")
     program = _PROGRAM.format(setup=textwrap.dedent(setup), code=code, ways=list(ways))

@@ -47,7 +47,7 @@ def test_prefill_and_decode_are_the_oracle(size, attention):
     assert list(answered) == list(wanted[-4:-1].argmax(-1))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=slow), 8])
+@pytest.mark.parametrize("size", [*(pytest.param(size, marks=slow) for size in (2, 4)), 8])
 def test_experts_are_split_within_each(size):
     """Prompts long enough for every form of the routed MLP, and decode."""
     segments = draw_segments(np.random.default_rng(3), [150, 33])
@@ -62,9 +62,8 @@ def test_experts_are_split_within_each(size):
         )
 
 
-@pytest.mark.parametrize("name", ["random:tiny", "random:tiny:1"])
-def test_weights_in_8_bits_are_split_with_their_scales(name):
-    settings = {"quantization": "int8", "max_model_len": 512}
+def test_weights_in_8_bits_are_split_with_their_scales():
+    name, settings = "random:tiny:1", {"quantization": "int8", "max_model_len": 512}
     segments = draw_segments(np.random.default_rng(3), [50, 33], vocab=250)
     with (
         Engine.from_pretrained(name, **settings) as single,

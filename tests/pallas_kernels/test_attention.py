@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention
+from pallas_kernels.attention import attention, xla
 from pallas_kernels.attention.xla import _block
 from pallas_kernels.rope import rotation_rows
 from tests.pallas_kernels.cases import IMPLEMENTATIONS, TOLERANCE, UNUSED, Case, frequencies, packed, worst
@@ -61,10 +61,12 @@ def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, he
         assert worst(case.run(implementation, **changes), expected) > TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("queries", "heads"), [(383, 4), (384, 4), (2050, 2), (2050, 24)])
-def test_many_queries_take_larger_blocks_on_a_cpu(queries, heads):
+@pytest.mark.parametrize(("queries", "heads", "block"), [(383, 4, 64), (384, 4, 128), (2050, 2, 256), (2050, 4, 128)])
+def test_many_queries_take_larger_blocks_on_a_cpu(monkeypatch, queries, heads, block):
+    monkeypatch.setattr(xla, "_MOST_SCORES", 2 * 256 * 256)  # as if 4 heads were many
     slots = 1100 if queries < 1000 else 2300
-    case = Case(queries=queries, slots=slots, used=slots - 100, heads=heads, head_dim=32 if heads < 8 else 8)
+    case = Case(queries=queries, slots=slots, used=slots - 100, heads=heads, head_dim=32 if queries < 1000 else 8)
+    assert _block(queries, slots, heads)[0] == block
     expected = case.expected()
     assert worst(case.run("xla"), expected) < TOLERANCE["float32"]
     for changed in (dict(q_pos=case.q_pos - 1), dict(v=np.roll(case.v, 1, axis=1))):
