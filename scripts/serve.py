@@ -145,9 +145,12 @@ class _Loader(threading.Thread):
 
     def _load(self, progress: Display) -> tuple[Engine, Retriever | None]:
         from ccjax.engine.hosts import LostHostError
+        from ccjax.loading.named import TOY, default_model, how_to_get_a_real_model
         from ccjax.server.loading import load_engine, open_documents
 
         args = self._args
+        if args.model == default_model() == TOY:
+            print(f"serve.py: {how_to_get_a_real_model()}", file=sys.stderr)
         if args.coordinator_address is not None:
             progress("hosts", 0, 1)
             join_hosts(args)

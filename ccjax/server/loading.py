@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.engine import Engine
-from ccjax.engine.loading import DEMO_CORPUS, Progress
+from ccjax.engine.loading import ASSETS, DEMO_CORPUS, Progress
+from ccjax.loading.named import DEFAULT, TOY
 from ccjax.retrieval import Retriever, default_embedder
 from ccjax.retrieval.index import IndexKind
 from ccjax.text import Tokenizer
@@ -21,7 +22,7 @@ class DocumentOptions:
     """Which documents to answer from, and how they are cut and searched; `Retriever.open` says what the rest means.
 
     Attributes:
-      docs: directory of documents; None for the demo's own where the model is "demo", else for none.
+      docs: directory of documents; None for those that come with "demo" and "smollm2", with other models for none.
       is_wanted: False for no documents at all.
       index_dir: where the index is kept; None for a directory of the user's cache.
       embedder: of `default_embedder`.
@@ -42,7 +43,7 @@ class DocumentOptions:
             return None
         if self.docs is not None:
             return Path(self.docs)
-        return DEMO_CORPUS if model == "demo" else None
+        return {TOY: DEMO_CORPUS, DEFAULT: ASSETS / "handbook"}.get(model)
 
 
 def load_engine(model: str, settings: Mapping[str, Any], progress: Progress | None = None) -> Engine:

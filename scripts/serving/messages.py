@@ -106,9 +106,12 @@ def ready_line(args: argparse.Namespace, settings: ServerSettings, what: str, ur
 
 def _example_question(args: argparse.Namespace) -> str:
     from ccjax.engine.loading import ASSETS
+    from ccjax.loading.named import DEFAULT, TOY
 
     questions = ASSETS / "demo_questions.jsonl"
-    if args.model != "demo" or args.docs is not None or args.no_docs or not questions.is_file():
+    if args.docs is not None or args.no_docs or args.model not in (DEFAULT, TOY):
         return "YOUR QUESTION"
+    if args.model == DEFAULT:
+        return "When was the harbour dug?"
     with questions.open(encoding="utf-8") as lines:
         return json.loads(next(lines))["question"]

