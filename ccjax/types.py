@@ -94,9 +94,9 @@ class VariantMeta:
     has_system: bool = False
 
     @property
-    def is_alone(self) -> bool:
-        """No passage stood before the chunk."""
-        return len(self.prefix_ids) == int(self.has_system)
+    def passages_before(self) -> int:
+        """How many passages stood before the chunk."""
+        return len(self.prefix_ids) - int(self.has_system)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -71,8 +71,8 @@ class CacheCalls:
         return None if self._store.news is None else self._store.news.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Uses idle time: prepares one passage behind the frame that was reused as computed alone, for want of another
-        variant; or computes one approximate variant anew and puts the exact one in its place.
+        """Uses idle time: prepares one passage behind the frame that was reused though it had been computed alone, or
+        behind too little; or computes one approximate variant anew and puts the exact one in its place.
 
         An approximate variant is what a repaired chunk was stored as; exact ones can be reused behind their prefix in
         every mode, and no error builds up on them.

@@ -25,9 +25,8 @@ from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.engine.sharing import SharedPrefill
 from ccjax.engine.variant_records import own_platform
 from ccjax.engine.variants import VariantIndex
-from ccjax.policy.capture import make_variant_id
 from ccjax.policy.planner import PlannerSettings, plan_prefill
-from ccjax.policy.variants import choose_other_context
+from ccjax.policy.variants import IN_CONTEXT, choose_other_context
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 from store.errors import ShardCorruptError, ShardNotFoundError, StoreError
 from store.tickets import LoadTicket
@@ -68,8 +67,8 @@ class CachedPrefill:
       read_only: nothing is kept of what is computed.
       settings: how prompts are planned whose request asks for nothing else.
       loads: what loading takes.
-      reused_alone: passages that were reused behind others though they had been computed directly behind the
-        instructions, each in a prompt of its own; the last 1,000.
+      reused_out_of_context: passages that were reused behind others though fewer than `IN_CONTEXT` passages had stood
+        before them, each in a prompt of its own; the last 1,000.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class CachedPrefill:
         self._loading = config.loading
         self.loads = LoadPlanner(store, rates, prefiller.config.num_layers)
         self._loaders: list[weakref.ref[LayerLoader]] = []
-        self.reused_alone: collections.OrderedDict[ChunkId, Prompt] = collections.OrderedDict()
+        self.reused_out_of_context: collections.OrderedDict[ChunkId, Prompt] = collections.OrderedDict()
 
     @property
     def is_reading(self) -> bool:
@@ -188,7 +187,7 @@ class CachedPrefill:
                 ]
             )
             if not self.read_only:
-                self._note_reused_alone(prefilled.prompt, plan)
+                self._note_out_of_context(prefilled.prompt, plan)
                 self._variants.documents.learn(prefilled.prompt.chunks)
                 self._capture(prefilled, only_replacing=False)
         except Exception:
@@ -291,17 +290,17 @@ class CachedPrefill:
                 count += 1
         return count
 
-    def _note_reused_alone(self, prompt: Prompt, plan: PrefillPlan) -> None:
+    def _note_out_of_context(self, prompt: Prompt, plan: PrefillPlan) -> None:
         first = int(prompt.has_system)
-        system_ids = [chunk.chunk_id for chunk in prompt.chunks[:first]]
+        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks[first:]})
         for segment, chunk in zip(plan.segments[first:], prompt.chunks[first:], strict=False):
-            alone_id = make_variant_id(chunk.chunk_id, system_ids, "exact")
-            if segment.fidelity == "approx" and segment.variant_id == alone_id:
+            used = [one for one in known.get(chunk.chunk_id, ()) if one.variant_id == segment.variant_id]
+            if segment.fidelity == "approx" and used and used[0].passages_before < IN_CONTEXT:
                 own = Prompt((*prompt.chunks[:first], chunk), prompt.has_system, chunk.token_ids[-1:], 1)
-                self.reused_alone[chunk.chunk_id] = own
-                self.reused_alone.move_to_end(chunk.chunk_id)
-                if len(self.reused_alone) > _MOST_NOTED:
-                    self.reused_alone.popitem(last=False)
+                self.reused_out_of_context[chunk.chunk_id] = own
+                self.reused_out_of_context.move_to_end(chunk.chunk_id)
+                if len(self.reused_out_of_context) > _MOST_NOTED:
+                    self.reused_out_of_context.popitem(last=False)
 
     def _describe(self, plan: PrefillPlan) -> None:
         num_new = len(computed_offsets(plan))

@@ -200,9 +200,9 @@ class DocumentCache:
         return len(computed_offsets(prefilled.plan))
 
     def prepare_one(self, is_cancelled: IsCancelled | None) -> bool:
-        """Computes the passage behind the frame that was last reused as computed alone; False where there is none, or
+        """Computes the passage behind the frame that was last reused out of context; False where there is none, or
         `is_cancelled` returned True first."""
-        waiting = self._prefill.reused_alone
+        waiting = self._prefill.reused_out_of_context
         while waiting:
             chunk_id, alone = waiting.popitem()
             framed = self.frame.around(alone)

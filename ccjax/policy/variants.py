@@ -12,6 +12,9 @@ from ccjax.policy._checks import check_count, check_ratio
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
 from ccjax.types import ChunkId, VariantId, VariantMeta
 
+IN_CONTEXT = 2
+"""Passages that have to stand before a chunk for its KV to be that of a passage in the middle of a prompt."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VariantChoice:
@@ -38,7 +41,7 @@ def choose_variant(
     alpha: float,
     exact_only: bool = False,
     system_id: ChunkId | None = None,
-    alone_last: bool = False,
+    in_context_first: bool = False,
 ) -> VariantChoice | None:
     """The variant with the least CFO behind `new_prefix_ids` (CacheCraft sec. 3.3), or None where none qualifies.
 
@@ -52,9 +55,10 @@ def choose_variant(
       exact_only: consider exact reuse alone.
       system_id: the instructions of the new prompt, None for none. They are no prefix chunk in eq. 6 and 7; a variant
         behind other instructions shares no context with the new prompt, so its beta' is 0.
-      alone_last: take a variant that no passage stood before only where there is no other. Eq. 12 has it the other way
-        round, for its CCI is the least; measured, such a chunk's tokens behave like the beginning of a text, and its KV
-        changes answers two to three times as much as KV that stood behind foreign passages.
+      in_context_first: prefer variants that `IN_CONTEXT` passages or more stood before, then those behind fewer. Eq. 12
+        has it the other way round, for the CCI of a chunk computed alone is the least; measured, the tokens of such a
+        one behave like the beginning of a text, and its KV changes answers two to four times as much as KV that stood
+        behind foreign passages. One passage is not enough for that.
     """
     prefix = tuple(new_prefix_ids)
     variants = tuple(variants)
@@ -64,13 +68,14 @@ def choose_variant(
     if exact_only:
         return None
 
-    def rank(meta: VariantMeta) -> tuple[bool, float, bool, float, VariantId]:
+    def rank(meta: VariantMeta) -> tuple[int, float, bool, float, VariantId]:
         overlap = _overlap(meta, prefix, system_id)
         unscaled = cfo = cache_fix_overhead(meta.cci, overlap, 1.0)
         if alpha != 1.0:
             cfo = cache_fix_overhead(meta.cci, overlap, alpha)
-        is_last = alone_last and meta.is_alone and meta.prefix_ids != prefix
-        return is_last, cfo, meta.fidelity != "exact", unscaled, meta.variant_id
+        is_preferred = not in_context_first or meta.prefix_ids == prefix
+        lacking = 0 if is_preferred else max(0, IN_CONTEXT - meta.passages_before)
+        return lacking, cfo, meta.fidelity != "exact", unscaled, meta.variant_id
 
     best = min(((rank(meta), meta) for meta in variants), key=lambda pair: pair[0], default=None)
     if best is None:

@@ -40,7 +40,7 @@ _ORDER_COUNTERS = {
 _MAINTENANCE_COUNTERS = {
     "repaired": "Approximate variants replaced by exact ones in idle time",
     "repair_failed": "Approximate variants that could not be computed anew",
-    "prepared": "Passages computed behind the frame in idle time, after they were reused as computed alone",
+    "prepared": "Passages computed behind the frame in idle time, for want of KV from behind other text",
     "adopted": "Variants that another process stored in the same store",
     "vanished": "Variants that another process took out of the same store",
 }

@@ -22,8 +22,8 @@ PASSAGES = tuple(
     map(
         Document,
         (
-            "The harbour of Vellin was dug in 1712 by order of the queen. Two moles of granite keep the swell away, and "
-            "a bell on the longer one rings in fog. Fishing boats leave before dawn and are back by noon.",
+            "The harbour of Vellin was dug in 1712 by order of the queen. Two moles of granite keep the swell away, "
+            "and a bell on the longer one rings in fog. Fishing boats leave before dawn and are back by noon.",
             "Quartz clocks count the swings of a small crystal, 32,768 in a second. A circuit halves that number "
             "fifteen times, so that one pulse a second is left to move the hand.",
             "Mara Tolen wrote four novels between 1931 and 1950. The best known of them, The Salt Road, tells of a "

@@ -163,7 +163,7 @@ class TestAuto:
         assert self.decided(never, d, repair_cap=0.15) == [(8, 9), (2, 3)], "each its own 0.15 of 10"
         assert PlannerSettings().repair_cap == 0.15
 
-    def test_a_variant_that_saw_no_passage_comes_last(self):
+    def test_a_variant_that_saw_no_passage_comes_last_and_one_that_saw_one_before_it(self):
         """Eq. 12 has it first, for its CCI is the least."""
         alone, framed, live = variant("B", "S"), variant("B", "SFG", cci=0.9), variant("B", "SAX", cci=0.9)
 
@@ -175,6 +175,9 @@ class TestAuto:
 
         assert chosen(alone, framed, live) == live.variant_id
         assert chosen(alone, framed) == framed.variant_id
+        near = variant("B", "SA")
+        assert chosen(alone, framed, near, names="SCAB") == framed.variant_id
+        assert chosen(alone, near, names="SCAB") == near.variant_id
         assert chosen(alone, framed, strategy="cachecraft") == alone.variant_id
         assert chosen(alone) == alone.variant_id
         assert chosen(alone, framed, live, names="SB") == alone.variant_id, "exact"

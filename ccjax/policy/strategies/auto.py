@@ -25,13 +25,13 @@ def decide(
 ) -> list[Decision]:
     """Exact reuse unchanged. Of the approximately reused chunks as many tokens in all as `cachecraft` recomputes, but
     no more than `settings.repair_cap` of them; or, in mode `bounded` with `settings.max_deviation` and no forced share,
-    as many as deviate more. A variant that saw no passage is taken only where there is no other.
+    as many as deviate more. Variants that stood behind passages or the frame are preferred to such as did not.
 
     Chunks of which no deviation is known get their own number of tokens, by attention (CacheCraft eq. 14). All others
     share theirs: the highest deviations of any chunk, each times the part of its old context that is missing, so that
     chunks whose prefix stayed much the same get fewer; of equal ones the first.
     """
-    choices = best_choices(chunks, candidates, mode, settings, alone_last=True)
+    choices = best_choices(chunks, candidates, mode, settings, in_context_first=True)
     offsets: dict[int, tuple[int, ...]] = {}
     scores: list[tuple[float, int, int]] = []
     budget = num_shared = 0

@@ -41,7 +41,7 @@ def best_choices(
     mode: ReuseMode,
     settings: PlannerSettings,
     *,
-    alone_last: bool = False,
+    in_context_first: bool = False,
 ) -> list[VariantChoice | None]:
     """The best variant of each chunk behind those before it (`choose_variant`); in mode `exact`, exact reuse alone."""
     ids = tuple(chunk.chunk_id for chunk in chunks)
@@ -53,7 +53,7 @@ def best_choices(
             alpha=settings.alpha,
             exact_only=mode == "exact",
             system_id=system_id,
-            alone_last=alone_last,
+            in_context_first=in_context_first,
         )
         for index, own in enumerate(ids)
     ]
