@@ -15,7 +15,7 @@ ALLOWED = {
     # Runs the kernels' test cases, and a small engine, on a GPU.
     "scripts.gpucheck": {"pallas_kernels", "scripts", "tests", "ccjax.engine", "ccjax.types", "models"},
     "ccjax": {"ccjax.types", "ccjax.errors"},
-    "ccjax.server": {"ccjax.engine", "ccjax.retrieval", "ccjax.types", "ccjax.errors", "ccjax.text"},
+    "ccjax.server": {"ccjax.engine", "ccjax.loading", "ccjax.retrieval", "ccjax.types", "ccjax.errors", "ccjax.text"},
     "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.retrieval", "ccjax.policy", "ccjax.text", "ccjax.types"}
     | {"ccjax.errors"},
     "ccjax.engine": {"ccjax.policy", "ccjax.loading", "ccjax.text", "ccjax.types", "ccjax.errors"}

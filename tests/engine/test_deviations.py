@@ -124,9 +124,8 @@ def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_
             np.testing.assert_allclose(meta.token_deviations, context_deviations(own, other), rtol=2e-2, atol=1e-5)
             assert max(meta.token_deviations) > 0.05, "the tolerance is not what passes"
             assert meta.cci > 0.5 and meta.inter_by_prefix[0] == 0.0 < min(meta.inter_by_prefix[1:])
-            assert not next(
-                one for one in metas if one.chunk_id == meta.chunk_id and not one.passages_before
-            ).token_deviations, "once is enough"
+            own = (one for one in metas if one.chunk_id == meta.chunk_id and not one.passages_before)
+            assert not next(own).token_deviations, "once is enough"
         assert not engine._store._pins
         assert [one.status for one in engine.warm(documents(3))] == ["present"] * 3
 
