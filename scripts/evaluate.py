@@ -20,7 +20,7 @@ from rich.console import Console
 
 from scripts.progress import bars
 
-DEFAULT_WAYS = ("default", "reuse", "cacheblend:0.15", "cachecraft:0.15", "legolink:0.15")
+DEFAULT_WAYS = ("default", "cacheblend:0.15", "cachecraft:0.15", "legolink:0.15")
 DEFAULT_RATIOS = (0.05, 0.1, 0.15, 0.3)
 
 
