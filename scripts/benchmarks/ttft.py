@@ -78,6 +78,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for length in lengths:
             prompts = _Prompts(config.vocab_size, length)
             cases = _cases(params, config, length, prompts.original())
+            if not arguments.quick:  # half of its minute
+                _compile_packs(cases[0].engine, length)
             progress.advance(task)
             peer_s = []
             for _ in range(repetitions + 1):
@@ -127,7 +129,7 @@ class _Prompts:
 
 
 def _cases(params: Params, config: LlamaConfig, length: int, original: list[list[int]]) -> list[Case]:
-    """All ways to answer, each with the passages stored in their original order, and every size compiled."""
+    """All ways to answer, each with the passages stored in their original order."""
     model = LoadedModel("random", config, params, None, None, frozenset(), "ttft")
 
     def case(strategy: str, ratio: float, reuse: Any, **settings: Any) -> Case:
@@ -145,11 +147,15 @@ def _cases(params: Params, config: LlamaConfig, length: int, original: list[list
         cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio))
         cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio, focus_window=None))
         cases[-2].description["focus"], cases[-1].description["focus"] = True, False
-    engine, sizes = cases[0].engine, BatchSizes(length)  # where the focus cut falls decides which a prompt needs
+    return cases
+
+
+def _compile_packs(engine: Engine, length: int) -> None:
+    """Compiles every size: where the focus cut falls decides which a prompt needs."""
+    sizes = BatchSizes(length)
     for count, slots in sizes.packs():
         if slots == slot_bucket(length):
             compile_pack(engine._prefiller, engine._pool, (count, slots, sizes.num_segments))
-    return cases
 
 
 def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]], skipped: list[str]) -> None:
