@@ -27,7 +27,7 @@ from rich.table import Table
 
 from scripts.evaluation import sources
 from scripts.evaluation.run import add_arguments, check_writable, run
-from scripts.evaluation.sources import questions_and_others
+from scripts.evaluation.sources import questions_of
 from scripts.progress import bars
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.worlds and args.questions != "demo":
         raise ValueError(f"--worlds: wanted the demo's questions, which there are any number of, got {args.questions}")
-    questions, others = questions_and_others(args)
+    questions = questions_of(args)
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=args.tokenizer)
     calibration = Calibration(
         model=model.fingerprint,
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     check_writable("output", output)
     with bars() as progress:
         ways = ways_of(args.strategies, args.focus_windows, args.focus_rule)
-        outcomes = run(args, model, questions, others, ways, progress, "calibrating")
+        outcomes = run(args, model, questions, ways, [args.cached], progress, "calibrating")
         calibration = dataclasses.replace(
             calibration,
             trials={name: trials(name, outcomes, args.score) for name in args.strategies},
@@ -101,9 +101,9 @@ def _fresh_worlds(
     kept: dict[str, list[float]] = {name: [] for name in chosen}
     for number in range(args.worlds if chosen else 0):
         fresh = argparse.Namespace(**{**vars(args), "seed": f"{args.seed}/{number}"})
-        questions, others = questions_and_others(fresh)
+        questions = questions_of(fresh)
         ways = [way_of(name, trial) for name, trial in chosen.items()]
-        outcomes = run(args, model, questions, others, ways, progress, f"town {number + 1} of {args.worlds}")
+        outcomes = run(args, model, questions, ways, [args.cached], progress, f"town {number + 1} of {args.worlds}")
         for name, shares in kept.items():
             (trial,) = trials(name, outcomes, args.score)
             shares.append(trial.num_kept / trial.num_answers)
@@ -136,7 +136,7 @@ def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_
         way = parse_way(name)
         for window in focus_windows:
             check_count("--focus-windows", window)
-        if way != Way(name) or name in ("full", "prefix", *PASSAGE_BY_PASSAGE):
+        if way != Way(name) or name in ("default", "full", "prefix", *PASSAGE_BY_PASSAGE):
             raise ValueError(f"--strategies: wanted names of strategies that reuse approximately, got {name!r}")
         ways += [way] if name in FIXED else [Way(name, ratio) for ratio in RATIOS]
         ways += [Way(name, alpha=alpha) for alpha in ALPHAS if name in BY_ALPHA]
@@ -236,6 +236,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="demo", help="as with serve.py (default demo)")
     sources.add_arguments(parser, seed="validation")
     add_arguments(parser)
+    text = "how passages were computed before, as with evaluate.py (default prepared)"
+    parser.add_argument("--cached", choices=("alone", "prepared", "seen"), default="prepared", help=text)
     parser.add_argument("--strategies", nargs="+", default=["auto", "cachecraft"], help="default: auto cachecraft")
     text = "of CacheCraft alg. 1, tried besides no focus cut (default 3; none: no cut is tried)"
     parser.add_argument("--focus-windows", type=int, nargs="*", default=[3], metavar="LAYERS", help=text)
@@ -244,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--confidence", type=float, default=0.95, help="with which that has to be (0.95)")
     parser.add_argument(
         "--score",
-        choices=("exact_match", "f1", "jaccard", "rouge_l", "agreement"),
+        choices=("exact_match", "contains", "f1", "jaccard", "rouge_l", "agreement"),
         default="exact_match",
         help="by which an answer is kept; agreement needs no right answers (default exact_match)",
     )

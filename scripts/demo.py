@@ -1,8 +1,8 @@
-"""Three questions to the embedded model, each answered three ways over the same stored passages: python scripts/demo.py
+"""Three questions to the embedded model, each answered four ways over the same stored passages: python scripts/demo.py
 
-The passages are computed and stored one by one first, as an offline job would. Then every question is answered by full
-prefill, by naive reuse (nothing recomputed) and by Cache-Craft with a part of each passage recomputed, with the reuse
-report of the last.
+The passages are prepared first, as a server or an offline job would. Then every question is answered with the default
+options, with the reuse report of that, by full prefill, by naive reuse (nothing recomputed) and by Cache-Craft with a
+part of each passage recomputed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,7 +24,12 @@ from ccjax.demo.corpus import Corpus, CorpusQuestion, build_corpus, question_con
 from ccjax.demo.world import Kind
 from ccjax.engine import Engine, Response
 
-WAYS = {"full prefill": "full", "naive reuse": "reuse", "Cache-Craft": "cachecraft"}
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "default options": {},
+    "full prefill": {"strategy": "full"},
+    "naive reuse": {"strategy": "reuse"},
+    "Cache-Craft": {"strategy": "cachecraft"},
+}
 ABOUT: Mapping[Kind, str] = {
     "single": "one passage holds the answer",
     "pronoun": "the passage opens with a pronoun; the name stands in the passage before",
@@ -60,14 +66,13 @@ def ask(console: Console, corpus: Corpus, question: CorpusQuestion, recompute_ra
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory).as_uri()
         with Engine.from_pretrained("demo", store=store) as engine:
-            for document in documents:
-                engine.generate("Who?", [document], max_new_tokens=1)
-        for way, strategy in WAYS.items():
-            settings = {"strategy": strategy, "recompute_ratio": recompute_ratio, "read_only": True}
-            with Engine.from_pretrained("demo", store=store, **settings) as engine:
+            engine.warm(documents)
+        for way, settings in WAYS.items():
+            own = {**settings, "recompute_ratio": recompute_ratio} if way == "Cache-Craft" else settings
+            with Engine.from_pretrained("demo", store=store, read_only=True, **own) as engine:
                 answers[way] = engine.generate(question.question, documents)
     console.print(_answers(answers, question.answers[0]))
-    console.print(_report(answers["Cache-Craft"]))
+    console.print(_report(answers["default options"]))
     return answers
 
 
@@ -86,12 +91,11 @@ def _answers(answers: Mapping[str, Response], expected: str) -> Table:
 
 
 def _report(response: Response) -> Table:
-    table = Table("passage", "tier", "CFO", "reused", "recomputed", "in focus", title="Cache-Craft, passage by passage")
+    title = "Default options, passage by passage"
+    table = Table("passage", "tier", "behind the frame", "reused", "recomputed", "computed", title=title)
     for part in response.reuse.per_document:
-        focused = "" if part.focused is None else "yes" if part.focused else "no"
-        cfo = "" if part.cfo is None else f"{part.cfo:.2f}"
-        name = part.title or part.role
-        table.add_row(name, part.tier or "", cfo, str(part.reused_tokens), str(part.recomputed_tokens), focused)
+        counts = map(str, (part.reused_tokens, part.recomputed_tokens, part.computed_tokens))
+        table.add_row(part.title or part.role, part.tier or "", "yes" if part.framed else "", *counts)
     return table
 
 

@@ -1,7 +1,8 @@
 """Measures what reuse costs in answers: python scripts/evaluate.py [--model MODEL] [--questions FILE] [--ways ...]
 
-Asks every question with full prefill and then in each way, through the public engine, over passages that were computed
-before in other prompts. Scores are against the right answers and against full prefill's, with 95 % intervals.
+Asks every question with full prefill and then in each way, through the public engine, over passages of which nothing,
+one thing or another was computed before (--cached). Scores are against the right answers and against full prefill's,
+with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ from rich.console import Console
 
 from scripts.progress import bars
 
-DEFAULT_WAYS = (
-    *("prefix", "set", "reuse", "reuse/old", "cachecraft/old:0.3", "map_rerank", "map_reduce"),
-    *("auto", "deviation", "cachecraft", "cachecraft@0,1", "cacheblend", "legolink", "h2o", "random"),
-)
+DEFAULT_WAYS = ("default", "cacheblend:0.15", "cachecraft:0.15", "legolink:0.15")
 DEFAULT_RATIOS = (0.05, 0.1, 0.15, 0.3)
 
 
@@ -43,35 +41,37 @@ def _run(args: argparse.Namespace) -> int:
     from ccjax.evaluation.ways import expand
     from scripts.benchmarks.common import environment
     from scripts.evaluation.run import check_writable, run
-    from scripts.evaluation.sources import questions_and_others
+    from scripts.evaluation.sources import questions_of
     from scripts.evaluation.summary import figures
     from scripts.evaluation.tables import markdown, plot, rich_tables
 
     ways = expand(args.ways, args.ratios)
     check_writable("markdown", args.markdown)
     check_writable("plot", args.plot)
-    questions, others = questions_and_others(args)
+    questions = questions_of(args)
     if len(questions) < 2:
         raise ValueError(f"--limit: wanted at least two questions, for intervals, got {len(questions)}")
     tokenizer = args.tokenizer
     if tokenizer is None and args.model.startswith(RANDOM) and args.data is not None:
         tokenizer = args.data / "tokenizer_llama3"
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=tokenizer)
+    states = tuple(dict.fromkeys(args.cached))
     with bars() as progress:
-        outcomes = run(args, model, questions, others, ways, progress)
+        outcomes = run(args, model, questions, ways, states, progress, with_forced=True)
     result: dict[str, Any] = {
         "evaluation": {
             "model": args.model,
             "questions": args.questions,
             "num_questions": len(questions),
-            "cached": args.cached,
+            "cached": states,
+            "prompt": args.prompt,
             "max_tokens": args.max_tokens,
             "dtype": args.dtype,
         },
         **environment(),
         "ways": figures(outcomes),
     }
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     for table in rich_tables(result):
         console.print(table)
     if args.plot:
@@ -86,13 +86,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from ccjax.evaluation.states import STATES
     from scripts.evaluation import run, sources
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
         default="demo",
-        help="as with serve.py: a directory or GGUF file, demo (default), or random:LAYERSxWIDTH",
+        help="as with serve.py: a directory or GGUF file, smollm2, demo (default), or random:LAYERSxWIDTH",
     )
     sources.add_arguments(parser)
     run.add_arguments(parser)
@@ -101,9 +102,14 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=DEFAULT_WAYS,
         metavar="WAY",
-        help=f"strategy[@layer,layer][/old][:ratio]; @ names the layers whose attention ranks tokens, /old leaves keys "
-        f"at their old positions (default: {' '.join(DEFAULT_WAYS)})",
+        help="default for the default options; or strategy[@layer,layer][/old][:ratio], where @ names the layers whose "
+        f"attention ranks tokens and /old leaves keys at their old positions (default: {' '.join(DEFAULT_WAYS)})",
     )
+    text = (
+        "what was computed before: empty (nothing), alone (each passage), prepared (each as servers do it: alone and "
+    )
+    text += "behind the frame), seen (an earlier prompt with the passages in the reverse order); default: all four"
+    parser.add_argument("--cached", nargs="+", choices=STATES, default=STATES, metavar="STATE", help=text)
     parser.add_argument(
         "--ratios", nargs="+", type=float, default=DEFAULT_RATIOS, help="shares to recompute, for ways without one"
     )

@@ -13,10 +13,11 @@ def kl_divergence(full: np.ndarray, other: np.ndarray) -> float:
     """
     if full.shape != other.shape or full.ndim != 1:
         raise ValueError(f"full, other: wanted two rows of logits of one length, got {full.shape} and {other.shape}")
-    own, theirs = _log_softmax(full), _log_softmax(other)
+    own, theirs = log_softmax(full), log_softmax(other)
     return max(0.0, float((np.exp(own) * (own - theirs)).sum()))
 
 
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities [V], float64, of a row of logits."""
     shifted = logits.astype(np.float64) - logits.max()
     return shifted - np.log(np.exp(shifted).sum())

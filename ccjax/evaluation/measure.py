@@ -1,31 +1,45 @@
 """Answers the same questions in many ways through the public engine, as a user would: passages are stored on disk by
-one engine and read by others that add nothing. Knows no score.
+one engine and read by others that add nothing. Knows no table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ccjax.engine import Engine, EngineConfig, Request
 from ccjax.engine.divergence import kl_divergence
-from ccjax.engine.loading import LoadedModel
+from ccjax.engine.loading import LoadedModel, prompt_builder
 from ccjax.engine.requests import Response, SamplingParams
+from ccjax.evaluation import forced
 from ccjax.evaluation.passages import Combined, map_reduce, map_rerank
 from ccjax.evaluation.questions import QAQuestion
+from ccjax.evaluation.states import State, fill, steps
 from ccjax.evaluation.ways import FULL, PASSAGE_BY_PASSAGE, Way
 from ccjax.types import Document, ReuseReport
 
-Cached = Literal["alone", "behind others", "both"]
-"""How the passages were computed that are reused: each behind the system prompt alone, like documents that were warmed;
-behind other passages, as by earlier requests; or first so and then so."""
 _Population = tuple[str, tuple[int, ...] | None]
-CACHED: tuple[Cached, ...] = ("alone", "behind others", "both")
+
+
+@dataclasses.dataclass(frozen=True)
+class Forced:
+    """Scores of given answers behind the prompt (`ccjax.evaluation.forced`).
+
+    Attributes:
+      kl, agreement: mean KL divergence in nats from full prefill, and share of tokens with the same likeliest one, over
+        full prefill's answer and its end.
+      nll: of the first right answer, nats a token; None where there is none.
+    """
+
+    kl: float
+    agreement: float
+    nll: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +52,7 @@ class Answered:
       first_kl: KL divergence in nats of the first token's distribution from that of full prefill.
       is_same: the tokens are those of full prefill.
       focus_cut_layer: first layer that ran without what was outside the focus, None where all layers ran with all.
+      forced: `Forced`, where it was asked for and the way has one prompt.
     """
 
     question: QAQuestion
@@ -49,41 +64,52 @@ class Answered:
     first_kl: float
     is_same: bool
     focus_cut_layer: int | None = None
+    forced: Forced | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """All questions, answered one way, in their order."""
+    """All questions, answered one way, in their order; `state` of the store, None for full prefill."""
 
     way: Way
     answers: tuple[Answered, ...]
+    state: State | None = None
 
 
 def measure(
     model: LoadedModel,
     questions: Sequence[QAQuestion],
     ways: Sequence[Way],
-    others: Sequence[Document],
     directory: Path,
     *,
-    cached: Cached = "both",
+    states: Sequence[State] = ("prepared",),
     max_new_tokens: int = 32,
+    with_forced: bool = False,
     settings: dict[str, Any] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> list[Outcome]:
-    """Full prefill first, whether it is among `ways` or not, then each of these.
+    """Full prefill first, whether it is among `ways` or not, then in each state each of these.
+
+    In state "empty" only the first one: with nothing to reuse all are the same.
 
     Args:
-      others: passages that stand before each one when it is computed "behind others"; should answer no question.
-      directory: where the stores of reused passages go; empty or absent.
+      directory: where the stores of reused passages go, those of one state at a time; empty or absent.
+      with_forced: score given answers, too: two more prefills a question. Full prefill's logits stay in memory, 4 bytes
+        for each token of the vocabulary and of an answer.
       settings: further fields of `EngineConfig`.
       progress: called with a stage, and requests done and in all.
     """
     settings = settings or {}
-    passages = list(dict.fromkeys(document for question in questions for document in question.documents))
+    prompts = [question.documents for question in questions]
     reusing = [way for way in ways if way != FULL]
-    populations = dict.fromkeys(map(_population, reusing))
-    total = len(populations) * len(passages) * (2 if cached == "both" else 1) + (1 + len(reusing)) * len(questions)
+    ways_in = {state: reusing[:1] if state == "empty" else reusing for state in states}
+    stores: dict[tuple[State, _Population], Path] = {
+        (state, population): directory / state / "-".join([population[0], *map(str, population[1] or ())])
+        for state in states
+        for population in map(_population, ways_in[state])
+    }
+    total = sum(len(steps(state, prompts)) for state, _ in stores)
+    total += (1 + sum(map(len, ways_in.values()))) * len(questions)
     done = 0
 
     def tick(stage: str) -> None:
@@ -91,32 +117,20 @@ def measure(
         done += 1
         progress(stage, done, total)
 
-    stores: dict[_Population, str] = {}
-    for population in populations:
-        strategy, layers = population
-        stores[population] = (directory / "-".join([strategy, *map(str, layers or ())])).as_uri()
-        config = EngineConfig(store=stores[population], strategy=strategy, ranking_layers=layers, **settings)
-        with Engine(model, config) as engine:
-            for before in ((), others) if cached == "both" else ((),) if cached == "alone" else (others,):
-                for passage in passages:
-                    _store(engine, [one for one in before if one != passage], passage)
-                    tick("passages")
-    reference: list[Response] = []
-    outcomes = []
-    for way in (FULL, *reusing):
-        config = EngineConfig(
-            store=None if way == FULL else stores[_population(way)],
-            read_only=True,
-            strategy="prefix" if way.strategy in PASSAGE_BY_PASSAGE else way.strategy,
-            alpha=way.alpha,
-            recompute_ratio=way.recompute_ratio,
-            max_deviation=way.max_deviation,
-            fixes_positions=way.fixes_positions,
-            **{"focus_window": way.focus_window, "focus_rule": way.focus_rule, **settings},
-        )
-        outcomes.append(
-            _outcome(model, config, questions, way, reference, max_new_tokens, functools.partial(tick, str(way)))
-        )
+    asked = _Asked(model, questions, max_new_tokens, with_forced)
+    config = EngineConfig(read_only=True, **settings)
+    outcomes = [asked.outcome(FULL, config, None, functools.partial(tick, str(FULL)))]
+    for state in states:
+        for population in dict.fromkeys(map(_population, ways_in[state])):
+            strategy, layers = population
+            store = stores[state, population].as_uri()
+            config = EngineConfig(store=store, strategy=strategy, ranking_layers=layers, **settings)
+            fill(model, config, state, prompts, functools.partial(tick, f"passages, {state}"))
+        for way in ways_in[state]:
+            store = stores[state, _population(way)].as_uri()
+            config = EngineConfig(**{**way.settings, **settings, "store": store, "read_only": True})
+            outcomes.append(asked.outcome(way, config, state, functools.partial(tick, f"{way}, {state}")))
+        shutil.rmtree(directory / state, ignore_errors=True)
     return outcomes
 
 
@@ -133,46 +147,74 @@ def measure_store(
     Args:
       progress: called with requests done and in all.
     """
-    reference: list[Response] = []
-    outcomes = []
-    for number, way in enumerate((FULL, Way(config.strategy))):
-        own = dataclasses.replace(config, store=None) if way == FULL else dataclasses.replace(config, read_only=True)
-        before = number * len(questions)
-        done = iter(range(before + 1, before + len(questions) + 1))
-        tick = functools.partial(lambda done: progress(next(done), 2 * len(questions)), done)
-        outcomes.append(_outcome(model, own, questions, way, reference, max_new_tokens, tick))
-    return outcomes
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        progress(done, 2 * len(questions))
+
+    asked = _Asked(model, questions, max_new_tokens, with_forced=False)
+    full = asked.outcome(FULL, dataclasses.replace(config, store=None), None, tick)
+    return [full, asked.outcome(Way(config.strategy), dataclasses.replace(config, read_only=True), None, tick)]
 
 
-def _outcome(
-    model: LoadedModel,
-    config: EngineConfig,
-    questions: Sequence[QAQuestion],
-    way: Way,
-    reference: list[Response],
-    max_new_tokens: int,
-    tick: Callable[[], None],
-) -> Outcome:
-    """All questions answered by one engine; `reference` are full prefill's answers, or takes them."""
-    answers = []
-    with Engine(model, config) as engine:
-        for index, question in enumerate(questions):
-            answer = _answer(engine, question, way, max_new_tokens)
-            if way == FULL:
-                reference.append(answer.last)
-            answers.append(_answered(question, answer, reference[index]))
-            tick()
-    return Outcome(way, tuple(answers))
+class _Asked:
+    """Questions, and full prefill's answers to them, once these are there."""
+
+    def __init__(
+        self, model: LoadedModel, questions: Sequence[QAQuestion], max_new_tokens: int, with_forced: bool
+    ) -> None:
+        self._model = model
+        self._questions = questions
+        self._max_new_tokens = max_new_tokens
+        self._with_forced = with_forced
+        self._full: list[Response] = []
+        self._full_logits: list[np.ndarray] = []
+
+    def outcome(self, way: Way, config: EngineConfig, state: State | None, tick: Callable[[], None]) -> Outcome:
+        """All questions answered by one engine, full prefill first of all."""
+        answers = []
+        with Engine(self._model, config) as engine:
+            for index, question in enumerate(self._questions):
+                answer = _answer(engine, question, way, self._max_new_tokens)
+                if way == FULL:
+                    self._full.append(answer.last)
+                scores = None
+                if self._with_forced and way.strategy not in PASSAGE_BY_PASSAGE:
+                    scores = self._forced(engine, index, way)
+                answers.append(_answered(question, answer, self._full[index], scores))
+                tick()
+        return Outcome(way, tuple(answers), state)
+
+    def _forced(self, engine: Engine, index: int, way: Way) -> Forced:
+        model, question = self._model, self._questions[index]
+        assert model.tokenizer is not None and model.template is not None  # or no question was answered
+        builder = prompt_builder(model.tokenizer, model.template, engine.config.system_prompt)
+        parts = builder.build_chat([{"role": "user", "content": question.text}], question.documents)
+        logits = forced.forced_logits(
+            engine, parts, forced.drawn_tokens(self._full[index], min(model.eos_ids, default=0)), way.reuse
+        )
+        if way == FULL:
+            self._full_logits.append(logits)
+        nll = None
+        if question.answers and (right := self._right_tokens(index)):
+            nll = forced.nll(forced.forced_logits(engine, parts, right, way.reuse), right)
+        full = self._full_logits[index]
+        return Forced(forced.mean_kl(full, logits), forced.agreement(full, logits), nll)
+
+    def _right_tokens(self, index: int) -> list[int]:
+        """Of the first right answer, behind the white space that full prefill's answer begins with: what it is told
+        in differs between models."""
+        assert self._model.tokenizer is not None
+        text = self._full[index].text
+        space = text[: len(text) - len(text.lstrip())]
+        return self._model.tokenizer.encode(space + self._questions[index].answers[0].strip(), allow_special=False)
 
 
 def _population(way: Way) -> _Population:
     """What the stored passages of a way depend on: strategy and ranking layers of the engine that computes them."""
     return "h2o" if way.strategy == "h2o" else "auto", way.ranking_layers
-
-
-def _store(engine: Engine, before: Sequence[Document], passage: Document) -> None:
-    """Has the passage computed behind others and kept."""
-    engine.generate("?", [*before, passage], max_new_tokens=1, reuse="exact", truncate=False)
 
 
 def _answer(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int) -> Combined:
@@ -194,7 +236,7 @@ def _answer(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int)
     return Combined(response, (response,), response.ttft_s)
 
 
-def _answered(question: QAQuestion, answer: Combined, full: Response) -> Answered:
+def _answered(question: QAQuestion, answer: Combined, full: Response, scores: Forced | None) -> Answered:
     response = answer.last
     parts = [report for call in answer.calls for report in call.reuse.per_document if report.role == "document"]
     num_tokens = sum(part.num_tokens for part in full.reuse.per_document if part.role == "document")
@@ -208,6 +250,7 @@ def _answered(question: QAQuestion, answer: Combined, full: Response) -> Answere
         first_kl=kl_divergence(_logits(full), _logits(response)),
         is_same=response.token_ids == full.token_ids,
         focus_cut_layer=response.reuse.focus_cut_layer,
+        forced=scores,
     )
 
 

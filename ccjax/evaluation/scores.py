@@ -26,6 +26,14 @@ def exact_match(answer: str, reference: str) -> float:
     return float(words(answer) == words(reference))
 
 
+def contains(answer: str, reference: str) -> float:
+    """1 if the answer has the reference's words, one behind the other, else 0; for models that answer in sentences."""
+    own, wanted = words(answer), words(reference)
+    if not wanted:
+        return float(not own)
+    return float(any(own[start : start + len(wanted)] == wanted for start in range(len(own) - len(wanted) + 1)))
+
+
 def token_f1(answer: str, reference: str) -> float:
     """Harmonic mean of precision and recall over words, each counted as often as it occurs; of two empty ones 1."""
     own, wanted = collections.Counter(words(answer)), collections.Counter(words(reference))
@@ -57,7 +65,7 @@ def _rouge_scorer() -> Callable[[str, str], float]:
 
 
 TEXT_SCORES: Mapping[str, Callable[[str, str], float]] = MappingProxyType(
-    {"exact_match": exact_match, "f1": token_f1, "jaccard": jaccard, "rouge_l": rouge_l}
+    {"exact_match": exact_match, "contains": contains, "f1": token_f1, "jaccard": jaccard, "rouge_l": rouge_l}
 )
 
 
@@ -75,15 +83,20 @@ class Interval:
     high: float
 
 
-def mean_interval(values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0) -> Interval:
+def mean_interval(
+    values: Sequence[float], *, may_be_share: bool = True, num_resamples: int = 2000, seed: int = 0
+) -> Interval:
     """Mean over questions. The interval of a share, where each value is 0 or 1, is Wilson's, which has a width even
     where all are equal; that of other means is the percentile bootstrap's.
+
+    Args:
+      may_be_share: False for values that are no shares even where all are 0, such as differences.
 
     Raises:
       ValueError: fewer than two values.
     """
     _check_several(values)
-    if _is_binary(values):
+    if may_be_share and _is_binary(values):
         return _wilson(int(sum(values)), len(values))
     return _bootstrap((values,), np.mean, num_resamples, seed)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ccjax.policy._checks import check_count
 from ccjax.policy.focus import check_focus_rule
@@ -18,6 +19,7 @@ FIXED = ("full", "prefix", "set", "reuse")
 """Strategies that recompute nothing of what they reuse."""
 PASSAGE_BY_PASSAGE = ("map_rerank", "map_reduce")
 """Ways that never put the passages into one prompt (CacheBlend sec. 7)."""
+_WITHOUT_SHARE = ("default", *FIXED, *PASSAGE_BY_PASSAGE)
 _SPEC = re.compile(
     r"(?P<strategy>[a-z0-9_]+)(@(?P<layers>\d+(,\d+)*))?(?P<old>/old)?(/(?P<rule>[a-z_]+)(?P<window>\d+))?((?P<sign>[:~])(?P<number>[0-9.]+))?"
 )
@@ -28,7 +30,8 @@ class Way:
     """One way to answer.
 
     Attributes:
-      strategy: a name of `ccjax.policy.strategies` or of `PASSAGE_BY_PASSAGE`.
+      strategy: a name of `ccjax.policy.strategies` or of `PASSAGE_BY_PASSAGE`; "default" for an engine's default
+        options, whatever they are.
       recompute_ratio: share of the reused passages that is recomputed; None leaves it to CacheCraft eq. 12.
       ranking_layers: of `EngineConfig`, when the passages were computed.
       fixes_positions: of `EngineConfig`; False is CacheCraft table 3's reuse without it.
@@ -52,6 +55,21 @@ class Way:
         return "off" if self.strategy == "full" else "bounded"
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of `EngineConfig` that answer so."""
+        if self.strategy == "default":
+            return {}
+        return {
+            "strategy": "prefix" if self.strategy in PASSAGE_BY_PASSAGE else self.strategy,
+            "alpha": self.alpha,
+            "recompute_ratio": self.recompute_ratio,
+            "max_deviation": self.max_deviation,
+            "fixes_positions": self.fixes_positions,
+            "focus_window": self.focus_window,
+            "focus_rule": self.focus_rule,
+        }
+
+    @property
     def series(self) -> str:
         """The way without its share."""
         layers = "" if self.ranking_layers is None else "@" + ",".join(map(str, self.ranking_layers))
@@ -66,12 +84,13 @@ class Way:
 
 
 FULL = Way("full")
+DEFAULT = Way("default")
 
 
 def parse_way(text: str) -> Way:
     """`strategy[@layer,layer][/old][/rule window][:ratio]`, as in `cachecraft@0,1/entropy3:0.15`: the layers whose
     attention ranked tokens, `/old` for keys that stay at their old positions, rule and window of the focus cut, the
-    share to recompute; or `auto~deviation` for what deviates more.
+    share to recompute; or `auto~deviation` for what deviates more. `default` stands for the default options.
 
     Raises:
       ValueError: no such strategy or rule, a share outside 0 to 1, or one of these for a strategy that recomputes
@@ -82,10 +101,12 @@ def parse_way(text: str) -> Way:
         wanted = "strategy[@layer,layer][/old][/rule window][:ratio or ~deviation]"
         raise ValueError(f"way: wanted {wanted}, got {text!r}")
     strategy, layers, text_of_number = match["strategy"], match["layers"], match["number"]
-    known = (*STRATEGIES, *PASSAGE_BY_PASSAGE)
+    known = ("default", *STRATEGIES, *PASSAGE_BY_PASSAGE)
     if strategy not in known:
         raise ValueError(f"way: wanted one of {', '.join(known)}, got {strategy!r}")
-    if strategy in (*FIXED, *PASSAGE_BY_PASSAGE) and (text_of_number or layers or match["window"]):
+    if strategy == "default" and text != strategy:
+        raise ValueError(f"way: the default options are taken as they are, got {text!r}")
+    if strategy in _WITHOUT_SHARE and (text_of_number or layers or match["window"]):
         raise ValueError(f"way: {strategy} recomputes nothing of what it reuses, got {text!r}")
     if strategy in ("full", *PASSAGE_BY_PASSAGE) and match["old"]:
         raise ValueError(f"way: {strategy} moves no passage, got {text!r}")
@@ -112,7 +133,7 @@ def expand(texts: Iterable[str], ratios: Sequence[float]) -> tuple[Way, ...]:
     """Each way (`parse_way`), with each share where it names none and could have one."""
     ways: list[Way] = []
     for way in map(parse_way, texts):
-        is_whole = way.strategy in (*FIXED, *PASSAGE_BY_PASSAGE) or way.max_deviation is not None
+        is_whole = way.strategy in _WITHOUT_SHARE or way.max_deviation is not None
         is_whole = is_whole or way.recompute_ratio is not None
         ways += [way] if is_whole else [dataclasses.replace(way, recompute_ratio=ratio) for ratio in ratios]
     return tuple(dict.fromkeys(ways))

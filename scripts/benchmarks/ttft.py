@@ -1,7 +1,8 @@
-"""Time to first token: full prefill, naive reuse and Cache-Craft, and Hugging Face transformers, side by side.
+"""Time to first token: the default options on a real model; full prefill, reuse and Cache-Craft on random weights.
 
-Every ccjax case goes through the public engine: plan, load, merge, compute, first token. The prompt is a system prompt,
-eight passages in an order that was never seen before, and a question; weights are random, so only time is measured.
+Hugging Face transformers and llama.cpp stand beside them. Every ccjax case goes through the public engine: plan, load,
+merge, compute, first token. The prompt is a system prompt, eight passages in an order that was never seen before, and a
+question; only time is measured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +24,7 @@ from ccjax.engine.loading import LoadedModel
 from ccjax.engine.warmup import BatchSizes, compile_pack
 from ccjax.types import ReuseMode
 from models.llama3 import LlamaConfig, Params, init_params
-from scripts.benchmarks import transformers_peer
+from scripts.benchmarks import transformers_peer, ttft_default
 from scripts.benchmarks.common import environment, median
 from scripts.progress import bars
 from scripts.serving.values import positive_int
@@ -31,9 +34,13 @@ NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--context-tokens", type=positive_int, nargs="+", help="prompt lengths (default 2048 4096)")
+    text = "prompt lengths (default 1024 2048 on the real model, 2048 4096 on random weights)"
+    parser.add_argument("--context-tokens", type=positive_int, nargs="+", help=text)
     parser.add_argument("--repetitions", type=positive_int, default=5, help="runs per case; the median counts")
-    parser.add_argument("--no-peers", action="store_true", help="leave transformers out even where it is installed")
+    parser.add_argument(
+        "--no-peers", action="store_true", help="leave transformers and llama.cpp out, installed or not"
+    )
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder with llama-bench (default: from PATH)")
 
 
 @dataclasses.dataclass
@@ -65,10 +72,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
     with bars() as progress:
+        real = arguments.context_tokens or ([256] if arguments.quick else [1024, 2048])
+        default_rows, default_peers, skipped = ttft_default.measure(arguments, real, repetitions, progress)
         task = progress.add_task("compile, then measure", total=len(lengths) * (repetitions + 2))
         for length in lengths:
             prompts = _Prompts(config.vocab_size, length)
             cases = _cases(params, config, length, prompts.original())
+            if not arguments.quick:  # half of its minute
+                _compile_packs(cases[0].engine, length)
             progress.advance(task)
             peer_s = []
             for _ in range(repetitions + 1):
@@ -82,14 +93,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 case.engine.close()
                 runs_s = case.runs_s[1:]  # the first run is not counted, for any case
                 figures = {"ttft_s": median(runs_s), "runs_s": runs_s, "computed_share": median(case.shares[1:])}
-                rows.append({"context_tokens": length, **case.description, **figures})
+                rows.append({"context_tokens": length, "model": "random", **case.description, **figures})
             if peer is not None:
-                name = {"name": "transformers", "context_tokens": length}
+                name = {"name": "transformers", "model": "random", "context_tokens": length}
                 peers.append({**name, "ttft_s": median(peer_s[1:]), "runs_s": peer_s[1:]})
-    _print(rows, peers)
+    rows, peers = [*default_rows, *rows], [*default_peers, *peers]
+    _print(rows, peers, skipped)
     shapes_of = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff}
     shapes_of |= {"system_tokens": NUM_SYSTEM, "question_tokens": NUM_QUESTION, "passages": NUM_PASSAGES}
-    figures = {"shapes": {**shapes_of, "dtype": "float32"}, "cases": rows, "peers": peers}
+    figures = {"shapes": {**shapes_of, "dtype": "float32"}, "cases": rows, "peers": peers, "skipped": skipped}
     return {"benchmark": "ttft", **environment(), **figures}
 
 
@@ -117,7 +129,7 @@ class _Prompts:
 
 
 def _cases(params: Params, config: LlamaConfig, length: int, original: list[list[int]]) -> list[Case]:
-    """All ways to answer, each with the passages stored in their original order, and every size compiled."""
+    """All ways to answer, each with the passages stored in their original order."""
     model = LoadedModel("random", config, params, None, None, frozenset(), "ttft")
 
     def case(strategy: str, ratio: float, reuse: Any, **settings: Any) -> Case:
@@ -135,25 +147,36 @@ def _cases(params: Params, config: LlamaConfig, length: int, original: list[list
         cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio))
         cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio, focus_window=None))
         cases[-2].description["focus"], cases[-1].description["focus"] = True, False
-    engine, sizes = cases[0].engine, BatchSizes(length)  # where the focus cut falls decides which a prompt needs
-    for count, slots in sizes.packs():
-        if slots == slot_bucket(length):
-            compile_pack(engine._prefiller, engine._pool, (count, slots, sizes.num_segments))
     return cases
 
 
-def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:
-    full = {row["context_tokens"]: row["ttft_s"] for row in rows if row["strategy"] == "full"}
-    table = Table("context", "strategy", "recompute", "focus cut", "computed", "TTFT s", "faster than full")
-    for row in rows:
-        length = row["context_tokens"]
+def _compile_packs(engine: Engine, length: int) -> None:
+    """Compiles every size: where the focus cut falls decides which a prompt needs."""
+    sizes = BatchSizes(length)
+    for count, slots in sizes.packs():
+        if slots == slot_bucket(length):
+            compile_pack(engine._prefiller, engine._pool, (count, slots, sizes.num_segments))
+
+
+def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]], skipped: list[str]) -> None:
+    # Nothing is reused of an empty store.
+    is_full = lambda row: row["strategy"] == "full" or row.get("state") == "empty"  # noqa: E731
+    full = {(row["model"], row["context_tokens"]): row["ttft_s"] for row in rows if is_full(row)}
+    table = Table("model", "context", "strategy", "store", "recompute", "focus cut", "computed", "TTFT s", "faster")
+    for row in [*rows, *peers]:
         focus = "" if "focus" not in row else "on" if row["focus"] else "off"
-        speedup = full[length] / row["ttft_s"]
-        share = f"{row['computed_share']:.1%}"
-        ttft = f"{row['ttft_s']:.3f}"
-        table.add_row(str(length), row["strategy"], f"{row['ratio']:.0%}", focus, share, ttft, f"{speedup:.2f}x")
-    for row in peers:
-        length = row["context_tokens"]
-        speedup = full[length] / row["ttft_s"]
-        table.add_row(str(length), row["name"], "", "", "", f"{row['ttft_s']:.3f}", f"{speedup:.2f}x")
-    Console().print(table)
+        table.add_row(
+            row["model"],
+            str(row["context_tokens"]),
+            row.get("strategy") or row["name"],
+            row.get("state", ""),
+            f"{row['ratio']:.0%}" if "ratio" in row else "",
+            focus,
+            f"{row['computed_share']:.1%}" if "computed_share" in row else "",
+            f"{row['ttft_s']:.3f}",
+            f"{full[row['model'], row['context_tokens']] / row['ttft_s']:.2f}x",
+        )
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for reason in skipped:
+        console.print(f"SKIPPED {reason}", highlight=False, markup=False)

@@ -15,16 +15,15 @@ if TYPE_CHECKING:
     from ccjax.engine.loading import LoadedModel
     from ccjax.evaluation.measure import Outcome
     from ccjax.evaluation.questions import QAQuestion
+    from ccjax.evaluation.states import State
     from ccjax.evaluation.ways import Way
-    from ccjax.types import Document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of how questions are answered."""
-    text = "how passages were computed: alone, behind two other passages, or first alone and then so (default both)"
-    parser.add_argument("--cached", choices=("alone", "behind others", "both"), default="both", help=text)
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")
+    parser.add_argument("--prompt", metavar="TEXT", help="system prompt (default: the built-in one)")
     parser.add_argument("--quantization", choices=("int8", "fp8"), help="as it will be served")
     parser.add_argument("--tokenizer", metavar="DIR", help="directory with other tokenizer files than the model's own")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="as it will be served")
@@ -44,10 +43,12 @@ def run(
     args: argparse.Namespace,
     model: LoadedModel,
     questions: Sequence[QAQuestion],
-    others: Sequence[Document],
     ways: Sequence[Way],
+    states: Sequence[State],
     progress: Progress,
     description: str = "",
+    *,
+    with_forced: bool = False,
 ) -> list[Outcome]:
     """`ccjax.evaluation.measure.measure`, with stores in a directory that goes away."""
     from ccjax.evaluation.measure import measure
@@ -62,11 +63,11 @@ def run(
             model,
             questions,
             ways,
-            others,
             Path(directory),
-            cached=args.cached,
+            states=states,
             max_new_tokens=args.max_tokens,
-            settings={"max_model_len": args.max_model_len},
+            with_forced=with_forced,
+            settings={"max_model_len": args.max_model_len, "system_prompt": args.prompt},
             progress=show,
         )
     progress.remove_task(task)

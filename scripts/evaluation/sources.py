@@ -1,18 +1,17 @@
-"""The questions of an evaluation and the passages that stand before theirs when these are computed. Knows no model."""
+"""The questions of an evaluation. Knows no model."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scripts.evaluation import squad5
+
 if TYPE_CHECKING:
     from ccjax.evaluation.questions import QAQuestion
-    from ccjax.types import Document
-
-NUM_OTHERS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> None:
@@ -21,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> Non
     parser.add_argument(
         "--questions",
         default="demo",
-        help="JSONL file with question, docs and answers a line; demo (default) draws them from towns of the demo",
+        help="JSONL file with question, docs and answers a line; demo (default) draws them from towns of the demo, "
+        "squad5 takes SQuAD's in the data folder, over five passages each",
     )
     parser.add_argument(
         "--limit", type=int, help="questions of the file, or of each kind of the demo (default all; 60)"
@@ -42,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> Non
         "--data",
         type=Path,
         default=Path(data) if data else None,
-        help="folder with tokenizer_llama3/, for random models",
+        help="folder with qa/ for squad5, and tokenizer_llama3/ for random models (default $CCJAX_TEST_DATA)",
     )
 
 
-def questions_and_others(args: argparse.Namespace) -> tuple[tuple[QAQuestion, ...], tuple[Document, ...]]:
-    """The questions, and `NUM_OTHERS` passages that answer none of them.
+def questions_of(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
+    """The questions that the options choose.
 
     Raises:
       ValueError: an option is out of range, or the file is not as it should be; names it.
@@ -59,32 +59,25 @@ def questions_and_others(args: argparse.Namespace) -> tuple[tuple[QAQuestion, ..
     return _of_demo(args) if args.questions == "demo" else _of_file(args)
 
 
-def _of_demo(args: argparse.Namespace) -> tuple[tuple[QAQuestion, ...], tuple[Document, ...]]:
-    from ccjax.demo.evaluate import TEST_WEIGHTS
-    from ccjax.demo.world import KINDS, Difficulty, sample_context
+def _of_demo(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
+    from ccjax.demo.world import KINDS
     from ccjax.evaluation.questions import demo_questions
-    from ccjax.types import Document
 
     unknown = [kind for kind in args.kinds or () if kind not in KINDS]
     if unknown:
         raise ValueError(f"--kinds: wanted some of {', '.join(KINDS)}, got {unknown[0]!r}")
-    questions = demo_questions(
-        args.limit or 60, args.passages or (4, 5, 6, 7, 8), kinds=args.kinds or KINDS, seed=args.seed
-    )
-    rng = random.Random(f"{args.seed}/others")
-    town = sample_context(rng, Difficulty(NUM_OTHERS, TEST_WEIGHTS, min_words=24), 1)
-    return questions, tuple(Document(passage.text, title=passage.title) for passage in town.passages)
+    return demo_questions(args.limit or 60, args.passages or (4, 5, 6, 7, 8), kinds=args.kinds or KINDS, seed=args.seed)
 
 
-def _of_file(args: argparse.Namespace) -> tuple[tuple[QAQuestion, ...], tuple[Document, ...]]:
+def _of_file(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
     from ccjax.evaluation.questions import read_questions
 
     if args.passages and len(args.passages) > 1:
         raise ValueError(f"--passages: wanted one number for the questions of a file, got {args.passages}")
-    found = read_questions(Path(args.questions), num_documents=args.passages[0] if args.passages else None)
-    questions = found[: args.limit]
-    asked = {document.text for question in questions for document in question.documents}
-    others = [document for question in reversed(found) for document in question.documents if document.text not in asked]
-    if len(others) < NUM_OTHERS:  # all of the file is asked: any two, and none stands before itself
-        others = list(found[-1].documents)
-    return questions, tuple(others[:NUM_OTHERS])
+    count = args.passages[0] if args.passages else None
+    if args.questions != "squad5":
+        return read_questions(Path(args.questions), limit=args.limit, num_documents=count)
+    if args.data is None:
+        raise ValueError(f"--data: wanted a folder with {squad5.SOURCE} for squad5, got none")
+    found = squad5.squad5(read_questions(args.data / squad5.SOURCE))[: args.limit]
+    return tuple(dataclasses.replace(one, documents=one.documents[:count]) for one in found)

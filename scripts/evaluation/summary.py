@@ -15,9 +15,10 @@ from ccjax.evaluation.scores import TEXT_SCORES, best, mean_interval, ratio_inte
 def figures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """For each way its scores; the first outcome is full prefill's.
 
-    `against_full`: the same scores with full prefill's text in place of the right answers. `of_full`: exact match (F1
-    where no full answer matches) over that of full prefill, the questions drawn in pairs. `kinds`: exact match by kind.
-    Means of the scores against right answers are over the questions that have any.
+    `against_full`: the same scores with full prefill's text in place of the right answers. `of_full`: right answers in
+    the text (F1 where full prefill has none) over those of full prefill, the questions drawn in pairs. `kinds`: exact
+    match by kind. Means of the scores against right answers are over the questions that have any. `forced`: scores of
+    given answers; `nll_difference` is the mean over questions of what the way has more than full prefill.
     """
     full = outcomes[0]
     return [_way(outcome, full) for outcome in outcomes]
@@ -36,6 +37,7 @@ def _way(outcome: Outcome, full: Outcome) -> dict[str, Any]:
     kinds = dict.fromkeys(one.question.kind for one in answers if one.question.kind)
     return {
         "way": str(way),
+        "state": outcome.state,
         "series": way.series,
         "strategy": way.strategy,
         "ratio": way.recompute_ratio,
@@ -47,9 +49,29 @@ def _way(outcome: Outcome, full: Outcome) -> dict[str, Any]:
         "gold": {name: _interval(values) for name, values in gold.items()} if len(known) > 1 else {},
         "of_full": _of_full(gold, full_gold) if len(known) > 1 else None,
         "against_full": {name: _interval(values) for name, values in against.items()},
-        "first_kl": _interval([one.first_kl for one in answers]),
+        "first_kl": _interval([one.first_kl for one in answers], may_be_share=False),
         "same_share": _interval([float(one.is_same) for one in answers]),
+        "forced": _forced(outcome, full),
         "kinds": {kind: _of_kind(outcome, full, kind) for kind in kinds},
+    }
+
+
+def _forced(outcome: Outcome, full: Outcome) -> dict[str, Any] | None:
+    pairs = [
+        (own.forced, whole.forced)
+        for own, whole in zip(outcome.answers, full.answers, strict=True)
+        if own.forced is not None and whole.forced is not None
+    ]
+    if not pairs:
+        return None
+    known = [(own.nll, whole.nll) for own, whole in pairs if own.nll is not None and whole.nll is not None]
+    has_nll = len(known) > 1
+    return {
+        "kl": _interval([own.kl for own, _ in pairs], may_be_share=False),
+        "median_kl": float(np.median([own.kl for own, _ in pairs])),
+        "agreement": _interval([own.agreement for own, _ in pairs]),
+        "nll": _interval([own for own, _ in known], may_be_share=False) if has_nll else None,
+        "nll_difference": _interval([own - whole for own, whole in known], may_be_share=False) if has_nll else None,
     }
 
 
@@ -68,7 +90,7 @@ def _of_kind(outcome: Outcome, full: Outcome, kind: str) -> dict[str, Any]:
 
 
 def _of_full(gold: dict[str, list[float]], full_gold: dict[str, list[float]]) -> dict[str, Any] | None:
-    for name in ("exact_match", "f1"):
+    for name in ("contains", "f1"):
         interval = ratio_interval(gold[name], full_gold[name])
         if interval is not None:
             return {"score": name, **dataclasses.asdict(interval)}
@@ -79,8 +101,8 @@ def _gold(answered: Answered, name: str) -> float:
     return best(TEXT_SCORES[name], answered.text, answered.question.answers)
 
 
-def _interval(values: Sequence[float]) -> dict[str, float]:
-    return dataclasses.asdict(mean_interval(values))
+def _interval(values: Sequence[float], *, may_be_share: bool = True) -> dict[str, float]:
+    return dataclasses.asdict(mean_interval(values, may_be_share=may_be_share))
 
 
 def _mean(values: Any) -> float:

@@ -9,18 +9,23 @@ from typing import Any
 from rich.table import Table
 
 COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:cyan", "tab:olive")
-_HEAD = (
+_AGAINST_FULL = (
     "way",
     "computed",
-    "exact match",
-    "F1",
-    "Jaccard",
-    "ROUGE-L",
-    "of full",
+    "TTFT",
+    "answer's KL",
+    "likeliest token",
     "same answer",
     "first-token KL",
-    "TTFT",
+    "NLL of right answer",
 )
+_AGAINST_GOLD = ("way", "right in text", "of full", "exact match", "F1", "Jaccard", "ROUGE-L")
+_STATES = {
+    "empty": "nothing was computed before",
+    "alone": "passages computed alone",
+    "prepared": "passages prepared",
+    "seen": "an earlier prompt seen",
+}
 
 Rows = tuple[str, Sequence[str], list[list[str]]]
 """Title, head, cells."""
@@ -40,11 +45,12 @@ def rich_tables(result: Mapping[str, Any]) -> list[Table]:
 def markdown(result: Mapping[str, Any], title: str, picture: Path | None) -> str:
     """The same as a page, with the picture in it."""
     about, versions = result["evaluation"], result["versions"]
+    prompt = f"system prompt `{about['prompt']}`, " if about["prompt"] else ""
     lines = [f"# {title}", ""]
     lines += [
-        f"Model `{about['model']}`, questions `{Path(about['questions']).name}` ({about['num_questions']}), passages "
-        f"computed {_CACHED[about['cached']]}, greedy answers of up to {about['max_tokens']} tokens, {about['dtype']}. "
-        f"{result['machine']} ({result['device']}), jax {versions['jax']}, {result['date']}.",
+        f"Model `{about['model']}`, questions `{Path(about['questions']).name}` ({about['num_questions']}), {prompt}"
+        f"greedy answers of up to {about['max_tokens']} tokens, {about['dtype']}. {result['machine']} "
+        f"({result['device']}), jax {versions['jax']}, {result['date']}.",
         "",
     ]
     for name, head, rows in _tables(result):
@@ -55,41 +61,53 @@ def markdown(result: Mapping[str, Any], title: str, picture: Path | None) -> str
     return "\n".join(lines) + "\n"
 
 
-_CACHED = {
-    "alone": "alone",
-    "behind others": "behind two other passages",
-    "both": "alone and then behind two other passages",
-}
-
-
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
 def _tables(result: Mapping[str, Any]) -> list[Rows]:
-    ways = result["ways"]
-    found: list[Rows] = [("All questions", _HEAD, [_row(way) for way in ways])]
-    kinds = ways[0]["kinds"]
-    if len(kinds) > 1:
-        rows = [[way["way"], _share(way["computed_share"]), *map(_kind, way["kinds"].values())] for way in ways]
-        if all(one["guess"] is not None for one in kinds.values()):
-            rows.append(["best guess", "", *[_share(one["guess"]) for one in kinds.values()]])
-        found.append(("Exact match by kind of question", ("way", "computed", *kinds), rows))
+    """For each state of the store against full prefill, against right answers and by kind of question; the default
+    options come first, then full prefill."""
+    full, *others = result["ways"]
+    found: list[Rows] = []
+    for state in dict.fromkeys(way["state"] for way in others):
+        own = [way for way in others if way["state"] == state]
+        ways = sorted([full, *own], key=lambda way: way["way"] != "default")
+        title = _STATES[state].capitalize()
+        found.append((title, _AGAINST_FULL, [_against_full(way) for way in ways]))
+        if full["gold"]:
+            found.append((f"{title}: right answers", _AGAINST_GOLD, [_against_gold(way) for way in ways]))
+        kinds = full["kinds"]
+        if len(kinds) > 1:
+            rows = [[way["way"], _share(way["computed_share"]), *map(_kind, way["kinds"].values())] for way in ways]
+            if all(one["guess"] is not None for one in kinds.values()):
+                rows.append(["best guess", "", *[_share(one["guess"]) for one in kinds.values()]])
+            found.append((f"{title}: exact match by kind of question", ("way", "computed", *kinds), rows))
     return found
 
 
-def _row(way: Mapping[str, Any]) -> list[str]:
-    gold, of_full = way["gold"], way["of_full"]
-    scores = [_percent(gold[name]) if gold else "" for name in ("exact_match", "f1", "jaccard", "rouge_l")]
-    kl = way["first_kl"]
-    against = [
-        "" if of_full is None else _percent(of_full),
-        _percent(way["same_share"]),
-        f"{kl['mean']:.3g} ({kl['low']:.3g} to {kl['high']:.3g})",
-    ]
+def _against_full(way: Mapping[str, Any]) -> list[str]:
+    forced = way["forced"]
+    cells = [way["way"], _share(way["computed_share"]), f"{way['ttft_s'] * 1e3:.0f} ms"]
+    nll = f"{forced['nll']['mean']:.3f}" if forced and forced["nll"] else ""
     if way["strategy"] == "full":  # against itself
-        against = [""] * len(against)
-    return [way["way"], _share(way["computed_share"]), *scores, *against, f"{way['ttft_s'] * 1e3:.0f} ms"]
+        return [*cells, "", "", "", "", nll]
+    if forced and forced["nll"]:
+        nll += f", {_number(forced['nll_difference'], '+.3f')}"
+    cells += [_number(forced["kl"]), _percent(forced["agreement"])] if forced else ["", ""]
+    return [*cells, _percent(way["same_share"]), _number(way["first_kl"]), nll]
+
+
+def _against_gold(way: Mapping[str, Any]) -> list[str]:
+    gold, of_full = way["gold"], way["of_full"]
+    kept = "" if of_full is None or way["strategy"] == "full" else _percent(of_full)
+    scores = [_percent(gold[name]) for name in ("exact_match", "f1", "jaccard", "rouge_l")]
+    return [way["way"], _percent(gold["contains"]), kept, *scores]
+
+
+def _number(interval: Mapping[str, float], form: str = ".3g") -> str:
+    mean, low, high = (format(interval[name], form) for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
 
 
 def _kind(one: Mapping[str, Any]) -> str:
@@ -114,20 +132,22 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "ccjax"  # the same bytes for the same figures
     from matplotlib import pyplot
 
-    ways = result["ways"]
-    kinds = list(ways[0]["kinds"]) or [""]
+    full, *rest = result["ways"]
+    kinds = list(full["kinds"]) or [""]
     figure, panels = pyplot.subplots(
         1, len(kinds), figsize=(2.4 + 3.4 * len(kinds), 3.6), sharey=True, squeeze=False, layout="constrained"
     )
-    full, *rest = ways
-    series = dict.fromkeys(way["series"] for way in rest)
+    has_states = len({way["state"] for way in rest}) > 1
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    for way in rest:
+        name = f"{way['series']}, {way['state']}" if has_states else way["series"]
+        series.setdefault(name, []).append(way)
     for panel, kind in zip(panels[0], kinds, strict=True):
         panel.axhline(100.0 * _score(full, kind)["mean"], color="black", linewidth=1, label="full prefill")
         guess = full["kinds"][kind]["guess"] if kind else None
         if guess is not None:
             panel.axhline(100.0 * guess, color="grey", linewidth=1, linestyle=":", label="best guess")
-        for number, name in enumerate(series):
-            own = [way for way in rest if way["series"] == name]
+        for number, (name, own) in enumerate(series.items()):
             scores = [_score(way, kind) for way in own]
             means = [100.0 * score["mean"] for score in scores]
             below = [100.0 * (score["mean"] - score["low"]) for score in scores]
@@ -144,7 +164,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
                 label=name,
             )
         panel.set(title=kind.replace("_", " "), xlabel="computed passage tokens, %", ylim=(0, 102))
-    panels[0][0].set_ylabel("right answers, %" if ways[0]["gold"] else "answers of full prefill, %")
+    panels[0][0].set_ylabel("right answers, %" if full["gold"] else "answers of full prefill, %")
     panels[0][-1].legend(fontsize="x-small", loc="lower right")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

@@ -10,6 +10,7 @@ from scipy import stats
 from ccjax.evaluation.scores import (
     TEXT_SCORES,
     best,
+    contains,
     exact_match,
     jaccard,
     mean_interval,
@@ -25,6 +26,14 @@ def test_words_are_compared_as_squad_does():
     assert exact_match("The blue boat.", "blue  Boat") == 1.0
     assert exact_match("boat blue", "blue boat") == 0.0
     assert exact_match("another", "other") == 0.0, "an article is a whole word"
+
+
+def test_an_answer_contains_words_in_a_row():
+    assert contains("It was the Blue boat, I think.", "blue boat") == 1.0
+    assert contains("The boat was blue.", "blue boat") == 0.0, "in another order"
+    assert contains("blue old boat", "blue boat") == 0.0, "not in a row"
+    assert contains("1308 points", "308") == contains("", "308") == 0.0, "whole words"
+    assert (contains("", "the"), contains("boat", "the")) == (1.0, 0.0), "of a reference without words"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +63,7 @@ def test_rouge_l_is_the_packages_with_stemming():
 
 def test_of_several_references_the_best_counts():
     assert best(token_f1, "red boat", ["blue", "red", "red boat"]) == 1.0
-    assert set(TEXT_SCORES) == {"exact_match", "f1", "jaccard", "rouge_l"}
+    assert set(TEXT_SCORES) == {"exact_match", "contains", "f1", "jaccard", "rouge_l"}
 
 
 @pytest.mark.parametrize("is_share", [True, False], ids=["Wilson", "bootstrap"])
@@ -79,6 +88,8 @@ def test_shares_have_wilsons_interval_also_where_all_answers_are_right():
     some = mean_interval([1.0] * 6 + [0.0] * 2)
     wanted = stats.binomtest(6, 8).proportion_ci(0.95, "wilson")
     assert (some.low, some.high) == (wanted.low, wanted.high)
+    nothing = mean_interval([0.0] * 8, may_be_share=False)
+    assert (nothing.low, nothing.high) == (0.0, 0.0), "differences that are all 0 are no share"
     kept = ratio_interval([1.0] * 6 + [0.0] * 4, [1.0] * 8 + [0.0] * 2)
     assert kept is not None and (kept.mean, kept.low, kept.high) == (0.75, wanted.low, wanted.high)
 

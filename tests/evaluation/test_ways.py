@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ccjax.evaluation.ways import FULL, Way, expand, parse_way
+from ccjax.engine import EngineConfig
+from ccjax.evaluation.ways import DEFAULT, FULL, Way, expand, parse_way
 
 
 @pytest.mark.parametrize(
     ("text", "way"),
     [
         ("full", FULL),
+        ("default", DEFAULT),
         ("reuse", Way("reuse")),
         ("auto", Way("auto")),
         ("cachecraft:0.15", Way("cachecraft", 0.15)),
@@ -34,7 +36,7 @@ def test_text_and_way(text, way):
         ("", "strategy"),
         ("cachecraft:", "strategy"),
         ("cachecraft@:0.1", "strategy"),
-        ("best:0.1", "wanted one of full"),
+        ("best:0.1", "wanted one of default"),
         ("cachecraft:1.5", "share from 0 to 1"),
         ("cachecraft:0.1.2", "share from 0 to 1"),
         ("reuse:0.1", "recomputes nothing"),
@@ -42,6 +44,8 @@ def test_text_and_way(text, way):
         ("map_reduce:0.1", "recomputes nothing"),
         ("cachecraft~0.3", "only auto"),
         ("auto~1.2.3", "share from 0 to 1"),
+        ("default:0.1", "as they are"),
+        ("default/old", "as they are"),
         ("full/old", "moves no passage"),
         ("map_reduce/old", "moves no passage"),
         ("cachecraft:0.1/old", "strategy"),
@@ -57,8 +61,11 @@ def test_bad_text_is_named(text, message):
 
 
 def test_shares_are_for_strategies_that_recompute_and_have_none_of_their_own():
-    found = expand(["reuse", "auto", "random:0.5", "auto", "auto~2", "map_reduce", "cachecraft/old"], [0.1, 0.2])
+    found = expand(
+        ["default", "reuse", "auto", "random:0.5", "auto", "auto~2", "map_reduce", "cachecraft/old"], [0.1, 0.2]
+    )
     wanted = [
+        "default",
         "reuse",
         "auto:0.1",
         "auto:0.2",
@@ -71,3 +78,11 @@ def test_shares_are_for_strategies_that_recompute_and_have_none_of_their_own():
     assert list(map(str, found)) == wanted
     assert Way("auto", alpha=0.5).reuse == "bounded" and FULL.reuse == "off"
     assert str(Way("auto", alpha=0.5)) == "auto (alpha 0.5)"
+
+
+def test_the_default_options_are_an_engines_whatever_they_are():
+    assert DEFAULT.settings == {} and DEFAULT.reuse == "bounded"
+    assert EngineConfig(**Way("auto").settings) == EngineConfig(), "today they are these"
+    craft = EngineConfig(**parse_way("cachecraft/old:0.3").settings)
+    assert (craft.strategy, craft.recompute_ratio, craft.fixes_positions) == ("cachecraft", 0.3, False)
+    assert Way("map_reduce").settings["strategy"] == "prefix"

@@ -16,7 +16,7 @@ from ccjax.engine import load_plan, reads
 from ccjax.engine.prefill import Prefiller
 from models.llama3 import LlamaConfig, init_params
 from scripts import bench
-from scripts.benchmarks import loading, retrieval, store
+from scripts.benchmarks import loading, retrieval, store, ttft_default
 from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.prefill import Prompt
 from store import records
@@ -35,11 +35,15 @@ def figures_of(name: str, *options: object) -> list:
     return [*lines, json.loads(last)]
 
 
-def test_ttft_prints_every_case_as_json():
+def test_ttft_prints_every_case_as_json(monkeypatch):
+    monkeypatch.setattr(ttft_default, "MODEL", "demo")
     *table, figures = figures_of("ttft", "--no-peers", "--repetitions", "1", "--context-tokens", "176")
     assert {"benchmark", "date", "commit", "machine", "device", "python", "versions", "shapes"} <= figures.keys()
-    assert figures["peers"] == []
-    cases = [(case["strategy"], case["ratio"], case.get("focus")) for case in figures["cases"]]
+    assert figures["peers"] == figures["skipped"] == []
+    empty, prepared, *others = figures["cases"]
+    assert (empty["strategy"], empty["state"], empty["model"]) == ("default", "empty", "demo")
+    assert prepared["state"] == "prepared" and prepared["computed_share"] < empty["computed_share"] == 1.0
+    cases = [(case["strategy"], case["ratio"], case.get("focus")) for case in others]
     assert cases == [
         ("full", 1.0, None),
         ("reuse", 0.0, None),
@@ -48,11 +52,9 @@ def test_ttft_prints_every_case_as_json():
         ("cachecraft", 0.3, True),
         ("cachecraft", 0.3, False),
     ]
-    for case in figures["cases"]:
-        assert case["context_tokens"] == 176 and case["ttft_s"] > 0
-    shares = {
-        case[:2]: figures["cases"][index]["computed_share"] for index, case in enumerate(cases) if case[2] is not True
-    }
+    for case in others:
+        assert (case["model"], case["context_tokens"]) == ("random", 176) and case["ttft_s"] > 0
+    shares = {case[:2]: others[index]["computed_share"] for index, case in enumerate(cases) if case[2] is not True}
     assert shares["full", 1.0] == 1.0
     # 16 question tokens, and of eight passages of 16 tokens each the ratio, rounded up: 3 and 5.
     assert shares["reuse", 0.0] == 16 / 176

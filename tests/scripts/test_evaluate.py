@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ccjax.evaluation.measure import Answered, Outcome
+from ccjax.evaluation.measure import Answered, Forced, Outcome
 from ccjax.evaluation.questions import QAQuestion
-from ccjax.evaluation.ways import FULL, Way
+from ccjax.evaluation.ways import DEFAULT, FULL, Way
 from ccjax.types import Document
 from scripts import calibrate, evaluate
+from scripts.evaluation import tables
 from scripts.evaluation.summary import figures
 from tests.scripts import in_process
 
@@ -27,9 +28,9 @@ def run(script, *options):
     return in_process.run(MAINS[script], *options)
 
 
-def answered(text, answers=("red boat",), *, kind="", share=0.5, ttft=1.0, kl=0.1, same=False):
+def answered(text, answers=("red boat",), *, kind="", share=0.5, ttft=1.0, kl=0.1, same=False, forced=None):
     question = QAQuestion("q", "Who?", answers, (Document("d"),), kind)
-    return Answered(question, text, (), share, 0.5, ttft, kl, same)
+    return Answered(question, text, (), share, 0.5, ttft, kl, same, forced=forced)
 
 
 class TestFigures:
@@ -47,8 +48,8 @@ class TestFigures:
         assert own["gold"]["f1"]["mean"] == pytest.approx((1 + 2 / 3 + 0) / 3)
         assert own["gold"]["jaccard"]["mean"] == pytest.approx((1 + 1 / 2 + 0) / 3)
         assert own["against_full"]["exact_match"]["mean"] == pytest.approx(2 / 3), "wrong like full prefill"
-        assert own["of_full"]["mean"] == pytest.approx(0.5) and own["of_full"]["score"] == "exact_match"
-        assert (full["of_full"]["score"], full["of_full"]["mean"]) == ("exact_match", 1.0)
+        assert own["of_full"]["mean"] == pytest.approx(0.5) and own["of_full"]["score"] == "contains"
+        assert (full["of_full"]["score"], full["of_full"]["mean"]) == ("contains", 1.0)
         assert own["same_share"]["mean"] == pytest.approx(1 / 3) and own["first_kl"]["mean"] == pytest.approx(0.1)
         assert (own["ttft_s"], own["computed_share"], full["computed_share"]) == (2.0, 0.5, 1.0)
         for interval in own["gold"].values():
@@ -61,6 +62,37 @@ class TestFigures:
         (found,) = figures([unknown])
         assert found["gold"] == {} and found["of_full"] is None and found["against_full"]["f1"]["mean"] == 1.0
 
+    def test_a_right_answer_in_a_sentence_counts_as_one_it_contains(self):
+        full = Outcome(FULL, tuple(answered(text) for text in ("It is the red boat.", "Red boat, sir.", "A boat.")))
+        own = Outcome(DEFAULT, tuple(answered(text) for text in ("A red boat it is.", "A red", "The red boat")))
+        whole, found = figures([full, own])
+        assert whole["gold"]["contains"]["mean"] == found["gold"]["contains"]["mean"] == pytest.approx(2 / 3)
+        assert whole["gold"]["exact_match"]["mean"] == 0.0 and found["of_full"]["mean"] == 1.0
+
+    def test_given_answers_are_compared_question_by_question(self):
+        nlls = [(1.0, 1.5), (9.0, 9.5), (None, None), (4.0, 4.5)]
+        full = Outcome(FULL, tuple(answered("x", forced=Forced(0.0, 1.0, whole)) for whole, _ in nlls))
+        scores = zip((0.1, 0.2, 0.3, 1.0), (1.0, 1.0, 0.5, 0.5), nlls, strict=True)
+        own = Outcome(DEFAULT, tuple(answered("x", forced=Forced(kl, share, nll)) for kl, share, (_, nll) in scores))
+        found = figures([full, own])[1]["forced"]
+        assert (found["kl"]["mean"], found["median_kl"], found["agreement"]["mean"]) == pytest.approx((0.4, 0.25, 0.75))
+        assert found["nll"]["mean"] == pytest.approx(15.5 / 3) and found["nll"]["low"] < found["nll"]["high"]
+        # In pairs nothing varies, however much answers differ in how likely they are.
+        assert tuple(found["nll_difference"].values()) == pytest.approx((0.5, 0.5, 0.5))
+        assert figures([self.FULL, self.OWN])[1]["forced"] is None
+        unknown = Outcome(FULL, tuple(answered("x", forced=Forced(0.0, 1.0, None)) for _ in range(2)))
+        assert figures([unknown])[0]["forced"]["nll"] is figures([unknown])[0]["forced"]["nll_difference"] is None
+
+    def test_every_table_begins_with_the_default_options(self):
+        full = Outcome(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
+        others = [Outcome(way, full.answers, state) for state in ("alone", "seen") for way in (Way("reuse"), DEFAULT)]
+        found = tables._tables({"ways": figures([full, *others])})
+        assert len(found) == 6, "for each state against full prefill, against right answers and by kind"
+        for _, head, rows in found:
+            assert [row[0] for row in rows] == ["default", "full", "reuse"] and {len(row) for row in rows} == {
+                len(head)
+            }
+
     def test_kinds_apart(self):
         full = Outcome(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
         texts = zip(("red boat", "x", "x", "x"), "aabb", strict=True)
@@ -72,18 +104,33 @@ class TestFigures:
 def test_a_page_and_a_plot_from_one_run(tmp_path):
     page, plot = tmp_path / "quality.md", tmp_path / "quality.svg"
     options = ["--limit", 2, "--passages", 3, "--kinds", "single", "pronoun"]
-    options += ["--ways", "reuse", "auto", "--ratios", 0.15, 0.3]
+    options += ["--ways", "reuse", "auto", "--ratios", 0.15, 0.3, "--cached", "prepared", "--prompt", "Short."]
     done = run("evaluate", *options, "--json", "--markdown", page, "--plot", plot, "--title", "Harbour")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert [way["way"] for way in result["ways"]] == ["full", "reuse", "auto:0.15", "auto:0.3"]
+    assert [way["state"] for way in result["ways"]] == [None, *["prepared"] * 3]
+    assert all(way["forced"]["agreement"]["mean"] <= 1.0 and way["forced"]["nll"] for way in result["ways"])
     assert result["evaluation"]["num_questions"] == 4
     text = page.read_text()
-    assert text.startswith("# Harbour\n") and "(quality.svg)" in text and text.count("| auto:0.15 |") == 2
+    assert text.startswith("# Harbour\n") and "(quality.svg)" in text and text.count("| auto:0.15 |") == 3
+    assert "system prompt `Short.`" in text and "## Passages prepared\n" in text
     assert plot.read_text().count("</svg>") == 1
     for way in result["ways"]:
         assert f"| {way['way']} |" in text and f"{way['computed_share']:.1%}" in text
-    again = run("evaluate", *options[:4], "--kinds", "single", "--ways", "reuse", "--markdown", page, "--append")
+    again = run(
+        "evaluate",
+        *options[:4],
+        "--kinds",
+        "single",
+        "--ways",
+        "default",
+        "--cached",
+        "empty",
+        "--markdown",
+        page,
+        "--append",
+    )
     assert again.returncode == 0, again.stderr
     assert page.read_text().startswith(text) and "# Answer quality" in page.read_text()
 
@@ -95,26 +142,30 @@ def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
     ]
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    done = run("evaluate", "--questions", path, "--limit", 2, "--ways", "reuse", "random:1.0", "--json")
+    options = ["--questions", path, "--limit", 2, "--cached", "alone"]
+    done = run("evaluate", *options, "--ways", "reuse", "random:1.0", "--json")
     assert done.returncode == 0, done.stderr
     full, naive, whole = json.loads(done.stdout.splitlines()[-1])["ways"]
+    assert full["forced"]["nll"] is None and whole["forced"]["kl"]["mean"] < 1e-9 < naive["forced"]["kl"]["mean"]
     assert full["gold"] == {} and naive["computed_share"] == 0.0 and whole["same_share"]["mean"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
-        ("evaluate", ["--ways", "best"], "way: wanted one of full"),
+        ("evaluate", ["--ways", "best"], "way: wanted one of default"),
         ("evaluate", ["--limit", "0"], "--limit: wanted a positive integer"),
         ("evaluate", ["--limit", "1", "--kinds", "single"], "at least two questions"),
         ("evaluate", ["--kinds", "hard"], "--kinds: wanted some of single"),
         ("evaluate", ["--questions", "/absent.jsonl"], "questions: wanted a JSONL file"),
+        ("evaluate", ["--questions", "squad5"], "--data: wanted a folder with qa/squad_xquad_en.jsonl"),
         ("evaluate", ["--markdown", "/absent/page.md"], "--markdown: wanted a file in a directory"),
         ("evaluate", ["--plot", "/absent/plot.svg"], "--plot: wanted a file in a directory"),
         ("calibrate", ["--output", "/absent/c.json", "--limit", "2"], "--output: wanted a file in a directory"),
         ("evaluate", ["--model", "/absent"], "model: wanted"),
         ("evaluate", ["--model", "random:4x100"], "wanted LAYERSxWIDTH[xHEADS] with a width"),
         ("calibrate", ["--strategies", "full"], "--strategies: wanted"),
+        ("calibrate", ["--strategies", "default"], "--strategies: wanted"),
         ("calibrate", ["--strategies", "auto:0.1"], "--strategies: wanted"),
         ("calibrate", ["--worlds", "2", "--questions", "/some.jsonl"], "--worlds: wanted the demo"),
         ("calibrate", ["--target", "1.5", "--limit", "2"], "target"),
@@ -128,7 +179,8 @@ def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
         ("evaluate", ["--passages", "4", "5", "--questions", "/some.jsonl"], "--passages: wanted one number"),
     ],
 )
-def test_bad_arguments_are_named(script, options, message, capsys):
+def test_bad_arguments_are_named(script, options, message, capsys, monkeypatch):
+    monkeypatch.delenv("CCJAX_TEST_DATA", raising=False)
     assert MAINS[script](options) == 2
     assert message in capsys.readouterr().err
 

@@ -1,0 +1,52 @@
+"""Scores of a given answer behind a prompt (teacher forcing). No token is drawn, so that ways to answer stay comparable
+token by token where one of them would long have written something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ccjax.engine import Engine, Request
+from ccjax.engine.divergence import kl_divergence, log_softmax
+from ccjax.engine.requests import Response, SamplingParams
+from ccjax.text import PromptParts
+from ccjax.types import ReuseMode
+
+
+def drawn_tokens(response: Response, end: int) -> tuple[int, ...]:
+    """The tokens of an answer, with `end` last where it ended by itself; never none, even of an empty text."""
+    return response.token_ids + ((end,) if response.finish_reason == "stop" else ())
+
+
+def forced_logits(engine: Engine, parts: PromptParts, answer: Sequence[int], reuse: ReuseMode) -> np.ndarray:
+    """Logits [len(answer), V], float32, that each token of `answer` would be drawn from: behind the prompt and the
+    answer's tokens before it.
+
+    Raises:
+      ValueError: no token.
+      ContextLengthError: prompt and answer are too long.
+    """
+    if not answer:
+        raise ValueError("answer: wanted at least one token, got none")
+    segments = [parts.system, *parts.documents, (*parts.question, *answer[:-1])]
+    sampling = SamplingParams(1, prompt_logits=len(answer))
+    logits = engine.run(Request(segments=segments, sampling=sampling, reuse=reuse)).prompt_logits
+    assert logits is not None and len(logits) == len(answer)
+    return logits
+
+
+def mean_kl(full: np.ndarray, own: np.ndarray) -> float:
+    """Mean over tokens of KL(full || own) in nats, of logits [n, V]."""
+    return float(np.mean([kl_divergence(one, other) for one, other in zip(full, own, strict=True)]))
+
+
+def agreement(full: np.ndarray, own: np.ndarray) -> float:
+    """Share of tokens of which both find the same one likeliest, of logits [n, V]."""
+    return float(np.mean(full.argmax(-1) == own.argmax(-1)))
+
+
+def nll(logits: np.ndarray, answer: Sequence[int]) -> float:
+    """Negative log-likelihood of an answer in nats, mean over its tokens, of `forced_logits`."""
+    return -float(np.mean([log_softmax(row)[token] for row, token in zip(logits, answer, strict=True)]))

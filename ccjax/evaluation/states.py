@@ -1,0 +1,52 @@
+"""States of a store that answers are measured over: whether passages were computed before, and behind what. Knows no
+score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.loading import LoadedModel
+from ccjax.types import Document
+
+State = Literal["empty", "alone", "prepared", "seen"]
+"""Nothing is stored; each passage was computed directly behind the instructions; so, and behind the frame, as
+`Engine.warm` does by default; or an earlier prompt had the same passages in the reverse order."""
+STATES: tuple[State, ...] = ("empty", "alone", "prepared", "seen")
+
+
+def steps(state: State, prompts: Sequence[Sequence[Document]]) -> list[Sequence[Document]]:
+    """What is computed, one after the other, before these prompts are asked: passages by themselves, or prompts."""
+    if state == "empty":
+        return []
+    if state == "seen":
+        # Reversed, no passage stands behind one that it stood behind before.
+        return [prompt[::-1] for prompt in prompts]
+    return [[passage] for passage in dict.fromkeys(passage for prompt in prompts for passage in prompt)]
+
+
+def fill(
+    model: LoadedModel,
+    config: EngineConfig,
+    state: State,
+    prompts: Sequence[Sequence[Document]],
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Brings the store of `config` into a state.
+
+    Args:
+      config: its frame is that of "prepared"; other states have none.
+      prompts: the passages of each, in prompt order.
+      tick: called after each of `steps`.
+    """
+    frame = config.frame if state == "prepared" else "none"
+    with Engine(model, dataclasses.replace(config, frame=frame)) as engine:
+        for documents in steps(state, prompts):
+            if state == "seen":
+                engine.generate("?", documents, max_new_tokens=1, reuse="exact")
+            else:
+                engine.warm(documents)
+            tick()

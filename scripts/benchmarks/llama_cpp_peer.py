@@ -1,0 +1,68 @@
+"""Prefill in llama.cpp, for comparison, by its own llama-bench. Knows no benchmark of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.benchmarks.common import BenchmarkError
+
+NAME = "llama-bench"
+
+
+def find(folder: Path | None) -> Path | None:
+    """The program in a folder or its `bin`, or on PATH where no folder is named; None where PATH has none.
+
+    Raises:
+      BenchmarkError: the folder has none.
+    """
+    if folder is None:
+        found = shutil.which(NAME)
+        return Path(found) if found else None
+    found = shutil.which(NAME, path=os.pathsep.join([str(folder), str(folder / "bin")]))
+    if found is None:
+        raise BenchmarkError(f"--llama-cpp: wanted a folder with {NAME}, got {folder}")
+    return Path(found)
+
+
+def prefill_s(program: Path, model: Path, lengths: Sequence[int], repetitions: int) -> dict[int, list[float]]:
+    """Seconds of each run that prefills so many tokens, of all cores, after one that does not count.
+
+    Raises:
+      BenchmarkError: it does not run, or prints something else.
+    """
+    folder = program.resolve().parent
+    libraries = [str(folder), str(folder / "lib"), str(folder.parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+    command = [
+        str(program),
+        "-m",
+        str(model),
+        "-n",
+        "0",
+        "-r",
+        str(repetitions),
+        "-t",
+        str(os.cpu_count()),
+        "-o",
+        "json",
+    ]
+    command += ["-p", ",".join(map(str, lengths))]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))},
+        )
+        found = {int(one["n_prompt"]): [ns / 1e9 for ns in one["samples_ns"]] for one in json.loads(done.stdout)}
+        return {length: found[length] for length in lengths}
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise BenchmarkError(f"{program}: exit code {error.returncode}: {last}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchmarkError(f"{program}: wanted llama-bench's JSON, got {type(error).__name__}: {error}") from error

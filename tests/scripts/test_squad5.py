@@ -1,0 +1,67 @@
+"""SQuAD's questions over five passages: of which articles, in which order, and the same each time."""
+
+from __future__ import annotations
+
+import collections
+import json
+
+import pytest
+
+from ccjax.evaluation.questions import QAQuestion, read_questions
+from ccjax.types import Document
+from scripts.evaluation.squad5 import MAX_CHARACTERS, main, squad5
+from tests.data import data_path
+
+
+def questions(articles=4, paragraphs=3, asked=2):
+    def document(article, paragraph):
+        return Document(f"Text {article}/{paragraph}.", title=str(article))
+
+    return [
+        QAQuestion(f"{article}/{paragraph}/{number}", "Who?", ("x",), (document(article, paragraph),))
+        for article in range(articles)
+        for paragraph in range(paragraphs)
+        for number in range(asked)
+    ]
+
+
+def test_each_question_has_its_paragraph_two_of_the_article_and_two_others():
+    source = questions()
+    found = squad5(source)
+    right = {question.question_id: question.documents[0] for question in source}
+    assert sorted(one.question_id for one in found) == sorted(right)
+    for one in found:
+        assert len(set(one.documents)) == 5 and right[one.question_id] in one.documents
+        titles = collections.Counter(passage.title for passage in one.documents)
+        assert titles[right[one.question_id].title] == 3
+    places = {one.documents.index(right[one.question_id]) for one in found}
+    assert len(places) > 2, "the right paragraph may stand anywhere"
+    assert len({one.documents[0].title for one in found[:6]}) > 1, "the first ones are not all of one article"
+
+
+def test_others_fill_up_where_an_article_is_short_and_the_same_are_drawn_whatever_else_is_asked():
+    source = questions(articles=6, paragraphs=1)
+    found = {one.question_id: one.documents for one in squad5(source)}
+    assert all(len({passage.title for passage in documents}) == 5 for documents in found.values())
+    assert {one.question_id: one.documents for one in squad5(source[::2])} == dict(list(sorted(found.items()))[::2])
+
+
+def test_long_prompts_are_left_out_and_what_cannot_be_used_is_named():
+    long = QAQuestion("long", "Who?", ("x",), (Document("y" * MAX_CHARACTERS, title="long"),))
+    assert "long" not in {one.question_id for one in squad5([*questions(), long])}
+    with pytest.raises(ValueError, match="paragraphs of other articles, got 1"):
+        squad5(questions(articles=2, paragraphs=1))
+    two = QAQuestion("two", "Who?", ("x",), (Document("a"), Document("b")))
+    with pytest.raises(ValueError, match="right paragraph of each alone, got 2 passages of question two"):
+        squad5([two])
+
+
+def test_a_file_of_real_ones_is_read_back(tmp_path):
+    source, path = data_path("qa", "squad_xquad_en.jsonl"), tmp_path / "squad5.jsonl"
+    main([str(source), str(path)])
+    found = read_questions(path)
+    assert 900 < len(found) < 1190 and found == squad5(read_questions(source))
+    assert len({one.documents[0].title for one in found[:100]}) > 20
+    with pytest.raises(SystemExit, match=r"squad5.py: error: questions: wanted a JSONL file"):
+        main([str(tmp_path / "absent"), str(path)])
+    assert json.loads(path.read_text().splitlines()[0])["answers"]
