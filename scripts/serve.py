@@ -161,7 +161,7 @@ class _Loader(threading.Thread):
             with naming(args, "--docs"):
                 retriever = open_documents(args.model, document_options(args), engine.tokenizer, progress)
             if args.warmup:
-                engine.warmup(progress)
+                engine.warmup(progress, only_first=not args.warmup_all)
         except BaseException:
             engine.close()
             raise

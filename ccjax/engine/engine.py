@@ -30,6 +30,7 @@ from ccjax.engine.budgets import check_budgets, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.calibration import calibration_of
+from ccjax.engine.compiled_sizes import CompiledSizes
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.device_memory import longest, memory_plan, sizes_of, with_pool
@@ -58,7 +59,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.startup import load_configured
 from ccjax.engine.trace import Tracer
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import BackgroundCompiler, warm_up
+from ccjax.engine.warmup import BackgroundCompiler, StepCompiler
 from ccjax.errors import ConfigError, RequestError
 from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.policy.strategies import expected_share
@@ -96,7 +97,8 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
             wanted = f"layers below {model.config.num_layers}, the model's number"
             raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")
         params = split_params(model.params, model.config, config.tensor_parallel_size)
-        self._prefiller = Prefiller(params, model.config, implementation=config.attention)
+        compiled = CompiledSizes()
+        self._prefiller = Prefiller(params, model.config, implementation=config.attention, sizes=compiled)
         self._group = lead(self._prefiller)
         self._settings = config.planner_settings(model.config.num_layers)
         self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
@@ -108,7 +110,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         check_budgets(config, num_shards)
         identity = config.store_identity(model.fingerprint)
         kv_spec = kv_spec_of(model.config, config.dtype)
-        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh)
+        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh, compiled)
         self._store = TieredStore.open(
             config.store,
             kv_spec=kv_spec,
@@ -132,7 +134,15 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         self._preloader = Preloader(
             self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._prefill.is_reading
         )
-        compiler = BackgroundCompiler(self._prefiller)
+        self._sizes = sizes_of(model.config, config)
+        self._steps = StepCompiler(
+            self._prefiller,
+            self._pool,
+            self._sizes,
+            with_deviation=self._settings.strategy == "cacheblend",
+            with_tier=bool(config.device_cache_bytes),
+        )
+        self._compiler = compiler = BackgroundCompiler(self._prefiller, self._steps)
         alone = PrefillAlone(self._prefiller, self._prefill)
         self._maintenance = Maintenance(self._prefill, alone, self._variants, compiler, max_model_len=limit)
         self._shadow = ShadowChecks(
@@ -154,7 +164,6 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         self._variants.spare(self._pins)
         if not config.read_only:
             self._documents.tend_erasures()
-        self._sizes = sizes_of(model.config, config)
         self._loop = BatchLoop(
             self._prefiller,
             self._prefill,
@@ -410,11 +419,35 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         plan = memory_plan(self.model_config, self.config)
         return dataclasses.replace(plan, pool=self._pool.num_pages * self._pool.page_bytes // kv_shards(plan.shapes))
 
-    def warmup(self, progress: Progress | None = None) -> None:
-        """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it."""
+    def warmup(self, progress: Progress | None = None, *, only_first: bool = False) -> None:
+        """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it.
+
+        Args:
+          only_first: compile a few sizes that all others fit into, to which requests are padded until `compile_one` has
+            compiled theirs. A model over several devices compiles all nevertheless: it cannot beside requests.
+        """
         with self._exclusive():
-            deviates = self._settings.strategy == "cacheblend"
-            warm_up(self._prefiller, self._pool, self._sizes, progress, with_deviation=deviates)
+            is_all = not only_first or not self._steps.is_apart
+            self._steps.warm_up(self._steps.all() if is_all else self._steps.first(), progress)
+            if not is_all:
+                self._prefiller.sizes.substitute(self._steps.all())
+
+    def compile_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
+        """Uses idle time: compiles one size that `warmup` left out, those first that requests were padded for. Requests
+        go on meanwhile.
+
+        Args:
+          is_cancelled: asked often; once it returns True the call ends, while what it has begun goes on.
+
+        Returns:
+          Whether there was one, so that there may be another.
+        """
+        return self._compiler.compile_next(is_cancelled)
+
+    @property
+    def num_sizes_left(self) -> int:
+        """Sizes that `compile_one` still has to compile."""
+        return self._prefiller.sizes.num_left
 
     def close(self) -> None:
         """Waits for the requests that are there, writes out what is pending and gives back the store and all memory of
@@ -423,6 +456,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
             return
         self._closed = True
         self._following.close()
+        self._compiler.close()
         self._loop.close()
         self._preloader.close()
         self._store.close()
