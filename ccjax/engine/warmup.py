@@ -44,7 +44,7 @@ _MOST_PADDING = 1.5
 most so many times its own: a layer of SmolLM2 takes 6 ms with 32 rows, 58 ms with 640 (processor time, AVX-512)."""
 
 _MOST_ENDS = 8
-"""Prompts that end in one pack, as far as what follows is compiled ahead."""
+"""Prompts that usually end in one pack, at most."""
 
 _POLL_S = 0.05
 
@@ -107,11 +107,13 @@ class BatchSizes:
         """Few decode steps that every other one fits into: one request alone, a few, all. Entries that are not used
         cost next to nothing."""
         batches, entries = self._batches(), self.decodes()[-1][1]
-        return [(batch, entries) for batch in batches if batch in (1, _MOST_ENDS, batches[-1])]
+        few = [batch for batch in batches if batch <= _MOST_ENDS]
+        return [(batch, entries) for batch in dict.fromkeys([*few[:1], *few[-1:], batches[-1]])]
 
     def ends(self) -> list[int]:
-        """Requests whose last token is in a pack."""
-        return [count for count in self._batches() if count <= _MOST_ENDS]
+        """Requests whose last token is in a pack: up to 8, or all."""
+        batches = self._batches()
+        return [count for count in batches if count <= _MOST_ENDS or count == batches[-1]]
 
     def rows(self) -> list[int]:
         """Computed tokens of every pack, ascending."""
@@ -222,8 +224,7 @@ class StepCompiler:
     def _compile_ends(self, num_rows: int) -> None:
         x = embed_step(self._prefiller.top, self._prefiller.put(np.zeros(num_rows, np.int32)))
         for count in self._sizes.ends():
-            if count <= num_rows:
-                jax.block_until_ready(select_step(x, self._prefiller.put(np.zeros(count, np.int32))))
+            jax.block_until_ready(select_step(x, self._prefiller.put(np.zeros(count, np.int32))))
 
     def _compile_logits(self, batch: int) -> None:
         """What follows the last layer."""
@@ -338,6 +339,7 @@ class BackgroundCompiler:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ccjax-compile")
         self._runs: dict[Size, concurrent.futures.Future[None]] = {}
         self._next: concurrent.futures.Future[None] | None = None
+        self._is_closed = False
 
     def wait_for(self, size: Size, is_cancelled: IsCancelled | None) -> None:
         """Returns once the steps of a size are compiled.
@@ -366,7 +368,8 @@ class BackgroundCompiler:
         return True
 
     def close(self) -> None:
-        """Compiles nothing more, but waits for nothing."""
+        """Compiles nothing more, but does not wait for what it has begun."""
+        self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, key: Key) -> None:
@@ -374,7 +377,8 @@ class BackgroundCompiler:
             with compilations().in_background():
                 self._steps.compile(key)
         except Exception:
-            logger.exception("%s: could not be compiled ahead", key)
+            if not self._is_closed:  # the pool is gone then
+                logger.exception("%s: could not be compiled ahead", key)
             self._prefiller.sizes.give_up(key)
 
 

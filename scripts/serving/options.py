@@ -133,7 +133,9 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--page", action=argparse.BooleanOptionalAction, default=True, help=f"{text} (default: serve)")
     text = "hold answers back as if nothing was cached, and tell nothing of reuse: others' questions cannot be timed"
     add("--even-out-timing", action=argparse.BooleanOptionalAction, default=False, help=text)
-    text = "compile some sizes at the start, the rest in idle time; or each when a request needs it (default: the former)"
+    text = (
+        "compile some sizes at the start, the rest in idle time; or each when a request needs it (default: the former)"
+    )
     add("--warmup", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = "compile every size at the start: minutes more, after which nothing compiles beside requests"
     add("--warmup-all", action="store_true", help=text)
