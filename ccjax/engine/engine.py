@@ -54,6 +54,7 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.engine.shadow import ShadowChecks
+from ccjax.engine.size_calls import SizeCalls
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.startup import load_configured
@@ -71,7 +72,7 @@ from store.throttle import Link
 from store.tiered import TieredStore
 
 
-class Engine(DocumentCalls, CacheCalls, AheadCalls):
+class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
     """A loaded model with its chunk-caches. Thread-safe; requests run together, in one batch.
 
     Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
@@ -97,8 +98,8 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
             wanted = f"layers below {model.config.num_layers}, the model's number"
             raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")
         params = split_params(model.params, model.config, config.tensor_parallel_size)
-        compiled = CompiledSizes()
-        self._prefiller = Prefiller(params, model.config, implementation=config.attention, sizes=compiled)
+        self._compiled = CompiledSizes()
+        self._prefiller = Prefiller(params, model.config, implementation=config.attention, sizes=self._compiled)
         self._group = lead(self._prefiller)
         self._settings = config.planner_settings(model.config.num_layers)
         self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
@@ -110,7 +111,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         check_budgets(config, num_shards)
         identity = config.store_identity(model.fingerprint)
         kv_spec = kv_spec_of(model.config, config.dtype)
-        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh, compiled)
+        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh, self._compiled)
         self._store = TieredStore.open(
             config.store,
             kv_spec=kv_spec,
@@ -418,36 +419,6 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         """What of a device's memory goes where, by the shapes of model and steps."""
         plan = memory_plan(self.model_config, self.config)
         return dataclasses.replace(plan, pool=self._pool.num_pages * self._pool.page_bytes // kv_shards(plan.shapes))
-
-    def warmup(self, progress: Progress | None = None, *, only_first: bool = False) -> None:
-        """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it.
-
-        Args:
-          only_first: compile a few sizes that all others fit into, to which requests are padded until `compile_one` has
-            compiled theirs. A model over several devices compiles all nevertheless: it cannot beside requests.
-        """
-        with self._exclusive():
-            is_all = not only_first or not self._steps.is_apart
-            self._steps.warm_up(self._steps.all() if is_all else self._steps.first(), progress)
-            if not is_all:
-                self._prefiller.sizes.substitute(self._steps.all())
-
-    def compile_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Uses idle time: compiles one size that `warmup` left out, those first that requests were padded for. Requests
-        go on meanwhile.
-
-        Args:
-          is_cancelled: asked often; once it returns True the call ends, while what it has begun goes on.
-
-        Returns:
-          Whether there was one, so that there may be another.
-        """
-        return self._compiler.compile_next(is_cancelled)
-
-    @property
-    def num_sizes_left(self) -> int:
-        """Sizes that `compile_one` still has to compile."""
-        return self._prefiller.sizes.num_left
 
     def close(self) -> None:
         """Waits for the requests that are there, writes out what is pending and gives back the store and all memory of

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
-import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -14,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ccjax.engine.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.batch_sizes import BatchSizes, spread
 from ccjax.engine.compilations import compilations
 from ccjax.engine.compiled_sizes import Key
 from ccjax.engine.loading import Progress
-from ccjax.engine.pool import DevicePool, num_pages
+from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
 from ccjax.engine.sampling import draw
 from models.llama3.paged_steps import (
@@ -30,117 +28,11 @@ from models.llama3.paged_steps import (
     write_rows_step,
 )
 from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
-from models.lockstep import Step, put, zeros
+from models.lockstep import put, zeros
 
 logger = logging.getLogger(__name__)
 
-_ALL_ROWS_UP_TO = 4096
-_PARTS = 16
-"""Parts of a prompt, each with a last page that is not full."""
-
-_FEWEST_ROWS = 32
-_MOST_PADDING = 1.5
-"""Before the first request packs are compiled for no fewer rows than the first number, and so that each finds a size at
-most so many times its own: a layer of SmolLM2 takes 6 ms with 32 rows, 58 ms with 640 (processor time, AVX-512)."""
-
-_MOST_ENDS = 8
-"""Prompts that usually end in one pack, at most."""
-
 _POLL_S = 0.05
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchSizes:
-    """What an engine's steps are compiled for.
-
-    Attributes:
-      max_model_len, max_num_batched_tokens, max_num_seqs: as in `EngineConfig`.
-      with_mass: of `Pack`.
-    """
-
-    max_model_len: int
-    max_num_batched_tokens: int = 1024
-    max_num_seqs: int = 32
-    with_mass: bool = True
-
-    @property
-    def context_tokens(self) -> int:
-        """Most tokens of the contexts of a pack: any one prompt, or as many as a full pack with half of all reused."""
-        return slot_bucket(max(self.max_model_len, self._usual_tokens))
-
-    @property
-    def num_segments(self) -> int:
-        """Columns of the mass output, for prompts of up to 15 chunks."""
-        return segment_bucket(1) if self.with_mass else 0
-
-    def packs(self) -> list[tuple[int, int]]:
-        """(computed tokens, context slots) of every pack, small ones first.
-
-        Beyond 4,096 slots only short questions and full packs: all of them would take minutes, and what is left out
-        compiles once, when a request first needs it.
-        """
-        rows = self.rows()
-        full = rows[-1]
-        return [
-            (count, size)
-            for size in self.slots()
-            for count in rows
-            if count <= size and (size <= _ALL_ROWS_UP_TO or count in (1, 16, 32, 64, full))
-        ]
-
-    def first_packs(self) -> list[tuple[int, int]]:
-        """Few packs that every other one fits into: most with little padding of rows. Slots cost little, since those
-        that are not used are not looked at: 640 rows over 600 tokens take 58 ms with 1,024 slots, 70 with 8,192."""
-        rows = self.rows()
-        spread = _spread([count for count in rows if count >= _FEWEST_ROWS] or rows[-1:])
-        usual, most = slot_bucket(min(self._usual_tokens, self.context_tokens)), self.context_tokens
-        packs = [(count, usual) for count in spread if count <= usual]
-        return packs + [(count, most) for count in dict.fromkeys((spread[0], spread[-1])) if most > usual]
-
-    def decodes(self) -> list[tuple[int, int]]:
-        """(requests, entries of the page tables) of every decode step up to `max_model_len`, small ones first."""
-        most = num_pages(self.max_model_len) + _PARTS
-        entries = sorted({entry_bucket(count) for count in range(1, most + 1)})
-        return [(batch, count) for count in entries for batch in self._batches()]
-
-    def first_decodes(self) -> list[tuple[int, int]]:
-        """Few decode steps that every other one fits into: one request alone, a few, all. Entries that are not used
-        cost next to nothing."""
-        batches, entries = self._batches(), self.decodes()[-1][1]
-        few = [batch for batch in batches if batch <= _MOST_ENDS]
-        return [(batch, entries) for batch in dict.fromkeys([*few[:1], *few[-1:], batches[-1]])]
-
-    def ends(self) -> list[int]:
-        """Requests whose last token is in a pack: up to 8, or all."""
-        batches = self._batches()
-        return [count for count in batches if count <= _MOST_ENDS or count == batches[-1]]
-
-    def rows(self) -> list[int]:
-        """Computed tokens of every pack, ascending."""
-        most = min(self.max_num_batched_tokens, self.context_tokens)
-        return sorted({token_bucket(length) for length in range(1, most + 1)})
-
-    def slots(self) -> list[int]:
-        """Context slots of every pack, ascending."""
-        return sorted({slot_bucket(length) for length in range(1, self.context_tokens + 1)})
-
-    @property
-    def _usual_tokens(self) -> int:
-        return min(2 * self.max_num_batched_tokens, 4 * self.max_model_len)
-
-    def _batches(self) -> list[int]:
-        return sorted({batch_bucket(count) for count in range(1, self.max_num_seqs + 1)})
-
-
-def _spread(sizes: Sequence[int]) -> list[int]:
-    """Few of some ascending sizes, the largest among them: each of the others finds one that is at most `_MOST_PADDING`
-    times as large."""
-    kept, smallest = [], sizes[0]
-    for size, larger in itertools.pairwise(sizes):
-        if larger > _MOST_PADDING * smallest:
-            kept.append(size)
-            smallest = larger
-    return [*kept, sizes[-1]]
 
 
 class StepCompiler:
@@ -183,7 +75,7 @@ class StepCompiler:
         packs: list[Key] = [("pack", (*size, self._sizes.num_segments)) for size in self._sizes.first_packs()]
         decodes: list[Key] = [("decode", size) for size in self._sizes.first_decodes()]
         contexts: list[Key] = [("context", (count,)) for count in self._sizes.slots()]
-        writes: list[Key] = [("write", (count,)) for count in _spread(self._sizes.rows())] if self._with_tier else []
+        writes: list[Key] = [("write", (count,)) for count in spread(self._sizes.rows())] if self._with_tier else []
         return [*decodes, *packs, *contexts, *writes]
 
     def compile(self, key: Key) -> None:
@@ -318,17 +210,14 @@ def _compile_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int
     )
 
 
-def _compile_update(
-    prefiller: Prefiller,
-    pool: DevicePool,
-    call: Callable[[Callable[..., Any], jax.Array, jax.Array], Any],
-    step: Step[Any],
-) -> None:
-    """Compiles a step that takes pages, as `call` calls it: with rows that are written nowhere and see nothing."""
+def _compile_update(prefiller: Prefiller, pool: DevicePool, call: Callable[..., Any], step: Any) -> None:
+    """Compiles a step that takes pages, as `call(step, k_pages, v_pages)` calls it: with rows that are written nowhere
+    and see nothing."""
     if prefiller.mesh is None:
         call(step.compile, *pool.pages(0))
-    else:
-        jax.block_until_ready(pool.update(0, functools.partial(call, step))[0])
+        return
+    out = pool.update(0, functools.partial(call, step))
+    jax.block_until_ready(getattr(out, "x", None))  # not the pages, which the next step takes away
 
 
 class BackgroundCompiler:

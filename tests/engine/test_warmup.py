@@ -1,6 +1,7 @@
 """Engines that compile a few sizes before the first request and the rest in idle time answer as others do."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from ccjax.engine.compilations import compilations
 from ccjax.engine.requests import Request, SamplingParams
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
-FEW = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 4}
+FEW: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 4}
 RANDOM = np.random.default_rng(5)
 SEGMENTS = draw_segments(RANDOM, [30, 24, 36, 50])
 ORDERS = ([0, 1, 2, 3], [2, 1, 0], [3], [1, 0, 2, 3])
@@ -32,7 +33,7 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 
 def taken(engine: Engine) -> tuple[list, list]:
     """Sizes of packs and decode steps that requests take now."""
-    sizes = engine._prefiller.sizes
+    sizes = engine._compiled
     return [sizes.pack(count, 100, 3) for count in (9, 60, 140)], [sizes.decode(count, 20) for count in (1, 3)]
 
 
@@ -51,11 +52,12 @@ def test_padded_sizes_answer_alike_and_compile_nothing(width, tier):
         assert answers(engine) == wanted
         assert compilations().count == before
         padded = taken(engine)
-        assert all(all(map(int.__ge__, *pair)) for some in zip(padded, natural, strict=True) for pair in zip(*some))
+        for padded_size, size in zip([*padded[0], *padded[1]], [*natural[0], *natural[1]], strict=True):
+            assert all(map(int.__ge__, padded_size, size))
         assert padded != natural
 
         left, in_background = engine.num_sizes_left, compilations().background_count
-        assert left > len(listed) - len(first) or engine._prefiller.sizes.next() in listed
+        assert left > len(listed) - len(first) or engine._compiled.next() in listed
         while engine.compile_one():
             assert engine.num_sizes_left < left
             left = engine.num_sizes_left
@@ -63,7 +65,7 @@ def test_padded_sizes_answer_alike_and_compile_nothing(width, tier):
         assert taken(engine) == natural
         assert answers(engine) == wanted
         assert compilations().count == before  # nobody waited for any of them
-        assert engine._prefiller.sizes.next() is None
+        assert engine._compiled.next() is None
 
 
 def test_a_request_is_answered_while_idle_time_compiles(monkeypatch):
@@ -122,7 +124,7 @@ def test_a_size_that_does_not_compile_is_given_up(monkeypatch, caplog):
         while engine.compile_one():
             pass
         assert engine.num_sizes_left == 0 and "out of memory" in caplog.text
-        left = len(engine._prefiller.sizes.compiled("pack"))
+        left = len(engine._compiled.compiled("pack"))
         assert left == sum(kind == "pack" for kind, _ in engine._steps.first())
         answers(engine)
         assert engine.num_sizes_left == 0
