@@ -427,8 +427,8 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             return
         self._closed = True
         self._following.close()
-        self._compiler.close()
         self._loop.close()
+        self._compiler.close()
         self._preloader.close()
         self._store.close()
         self._save_hints()

@@ -42,6 +42,9 @@ class SizeCalls:
 
         Returns:
           Whether there was one, so that there may be another.
+
+        Raises:
+          RuntimeError: there is one, and the engine is closed.
         """
         return self._compiler.compile_next(is_cancelled)
 

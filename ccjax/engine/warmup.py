@@ -65,18 +65,24 @@ class StepCompiler:
 
     def all(self) -> list[Key]:
         """Every size that is listed, those of `first` in front."""
-        packs: list[Key] = [("pack", (*size, self._sizes.num_segments)) for size in self._sizes.packs()]
-        decodes: list[Key] = [("decode", size) for size in self._sizes.decodes()]
-        writes: list[Key] = [("write", (count,)) for count in self._sizes.rows()] if self._with_tier else []
-        return list(dict.fromkeys([*self.first(), *packs, *decodes, *writes]))
+        sizes = self._sizes
+        return list(dict.fromkeys([*self.first(), *self._keys(sizes.packs(), sizes.decodes(), sizes.rows())]))
 
     def first(self) -> list[Key]:
         """Few sizes that all others fit into, and those that have no substitute."""
-        packs: list[Key] = [("pack", (*size, self._sizes.num_segments)) for size in self._sizes.first_packs()]
-        decodes: list[Key] = [("decode", size) for size in self._sizes.first_decodes()]
-        contexts: list[Key] = [("context", (count,)) for count in self._sizes.slots()]
-        writes: list[Key] = [("write", (count,)) for count in spread(self._sizes.rows())] if self._with_tier else []
-        return [*decodes, *packs, *contexts, *writes]
+        sizes = self._sizes
+        contexts: list[Key] = [("context", (count,)) for count in sizes.slots()]
+        return [*self._keys(sizes.first_packs(), sizes.first_decodes(), spread(sizes.rows())), *contexts]
+
+    def _keys(
+        self, packs: Sequence[tuple[int, int]], decodes: Sequence[tuple[int, int]], writes: Sequence[int]
+    ) -> list[Key]:
+        columns = self._sizes.num_segments
+        keys: list[Key] = [("decode", size) for size in decodes]
+        keys.extend(("pack", (rows, slots, columns)) for rows, slots in packs)
+        if self._with_tier:
+            keys.extend(("write", (count,)) for count in writes)
+        return keys
 
     def compile(self, key: Key) -> None:
         """Compiles what runs at a size."""
@@ -247,12 +253,13 @@ class BackgroundCompiler:
     def compile_next(self, is_cancelled: IsCancelled | None) -> bool:
         """Compiles one size of those that are wanted or left. False where there was none; True also where
         `is_cancelled` returned True first, and the compilation goes on."""
-        if self._next is None:
+        run = self._next
+        if run is None:
             key = self._prefiller.sizes.next()
             if key is None:
                 return False
-            self._next = self._pool.submit(self._compile, key)
-        if _is_done(self._next, is_cancelled):
+            run = self._next = self._pool.submit(self._compile, key)
+        if _is_done(run, is_cancelled):
             self._next = None
         return True
 
