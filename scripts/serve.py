@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.warmup_all and not args.warmup:
+        raise StartupError("--warmup-all: wanted without --no-warmup")
     if args.print_memory_plan:
         return print_memory_plan(args)
     check_host_flags(args)
@@ -164,7 +166,7 @@ class _Loader(threading.Thread):
             with naming(args, "--docs"):
                 retriever = open_documents(args.model, document_options(args), engine.tokenizer, progress)
             if args.warmup:
-                engine.warmup(progress)
+                engine.warmup(progress, only_first=not args.warmup_all)
         except BaseException:
             engine.close()
             raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 
 import jax
 
@@ -19,24 +21,42 @@ class Compilations:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # the warm-up compiles on several threads
-        self._count = 0
+        self._count = self._background_count = 0
+        self._thread = threading.local()
         self._seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @property
     def count(self) -> int:
-        """Executables so far."""
+        """Executables so far, without those of `in_background`."""
         return self._count
+
+    @property
+    def background_count(self) -> int:
+        """Executables of `in_background` so far."""
+        return self._background_count
 
     @property
     def seconds(self) -> float:
         """Seconds that making them took, of all threads together; less where the persistent cache had them."""
         return self._seconds
 
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        """What this thread compiles meanwhile nobody waits for: it is counted apart."""
+        self._thread.is_background = True
+        try:
+            yield
+        finally:
+            self._thread.is_background = False
+
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
-                self._count += 1
+                if getattr(self._thread, "is_background", False):
+                    self._background_count += 1
+                else:
+                    self._count += 1
                 self._seconds += duration_secs
 
 

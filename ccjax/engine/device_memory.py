@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 
+from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.budgets import memory_bytes, usual_pool_bytes
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, kv_shards, plain, plan_memory
-from ccjax.engine.warmup import BatchSizes
 from ccjax.errors import ConfigError
 from models.llama3.config import LlamaConfig
 

@@ -30,6 +30,7 @@ from ccjax.engine.budgets import check_budgets, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.calibration import calibration_of
+from ccjax.engine.compiled_sizes import CompiledSizes
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.device_memory import longest, memory_plan, sizes_of, with_pool
@@ -53,12 +54,13 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.engine.shadow import ShadowChecks
+from ccjax.engine.size_calls import SizeCalls
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.startup import load_configured
 from ccjax.engine.trace import Tracer
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import BackgroundCompiler, warm_up
+from ccjax.engine.warmup import BackgroundCompiler, StepCompiler
 from ccjax.errors import ConfigError, RequestError
 from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.policy.strategies import expected_share
@@ -70,7 +72,7 @@ from store.throttle import Link
 from store.tiered import TieredStore
 
 
-class Engine(DocumentCalls, CacheCalls, AheadCalls):
+class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
     """A loaded model with its chunk-caches. Thread-safe; requests run together, in one batch.
 
     Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
@@ -96,7 +98,8 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
             wanted = f"layers below {model.config.num_layers}, the model's number"
             raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")
         params = split_params(model.params, model.config, config.tensor_parallel_size)
-        self._prefiller = Prefiller(params, model.config, implementation=config.attention)
+        self._compiled = CompiledSizes()
+        self._prefiller = Prefiller(params, model.config, implementation=config.attention, sizes=self._compiled)
         self._group = lead(self._prefiller)
         self._settings = config.planner_settings(model.config.num_layers)
         self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
@@ -108,7 +111,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         check_budgets(config, num_shards)
         identity = config.store_identity(model.fingerprint)
         kv_spec = kv_spec_of(model.config, config.dtype)
-        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh)
+        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh, self._compiled)
         self._store = TieredStore.open(
             config.store,
             kv_spec=kv_spec,
@@ -132,7 +135,15 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         self._preloader = Preloader(
             self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._prefill.is_reading
         )
-        compiler = BackgroundCompiler(self._prefiller)
+        self._sizes = sizes_of(model.config, config)
+        self._steps = StepCompiler(
+            self._prefiller,
+            self._pool,
+            self._sizes,
+            with_deviation=self._settings.strategy == "cacheblend",
+            with_tier=bool(config.device_cache_bytes),
+        )
+        self._compiler = compiler = BackgroundCompiler(self._prefiller, self._steps)
         alone = PrefillAlone(self._prefiller, self._prefill)
         self._maintenance = Maintenance(self._prefill, alone, self._variants, compiler, max_model_len=limit)
         self._shadow = ShadowChecks(
@@ -154,7 +165,6 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         self._variants.spare(self._pins)
         if not config.read_only:
             self._documents.tend_erasures()
-        self._sizes = sizes_of(model.config, config)
         self._loop = BatchLoop(
             self._prefiller,
             self._prefill,
@@ -410,12 +420,6 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         plan = memory_plan(self.model_config, self.config)
         return dataclasses.replace(plan, pool=self._pool.num_pages * self._pool.page_bytes // kv_shards(plan.shapes))
 
-    def warmup(self, progress: Progress | None = None) -> None:
-        """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it."""
-        with self._exclusive():
-            deviates = self._settings.strategy == "cacheblend"
-            warm_up(self._prefiller, self._pool, self._sizes, progress, with_deviation=deviates)
-
     def close(self) -> None:
         """Waits for the requests that are there, writes out what is pending and gives back the store and all memory of
         KV. May be called twice."""
@@ -424,6 +428,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls):
         self._closed = True
         self._following.close()
         self._loop.close()
+        self._compiler.close()
         self._preloader.close()
         self._store.close()
         self._save_hints()

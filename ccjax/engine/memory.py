@@ -14,10 +14,10 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.buckets import batch_bucket, token_bucket
 from ccjax.engine.budgets import least_pool_bytes
 from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.warmup import BatchSizes
 from ccjax.errors import ConfigError
 from models.llama3.config import LlamaConfig
 from models.llama3.params import ParamSpec, build_params

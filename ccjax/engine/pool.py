@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ccjax.engine.buckets import slot_bucket, token_bucket
+from ccjax.engine.buckets import slot_bucket
+from ccjax.engine.compiled_sizes import CompiledSizes
 from models.llama3.sharding import EVERYWHERE, PAGES, VARIANT, placement
 from models.llama3.steps import read_pages_step, write_pages_step
 from models.lockstep import fetch, put, zeros
@@ -102,12 +103,15 @@ class DevicePool(MemoryTier[PagedShard]):
     Args:
       budget_bytes: what all pages together may take; at least one page of every layer.
       mesh: that the kv heads are split over; None for a single device.
+      sizes: of what variants are written with.
 
     Raises:
       ValueError: the budget is smaller than that.
     """
 
-    def __init__(self, kv_spec: KVSpec, budget_bytes: int, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, kv_spec: KVSpec, budget_bytes: int, mesh: Mesh | None = None, sizes: CompiledSizes | None = None
+    ) -> None:
         self.page_bytes = kv_spec.num_bytes(PAGE_TOKENS)
         self.num_pages = budget_bytes // self.page_bytes
         if self.num_pages < 1:
@@ -119,6 +123,7 @@ class DevicePool(MemoryTier[PagedShard]):
         super().__init__(DEVICE, PageBudget(self.num_pages, self.page_bytes, self._free))
         self.kv_spec = kv_spec
         self._mesh = mesh
+        self._sizes = CompiledSizes() if sizes is None else sizes
         self._layers = self._empty_layers()
         self._pages_lock = threading.Lock()
 
@@ -196,22 +201,33 @@ class DevicePool(MemoryTier[PagedShard]):
 
     def compile_write(self, num_tokens: int) -> None:
         """Compiles what variants of so many tokens, a `token_bucket`, are written with."""
-        self._write(np.zeros(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype), np.zeros(0, np.int32))
+        kv = np.zeros(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)
+        if self._mesh is not None:
+            self._write(kv, np.zeros(0, np.int32))
+            return
+        slots = self.put_slots(np.full(num_tokens, self.num_slots, np.int32))
+        write_pages_step.compile(*self.pages(0), put(kv, None), np.int32(0), slots, mesh=None)
 
     def compile_gather(self, num_slots: int) -> None:
         """Compiles what contexts of so many slots are read with."""
         slots = self.put_slots(np.full(num_slots, self.num_slots, np.int32))
         jax.block_until_ready(self.gather(0, slots, self.gather(0, slots)))
 
+    def pages(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """The pages of a layer, `[K, P, 16, H]` each, to compile steps for: the next `update` takes them away."""
+        return self.read(layer, lambda k_pages, v_pages: (k_pages, v_pages))
+
     def _take_in(self, kv: np.ndarray) -> PagedShard:
         num_tokens = kv.shape[2]
         (shard,) = self.allocate([num_tokens])
-        padded = np.zeros(self.kv_spec.shape(token_bucket(num_tokens)), self.kv_spec.np_dtype)
+        size = self._sizes.write(num_tokens)
+        padded = np.zeros(self.kv_spec.shape(size), self.kv_spec.np_dtype)
         padded[:, :, :num_tokens] = kv
         try:
             self._write(padded, shard.slots)
         except RuntimeError as error:  # the pages are lost, or memory is too short for what is to be written
             raise TierFullError(f"device tier: {num_tokens} tokens could not be written: {error}") from error
+        self._sizes.note("write", (size,))
         return shard
 
     def _write(self, kv: np.ndarray, slots: np.ndarray) -> None:

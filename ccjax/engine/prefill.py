@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.compiled_sizes import CompiledSizes
 from ccjax.engine.kernels import decode_implementation
 from ccjax.engine.plan_rows import (
     LayerRows,
@@ -84,9 +85,20 @@ class PrefillResult(PrefillOutcome):
 
 
 class Prefiller:
-    """Runs prefills of one model; between runs it only remembers which sizes it has run."""
+    """Runs prefills of one model; between runs it only remembers which sizes it has run.
 
-    def __init__(self, params: Params, config: LlamaConfig, *, implementation: str | None = None) -> None:
+    Attributes:
+      sizes: of the steps of a batch; `run`, whose steps are others, pads to its own.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: LlamaConfig,
+        *,
+        implementation: str | None = None,
+        sizes: CompiledSizes | None = None,
+    ) -> None:
         self.params = params
         self.top = dataclasses.replace(params, layers=())
         """The weights outside the layers: a call flattens every leaf that it is given."""
@@ -98,8 +110,8 @@ class Prefiller:
         """What the weights lie on; None for a single device."""
         self.context_placement = placement(self.mesh, KV_ROWS)
         """Of [S, K, H], a layer's context: for `models.lockstep.put`."""
+        self.sizes = CompiledSizes() if sizes is None else sizes
         self._sizes: set[Size] = set()
-        self._packed_sizes: set[Size] = set()
 
     def put(self, values: Any) -> Any:
         """Arrays of the host, on every device that the model is on."""
@@ -117,12 +129,6 @@ class Prefiller:
     def has_run(self, size: Size) -> bool:
         """True if `run` used that size before, so that it is compiled."""
         return size in self._sizes
-
-    def note_size(self, size: Size) -> bool:
-        """Notes that steps of a packed prefill ran at a size; True the first time."""
-        is_new = size not in self._packed_sizes
-        self._packed_sizes.add(size)
-        return is_new
 
     def run(
         self,

@@ -106,6 +106,7 @@ class ServerMetrics:
         readers: dict[str, tuple[str, Callable[[], float]]] = {
             "num_variants": ("Chunk variants that can be reused", lambda: engine.num_variants),
             "cached_documents": ("Versions of documents in the cache", lambda: engine.document_counts.documents),
+            "sizes_to_compile": ("Sizes of steps that idle time still has to compile", lambda: engine.num_sizes_left),
             "pins": ("Pins that have not run out", lambda: engine.document_counts.pins),
             "unfinished_erasures": (
                 "Erasures of which something could not be deleted yet",
@@ -269,6 +270,8 @@ class _CompilationsCollector:
     def collect(self) -> Iterator[Metric]:
         text = "Steps compiled for a new size, those found in the compilation cache included"
         yield CounterMetricFamily("ccjax_compilations", text, value=self._counter.count)
+        text = "Steps compiled in idle time, that no request waited for"
+        yield CounterMetricFamily("ccjax_background_compilations", text, value=self._counter.background_count)
 
 
 class _MaintenanceCollector:

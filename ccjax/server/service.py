@@ -403,9 +403,10 @@ class Service:
 
 
 def _idle_work(engine: Engine, jobs: WarmJobs, repair: bool) -> IdleWork:
-    """Warm jobs first: somebody asked for them."""
+    """Warm jobs first: somebody asked for them. Then what makes the next request faster."""
     return lambda is_wanted: (
         jobs.step(is_wanted)
+        or engine.compile_one(is_cancelled=is_wanted)
         or engine.check_one(is_cancelled=is_wanted)
         or (repair and engine.repair_one(is_cancelled=is_wanted))
     )

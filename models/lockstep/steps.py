@@ -52,6 +52,10 @@ class Step(Generic[Result]):
             return self.jitted(*args, **kwargs)
         return _recorder.run(self, args, kwargs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles what a call with arguments like these runs, in this process alone; nothing runs or is donated."""
+        self.jitted.lower(*args, **kwargs).compile()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["jitted"], name)
 

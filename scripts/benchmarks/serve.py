@@ -207,14 +207,16 @@ def _measure(
 
 
 def _flags(options: argparse.Namespace, strategy: str, model: BenchModel) -> list[str]:
-    """Flags of `scripts/serve.py`. Idle repair is off: what is reused shall depend on the requests alone."""
+    """Flags of `scripts/serve.py`. Idle repair is off: what is reused shall depend on the requests alone. Nothing is
+    left for idle time to compile beside them."""
     flags = [*model.flags, "--no-docs", "--max-model-len", str(options.max_model_len)]
     flags += ["--host-cache-bytes", options.host_cache_bytes, "--no-repair", "--store-refresh-interval-s", "0"]
     flags += ["--strategy", strategy]
     if strategy not in ("full", "prefix", "reuse"):
         flags += ["--recompute-ratio", str(options.recompute_ratio)]
     flags += ["--compile-cache-dir", str(cache_folder() / "compile")]
-    return flags + shlex.split(options.serve_args)
+    more = shlex.split(options.serve_args)
+    return flags + more if "--no-warmup" in more else [*flags, "--warmup-all", *more]
 
 
 def _gaps(options: argparse.Namespace, data: Path) -> np.ndarray:

@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.buckets import slot_bucket
 from ccjax.engine.loading import LoadedModel
-from ccjax.engine.warmup import BatchSizes, compile_pack
+from ccjax.engine.warmup import compile_pack
 from ccjax.types import ReuseMode
 from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks import transformers_peer, ttft_default

@@ -24,7 +24,7 @@ _STAGES = {
     "embed": "Embedding passages",
     "train": "Finding clusters of passages",
     "add": "Adding passages to them",
-    "compile": "Compiling for every prompt size",
+    "compile": "Compiling sizes of prompts",
     "ray": "Starting Ray",
     "replicas": "Starting replicas",
 }

@@ -134,8 +134,12 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--page", action=argparse.BooleanOptionalAction, default=True, help=f"{text} (default: serve)")
     text = "hold answers back as if nothing was cached, and tell nothing of reuse: others' questions cannot be timed"
     add("--even-out-timing", action=argparse.BooleanOptionalAction, default=False, help=text)
-    text = "compile at the start, or when a request first needs it (default: at the start)"
+    text = (
+        "compile some sizes at the start, the rest in idle time; or each when a request needs it (default: the former)"
+    )
     add("--warmup", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "compile every size at the start: minutes more, after which nothing compiles beside requests"
+    add("--warmup-all", action="store_true", help=text)
     add("--compile-cache-dir", type=Path, metavar="DIR", help="compiled steps (default ~/.cache/ccjax/compile)")
     text = "print what of each device's memory goes where, and end; no weights are loaded, no device need be there"
     add("--print-memory-plan", action="store_true", help=text)

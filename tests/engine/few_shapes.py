@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ccjax.engine import engine, heavy_hitters, kernels, pool, prefill, warmup
-from ccjax.engine.batch import decode, pack
+from ccjax.engine import batch_sizes, compiled_sizes, engine, heavy_hitters, kernels, pool, prefill
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
 from models.llama3 import LlamaConfig
 from pallas_kernels import dispatch
 
-_MODULES = (heavy_hitters, pool, prefill, warmup, decode, pack)
+_MODULES = (batch_sizes, compiled_sizes, heavy_hitters, pool, prefill)
 _PAGES = (1024, 8192)
 """Pages that a pool's arrays have; those past its budget are given to nobody."""
 

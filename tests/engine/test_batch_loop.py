@@ -187,7 +187,7 @@ def test_contexts_of_a_pack_stay_within_what_is_compiled_ahead():
             questions = [draw_segments(random, [])[-1] for _ in range(12)]
             clients = [Client(engine, ask([*shared, question], "exact", tokens=1)) for question in questions]
         reused = [client.response().reuse.reused_tokens for client in clients]
-        most = max(slots for _, slots, _ in engine._prefiller._packed_sizes)
+        most = max(slots for _, slots, _ in engine._compiled.compiled("pack"))
         assert all(count > 90 for count in reused)
         assert most == engine._sizes.context_tokens < sum(reused)
 

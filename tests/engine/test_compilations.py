@@ -18,3 +18,15 @@ def test_every_new_size_counts_once() -> None:
         step(x).block_until_ready()
     assert counter.count == before + 2
     assert seconds < counter.seconds < seconds + 60.0
+
+
+def test_those_of_the_background_count_apart() -> None:
+    counter = compilations()
+    step = jax.jit(lambda x: x * 5.0 - 1.0)
+    sizes = [jnp.ones(size) for size in (13, 14)]
+    before, in_background = counter.count, counter.background_count
+    with counter.in_background():
+        step(sizes[0]).block_until_ready()
+    assert (counter.count, counter.background_count) == (before, in_background + 1)
+    step(sizes[1]).block_until_ready()
+    assert (counter.count, counter.background_count) == (before + 1, in_background + 1)

@@ -9,10 +9,10 @@ import pytest
 
 from ccjax.engine import budgets
 from ccjax.engine.budgets import memory_bytes
+from ccjax.engine.compilations import compilations
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError
-from models.llama3 import steps
 from store.host import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
@@ -178,13 +178,12 @@ def test_after_warm_up_the_first_hit_on_the_device_compiles_nothing():
     few = {"max_num_batched_tokens": 128, "max_num_seqs": 2}
     with model.engine(max_model_len=128, device_cache_bytes=80 * page, **few) as engine:
         engine.warmup()
-        run = (steps.layer_step, steps.rotate_step, steps.write_pages_step, steps.read_pages_step)
-        before = [step._cache_size() for step in run]
+        before = compilations().count
         segments = draw_segments(np.random.default_rng(1), [30, 24, 36])
         for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
             report = engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3).reuse
         assert "device" in tiers(report)
-        assert [step._cache_size() for step in run] == before
+        assert compilations().count == before
 
 
 def test_budgets_that_cannot_be_are_refused(monkeypatch):

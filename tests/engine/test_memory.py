@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Engine, EngineConfig, device_memory, memory
+from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.device_memory import memory_plan, sizes_of, with_pool
 from ccjax.engine.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, plain, plan_memory, weight_bytes
-from ccjax.engine.warmup import BatchSizes
 from ccjax.errors import ConfigError
 from models.llama3 import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, abstract_params, init_params
 from models.llama3.paged_steps import paged_decode_step, paged_layer_step

@@ -153,7 +153,8 @@ def test_after_warm_up_a_batch_compiles_nothing(device_cache_bytes):
     with MODEL.engine() as single:
         wanted = [single.run(request).token_ids for request in requests[::2]]
     with engine_of(4, max_num_batched_tokens=64, max_num_seqs=8, device_cache_bytes=device_cache_bytes) as engine:
-        engine.warmup()
+        engine.warmup(only_first=True)  # what several devices cannot compile beside requests, they do before
+        assert engine.num_sizes_left == 0
         with ThreadPoolExecutor(8) as pool:
             before = compilations().count
             answers = [response.token_ids for response in pool.map(engine.run, requests)]

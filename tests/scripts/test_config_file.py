@@ -34,6 +34,8 @@ GIVEN = {  # every option, each with another value than its default
     "log-format": "json",
     "otlp-traces-endpoint": "http://traces:4318/v1/traces",
     "warmup": "false",
+    "warmup-all": "true",
+    "frame": "none",
     "compile-cache-dir": "/compiled",
     "log-level": "info",
     "docs": "/documents",

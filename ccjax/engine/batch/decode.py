@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from ccjax.engine.batch.pages import RequestPages
-from ccjax.engine.buckets import batch_bucket, entry_bucket
 from ccjax.engine.plan_rows import padded_to
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Prefiller
@@ -31,10 +30,10 @@ class DecodeBatch:
           TierFullError: a request needs a page and none is free; nothing has run, but requests before it have a slot
             more. Whoever asks `needs_page` first never sees that.
         """
-        size = batch_bucket(len(requests))
         positions = [request.num_tokens for request in requests]
         slots = [request.append() for request in requests]
-        num_entries = entry_bucket(max(request.num_entries for request in requests))
+        sizes = self._model.sizes
+        size, num_entries = sizes.decode(len(requests), max(request.num_entries for request in requests))
         table = np.zeros((3, size, num_entries), np.int32)
         for row, request in enumerate(requests):
             table[:, row, : request.num_entries] = request.table
@@ -62,4 +61,7 @@ class DecodeBatch:
                     mesh=self._model.mesh,
                 ),
             ).x
-        return logits_step(self._model.top, x, config=self._model.config)
+        logits = logits_step(self._model.top, x, config=self._model.config)
+        sizes.note("decode", (size, num_entries))
+        sizes.note("batch", (size,))
+        return logits

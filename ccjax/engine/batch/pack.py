@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from ccjax.engine.batch.job import PrefillJob
-from ccjax.engine.buckets import batch_bucket, segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.plan_rows import LayerRows, padded_to, without_sink
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Contexts, Prefiller
@@ -71,7 +70,6 @@ class Pack:
         self._model = model
         self._pool = pool
         self._pieces = list(pieces)
-        self._with_mass = with_mass
         for number, piece in enumerate(pieces):
             piece.number = number
         self.layer = 0
@@ -82,11 +80,19 @@ class Pack:
         # A later piece reads no slot behind its last token, so none of those is asked for.
         lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
         parts = list(zip(pieces, lengths, strict=True))
-        slots = _context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
-        k_pos = _context([np.arange(length) for length in lengths], _NO_POSITION)
-        k_request = _context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
+        most_segments = max(len(piece.job.plan.segments) for piece in pieces) if with_mass else 0
+        self._num_rows, self._num_slots, self._num_segments = model.sizes.pack(
+            sum(len(piece.offsets) for piece in pieces), sum(lengths), most_segments
+        )
+
+        def context(values: Sequence[np.ndarray], fill: int) -> np.ndarray:
+            return padded_to(np.concatenate(values), self._num_slots, fill)
+
+        slots = context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
+        k_pos = context([np.arange(length) for length in lengths], _NO_POSITION)
+        k_request = context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
         # Requests number their segments alike: a token's masses are on those of its own request.
-        k_segment = _context([without_sink(piece.job.segment_of)[:length] for piece, length in parts], -1)
+        k_segment = context([without_sink(piece.job.segment_of)[:length] for piece, length in parts], -1)
         self._slots, self._k_pos, self._k_request, self._k_segment = model.put((slots, k_pos, k_request, k_segment))
         self._k_rotation = self._rotation(self._k_pos)
         self._set_rows()
@@ -134,8 +140,6 @@ class Pack:
                 self._filled.add(job)
         self._filled.clear()
         self._filter()
-        most_segments = max(len(piece.job.plan.segments) for piece in self._pieces)
-        num_segments = segment_bucket(most_segments) if self._with_mass else 0
         out = self._pool.update(
             self.layer,
             lambda k_pages, v_pages: paged_layer_step(
@@ -149,18 +153,18 @@ class Pack:
                 self._slots,
                 self._k_pos,
                 self._k_request,
-                self._k_segment if self._with_mass else None,
+                self._k_segment if self._num_segments else None,
                 self._q_rotation,
                 self._k_rotation,
                 config=self._model.config,
-                num_segments=num_segments,
+                num_segments=self._num_segments,
                 implementation=self._model.implementation,
                 mesh=self._model.mesh,
             ),
         )
         self._x = out.x
-        size = (self._num_rows, len(self._slots), num_segments)
-        self.has_new_sizes |= self._model.note_size(size)
+        size = (self._num_rows, self._num_slots, self._num_segments)
+        self.has_new_sizes |= self._model.sizes.note("pack", size)
         self._num_rows_run += sum(len(piece.offsets) for piece in self._pieces)
         kept, first = {}, 0
         for piece in self._pieces:
@@ -179,8 +183,7 @@ class Pack:
         done = [(piece.job, int(end)) for piece, end in zip(self._pieces, ends, strict=True) if piece.is_last]
         if not done:
             return [], None
-        rows = padded_to(np.asarray([end for _, end in done], np.int32), batch_bucket(len(done)), done[-1][1])
-        return [job for job, _ in done], self._logits(rows)
+        return [job for job, _ in done], self._logits(np.asarray([end for _, end in done], np.int32))
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -192,12 +195,17 @@ class Pack:
             wanted = first + np.flatnonzero(piece.offsets >= len(job.token_ids) - job.num_logits)
             first += len(piece.offsets)
             if len(wanted):
-                rows = padded_to(wanted, batch_bucket(len(wanted)), int(wanted[-1]))
-                logits, before = fetch(self._logits(rows))[: len(wanted)], job.result.last_logits
+                logits, before = fetch(self._logits(wanted))[: len(wanted)], job.result.last_logits
                 job.result.last_logits = logits if before is None else np.concatenate([before, logits])
 
     def _logits(self, rows: np.ndarray) -> jax.Array:
-        return logits_step(self._model.top, select_step(self._x, self._model.put(rows)), config=self._model.config)
+        """Logits [B, V], float32, behind some rows, B padded."""
+        sizes = self._model.sizes
+        size = sizes.batch(len(rows))
+        x = select_step(self._x, self._model.put(padded_to(rows, size, int(rows[-1]))))
+        logits = logits_step(self._model.top, x, config=self._model.config)
+        sizes.note("batch", (size,))
+        return logits
 
     def _loading(self) -> list[tuple[PrefillJob, Contexts]]:
         """The jobs whose first piece is here, with their source of reused KV; those that have one."""
@@ -259,7 +267,6 @@ class Pack:
         offsets = [piece.offsets for piece in self._pieces]
         slots = [piece.job.pages.slots[piece.offsets] for piece in self._pieces]
         requests = [np.full(len(piece.offsets), piece.number) for piece in self._pieces]
-        self._num_rows = token_bucket(sum(map(len, offsets)))
 
         def padded(parts: list[np.ndarray], fill: int | None) -> jax.Array:
             values = np.concatenate(parts)
@@ -283,11 +290,8 @@ class Pack:
             piece.offsets = piece.offsets[stays]
         self._pieces = [piece for piece in self._pieces if piece in kept]
         if self._pieces:
+            num_rows = sum(len(piece.offsets) for piece in self._pieces)
+            self._num_rows = self._model.sizes.rows(num_rows, self._num_slots, self._num_segments)
             self._set_rows()
             values = np.concatenate(rows)
             self._x = select_step(self._x, self._model.put(padded_to(values, self._num_rows, int(values[-1]))))
-
-
-def _context(parts: Sequence[np.ndarray], fill: int) -> np.ndarray:
-    values = np.concatenate(parts)
-    return padded_to(values, slot_bucket(len(values)), fill)

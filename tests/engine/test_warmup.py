@@ -1,0 +1,137 @@
+"""Engines that compile a few sizes before the first request and the rest in idle time answer as others do."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ccjax.engine import Engine, warmup
+from ccjax.engine.compilations import compilations
+from ccjax.engine.requests import Request, SamplingParams
+from tests.engine.helpers import TinyModel, draw_segments, permuted
+
+FEW: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 4}
+RANDOM = np.random.default_rng(5)
+SEGMENTS = draw_segments(RANDOM, [30, 24, 36, 50])
+ORDERS = ([0, 1, 2, 3], [2, 1, 0], [3], [1, 0, 2, 3])
+
+
+def model(hidden_size: int) -> TinyModel:
+    """One whose steps no other test has compiled."""
+    return TinyModel(seed=3, num_hidden_layers=2, hidden_size=hidden_size, num_attention_heads=2, intermediate_size=24)
+
+
+def answers(engine: Engine) -> list[tuple[int, ...]]:
+    found = []
+    for order in ORDERS:
+        for reuse in ("off", "exact"):
+            response = engine.generate_from_tokens(permuted(SEGMENTS, order), max_new_tokens=6, reuse=reuse)
+            found.append(tuple(response.token_ids))
+    return found
+
+
+def taken(engine: Engine) -> tuple[list, list]:
+    """Sizes of packs and decode steps that requests take now."""
+    sizes = engine._compiled
+    return [sizes.pack(count, 100, 3) for count in (9, 60, 140)], [sizes.decode(count, 20) for count in (1, 3)]
+
+
+@pytest.mark.parametrize(("width", "tier"), [(56, {}), (104, {"device_cache_bytes": 4 << 20})])
+def test_padded_sizes_answer_alike_and_compile_nothing(width, tier):
+    tiny = model(width)
+    with tiny.engine(**FEW, **tier) as engine:
+        wanted, natural = answers(engine), taken(engine)
+    seen = []
+    with tiny.engine(**FEW, **tier) as engine:
+        engine.warmup(lambda stage, done, total: seen.append((stage, done, total)), only_first=True)
+        first, listed = engine._steps.first(), engine._steps.all()
+        assert seen == [("compile", done, len(first)) for done in range(1, len(first) + 1)]
+        assert engine.num_sizes_left == len(listed) - len(first) > 0
+        before = compilations().count
+        assert answers(engine) == wanted
+        assert compilations().count == before
+        padded = taken(engine)
+        for padded_size, size in zip([*padded[0], *padded[1]], [*natural[0], *natural[1]], strict=True):
+            assert all(map(int.__ge__, padded_size, size))
+        assert padded != natural
+
+        left, in_background = engine.num_sizes_left, compilations().background_count
+        assert left > len(listed) - len(first) or engine._compiled.next() in listed
+        while engine.compile_one():
+            assert engine.num_sizes_left < left
+            left = engine.num_sizes_left
+        assert left == 0 and compilations().background_count > in_background
+        assert taken(engine) == natural
+        assert answers(engine) == wanted
+        assert compilations().count == before  # nobody waited for any of them
+        assert engine._compiled.next() is None
+
+
+def test_a_request_is_answered_while_idle_time_compiles(monkeypatch):
+    tiny = model(40)
+    begun, go_on = threading.Event(), threading.Event()
+    compile_pack = warmup.compile_pack
+
+    def held(*args) -> None:
+        if threading.current_thread().name.startswith("ccjax-compile"):
+            begun.set()
+            assert go_on.wait(300)
+        compile_pack(*args)
+
+    monkeypatch.setattr(warmup, "compile_pack", held)
+    with tiny.engine(**FEW) as engine:
+        engine.warmup(only_first=True)
+        request = Request(segments=SEGMENTS, sampling=SamplingParams(4))
+        while not begun.is_set():
+            assert engine.compile_one(is_cancelled=begun.is_set)
+        left = engine.num_sizes_left
+        assert engine.compile_one(is_cancelled=lambda: True)  # it goes on with the one that was begun
+        assert len(engine.run(request).token_ids) == 4
+        assert engine.num_sizes_left >= left > 0
+        go_on.set()
+        while engine.compile_one():
+            pass
+        assert engine.num_sizes_left == 0
+
+
+def test_a_pack_compiles_without_keeping_the_pages(monkeypatch):
+    """The pool's lock is what the batch waits for."""
+    tiny = model(72)
+    with tiny.engine(**FEW) as engine:
+        was_free = []
+        compile_ahead = type(warmup.paged_layer_step).compile
+
+        def watched(step, *args, **kwargs) -> None:
+            with engine._pool._pages_lock:  # would wait for ever
+                was_free.append(step)
+            compile_ahead(step, *args, **kwargs)
+
+        monkeypatch.setattr(type(warmup.paged_layer_step), "compile", watched)
+        engine.warmup(only_first=True)
+        assert {warmup.paged_layer_step, warmup.paged_decode_step, warmup.write_rows_step} <= set(was_free)
+
+
+def test_a_size_that_does_not_compile_is_given_up(monkeypatch, caplog):
+    tiny = model(88)
+    with tiny.engine(**FEW) as engine:
+        engine.warmup(only_first=True)
+
+        def fails(*_) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(warmup, "compile_pack", fails)
+        while engine.compile_one():
+            pass
+        assert engine.num_sizes_left == 0 and "out of memory" in caplog.text
+        left = len(engine._compiled.compiled("pack"))
+        assert left == sum(kind == "pack" for kind, _ in engine._steps.first())
+        answers(engine)
+        assert engine.num_sizes_left == 0
+
+
+def test_nothing_is_left_where_everything_was_compiled():
+    with model(40).engine(**FEW) as engine:
+        assert engine.num_sizes_left == 0 and not engine.compile_one()
+        engine.warmup()
+        assert engine.num_sizes_left == 0 and not engine.compile_one()
