@@ -9,17 +9,20 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ccjax.engine.devices import mesh_for
 from ccjax.engine.weights import RANDOM, Weights, gguf_weights, random_weights, weights_in
 from ccjax.errors import ConfigError
-from ccjax.loading.gguf import GgufFile, config_of, open_gguf, text_of
 from ccjax.loading.named import PACKAGED, gguf_path
 from ccjax.text import BYTE_TEMPLATE, ByteTokenizer, ChatTemplate, PromptBuilder, Tokenizer, load_tokenizer
 from models.llama3.config import LlamaConfig
 from models.llama3.convert import load_config
 from models.llama3.params import Params
 from models.llama3.sharding import param_sharding
+
+if TYPE_CHECKING:
+    from ccjax.loading.gguf import GgufFile
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -109,7 +112,11 @@ def model_config(path: str | Path, *, tokenizer: str | Path | None = None) -> Ll
         assert words is not None
         return random_weights(str(path), words.vocab_size).config
     file = _gguf(path)
-    return load_config(model_directory(path)) if file is None else config_of(file)
+    if file is None:
+        return load_config(model_directory(path))
+    from ccjax.loading.gguf import config_of
+
+    return config_of(file)
 
 
 def load_model(
@@ -208,7 +215,11 @@ def _is_random(path: str | Path) -> bool:
 
 def _gguf(path: str | Path) -> GgufFile | None:
     file = None if _is_random(path) else gguf_path(path)
-    return None if file is None else open_gguf(file)
+    if file is None:
+        return None
+    from ccjax.loading.gguf import open_gguf  # the package behind it is for those who have such files
+
+    return open_gguf(file)
 
 
 def _text_of(
@@ -230,6 +241,8 @@ def _text_of(
         return ByteTokenizer(), BYTE_TEMPLATE
     file = _gguf(path) if file is None else file
     if file is not None:
+        from ccjax.loading.gguf import text_of
+
         words, template = text_of(file) or (None, None)
         return words, None if template is None else _held_still(template)
     directory = model_directory(path)

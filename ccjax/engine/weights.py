@@ -11,20 +11,22 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ccjax.errors import ConfigError
-from ccjax.loading.gguf import GgufFile, config_of, load_gguf
 from models.llama3.checkpoint import CheckpointIndex, is_checkpoint, load_checkpoint, read_index
 from models.llama3.config import LlamaConfig
 from models.llama3.convert import fingerprint, fingerprint_files, load_config, load_params, replacing
 from models.llama3.params import Params, ParamSpec, init_params
 from models.llama3.presets import preset
 from models.llama3.sharding import spread
+
+if TYPE_CHECKING:
+    from ccjax.loading.gguf import GgufFile
 
 RANDOM = "random:"
 """What the names of models with random weights begin with."""
@@ -144,6 +146,8 @@ class GgufWeights:
         return self.digest
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
+        from ccjax.loading.gguf import load_gguf  # the package behind it is for those who have such files
+
         return load_gguf(
             self.file,
             self.config,
@@ -224,6 +228,8 @@ def gguf_weights(file: GgufFile) -> GgufWeights:
     Raises:
       CheckpointError: its architecture is not supported.
     """
+    from ccjax.loading.gguf import config_of
+
     config = config_of(file)
     digest = fingerprint_files(config, {f"gguf-{number}": path for number, path in enumerate(file.paths)})
     return GgufWeights(file, config, digest)

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import models.llama3.convert as convert
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.engine.hosts import follow
 from ccjax.engine.warmup import _run_steps
@@ -24,7 +23,7 @@ def main(address: str, process: str, file: str) -> None:
     """Runs the one command there is."""
     wanted = json.loads(Path(file).read_text())
     group = lockstep.join(address, 2, int(process), 120)
-    read, num_read = convert.read_part, 0
+    read, num_read = leaves.read_part, 0
 
     def counting(*args: Any) -> Any:
         nonlocal num_read
@@ -32,7 +31,7 @@ def main(address: str, process: str, file: str) -> None:
         num_read += part.nbytes
         return part
 
-    convert.read_part = counting
+    leaves.read_part = counting
     if not group.is_leader:
         follow(wanted["model"], **wanted["settings"])
         print(json.dumps({"num_read": num_read}), flush=True)

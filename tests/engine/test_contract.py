@@ -25,7 +25,7 @@ CALIBRATION = Calibration(
     target=0.9,
     confidence=0.95,
     trials={
-        "cachecraft": (Trial(0.1, 100, 90, recompute_ratio=0.1), Trial(0.4, 100, 99, recompute_ratio=0.4)),
+        "cachecraft": (Trial(0.1, 100, 90, recompute_ratio=0.1), Trial(0.3, 100, 99, recompute_ratio=0.3)),
         "random": (Trial(0.5, 100, 60, recompute_ratio=0.5),),
     },
 )
@@ -51,7 +51,7 @@ def promised(report):
 
 def test_bounded_recomputes_what_the_calibration_showed(directory):
     found = report(directory)
-    assert promised(found) == (16 + 24, True, 0.9, pytest.approx(0.9534, abs=1e-4)) and found.mode == "bounded"
+    assert promised(found) == (12 + 18, True, 0.9, pytest.approx(0.9534, abs=1e-4)) and found.mode == "bounded"
 
 
 def test_a_request_may_ask_for_less_or_more(directory):
@@ -60,10 +60,12 @@ def test_a_request_may_ask_for_less_or_more(directory):
     assert promised(found) == (0, False, 0.99, 1.0) and found.exact and found.computed_tokens > 100
 
 
-def test_a_strategy_that_failed_is_served_exactly(directory):
-    for reuse in ("bounded", "fast"):
+def test_a_strategy_that_failed_is_served_as_without_a_calibration(directory):
+    for reuse, target in (("bounded", 0.9), ("fast", None)):
         found = report(directory, reuse=reuse, strategy="random")
-        assert promised(found) == (0, False, 0.9, 1.0) and found.exact and found.mode == reuse
+        plain = report(None, reuse=reuse, strategy="random")
+        assert promised(found) == (plain.recomputed_tokens, False, target, None) and not found.exact
+        assert found.mode == reuse
 
 
 def test_without_a_calibration_the_report_says_so(tmp_path):

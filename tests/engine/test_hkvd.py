@@ -141,7 +141,7 @@ def test_a_plan_whose_deviations_choose_has_no_focus_cut_and_fixed_pieces():
     model = TinyModel(seed=2, num_hidden_layers=9)
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     for strategy, is_divisible in (("cacheblend", False), ("cachecraft", True)):
-        with model.engine(strategy=strategy, max_model_len=512, recompute_ratio=0.2) as engine:
+        with model.engine(strategy=strategy, max_model_len=512, recompute_ratio=0.2, focus_window=3) as engine:
             engine.generate_from_tokens(segments, max_new_tokens=1)
             prompt = engine._assemble(Request(segments=permuted(segments, [2, 1, 0])))
             plan = engine._prefill.plan(prompt, "bounded", engine._prefill.usable(prompt))

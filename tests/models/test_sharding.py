@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama3 import LlamaConfig, convert
+from models.llama3 import LlamaConfig, leaves
 from models.llama3.config import LLAMA3_8B, LLAMA3_70B
 from models.llama3.convert import load_params
 from models.llama3.paged_steps import paged_decode_step, paged_layer_step
@@ -88,14 +88,14 @@ def test_loading_reads_for_each_device_its_part_alone(tmp_path, monkeypatch, siz
     weights, raw = random_llama(1, **changes)
     directory, config = write(tmp_path, weights, raw, 2), LlamaConfig.from_hf(raw)
     mesh = make_mesh(config, devices(size))
-    read, whole = [], convert.read_part
+    read, whole = [], leaves.read_part
 
     def read_part(tensors, sources, spec, index, dtype):
         part = whole(tensors, sources, spec, index, dtype)
         read.append((part.size, spec))
         return part
 
-    monkeypatch.setattr(convert, "read_part", read_part)
+    monkeypatch.setattr(leaves, "read_part", read_part)
     params = load_params(directory, dtype=jnp.float32, sharding=lambda spec: param_sharding(mesh, spec))
     for num_values, spec in read:
         assert num_values == math.prod(param_sharding(mesh, spec).shard_shape(spec.shape))

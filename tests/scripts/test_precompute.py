@@ -30,6 +30,8 @@ from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_DOCS = 8
+NUM_OTHERS = 3
+"""Variants of the system prompt and of both passages of the frame."""
 QUESTION = "Which tool does Yara Ames own?"
 
 
@@ -162,11 +164,12 @@ def test_a_killed_run_goes_on_and_a_server_computes_no_passage(start, tmp_path, 
     found = report(tmp_path, "again")
     run, estimate = found["run"], found["estimate"]
     assert run["computed"] == estimate["variants"] and run["present"] == 0, "none that was there"
-    num_variants = 2 * NUM_DOCS + 1  # one is the system prompt's
-    assert 5 <= len(before) < num_variants and run["computed"] == num_variants - len(before)
+    num_variants = 3 * NUM_DOCS + NUM_OTHERS
+    others_before = run["computed"] - (3 * NUM_DOCS - len(before))  # what is no passage's
+    assert 5 <= len(before) < num_variants and others_before in (1, NUM_OTHERS)
     assert len(records(tmp_path)) == num_variants and found["failed"] == []
     assert found["passages"] == {"total": NUM_DOCS, "stored": NUM_DOCS, "share": 1.0, "token_share": 1.0}
-    assert found["behind_neighbours"]["stored"] == NUM_DOCS
+    assert found["framed"]["stored"] == found["behind_neighbours"]["stored"] == NUM_DOCS
     assert estimate["num_bytes"] == pytest.approx(run["stored_bytes"], rel=0.01)
     assert claims(tmp_path) <= claimed, "of the killed run alone: what it was at"
     assert list(tmp_path.glob(".ccjax-sample-*")) == []
@@ -197,7 +200,7 @@ def test_two_runs_on_one_store_share_the_work(start, tmp_path):
         finished(process)
     one, two = (report(tmp_path, name) for name in ("one", "two"))
     assert one["passages"]["share"] == two["passages"]["share"] == 1.0
-    assert one["run"]["computed"] + two["run"]["computed"] == 2 * NUM_DOCS, "nothing twice"
+    assert one["run"]["computed"] + two["run"]["computed"] == 3 * NUM_DOCS, "nothing twice"
     assert min(one["run"]["computed"], two["run"]["computed"]) > 0
 
 
@@ -210,9 +213,9 @@ def test_a_signal_ends_it_cleanly(start, tmp_path, number, code):
     found = report(tmp_path, "ended")
     assert process.returncode == code and "run the same command again to go on" in errors
     assert found["interrupted"] == signal.Signals(number).name and found["failed"] == []
-    stored = found["passages"]["stored"] + found["behind_neighbours"]["stored"]
-    assert 0 < stored == found["run"]["computed"] < 2 * NUM_DOCS
-    assert len(records(tmp_path)) == stored + 1 and claims(tmp_path) == set()
+    stored = sum(found[name]["stored"] for name in ("passages", "framed", "behind_neighbours"))
+    assert 0 < stored == found["run"]["computed"] < 3 * NUM_DOCS
+    assert len(records(tmp_path)) - stored in (1, NUM_OTHERS) and claims(tmp_path) == set()
 
 
 def test_changed_documents_and_pruning_and_questions(run_here, tmp_path):
@@ -223,7 +226,7 @@ def test_changed_documents_and_pruning_and_questions(run_here, tmp_path):
     lines = (DEMO_CORPUS.parent / "demo_questions.jsonl").read_text().splitlines()[:3]
     questions.write_text("\n".join(lines))
     assert run_here("run", "--documents", docs).returncode == 0
-    assert report(tmp_path, "run")["run"]["computed"] == NUM_DOCS
+    assert report(tmp_path, "run")["run"]["computed"] == 2 * NUM_DOCS
     first = records(tmp_path)
     changed, gone, *_ = sorted(docs.iterdir())
     changed.write_text(changed.read_text().replace("mallet", "hammer"))
@@ -233,9 +236,9 @@ def test_changed_documents_and_pruning_and_questions(run_here, tmp_path):
     assert done.returncode == 0, done.stderr
     found = report(tmp_path, "run")
     left = NUM_DOCS - 1
-    assert (found["run"]["computed"], found["passages"]["stored"], found["passages"]["total"]) == (1, left, left)
-    assert (found["pruned"]["passages"], found["pruned"]["variants"]) == (2, 2)
-    assert len(records(tmp_path) - first) == 1 and len(first - records(tmp_path)) == 2
+    assert (found["run"]["computed"], found["passages"]["stored"], found["passages"]["total"]) == (2, left, left)
+    assert (found["pruned"]["passages"], found["pruned"]["variants"]) == (2, 4)
+    assert len(records(tmp_path) - first) == 2 and len(first - records(tmp_path)) == 4
     assert [Path(one["path"]).name for one in found["unusable_files"]] == ["ends.pdf"]
     quality = found["quality"]
     assert (quality["num_questions"], quality["num_documents"], quality["num_known"]) == (3, 2.0, 3)
@@ -249,12 +252,12 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, tmp_path):
         return done.stderr.splitlines()[-1]
 
     text = refusal("--disk-cache-bytes", "1MB")
-    assert text.startswith("precompute.py: error: --store: wanted room for 20") and "1000000 left of" in text
+    assert text.startswith("precompute.py: error: --store: wanted room for 40") and "1000000 left of" in text
     assert not (tmp_path / "store").exists()
     assert run_here("dry", "--dry-run", "--disk-kv-dtype", "int8").returncode == 0
     found = report(tmp_path, "dry")
     assert found["dry_run"] and found["estimate"]["seconds"] > 0 and found["run"]["computed"] == 0
-    assert 4.0 < 20_153_376 / found["estimate"]["object_bytes"] * 1.15 and not (tmp_path / "store").exists()
+    assert 4.0 < 2 * 20_153_376 / found["estimate"]["object_bytes"] * 1.15 and not (tmp_path / "store").exists()
     assert "--documents: wanted a directory, got" in refusal("--documents", tmp_path / "none")
     assert "--devices: wanted one for each of 1 workers, got '0,1'" in refusal("--devices", "0,1")
     assert "--report: wanted a file in a directory" in refusal("--report", tmp_path / "none" / "report.json")

@@ -22,7 +22,7 @@ __all__ = ["kept", "refusal", "usual"]
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Which tool does Yara Ames own?"}], "max_tokens": 8}
 _DEVICES = "--xla_force_host_platform_device_count="
-DEMO = ["--no-warmup", "--embedder", "lexical"]
+DEMO = ["--model", "demo", "--no-warmup", "--embedder", "lexical"]
 
 
 @pytest.fixture
