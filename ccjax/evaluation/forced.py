@@ -11,7 +11,6 @@ import numpy as np
 from ccjax.engine import Engine, Request
 from ccjax.engine.divergence import kl_divergence, log_softmax
 from ccjax.engine.requests import Response, SamplingParams
-from ccjax.text import PromptParts
 from ccjax.types import ReuseMode
 
 
@@ -20,9 +19,14 @@ def drawn_tokens(response: Response, end: int) -> tuple[int, ...]:
     return response.token_ids + ((end,) if response.finish_reason == "stop" else ())
 
 
-def forced_logits(engine: Engine, parts: PromptParts, answer: Sequence[int], reuse: ReuseMode) -> np.ndarray:
+def forced_logits(
+    engine: Engine, segments: Sequence[Sequence[int]], answer: Sequence[int], reuse: ReuseMode
+) -> np.ndarray:
     """Logits [len(answer), V], float32, that each token of `answer` would be drawn from: behind the prompt and the
     answer's tokens before it.
+
+    Args:
+      segments: the prompt, as of `Request`.
 
     Raises:
       ValueError: no token.
@@ -30,9 +34,10 @@ def forced_logits(engine: Engine, parts: PromptParts, answer: Sequence[int], reu
     """
     if not answer:
         raise ValueError("answer: wanted at least one token, got none")
-    segments = [parts.system, *parts.documents, (*parts.question, *answer[:-1])]
+    *before, question = segments
     sampling = SamplingParams(1, prompt_logits=len(answer))
-    logits = engine.run(Request(segments=segments, sampling=sampling, reuse=reuse)).prompt_logits
+    request = Request(segments=[*before, [*question, *answer[:-1]]], sampling=sampling, reuse=reuse)
+    logits = engine.run(request).prompt_logits
     assert logits is not None and len(logits) == len(answer)
     return logits
 

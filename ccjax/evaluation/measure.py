@@ -192,14 +192,15 @@ class _Asked:
         assert model.tokenizer is not None and model.template is not None  # or no question was answered
         builder = prompt_builder(model.tokenizer, model.template, engine.config.system_prompt)
         parts = builder.build_chat([{"role": "user", "content": question.text}], question.documents)
+        segments = [parts.system, *parts.documents, parts.question]
         logits = forced.forced_logits(
-            engine, parts, forced.drawn_tokens(self._full[index], min(model.eos_ids, default=0)), way.reuse
+            engine, segments, forced.drawn_tokens(self._full[index], min(model.eos_ids, default=0)), way.reuse
         )
         if way == FULL:
             self._full_logits.append(logits)
         nll = None
         if question.answers and (right := self._right_tokens(index)):
-            nll = forced.nll(forced.forced_logits(engine, parts, right, way.reuse), right)
+            nll = forced.nll(forced.forced_logits(engine, segments, right, way.reuse), right)
         full = self._full_logits[index]
         return Forced(forced.mean_kl(full, logits), forced.agreement(full, logits), nll)
 

@@ -7,7 +7,6 @@ import pytest
 
 from ccjax.engine.requests import Response
 from ccjax.evaluation import forced
-from ccjax.text import PromptParts
 from ccjax.types import ReuseReport
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments
 from tests.oracles import llama_forward
@@ -16,11 +15,6 @@ MODEL = TinyModel(seed=11, num_hidden_layers=2)
 REPORT = ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True)
 FULL = np.log([[0.6, 0.4], [0.2, 0.8]])
 OWN = np.log([[0.3, 0.7], [0.2, 0.8]])
-
-
-def parts(lengths, **settings) -> PromptParts:
-    system, *documents, question = map(tuple, draw_segments(np.random.default_rng(2), lengths, **settings))
-    return PromptParts(system, tuple(documents), question)
 
 
 def test_kl_and_agreement_are_means_over_tokens():
@@ -45,9 +39,10 @@ def test_the_end_of_an_answer_is_one_of_its_tokens(token_ids, finish, wanted):
 
 @pytest.mark.parametrize(("reuse", "system"), [("off", 7), ("bounded", 0)])
 def test_each_token_is_scored_behind_those_before_it_however_the_prompt_is_cut(reuse, system):
-    prompt, answer = parts([40, 30], system=system), [3, 1, 4, 1, 5]
-    wanted = llama_forward(MODEL.weights, MODEL.raw, np.asarray([*prompt.token_ids, *answer]))[0]
-    first = len(prompt.token_ids) - 1
+    prompt, answer = draw_segments(np.random.default_rng(2), [40, 30], system=system), [3, 1, 4, 1, 5]
+    token_ids = [token for segment in prompt for token in segment]
+    wanted = llama_forward(MODEL.weights, MODEL.raw, np.asarray([*token_ids, *answer]))[0]
+    first = len(token_ids) - 1
     for settings in ({}, {"max_num_batched_tokens": 32}):
         with MODEL.engine(max_model_len=512, **settings) as engine:
             got = forced.forced_logits(engine, prompt, answer, reuse)
@@ -62,4 +57,4 @@ def test_an_answer_has_a_token():
         MODEL.engine(max_model_len=512) as engine,
         pytest.raises(ValueError, match="answer: wanted at least one token"),
     ):
-        forced.forced_logits(engine, parts([20]), [], "off")
+        forced.forced_logits(engine, draw_segments(np.random.default_rng(2), [20]), [], "off")
