@@ -245,7 +245,7 @@ class BackgroundCompiler:
         if self._prefiller.has_run(size):
             return
         if size not in self._runs:
-            self._runs[size] = self._pool.submit(_run_steps, self._prefiller, size)
+            self._runs[size] = self._pool.submit(self._run, size)
         if not _is_done(self._runs[size], is_cancelled):
             raise PrefillCancelledError
         self._runs[size].result()
@@ -267,6 +267,10 @@ class BackgroundCompiler:
         """Compiles nothing more, but does not wait for what it has begun."""
         self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, size: Size) -> None:
+        with compilations().in_background():
+            _run_steps(self._prefiller, size)
 
     def _compile(self, key: Key) -> None:
         try:

@@ -44,7 +44,6 @@ def test_idle_time_compiles_the_rest_and_gives_way_to_requests(
     monkeypatch.setattr(warmup.StepCompiler, "compile", held)
     settings = ServerSettings(top_k=2, repair_when_idle=False)
     try:
-        # Lengths that no other test's engine has: its steps are compiled here.
         with start_server(settings, max_num_batched_tokens=256, max_num_seqs=8, device_cache_bytes=3 << 20) as server:
             assert begun.wait(300)
             before, waited_for = metrics(server), compilations().count
@@ -58,7 +57,7 @@ def test_idle_time_compiles_the_rest_and_gives_way_to_requests(
             assert compilations().count == waited_for  # the answers were padded
             go_on.set()
             wait_until(lambda: metrics(server)[LEFT] == 0)
-            assert metrics(server)[AHEAD] >= before[AHEAD] and metrics(server)[WAITED_FOR] == waited_for
+            assert metrics(server)[WAITED_FOR] == waited_for
             again = patience.post(f"{server.url}/v1/chat/completions", json=asked)
             assert again.json()["choices"][0]["message"] == answer.json()["choices"][0]["message"]
     finally:
