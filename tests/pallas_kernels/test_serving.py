@@ -38,8 +38,8 @@ def test_full_prefill_reuse_and_recompute_are_the_oracle(implementation):
     full = prefiller.run(prompt, plan(None, None, None), collect=True)
     np.testing.assert_allclose(prefiller.all_logits(full), wanted, atol=TOLERANCE)
     for layer, oracle in zip(full.layers, oracles, strict=True):
-        # Segment bounds are 0, 41, 61, 70: a token's mass lies on its own segment and those before it; that on the first
-        # four tokens, the attention sink, counts nowhere.
+        # Segment bounds are 0, 41, 61, 70: a token's mass lies on its own segment and those before it; what lies on the
+        # first four tokens, the attention sink, counts nowhere.
         mass, own = np.asarray(layer.mass)[: len(prompt)], np.asarray(layer.self_mass)[: len(prompt)]
         np.testing.assert_allclose(mass.sum(-1), oracle.attention.mean(0)[:, 4:].sum(-1), atol=1e-5)
         assert not mass[:41, 1:].any() and not mass[:61, 2:].any() and (mass[61:, :3] > 0.0).all()
