@@ -95,6 +95,9 @@ class Serving:
         wait_until(lambda: self.running() == num_replicas, timeout_s=READY_S)
 
 
+QUICK = ("--no-warmup", "--port", "0")
+
+
 @contextlib.contextmanager
 def serving(folder: Path, *arguments: str, under: Sequence[str] = ()) -> Iterator[Serving]:
     """A server of the demo model that is ready; ended if it did not end by itself.
@@ -105,7 +108,7 @@ def serving(folder: Path, *arguments: str, under: Sequence[str] = ()) -> Iterato
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"log-{time.monotonic_ns()}"
-    command = [*under, sys.executable, str(ROOT / "scripts/serve.py"), "--no-warmup", "--port", "0", *arguments]
+    command = [*under, sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", *QUICK, *arguments]
     with log.open("w") as errors:
         process = subprocess.Popen(command, env=environment(folder), stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
@@ -141,7 +144,7 @@ def end(server: Serving, timeout_s: float = 60.0) -> int:
 
 def refusal(folder: Path, *arguments: str) -> str:
     """The last line on stderr of a start that must fail with exit code 2."""
-    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--no-warmup", "--port", "0", *arguments]
+    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", *QUICK, *arguments]
     done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=READY_S)
     assert done.returncode == 2 and "Ready" not in done.stdout, done.stderr
     return done.stderr.strip().splitlines()[-1]

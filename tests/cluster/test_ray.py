@@ -19,6 +19,7 @@ import pytest
 from tests.cluster.processes import (
     CHAT,
     GENERATOR,
+    QUICK,
     READY_S,
     REPLICA,
     Serving,
@@ -234,7 +235,7 @@ def test_what_cannot_start_says_why_in_a_line(folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_ends_while_it_waits_for_hosts_leaves_nothing(folder: Path, number: int) -> None:
     """No host has such a resource, and some may join that does."""
-    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--cluster", "ray", "--port", "0", "--no-warmup"]
+    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", "--cluster", "ray", *QUICK]
     command += ["--replica-resources", "unobtainable=1"]
     with (folder / "waiting").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environment(folder))
