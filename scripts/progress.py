@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: bars on a terminal, lines elsewhere. Knows no command."""
+"""How far a long command is, on stderr: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class CachedPrefill:
         for it, and what is stored joins them.
 
         Args:
-          other: KV of its last chunk to compare with (`last_kv`).
+          other: KV of its last chunk behind another prefix, to compare with.
           only_last: of its chunks, store the last alone.
           wait: for the disk's queue where that is full, instead of leaving the disk out.
         """
@@ -233,17 +233,6 @@ class CachedPrefill:
         except StoreError as error:
             logger.warning("variant %s: %s; nothing is compared with it", variant_id, error)
             return None
-
-    def last_kv(self, prefilled: Prefilled) -> np.ndarray | None:
-        """KV [L, 2, T, K, H] of the last chunk of a prefill, to compare with, and unpins; stores nothing. None if it
-        was not computed."""
-        assert prefilled.ticket is not None
-        try:
-            found = capture_variants(prefilled.plan, prefilled.result, {}, prefilled.read_layers)
-            kv = {meta.chunk_id: kv for meta, kv in found if meta.fidelity == "exact"}
-        finally:
-            self._variants.complete_load(prefilled.ticket)
-        return kv.get(prefilled.prompt.chunks[-1].chunk_id)
 
     def _capture(
         self,

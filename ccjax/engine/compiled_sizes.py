@@ -1,5 +1,4 @@
-"""Which sizes an engine's steps are compiled for, and which one rows and slots are padded to. Knows no array, no step
-and no thread that compiles.
+"""Which sizes an engine's steps are compiled for, and which one rows and slots are padded to.
 
 Verbs: `pack`, `rows`, `decode`, `batch` and `write` say which size to take, `note` that one is compiled, `next` which
 is to be compiled.

@@ -141,7 +141,7 @@ class DocumentCalls:
             raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
         return tuple(as_chunk(self._builder.document_ids(one), one, tenant) for one in documents_from(documents))
 
-    def warming_frame(self, *, system_prompt: str | None = None) -> tuple[Chunk | None, int]:
+    def prompt_overhead(self, *, system_prompt: str | None = None) -> tuple[Chunk | None, int]:
         """The system prompt that warmed documents stand behind, None for none, and the tokens that a prompt has besides
         its documents: with those it may have `max_model_len`."""
         prompt = self._warm_prompt([Document("?")], system_prompt)

@@ -1,4 +1,4 @@
-"""The passages that prepared passages are computed behind. Knows no store and no prompt.
+"""The passages that prepared passages are computed behind.
 
 KV of a passage that was computed directly behind the instructions is poor behind other passages: its tokens behave like
 the beginning of a text. Behind some fixed, unrelated text of about 300 tokens they do not, and as that text is the same
@@ -7,7 +7,6 @@ for everybody, nobody's passages show in anybody else's KV.
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
 import re
 from collections.abc import Sequence
@@ -56,7 +55,6 @@ class PassageFrame:
         self.documents = tuple(documents) if builder is not None else ()
         self._token_ids = tuple(builder.document_ids(one) for one in self.documents) if builder is not None else ()
 
-    @functools.lru_cache(256)  # noqa: B019 - an engine has one frame
     def chunks(self, tenant: str) -> tuple[Chunk, ...]:
         """Its passages as chunks of a tenant (`ccjax.engine.prompts.tenant_tag`)."""
         return tuple(as_chunk(ids, None, tenant) for ids in self._token_ids)

@@ -1,4 +1,4 @@
-"""What an engine offers for the compilation of its steps. Knows no step."""
+"""What an engine offers for the compilation of its steps."""
 
 from __future__ import annotations
 

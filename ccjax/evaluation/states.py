@@ -1,6 +1,4 @@
-"""States of a store that answers are measured over: whether passages were computed before, and behind what. Knows no
-score.
-"""
+"""States of a store that answers are measured over: whether passages were computed before, and behind what."""
 
 from __future__ import annotations
 

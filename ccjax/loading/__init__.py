@@ -1,1 +1,1 @@
-"""Where models come from: file formats and names of models. Knows no engine, request or store."""
+"""Where models come from: file formats and names of models."""

@@ -82,7 +82,7 @@ class Worker:
         documents = tuple(one.as_document() for one in passages)
         # No store: an estimate leaves no trace of it.
         with Engine(model, dataclasses.replace(config, store=None, store_key_file=None, encrypt_store=False)) as engine:
-            system, num_tokens = engine.warming_frame()
+            system, num_tokens = engine.prompt_overhead()
             frame = engine.frame
             around = Surroundings(system, num_tokens, engine.max_model_len, frame.chunks(""))
             self._chunks = engine.passage_chunks(documents)

@@ -1,4 +1,4 @@
-"""Token counts of many parts of one text, most of them summed up from counts of its words. Knows no borders."""
+"""Token counts of many parts of one text, most of them summed up from counts of its words."""
 
 from __future__ import annotations
 

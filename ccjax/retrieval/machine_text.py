@@ -1,5 +1,4 @@
 """Finds what machines wrote for machines in a text: base64, hex and minified code, of which no passage says anything.
-Knows no file and no tokens.
 
 What may look alike is left alone: identifiers, paths and URLs (letters of a kind stand together in them, and they are
 short), sequences of one kind of letter, digits, numbers in tables, hashes and keys, text in scripts without blanks.

@@ -1,4 +1,4 @@
-"""Where Markdown can be cut in two so that each part reads as it did in the whole. Knows no tokens."""
+"""Where Markdown can be cut in two so that each part reads as it did in the whole."""
 
 from __future__ import annotations
 

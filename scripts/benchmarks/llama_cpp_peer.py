@@ -1,4 +1,4 @@
-"""Prefill in llama.cpp, for comparison, by its own llama-bench. Knows no benchmark of ours."""
+"""Prefill in llama.cpp, for comparison, by its own llama-bench."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def start(model, tmp_path):
 
 
 def id_of(engine, document, behind=()):
-    system, _ = engine.warming_frame()
+    system, _ = engine.prompt_overhead()
     chunks = engine.passage_chunks([*behind, document])
     return make_variant_id(chunks[-1].chunk_id, (system.chunk_id, *(one.chunk_id for one in chunks[:-1])), "exact")
 
@@ -65,7 +65,7 @@ def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
     assert {id_of(engine, ANNA), id_of(engine, BOB)} < names and len(names) == 3
     on_disk = [engine._store.charge_bytes("disk", id_of(engine, one)) for one in (ANNA, BOB)]
     assert [one.num_bytes for one in results] == [*on_disk, 0]
-    system, _ = engine.warming_frame()
+    system, _ = engine.prompt_overhead()
     lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([ANNA, BOB])]
     assert [one.computed_tokens for one in results] == [len(system.token_ids) + lengths[0] + 1, lengths[1] + 1, 0]
     assert statuses(start().warm_shared([ANNA, BOB])) == ["present", "present"]

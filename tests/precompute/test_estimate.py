@@ -35,7 +35,7 @@ def test_bytes_are_those_of_the_store(tmp_path, kv_dtype, compares):
         documents = [{"text": text} for text in TEXTS]
         engine.warm_shared(documents[:2])
         engine.warm_shared([documents[2]], behind=[documents[:2]])
-        chunks, (system, _) = engine.passage_chunks(documents), engine.warming_frame()
+        chunks, (system, _) = engine.passage_chunks(documents), engine.prompt_overhead()
         used = engine.store_usage()[DISK].used_bytes
         spec = kv_spec_of(engine.model_config, "float32")
         identity = StoreIdentity(engine._store._disk.identity.model_fingerprint)

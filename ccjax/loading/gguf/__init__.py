@@ -1,4 +1,4 @@
-"""Models in GGUF files: weights, architecture, tokenizer and chat template. Knows no engine and no device."""
+"""Models in GGUF files: weights, architecture, tokenizer and chat template."""
 
 from ccjax.loading.gguf.architecture import config_of
 from ccjax.loading.gguf.reader import GgufFile, open_gguf
