@@ -6,8 +6,6 @@ Users import only from here; names are loaded on first use, so that `import ccja
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,22 +23,6 @@ _EXPORTS = {
     "ReuseReport": "ccjax.types",
 }
 __all__ = ["Document", "Engine", "EngineConfig", "Request", "Response", "ReuseReport"]
-
-
-def _check_siblings() -> None:
-    """`models` and `store` are generic names: refuse to run on someone else's package of the same name."""
-    home = Path(__file__).resolve().parent.parent
-    for name in ("models", "store", "pallas_kernels"):
-        spec = importlib.util.find_spec(name)
-        found = spec.origin if spec is not None else None
-        if found is None or Path(found).resolve().parent.parent != home:
-            raise ImportError(
-                f"ccjax needs its own package {name!r} from {home / name}, but Python finds {found!r}; "
-                f"remove or rename the other {name!r}, or put {home} first on sys.path"
-            )
-
-
-_check_siblings()
 
 
 def __getattr__(name: str) -> Any:

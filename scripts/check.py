@@ -24,6 +24,8 @@ SECONDS = ROOT / "tests" / "seconds.json"
 """What each file of tests took, written by `make test ARGS=--record`."""
 
 FOLDERS = ("ccjax", "models", "pallas_kernels", "store", "scripts", "tests")
+_FOLDERS = {"models": "models", "store": "store", "kernels": "pallas_kernels"}
+_LINKED = re.compile(r"^ccjax\.(models|store|kernels)\b")
 _NEW_FILE_S = 5.0
 _NAMED = re.compile(r"\b((?:scripts|tests)/[\w/]+\.py|(?:scripts|tests|ccjax)(?:\.\w+)+)\b")
 
@@ -124,7 +126,7 @@ def _used(name: str, source: str, files: Mapping[str, Path]) -> set[str]:
             for text in _NAMED.findall(node.value):
                 modules.append(text.removesuffix(".py").replace("/", "."))
     for module in modules:
-        path = module.replace(".", "/")
+        path = _LINKED.sub(lambda found: _FOLDERS[found[1]], module).replace(".", "/")
         found |= {path + ".py", path + "/__init__.py"} & files.keys()
     if name.startswith("tests/"):
         parents = Path(name).parents

@@ -89,8 +89,8 @@ def _compile_all(
     `known`: committed figures by chip and case; None holds the limits alone against them.
     """
     # Here and not above: jax reads the environment when it is first imported.
-    from pallas_kernels.attention import attention
-    from pallas_kernels.decode import decode_attention
+    from ccjax.kernels.attention import attention
+    from ccjax.kernels.decode import decode_attention
     from scripts.kernels.cases import ALL_CASES, QUICK, STEP
     from scripts.kernels.compiling import compile_case, compile_layer_step
     from scripts.kernels.steps import QUICK_STEPS, STEP_CASES, compile_step, step_controls, step_figures

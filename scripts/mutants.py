@@ -189,9 +189,9 @@ def _copy() -> Iterator[Path]:
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
         for name in filter(None, names):
-            if (ROOT / name).is_file():
+            if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, Path(folder) / name)
+                shutil.copy2(ROOT / name, Path(folder) / name, follow_symlinks=False)
         yield Path(folder)
 
 

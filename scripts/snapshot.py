@@ -33,14 +33,14 @@ from scripts.serving.values import num_bytes, positive_int
 if TYPE_CHECKING:
     from ccjax.engine.loading import ModelFiles
     from ccjax.engine.snapshot import ChunkCache, SnapshotIndex
-    from store.spec import StoreIdentity
+    from ccjax.store.spec import StoreIdentity
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    from store.errors import StoreError
+    from ccjax.store.errors import StoreError
 
     try:
         return args.run(args)
@@ -183,7 +183,7 @@ def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreI
 
 def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]) -> str:
     """The dtype that the store has KV of this model in."""
-    from store.objects import open_root
+    from ccjax.store.objects import open_root
 
     root = open_root(args.store, read_only=True)
     held = [dtype for dtype, identity in identities.items() if root.names(f"{identity.namespace}/records")]

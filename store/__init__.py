@@ -1,8 +1,8 @@
 """Chunk KV shards in memory, on disk and in buckets. Knows arrays and bytes, no model, policy or device."""
 
-from store.disk import TensorStoreTier
-from store.encryption import StoreCipher
-from store.errors import (
+from ccjax.store.disk import TensorStoreTier
+from ccjax.store.encryption import StoreCipher
+from ccjax.store.errors import (
     CommitUnknownError,
     IndexUnavailableError,
     ShardCorruptError,
@@ -13,13 +13,13 @@ from store.errors import (
     StoreUnavailableError,
     TierFullError,
 )
-from store.formats import StorageFormat
-from store.host import HostTier
-from store.signing import StoreKeys
-from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, ShardSummary, StoreIdentity
-from store.tickets import LoadTicket, StoreTicket
-from store.tiered import TieredStore
-from store.usage import TierUsage
+from ccjax.store.formats import StorageFormat
+from ccjax.store.host import HostTier
+from ccjax.store.signing import StoreKeys
+from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, ShardSummary, StoreIdentity
+from ccjax.store.tickets import LoadTicket, StoreTicket
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import TierUsage
 
 __all__ = [
     "FORMAT_VERSION",

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from store.encryption import OVERHEAD_BYTES, KVCipher
-from store.formats import ObjectLayout, StorageFormat, object_bytes
-from store.local import LocalObject, shard_index, write_object
-from store.signing import SealError, digest_of
-from store.spec import KVSpec
+from ccjax.store.encryption import OVERHEAD_BYTES, KVCipher
+from ccjax.store.formats import ObjectLayout, StorageFormat, object_bytes
+from ccjax.store.local import LocalObject, shard_index, write_object
+from ccjax.store.signing import SealError, digest_of
+from ccjax.store.spec import KVSpec
 
 OnRead = Callable[[Any, int], Any]
 """Called with the future of each read of a layer that begins, and its bytes; what it returns is waited for instead."""

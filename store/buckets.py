@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from store.errors import CommitUnknownError, StoreUnavailableError
+from ccjax.store.errors import CommitUnknownError, StoreUnavailableError
 
 START_S = 10.0
 """Longest wait for the first answer, which may take a new connection and a look for credentials."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from store.errors import TierFullError
-from store.spec import positive_int
+from ccjax.store.errors import TierFullError
+from ccjax.store.spec import positive_int
 
 
 class ByteBudget:

@@ -17,10 +17,10 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterable
 
-from store.objects import Root, for_each
-from store.records import KnownShard
-from store.signing import SealError
-from store.spec import StoreIdentity, is_id
+from ccjax.store.objects import Root, for_each
+from ccjax.store.records import KnownShard
+from ccjax.store.signing import SealError
+from ccjax.store.spec import StoreIdentity, is_id
 
 CATALOG_VERSION = 1
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
-from store.disk import TensorStoreTier
-from store.leases import Lease
+from ccjax.store.disk import TensorStoreTier
+from ccjax.store.leases import Lease
 
 _log = logging.getLogger(__name__)
 

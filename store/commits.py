@@ -7,16 +7,16 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from store.budget import ByteBudget
-from store.bulk import uncollected
-from store.catalog import delete_catalog, read_catalog, write_catalog
-from store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
-from store.foreign import ForeignRecords
-from store.index.api import CHANGES_KEPT
-from store.news import News
-from store.objects import Root, for_each
-from store.records import KnownShard, StoredShard, decode_known, has_known_version, known_from_raw
-from store.spec import KVSpec, StoreIdentity
+from ccjax.store.budget import ByteBudget
+from ccjax.store.bulk import uncollected
+from ccjax.store.catalog import delete_catalog, read_catalog, write_catalog
+from ccjax.store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
+from ccjax.store.foreign import ForeignRecords
+from ccjax.store.index.api import CHANGES_KEPT
+from ccjax.store.news import News
+from ccjax.store.objects import Root, for_each
+from ccjax.store.records import KnownShard, StoredShard, decode_known, has_known_version, known_from_raw
+from ccjax.store.spec import KVSpec, StoreIdentity
 
 _log = logging.getLogger(__name__)
 

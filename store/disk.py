@@ -10,22 +10,31 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from store.arrays import ArrayDriver, ShardReader
-from store.budget import ByteBudget
-from store.commits import CommittedShards
-from store.encryption import KVCipher
-from store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
-from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, expected_layout
-from store.hints import Hints
-from store.index.api import LeaseTable
-from store.index.leases import PreferredLeases
-from store.leases import Leases
-from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
-from store.news import News
-from store.objects import Root, for_each, open_root
-from store.records import KnownShard, encode_record
-from store.spec import Condemns, KVSpec, ShardRecord, ShardSummary, StoreIdentity, check_kv, check_record, positive_int
-from store.sweep import sweep
+from ccjax.store.arrays import ArrayDriver, ShardReader
+from ccjax.store.budget import ByteBudget
+from ccjax.store.commits import CommittedShards
+from ccjax.store.encryption import KVCipher
+from ccjax.store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
+from ccjax.store.formats import AS_IT_IS, ObjectLayout, StorageFormat, expected_layout
+from ccjax.store.hints import Hints
+from ccjax.store.index.api import LeaseTable
+from ccjax.store.index.leases import PreferredLeases
+from ccjax.store.leases import Leases
+from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
+from ccjax.store.news import News
+from ccjax.store.objects import Root, for_each, open_root
+from ccjax.store.records import KnownShard, encode_record
+from ccjax.store.spec import (
+    Condemns,
+    KVSpec,
+    ShardRecord,
+    ShardSummary,
+    StoreIdentity,
+    check_kv,
+    check_record,
+    positive_int,
+)
+from ccjax.store.sweep import sweep
 
 # How tensorstore's errors begin when the stored bytes are wrong; others (permissions, I/O, timeouts) do not mean that.
 _BAD_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from store.signing import SealError, StoreKeys
+from ccjax.store.signing import SealError, StoreKeys
 
 _MAGIC = b"ccjaxAE1"
 _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 8, 12, 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from store.disk import TensorStoreTier
-from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
-from store.spec import Condemns
+from ccjax.store.disk import TensorStoreTier
+from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
+from ccjax.store.spec import Condemns
 
 
 def erase_from_disk(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from store.errors import StoreUnavailableError
+from ccjax.store.errors import StoreUnavailableError
 
 
 class FileRoot:

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Container
 from contextlib import AbstractContextManager
 
-from store.disk import TensorStoreTier
-from store.index.api import Changes
-from store.news import News
+from ccjax.store.disk import TensorStoreTier
+from ccjax.store.index.api import Changes
+from ccjax.store.news import News
 
 _log = logging.getLogger(__name__)
 

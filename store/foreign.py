@@ -7,8 +7,8 @@ import logging
 import threading
 from collections.abc import Callable, Container, Mapping
 
-from store.errors import UnknownFormatError
-from store.objects import Root, for_each
+from ccjax.store.errors import UnknownFormatError
+from ccjax.store.objects import Root, for_each
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import math
 
 import numpy as np
 
-from store.encryption import OVERHEAD_BYTES
-from store.quantize import SCALE_ROWS, dequantize, quantize
-from store.spec import KVSpec
+from ccjax.store.encryption import OVERHEAD_BYTES
+from ccjax.store.quantize import SCALE_ROWS, dequantize, quantize
+from ccjax.store.spec import KVSpec
 
 KV_DTYPES = ("auto", "int8", "fp8")
 COMPRESSIONS = ("none", "zstd")

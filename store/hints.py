@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from store.objects import Root
-from store.spec import StoreIdentity
+from ccjax.store.objects import Root
+from ccjax.store.spec import StoreIdentity
 
 
 class Hints:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from store.budget import ByteBudget
-from store.memory import MemoryTier
-from store.spec import KVSpec
-from store.usage import HOST
+from ccjax.store.budget import ByteBudget
+from ccjax.store.memory import MemoryTier
+from ccjax.store.spec import KVSpec
+from ccjax.store.usage import HOST
 
 
 class HostTier(MemoryTier[np.ndarray]):

@@ -18,8 +18,8 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 
-from store.objects import Root, for_each
-from store.spec import StoreIdentity
+from ccjax.store.objects import Root, for_each
+from ccjax.store.spec import StoreIdentity
 
 LEFT_OVER_S = 3600.0
 """Leases go at open once they expired so long ago."""

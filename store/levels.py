@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from store.disk import TensorStoreTier
-from store.memory import MemoryTier
-from store.spec import ShardRecord, ShardSummary
-from store.usage import DISK, TierUsage
-from store.write_behind import WriteBehind
+from ccjax.store.disk import TensorStoreTier
+from ccjax.store.memory import MemoryTier
+from ccjax.store.spec import ShardRecord, ShardSummary
+from ccjax.store.usage import DISK, TierUsage
+from ccjax.store.write_behind import WriteBehind
 
 
 class Levels:

@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from store.budget import ByteBudget
-from store.errors import ShardNotFoundError
-from store.spec import ShardRecord, ShardSummary
+from ccjax.store.budget import ByteBudget
+from ccjax.store.errors import ShardNotFoundError
+from ccjax.store.spec import ShardRecord, ShardSummary
 
 Held = TypeVar("Held")
 

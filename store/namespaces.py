@@ -18,9 +18,9 @@ import json
 import re
 from typing import Any
 
-from store.errors import StoreIdentityError
-from store.objects import Root
-from store.spec import FORMAT_VERSION, KVSpec, StoreIdentity
+from ccjax.store.errors import StoreIdentityError
+from ccjax.store.objects import Root
+from ccjax.store.spec import FORMAT_VERSION, KVSpec, StoreIdentity
 
 ORPHAN_AGE_S = 3600.0
 """Data objects without a record and temporary files go at open once they are this old: no write takes that long."""

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from store.index.api import CHANGES_AT_ONCE, CHANGES_KEPT, Changes, SharedIndex, note_removal
+from ccjax.store.index.api import CHANGES_AT_ONCE, CHANGES_KEPT, Changes, SharedIndex, note_removal
 
 _log = logging.getLogger(__name__)
 

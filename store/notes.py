@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from store.objects import Root, for_each
-from store.signing import SealError
-from store.spec import StoreIdentity
+from ccjax.store.objects import Root, for_each
+from ccjax.store.signing import SealError
+from ccjax.store.spec import StoreIdentity
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import tensorstore as ts
 
-from store.buckets import BucketRoot
-from store.errors import StoreUnavailableError
-from store.files import FileRoot
+from ccjax.store.buckets import BucketRoot
+from ccjax.store.errors import StoreUnavailableError
+from ccjax.store.files import FileRoot
 
 
 class Root(Protocol):

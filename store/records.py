@@ -9,10 +9,10 @@ import re
 import zlib
 from typing import Any, NamedTuple
 
-from store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
-from store.formats import AS_IT_IS, ObjectLayout, StorageFormat, object_bytes
-from store.signing import DIGESTS, SealError
-from store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
+from ccjax.store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
+from ccjax.store.formats import AS_IT_IS, ObjectLayout, StorageFormat, object_bytes
+from ccjax.store.signing import DIGESTS, SealError
+from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
 
 CODED_VERSION = 2
 """`format_version` of records whose KV is not stored as it is. Programs that know only 1 leave these alone, instead of

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Container
 from typing import Protocol
 
-from store.arrays import OnRead, ShardReader
+from ccjax.store.arrays import OnRead, ShardReader
 
 
 class Tier(Protocol):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from store.encryption import StoreCipher
-from store.signing import StoreKeys, without_seal
+from ccjax.store.encryption import StoreCipher
+from ccjax.store.signing import StoreKeys, without_seal
 
 FORMAT_VERSION = 1
 """Version of everything that is written to disk; part of every namespace, record and marker. (Only records of coded KV

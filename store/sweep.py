@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from store.objects import Root, for_each
+from ccjax.store.objects import Root, for_each
 
 
 def sweep(

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from store.arrays import ShardReader
-from store.errors import ShardNotFoundError
-from store.spec import KVSpec, ShardRecord
-from store.usage import DEVICE, DISK, HOST
+from ccjax.store.arrays import ShardReader
+from ccjax.store.errors import ShardNotFoundError
+from ccjax.store.spec import KVSpec, ShardRecord
+from ccjax.store.usage import DEVICE, DISK, HOST
 
 
 class PagedKV(Protocol):

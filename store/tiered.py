@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from store.arrays import OnRead
-from store.disk import TensorStoreTier
-from store.erasure import erase_from_disk
-from store.errors import ShardNotFoundError, TierFullError
-from store.following import Following
-from store.formats import StorageFormat
-from store.host import HostTier
-from store.index import open_index
-from store.levels import Levels
-from store.memory import MemoryTier
-from store.news import News
-from store.notes import Notes
-from store.sharing import SharedReaders
-from store.spec import Condemns, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
-from store.tickets import LoadTicket, Source, StoreTicket
-from store.usage import DISK, HOST
-from store.write_behind import MAX_PENDING_BYTES, WriteBehind
+from ccjax.store.arrays import OnRead
+from ccjax.store.disk import TensorStoreTier
+from ccjax.store.erasure import erase_from_disk
+from ccjax.store.errors import ShardNotFoundError, TierFullError
+from ccjax.store.following import Following
+from ccjax.store.formats import StorageFormat
+from ccjax.store.host import HostTier
+from ccjax.store.index import open_index
+from ccjax.store.levels import Levels
+from ccjax.store.memory import MemoryTier
+from ccjax.store.news import News
+from ccjax.store.notes import Notes
+from ccjax.store.sharing import SharedReaders
+from ccjax.store.spec import Condemns, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+from ccjax.store.tickets import LoadTicket, Source, StoreTicket
+from ccjax.store.usage import DISK, HOST
+from ccjax.store.write_behind import MAX_PENDING_BYTES, WriteBehind
 
 _log = logging.getLogger(__name__)
 

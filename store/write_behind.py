@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from store.claims import Claims
-from store.disk import TensorStoreTier
-from store.spec import Condemns, ShardRecord
+from ccjax.store.claims import Claims
+from ccjax.store.disk import TensorStoreTier
+from ccjax.store.spec import Condemns, ShardRecord
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")

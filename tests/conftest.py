@@ -68,8 +68,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Two are left out: jax rebuilds their dataclasses with leaves that are no arrays (shapes, None, shardings).
 _STEMS = {path.stem for path in (ROOT / "models/llama3").glob("[a-z]*.py")} - {"params", "quantized"}
-_CHECKED = [f"models.llama3.{stem}" for stem in sorted(_STEMS)]
-jaxtyping.install_import_hook([*_CHECKED, "pallas_kernels"], "beartype.beartype")
+_CHECKED = [f"ccjax.models.llama3.{stem}" for stem in sorted(_STEMS)]
+jaxtyping.install_import_hook([*_CHECKED, "ccjax.kernels"], "beartype.beartype")
 
 
 # Examples are the same in every run, or one that fails now and then would be found by whoever changes something else.

@@ -1,6 +1,7 @@
 """The arrows between packages: nothing imports upwards or sideways, policy stays free of heavy modules."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +12,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Package -> our packages that it may import besides itself; the longest matching name counts.
 ALLOWED = {
-    "scripts": {"ccjax", "models", "store", "pallas_kernels"},
+    "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
     # Runs the kernels' test cases, and a small engine, on a GPU.
-    "scripts.gpucheck": {"pallas_kernels", "scripts", "tests", "ccjax.engine", "ccjax.types", "models"},
+    "scripts.gpucheck": {"ccjax.kernels", "scripts", "tests", "ccjax.engine", "ccjax.types", "ccjax.models"},
     "ccjax": {"ccjax.types", "ccjax.errors"},
     "ccjax.server": {"ccjax.engine", "ccjax.loading", "ccjax.retrieval", "ccjax.types", "ccjax.errors", "ccjax.text"},
     "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.retrieval", "ccjax.policy", "ccjax.text", "ccjax.types"}
     | {"ccjax.errors"},
     "ccjax.engine": {"ccjax.policy", "ccjax.loading", "ccjax.text", "ccjax.types", "ccjax.errors"}
-    | {"store", "models", "pallas_kernels"},
-    "ccjax.loading": {"ccjax.text", "ccjax.errors", "models.llama3"},
-    "ccjax.retrieval": {"models.minilm", "ccjax.types", "ccjax.errors"},
+    | {"ccjax.store", "ccjax.models", "ccjax.kernels"},
+    "ccjax.loading": {"ccjax.text", "ccjax.errors", "ccjax.models.llama3"},
+    "ccjax.retrieval": {"ccjax.models.minilm", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},
-    "ccjax.demo": {"ccjax.engine", "ccjax.text", "ccjax.types", "ccjax.errors", "models", "pallas_kernels"},
+    "ccjax.demo": {"ccjax.engine", "ccjax.text", "ccjax.types", "ccjax.errors", "ccjax.models", "ccjax.kernels"},
     "ccjax.evaluation": {"ccjax.engine", "ccjax.policy", "ccjax.demo", "ccjax.types", "ccjax.errors"},
     # Virtual time over the engine's index, placement and prompts; no batch loop, which has a device.
     "ccjax.simulation": {
@@ -32,8 +33,8 @@ ALLOWED = {
         "ccjax.policy",
         "ccjax.types",
         "ccjax.errors",
-        "store",
-        "models.llama3.config",
+        "ccjax.store",
+        "ccjax.models.llama3.config",
     },
     "ccjax.precompute": {
         *(
@@ -43,16 +44,24 @@ ALLOWED = {
             "ccjax.retrieval",
             "ccjax.types",
             "ccjax.errors",
-            "store",
+            "ccjax.store",
         ),
         "ccjax.server.loading",  # documents are read as a server reads them
     },
-    "models.llama3": {"pallas_kernels", "models.lockstep"},
-    "models.lockstep": set(),
-    "models.minilm": set(),
-    "pallas_kernels": set(),
-    "store": set(),
+    "ccjax.models.llama3": {"ccjax.kernels", "ccjax.models.lockstep"},
+    "ccjax.models.lockstep": set(),
+    "ccjax.models.minilm": set(),
+    "ccjax.kernels": set(),
+    "ccjax.store": set(),
 }
+PACKAGES = {
+    "ccjax": "ccjax",
+    "models": "ccjax.models",
+    "pallas_kernels": "ccjax.kernels",
+    "store": "ccjax.store",
+    "scripts": "scripts",
+}
+"""Folder -> package; those beside `ccjax` are imported by links in it."""
 OURS = ("ccjax", "models", "pallas_kernels", "store", "scripts", "tests")
 # `ccjax/__init__` names the engine for type checkers and loads it lazily.
 EXEMPT = {"ccjax"}
@@ -72,9 +81,9 @@ def _imports(path):
 
 
 def _modules():
-    for package in ("ccjax", "models", "pallas_kernels", "store", "scripts"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
+    for folder, package in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = package, *path.relative_to(ROOT / folder).with_suffix("").parts
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
@@ -97,13 +106,14 @@ def test_imports_follow_the_arrows(module, path):
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("store.tiered", "ccjax.types"),
+        ("ccjax.store.tiered", "ccjax.types"),
         ("ccjax.policy.reuse", "ccjax.engine"),
-        ("ccjax.retrieval.index", "store.spec"),
-        ("models.llama3.steps", "ccjax.policy.focus"),
+        ("ccjax.retrieval.index", "ccjax.store.spec"),
+        ("ccjax.engine.pool", "models.llama3.steps"),
+        ("ccjax.models.llama3.steps", "ccjax.policy.focus"),
         ("ccjax.engine.engine", "ccjax.server.app"),
         ("ccjax.engine.engine", "ccjax.simulation.run"),
-        ("ccjax.simulation.run", "models.llama3.steps"),
+        ("ccjax.simulation.run", "ccjax.models.llama3.steps"),
     ],
 )
 def test_a_wrong_arrow_is_seen(module, imported):
@@ -127,34 +137,16 @@ def test_light_packages_stay_light():
     assert done.returncode == 0, done.stderr
 
 
-_FOREIGN = """
-import sys
-folder, root, *packages = sys.argv[1:]
-sys.path.insert(0, root)
-for package in packages:
-    sys.path.insert(0, f"{folder}/{package}")
-    try:
-        import ccjax
-    except ImportError as error:
-        print(error)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("ccjax", package)]:
-        del sys.modules[name]
-    del sys.path[0]
-import ccjax
-"""
-
-
-def test_a_foreign_package_of_the_same_name_is_named(tmp_path):
-    """Each in front of ours; without one ccjax can be imported."""
-    packages = ("models", "store", "pallas_kernels")
-    for package in packages:
-        (tmp_path / package / package).mkdir(parents=True)
-        (tmp_path / package / package / "__init__.py").write_text("")
-    command = [sys.executable, "-c", _FOREIGN, str(tmp_path), str(ROOT), *packages]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+@pytest.mark.parametrize("name", ["models", "store", "pallas_kernels", "kernels"])
+def test_a_package_of_such_a_name_stays_out_of_the_way(tmp_path, name):
+    """A user's own `models.py` or `store/`, in front of everything."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not ours')")
+    code = "import ccjax.models.llama3, ccjax.store.spec, ccjax.kernels.attention; print(ccjax.store.spec.__file__)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for package, line in zip(packages, done.stdout.splitlines(), strict=True):
-        assert f"ccjax needs its own package '{package}'" in line and str(tmp_path / package / package) in line
+    assert Path(done.stdout.strip()).resolve() == ROOT / "store" / "spec.py"
 
 
 def test_jit_lives_in_steps_only():
@@ -164,17 +156,17 @@ def test_jit_lives_in_steps_only():
     for module, path in _modules():
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             is_jit = isinstance(node, ast.Attribute) and node.attr == "jit"
-            if isinstance(node, ast.ImportFrom) and node.module == "models.lockstep":
+            if isinstance(node, ast.ImportFrom) and node.module == "ccjax.models.lockstep":
                 is_jit = bool({"step", "Step"} & {alias.name for alias in node.names})
             if is_jit and not module.startswith(("scripts.kernels.", "scripts.gpucheck.")):
                 found.add(module)
     assert found <= {
-        "models.llama3.params",
-        "models.llama3.steps",
-        "models.llama3.paged_steps",
-        "models.lockstep.steps",
-        "models.minilm.encoder",
-        "models.minilm.model",
+        "ccjax.models.llama3.params",
+        "ccjax.models.llama3.steps",
+        "ccjax.models.llama3.paged_steps",
+        "ccjax.models.lockstep.steps",
+        "ccjax.models.minilm.encoder",
+        "ccjax.models.minilm.model",
         "ccjax.demo.training",
         "ccjax.demo.objective",
         "ccjax.demo.evaluate",

@@ -9,8 +9,8 @@ import pytest
 from ccjax.engine.snapshot.index import SnapshotIndex, decode_index
 from ccjax.errors import SnapshotError
 from ccjax.server.keys import KeyRing
-from store import KVSpec, ShardRecord, StoreIdentity, StoreUnavailableError, TensorStoreTier
-from store.objects import open_root
+from ccjax.store import KVSpec, ShardRecord, StoreIdentity, StoreUnavailableError, TensorStoreTier
+from ccjax.store.objects import open_root
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ccjax", "models", "pallas_kernels", "store", "scripts")

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from ccjax.demo.batches import exact_matches, make_batch
 from ccjax.demo.corpus import Corpus, question_context
 from ccjax.demo.world import KINDS, Context, Difficulty, Kind, sample_context
-from models.llama3 import LlamaConfig, Params, forward
+from ccjax.models.llama3 import LlamaConfig, Params, forward
 
 TEST_SEED, VALIDATION_SEED = "test", "validation"
 TEST_WEIGHTS = (

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from ccjax.demo.corpus import ASSETS
 from ccjax.demo.tokenizer import BOS, END, PAD, save_tokenizer
-from models.llama3 import LlamaConfig, Params
-from models.llama3.convert import load_config, load_params, save_pretrained
+from ccjax.models.llama3 import LlamaConfig, Params
+from ccjax.models.llama3.convert import load_config, load_params, save_pretrained
 
 MODEL_DIRECTORY = ASSETS / "demo_model"
 

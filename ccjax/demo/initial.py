@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama3 import LlamaConfig, Params, init_params
-from models.llama3.layers import rope_frequencies
+from ccjax.models.llama3 import LlamaConfig, Params, init_params
+from ccjax.models.llama3.layers import rope_frequencies
 
 CONSTANT = 4.0
 """Axis 0 of every embedding: queries and keys need something the same for all tokens to see position alone."""

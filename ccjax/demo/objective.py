@@ -1,7 +1,7 @@
-"""The training loss, over the layers of `models.llama3`. Knows no optimiser, curriculum or file.
+"""The training loss, over the layers of `ccjax.models.llama3`.
 
-`models.llama3.forward` is the definition; `training_logits` computes the same with the causal half of each score matrix
-left out, which halves a training step on CPU (0.95 s to 0.50 s at B=16, T=320). A test holds the two equal.
+`ccjax.models.llama3.forward` is the definition; `training_logits` computes the same with the causal half of each score
+matrix left out, which halves a training step on CPU (0.95 s to 0.50 s at B=16, T=320). A test holds the two equal.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from models.llama3 import LlamaConfig, Params
-from models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
-from pallas_kernels.rope import apply_rope
+from ccjax.kernels.rope import apply_rope
+from ccjax.models.llama3 import LlamaConfig, Params
+from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
 
 BLOCK_TOKENS = 96
 HINT_LAYERS = 4
@@ -42,7 +42,7 @@ def causal_attention(
 def training_logits(
     params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T D"]]:
-    """The same next-token logits as `models.llama3.forward`, float32, and the hidden states behind `HINT_LAYERS`."""
+    """Next-token logits as of `ccjax.models.llama3.forward`, float32, and the hidden states behind `HINT_LAYERS`."""
     num_batch, num_tokens = token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(num_tokens), (num_batch, num_tokens))
     frequencies = rope_frequencies(config)

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from ccjax.demo.batches import Stage, exact_matches, stage_batch
 from ccjax.demo.initial import initial_params
 from ccjax.demo.objective import weighted_loss
-from models.llama3 import LayerParams, LlamaConfig, Params
+from ccjax.models.llama3 import LayerParams, LlamaConfig, Params
 
 WINDOW_STEPS = 50
 """Steps over which accuracy is averaged before the curriculum moves on."""

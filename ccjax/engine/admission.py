@@ -13,10 +13,10 @@ from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.policy.planner import PlannerSettings
+from ccjax.store.errors import ShardNotFoundError
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
-from store.errors import ShardNotFoundError
-from store.tickets import LoadTicket
-from store.usage import DEVICE
 
 
 class Admission:

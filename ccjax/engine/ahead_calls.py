@@ -17,9 +17,9 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.shared_warming import SharedVariant, SharedWarming
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ConfigError
-from models.llama3.config import LlamaConfig
-from store.index.api import OrderBoard
-from store.tiered import TieredStore
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.store.index.api import OrderBoard
+from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 

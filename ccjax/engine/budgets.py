@@ -12,7 +12,7 @@ import jax
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.pool import PAGE_TOKENS, num_pages
 from ccjax.errors import ConfigError
-from store.spec import KVSpec
+from ccjax.store.spec import KVSpec
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

@@ -19,10 +19,10 @@ from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ConfigError
 from ccjax.policy.routing import ChunkFilter, Summary, load_cost
+from ccjax.store.news import NewsCounts
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DISK, TierUsage
 from ccjax.types import ChunkId
-from store.news import NewsCounts
-from store.tiered import TieredStore
-from store.usage import DISK, TierUsage
 
 
 class CacheCalls:

@@ -27,11 +27,11 @@ from ccjax.engine.variant_records import own_platform
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.policy.variants import IN_CONTEXT, choose_other_context
+from ccjax.store.errors import ShardCorruptError, ShardNotFoundError, StoreError
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
-from store.errors import ShardCorruptError, ShardNotFoundError, StoreError
-from store.tickets import LoadTicket
-from store.tiered import TieredStore
-from store.usage import DEVICE, DISK, HOST
 
 logger = logging.getLogger(__name__)
 _MOST_NOTED = 1000

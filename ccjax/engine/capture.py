@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from ccjax.engine.plan_rows import SINK_TOKENS, PrefillOutcome
+from ccjax.models.lockstep import fetch
 from ccjax.policy.capture import should_capture, variant_meta
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId, VariantMeta
-from models.lockstep import fetch
 
 ReadLayers = Callable[[VariantId, int, int], np.ndarray]
 """(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""

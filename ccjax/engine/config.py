@@ -7,14 +7,14 @@ import math
 from typing import Literal
 
 from ccjax.errors import ConfigError
+from ccjax.models.llama3.quantized import WEIGHT_FORMATS
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.planner import PlannerSettings
 from ccjax.policy.scheduling import SchedulerSettings
-from models.llama3.quantized import WEIGHT_FORMATS
-from store.encryption import StoreCipher
-from store.formats import COMPRESSIONS, KV_DTYPES
-from store.signing import StoreKeys
-from store.spec import StoreIdentity
+from ccjax.store.encryption import StoreCipher
+from ccjax.store.formats import COMPRESSIONS, KV_DTYPES
+from ccjax.store.signing import StoreKeys
+from ccjax.store.spec import StoreIdentity
 
 _COUNTS = ("host_cache_bytes", "disk_cache_bytes", "max_variants", "cached_documents")
 _BATCH = ("max_num_batched_tokens", "max_num_seqs", "max_queue", "reorder_window")
@@ -31,11 +31,11 @@ class EngineConfig:
 
     Attributes:
       dtype: of weights, activations and stored KV: "float32" (best on CPU) or "bfloat16" (accelerators).
-      tensor_parallel_size: devices that the model is split over, the first so many (`models.llama3.sharding`).
+      tensor_parallel_size: devices that the model is split over, the first so many (`ccjax.models.llama3.sharding`).
       quantization: of the weights of products, rounded as they load: "int8" or "fp8" with a scale per output channel,
         or None. Embedding, norms and `lm_head` stay in `dtype`, and so does KV.
       tokenizer: directory with other tokenizer files than the model's own; None takes those.
-      attention: implementation of `pallas_kernels.attention.attention` and of decode's, which beside tokamax is the
+      attention: implementation of `ccjax.kernels.attention.attention` and of decode's, which beside tokamax is the
         platform's own; None takes the platform's own for both.
       store: URL of the lasting chunk store, such as "file:///var/cache/ccjax" or "s3://bucket/prefix"; None keeps
         chunk-caches in memory only.

@@ -18,11 +18,11 @@ import numpy as np
 
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
 from ccjax.engine.reads import LoadFailedError, Patience
+from ccjax.models.lockstep import put
+from ccjax.store.errors import StoreError
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.usage import DEVICE
 from ccjax.types import PrefillPlan, Segment, VariantId
-from models.lockstep import put
-from store.errors import StoreError
-from store.tickets import LoadTicket
-from store.usage import DEVICE
 
 _MERGED_AHEAD = 2
 """Contexts that may stand ready: one for the layer behind the one that runs, one more against jitter."""

@@ -26,10 +26,10 @@ from ccjax.engine.weights import (
 from ccjax.errors import ConfigError
 from ccjax.loading.gguf import load_gguf, lossless_dtype, open_gguf, vocabulary_of
 from ccjax.loading.named import gguf_path
+from ccjax.models.llama3.checkpoint import write_checkpoint, write_params
+from ccjax.models.llama3.convert import load_params, save_pretrained, stored_dtype
+from ccjax.models.llama3.params import ParamSpec
 from ccjax.text import ByteTokenizer, load_tokenizer
-from models.llama3.checkpoint import write_checkpoint, write_params
-from models.llama3.convert import load_params, save_pretrained, stored_dtype
-from models.llama3.params import ParamSpec
 
 _COPIED = (
     "tokenizer.json",
@@ -57,7 +57,7 @@ def to_checkpoint(
     Args:
       model: as `load_model` takes it, no checkpoint.
       dtype: of what is not quantised; None keeps every digit, or is float32 for random weights.
-      quantization: of `models.llama3.quantized.WEIGHT_FORMATS`, or None.
+      quantization: of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`, or None.
       tokenizer: directory whose tokenizer files to take.
 
     Raises:

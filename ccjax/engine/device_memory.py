@@ -11,7 +11,7 @@ from ccjax.engine.budgets import memory_bytes, usual_pool_bytes
 from ccjax.engine.config import EngineConfig
 from ccjax.engine.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, kv_shards, plain, plan_memory
 from ccjax.errors import ConfigError
-from models.llama3.config import LlamaConfig
+from ccjax.models.llama3.config import LlamaConfig
 
 _LONGEST_DEFAULT = 8192
 

@@ -6,9 +6,9 @@ import jax
 from jax.sharding import Mesh
 
 from ccjax.errors import ConfigError
-from models.llama3.config import LlamaConfig
-from models.llama3.params import Params
-from models.llama3.sharding import make_mesh, mesh_of, shard_params
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.params import Params
+from ccjax.models.llama3.sharding import make_mesh, mesh_of, shard_params
 
 
 def mesh_for(config: LlamaConfig, tensor_parallel_size: int) -> Mesh | None:

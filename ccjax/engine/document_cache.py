@@ -24,9 +24,9 @@ from ccjax.engine.variant_records import origin_of_record
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler
 from ccjax.errors import EraseIncompleteError
+from ccjax.store.spec import ShardRecord
+from ccjax.store.tiered import TieredStore
 from ccjax.types import Chunk, ChunkId, Document, VariantId
-from store.spec import ShardRecord
-from store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from ccjax.engine.requests import Request, SamplingParams, documents_from
 from ccjax.engine.shared_warming import SharedVariant, SharedWarming
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ContextLengthError, ReadOnlyError, RequestError
+from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder
 from ccjax.types import Chunk, ChunkId, Document
-from store.tiered import TieredStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ccjax.errors import RequestError, UnknownDocumentError
+from ccjax.store.notes import Notes
 from ccjax.types import Chunk, ChunkId
-from store.notes import Notes
 
 ERASURE_AGE_S = 3600.0
 """How long a finished erasure stays noted, for variants that other processes computed before it and store later."""

@@ -62,14 +62,14 @@ from ccjax.engine.trace import Tracer
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, StepCompiler
 from ccjax.errors import ConfigError, RequestError
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.sharding import num_kv_shards
 from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.policy.strategies import expected_share
+from ccjax.store.throttle import Link
+from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
-from models.llama3.config import LlamaConfig
-from models.llama3.sharding import num_kv_shards
-from store.throttle import Link
-from store.tiered import TieredStore
 
 
 class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):

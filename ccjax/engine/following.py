@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ccjax.engine.maintenance import Maintenance
-from store.news import POLL_S, News
+from ccjax.store.news import POLL_S, News
 
 logger = logging.getLogger(__name__)
 

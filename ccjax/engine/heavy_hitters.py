@@ -13,9 +13,9 @@ import numpy as np
 from ccjax.engine.buckets import token_bucket
 from ccjax.engine.plan_rows import padded_to
 from ccjax.engine.prefill import Prefiller
+from ccjax.models.llama3.steps import embed_step, received_step
+from ccjax.models.lockstep import fetch
 from ccjax.types import VariantMeta
-from models.llama3.steps import embed_step, received_step
-from models.lockstep import fetch
 
 
 def received_mass(model: Prefiller, token_ids: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@
     else:
         follow("DIR", tensor_parallel_size=16)
 
-The leader is an `Engine` like any other. See `models.lockstep` for how the others keep up.
+The leader is an `Engine` like any other. See `ccjax.models.lockstep` for how the others keep up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ccjax.engine.loading import Progress
 from ccjax.engine.prefill import Prefiller
 from ccjax.engine.startup import load_configured
 from ccjax.errors import ConfigError
-from models.lockstep import Group, LostHostError, group, join
+from ccjax.models.lockstep import Group, LostHostError, group, join
 
 __all__ = ["Group", "LostHostError", "follow", "group", "join", "lead"]
 

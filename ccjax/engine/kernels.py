@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pallas_kernels.attention
-import pallas_kernels.decode
+import ccjax.kernels.attention
+import ccjax.kernels.decode
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.errors import ConfigError
-from models.llama3.config import LlamaConfig
+from ccjax.models.llama3.config import LlamaConfig
 
 
 def decode_implementation(attention: str | None) -> str | None:
@@ -28,8 +28,8 @@ def check_kernels(attention: str | None, config: LlamaConfig, dtype: str) -> Non
     shape: dict[str, Any] = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
     shape |= {"head_dim": config.head_dim, "dtype": dtype}
     try:
-        pallas_kernels.attention.check_implementation(attention, **shape)
+        ccjax.kernels.attention.check_implementation(attention, **shape)
         decode = decode_implementation(attention)
-        pallas_kernels.decode.check_implementation(decode, page_size=PAGE_TOKENS, **shape)
+        ccjax.kernels.decode.check_implementation(decode, page_size=PAGE_TOKENS, **shape)
     except (NotImplementedError, ImportError) as error:
         raise ConfigError(f"attention: {error}") from error

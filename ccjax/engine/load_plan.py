@@ -12,9 +12,9 @@ from ccjax.engine.rates import Rates
 from ccjax.policy.hkvd import counts_by_layer, hidden_ratio
 from ccjax.policy.loading import LoadHabit, PlannedLoad, load_to_explore, loads_to_give_up
 from ccjax.policy.preload import preload_depth
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DEVICE, DISK
 from ccjax.types import PrefillPlan, Segment, VariantId
-from store.tiered import TieredStore
-from store.usage import DEVICE, DISK
 
 
 class LoadPlanner:

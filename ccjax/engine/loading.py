@@ -15,11 +15,11 @@ from ccjax.engine.devices import mesh_for
 from ccjax.engine.weights import RANDOM, Weights, gguf_weights, random_weights, weights_in
 from ccjax.errors import ConfigError
 from ccjax.loading.named import PACKAGED, gguf_path
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.convert import load_config
+from ccjax.models.llama3.params import Params
+from ccjax.models.llama3.sharding import param_sharding
 from ccjax.text import BYTE_TEMPLATE, ByteTokenizer, ChatTemplate, PromptBuilder, Tokenizer, load_tokenizer
-from models.llama3.config import LlamaConfig
-from models.llama3.convert import load_config
-from models.llama3.params import Params
-from models.llama3.sharding import param_sharding
 
 if TYPE_CHECKING:
     from ccjax.loading.gguf import GgufFile
@@ -131,12 +131,12 @@ def load_model(
     """The model in a directory (Hugging Face's, or a checkpoint of scripts/convert.py) or in a GGUF file, the embedded
     one for "demo", one that comes in a package (`ccjax.loading.named`), or one with random weights.
 
-    "random:NAME" or "random:NAME:SEED" is a preset of `models.llama3.presets`, or LAYERSxWIDTH[xHEADS], filled at
+    "random:NAME" or "random:NAME:SEED" is a preset of `ccjax.models.llama3.presets`, or LAYERSxWIDTH[xHEADS], filled at
     random on the device. Without `tokenizer` its tokens are bytes, which a warning says.
 
     Args:
-      quantization: of `models.llama3.quantized.WEIGHT_FORMATS`; None keeps weights in `dtype`, or in the format that a
-        checkpoint is in.
+      quantization: of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`; None keeps weights in `dtype`, or in the format
+        that a checkpoint is in.
       tokenizer: directory with other tokenizer files than the model's own.
       tensor_parallel_size: devices that the weights are split over.
 

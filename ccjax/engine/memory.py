@@ -1,7 +1,7 @@
 """What a model's serving takes of each device, from shapes alone, and whether it fits. Knows no weights and no store.
 
 All figures are of one device. Weights and KV are exact; activations and workspace are the most that the steps of
-`models.llama3.paged_steps` hold at once, from their shapes (docs/memory.md).
+`ccjax.models.llama3.paged_steps` hold at once, from their shapes (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ccjax.engine.buckets import batch_bucket, token_bucket
 from ccjax.engine.budgets import least_pool_bytes
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.errors import ConfigError
-from models.llama3.config import LlamaConfig
-from models.llama3.params import ParamSpec, build_params
-from models.llama3.sharding import make_mesh, num_kv_shards, param_sharding
-from store.spec import KVSpec
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.params import ParamSpec, build_params
+from ccjax.models.llama3.sharding import make_mesh, num_kv_shards, param_sharding
+from ccjax.store.spec import KVSpec
 
 WeightBytes = Callable[[ParamSpec, int], float]
 """Bytes of a part of a weight of so many elements."""
@@ -238,8 +238,8 @@ def _rows(sizes: BatchSizes) -> int:
 
 
 def _mlp_bytes(config: LlamaConfig, rows: int, inner: int, item: int) -> int:
-    """Two inner arrays; of experts (`models.llama3.experts`) also their rows, in and out, or, where one gets more of
-    these than are kept ready, copies of its weights."""
+    """Two inner arrays; of experts (`ccjax.models.llama3.experts`) also their rows, in and out, or, where one gets more
+    of these than are kept ready, copies of its weights."""
     if not config.num_experts:
         return 2 * rows * inner * item
     pairs = rows * config.num_experts_per_token

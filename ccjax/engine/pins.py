@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from ccjax.engine.documents import Pin
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import PinLimitError
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import HOST
 from ccjax.types import ChunkId, VariantId, VariantMeta
-from store.tiered import TieredStore
-from store.usage import HOST
 
 
 class DocumentPins:

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from ccjax.policy.eviction import EntryInfo, make_policy
+from ccjax.store.spec import ShardRecord
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.tiered import TieredStore
 from ccjax.types import VariantId
-from store.spec import ShardRecord
-from store.tickets import LoadTicket
-from store.tiered import TieredStore
 
 
 class Costs(Protocol):

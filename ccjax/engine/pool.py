@@ -1,7 +1,7 @@
 """The device tier: chunk KV in pages of 16 tokens, a pool per layer, keys before RoPE. Knows no plan and no policy.
 
 A chunk is a list of pages, anywhere in the pool; who reuses it reads them where they lie. The layout is that of
-`pallas_kernels.decode`.
+`ccjax.kernels.decode`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jax.sharding import Mesh
 
 from ccjax.engine.buckets import slot_bucket
 from ccjax.engine.compiled_sizes import CompiledSizes
-from models.llama3.sharding import EVERYWHERE, PAGES, VARIANT, placement
-from models.llama3.steps import read_pages_step, write_pages_step
-from models.lockstep import fetch, put, zeros
-from store.budget import ByteBudget
-from store.errors import TierFullError
-from store.memory import MemoryTier
-from store.spec import KVSpec
-from store.usage import DEVICE
+from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, VARIANT, placement
+from ccjax.models.llama3.steps import read_pages_step, write_pages_step
+from ccjax.models.lockstep import fetch, put, zeros
+from ccjax.store.budget import ByteBudget
+from ccjax.store.errors import TierFullError
+from ccjax.store.memory import MemoryTier
+from ccjax.store.spec import KVSpec
+from ccjax.store.usage import DEVICE
 
 PAGE_TOKENS = 16
 
@@ -245,7 +245,7 @@ class DevicePool(MemoryTier[PagedShard]):
     def gather(
         self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = (None, None)
     ) -> tuple[jax.Array, jax.Array]:
-        """Keys before RoPE and values `[S, K, H]` of one layer: `models.llama3.steps.read_pages_step`."""
+        """Keys before RoPE and values `[S, K, H]` of one layer: `ccjax.models.llama3.steps.read_pages_step`."""
         return self.read(layer, lambda k_pages, v_pages: read_pages_step(k_pages, v_pages, slots, *others))
 
     def read(self, layer: int, step: Callable[[jax.Array, jax.Array], Read]) -> Read:

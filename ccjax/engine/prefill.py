@@ -28,13 +28,13 @@ from ccjax.engine.plan_rows import (
     unfocused,
     without_sink,
 )
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.params import Params
+from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
+from ccjax.models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
+from ccjax.models.lockstep import fetch, put, zeros
 from ccjax.policy.focus import FocusState, observe
 from ccjax.types import PrefillPlan
-from models.llama3.config import LlamaConfig
-from models.llama3.params import Params
-from models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
-from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
-from models.lockstep import fetch, put, zeros
 
 IsCancelled = Callable[[], bool]
 """True once nobody wants the result any more; asked often, from the thread that works."""
@@ -109,7 +109,7 @@ class Prefiller:
         self.mesh = mesh_of(params)
         """What the weights lie on; None for a single device."""
         self.context_placement = placement(self.mesh, KV_ROWS)
-        """Of [S, K, H], a layer's context: for `models.lockstep.put`."""
+        """Of [S, K, H], a layer's context: for `ccjax.models.lockstep.put`."""
         self.sizes = CompiledSizes() if sizes is None else sizes
         self._sizes: set[Size] = set()
 

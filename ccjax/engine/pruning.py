@@ -8,9 +8,9 @@ from collections.abc import Collection
 
 from ccjax.engine.documents import DocumentRegistry
 from ccjax.engine.variants import VariantIndex
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DISK
 from ccjax.types import ChunkId
-from store.tiered import TieredStore
-from store.usage import DISK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

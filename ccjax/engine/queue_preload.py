@@ -11,9 +11,9 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.tiered import TieredStore
 from ccjax.types import VariantId
-from store.tickets import LoadTicket
-from store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 

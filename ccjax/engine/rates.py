@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ccjax.engine.plan_rows import PrefillOutcome
-from store.arrays import OnRead
-from store.usage import DISK, HOST
+from ccjax.store.arrays import OnRead
+from ccjax.store.usage import DISK, HOST
 
 _NUM_SAMPLES = 32
 _LEAST_BURSTS = 5

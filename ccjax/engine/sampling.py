@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from ccjax.engine.requests import SamplingParams
-from models.llama3.sampling import SampleOutput, seed_words
-from models.llama3.steps import sample_step
-from models.lockstep import fetch
+from ccjax.models.llama3.sampling import SampleOutput, seed_words
+from ccjax.models.llama3.steps import sample_step
+from ccjax.models.lockstep import fetch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, 
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.requests import Delta, Response, SamplingParams
 from ccjax.engine.warmup import BackgroundCompiler
+from ccjax.models.llama3.steps import logits_step, select_step
+from ccjax.models.lockstep import fetch
 from ccjax.policy.shadow import ShareControl
-from models.llama3.steps import logits_step, select_step
-from models.lockstep import fetch
 
 MOST_WAITING = 32
 """Answers that wait for their check; each holds a row of logits. Beyond that the oldest goes unchecked."""

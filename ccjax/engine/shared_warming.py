@@ -16,9 +16,9 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.loading import claim_s
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DISK
 from ccjax.types import Chunk, VariantId
-from store.tiered import TieredStore
-from store.usage import DISK
 
 logger = logging.getLogger(__name__)
 

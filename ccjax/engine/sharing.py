@@ -12,8 +12,8 @@ from typing import Literal
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.capture import variants_to_compute
 from ccjax.policy.loading import claim_s, longest_shared_wait_s
+from ccjax.store.claims import Claims
 from ccjax.types import ChunkId, PrefillPlan, VariantId, VariantMeta
-from store.claims import Claims
 
 Agreement = Literal["go", "plan", "wait"]
 

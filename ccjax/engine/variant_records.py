@@ -15,8 +15,8 @@ from ccjax.engine.documents import Origin
 from ccjax.engine.prompts import Prompt
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.reuse import chunk_context_impact
+from ccjax.store.spec import ShardRecord, ShardSummary
 from ccjax.types import ChunkId, VariantId, VariantMeta
-from store.spec import ShardRecord, ShardSummary
 
 _STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
 _STORED_FIELDS += ("token_deviations", "token_received", "start", "platform")

@@ -33,12 +33,12 @@ from ccjax.engine.variant_records import (
 )
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.variants import choose_victims, reuse_credit
+from ccjax.store.bulk import uncollected
+from ccjax.store.spec import ShardRecord, ShardSummary
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DISK
 from ccjax.types import ChunkId, Fidelity, VariantId, VariantMeta
-from store.bulk import uncollected
-from store.spec import ShardRecord, ShardSummary
-from store.tickets import LoadTicket
-from store.tiered import TieredStore
-from store.usage import DISK
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from ccjax.engine.loading import Progress
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
 from ccjax.engine.sampling import draw
-from models.llama3.paged_steps import (
+from ccjax.models.llama3.paged_steps import (
     deviation_step,
     page_rotation_step,
     paged_decode_step,
@@ -27,8 +27,8 @@ from models.llama3.paged_steps import (
     rotation_step,
     write_rows_step,
 )
-from models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
-from models.lockstep import put, zeros
+from ccjax.models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
+from ccjax.models.lockstep import put, zeros
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.errors import ConfigError
-from models.llama3.checkpoint import CheckpointIndex, is_checkpoint, load_checkpoint, read_index
-from models.llama3.config import LlamaConfig
-from models.llama3.convert import fingerprint, fingerprint_files, load_config, load_params, replacing
-from models.llama3.params import Params, ParamSpec, init_params
-from models.llama3.presets import preset
-from models.llama3.sharding import spread
+from ccjax.models.llama3.checkpoint import CheckpointIndex, is_checkpoint, load_checkpoint, read_index
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.convert import fingerprint, fingerprint_files, load_config, load_params, replacing
+from ccjax.models.llama3.params import Params, ParamSpec, init_params
+from ccjax.models.llama3.presets import preset
+from ccjax.models.llama3.sharding import spread
 
 if TYPE_CHECKING:
     from ccjax.loading.gguf import GgufFile
@@ -163,7 +163,7 @@ class RandomWeights:
     """A preset or a shape, filled at random: for speed, memory and scale without downloads.
 
     Attributes:
-      name: of `models.llama3.presets`.
+      name: of `ccjax.models.llama3.presets`.
     """
 
     name: str

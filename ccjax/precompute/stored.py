@@ -9,11 +9,11 @@ from pathlib import Path
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.variant_records import record_from_meta
 from ccjax.policy.capture import make_variant_id
+from ccjax.store.formats import StorageFormat, expected_layout
+from ccjax.store.objects import open_root
+from ccjax.store.records import encode_record
+from ccjax.store.spec import KVSpec, StoreIdentity
 from ccjax.types import Chunk, ChunkId, VariantMeta
-from store.formats import StorageFormat, expected_layout
-from store.objects import open_root
-from store.records import encode_record
-from store.spec import KVSpec, StoreIdentity
 
 _FLOAT, _DEVIATION = 0.012345678901234567, 0.0123  # as many digits as such numbers mostly have
 

@@ -29,11 +29,11 @@ from ccjax.precompute.quality import Quality, measure_quality
 from ccjax.precompute.stored import Sizes, stored_ids
 from ccjax.retrieval import Retriever
 from ccjax.server.loading import open_documents, use_compile_cache, with_dtype
+from ccjax.store.errors import StoreError
+from ccjax.store.formats import StorageFormat
+from ccjax.store.spec import StoreIdentity
+from ccjax.store.usage import DISK
 from ccjax.types import Chunk, Document
-from store.errors import StoreError
-from store.formats import StorageFormat
-from store.spec import StoreIdentity
-from store.usage import DISK
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ class MiniLMEmbedder:
         Raises:
           ValueError: no such directory, or not a supported model; the message names the file.
         """
-        from models.minilm import SentenceEncoder
+        from ccjax.models.minilm import SentenceEncoder
 
         directory = Path(directory)
         if not directory.is_dir():

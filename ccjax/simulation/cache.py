@@ -22,10 +22,10 @@ from ccjax.policy.strategies import expected_share
 from ccjax.simulation.costs import CostModel
 from ccjax.simulation.store import NO_KV, SizedIndex, SizedStore
 from ccjax.simulation.workload import Passages, chunk_of
+from ccjax.store.spec import KVSpec
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.usage import DEVICE, DISK
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, Segment, VariantId, VariantMeta
-from store.spec import KVSpec
-from store.tickets import LoadTicket
-from store.usage import DEVICE, DISK
 
 INTRA_OVER_INTER = 2.18
 """CacheCraft sec. 6 (1): intra-attention is 2.18 times inter-attention on average; every chunk is taken to be so."""

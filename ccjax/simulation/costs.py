@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from ccjax.models.llama3.config import LlamaConfig
 from ccjax.policy._checks import check_count, check_mass
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.simulation.hardware import Hardware
-from models.llama3.config import LlamaConfig
-from store.usage import DEVICE, DISK, HOST
+from ccjax.store.usage import DEVICE, DISK, HOST
 
 
 class Piece(NamedTuple):

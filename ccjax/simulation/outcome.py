@@ -9,8 +9,8 @@ import numpy as np
 
 from ccjax.simulation.cache import Planned
 from ccjax.simulation.workload import Workload
-from store.tickets import LoadTicket
-from store.usage import DEVICE, DISK, HOST
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.usage import DEVICE, DISK, HOST
 
 TIERS = (DEVICE, HOST, DISK)
 

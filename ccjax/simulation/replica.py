@@ -18,8 +18,8 @@ from ccjax.simulation.cache import Planned, ReplicaCache
 from ccjax.simulation.costs import CostModel, Piece, overlapped_s
 from ccjax.simulation.outcome import Outcome
 from ccjax.simulation.workload import Passages, Workload
-from store.tickets import LoadTicket
-from store.usage import DEVICE, DISK, HOST
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.usage import DEVICE, DISK, HOST
 
 PLANNED_AHEAD = 8
 """Requests in line that are planned before each pack, as `ccjax.engine.batch.seating` does."""

@@ -14,9 +14,9 @@ from ccjax.simulation.costs import CostModel
 from ccjax.simulation.outcome import Outcome
 from ccjax.simulation.replica import HostWork, Replica
 from ccjax.simulation.workload import Workload
+from ccjax.store.spec import KVSpec
+from ccjax.store.usage import DISK
 from ccjax.types import ChunkId
-from store.spec import KVSpec
-from store.usage import DISK
 
 _ADVANCE_EVERY = 1000
 

@@ -11,14 +11,14 @@ import numpy as np
 from ccjax.engine.documents import Origin
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.variants import VariantIndex
+from ccjax.store.budget import ByteBudget
+from ccjax.store.memory import MemoryTier
+from ccjax.store.spec import KVSpec, ShardRecord
+from ccjax.store.tickets import LoadTicket, StoreTicket
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DEVICE, DISK, HOST
+from ccjax.store.write_behind import MAX_PENDING_BYTES
 from ccjax.types import VariantMeta
-from store.budget import ByteBudget
-from store.memory import MemoryTier
-from store.spec import KVSpec, ShardRecord
-from store.tickets import LoadTicket, StoreTicket
-from store.tiered import TieredStore
-from store.usage import DEVICE, DISK, HOST
-from store.write_behind import MAX_PENDING_BYTES
 
 NO_KV = np.empty(0, np.uint8)
 """Stands for the KV of every variant."""

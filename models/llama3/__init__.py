@@ -1,6 +1,6 @@
 """Functional Llama: configuration, parameters, and the jitted per-layer steps that the engine drives."""
 
-from models.llama3.config import (
+from ccjax.models.llama3.config import (
     LLAMA2_7B,
     LLAMA3_2_1B,
     LLAMA3_8B,
@@ -10,8 +10,8 @@ from models.llama3.config import (
     LlamaConfig,
     RopeScaling,
 )
-from models.llama3.forward import forward
-from models.llama3.params import LayerParams, Params, RoutedLayerParams, abstract_params, init_params
+from ccjax.models.llama3.forward import forward
+from ccjax.models.llama3.params import LayerParams, Params, RoutedLayerParams, abstract_params, init_params
 
 __all__ = [
     "LLAMA2_7B",

@@ -30,10 +30,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import xxhash
 
-from models.llama3.config import LlamaConfig
-from models.llama3.convert import CONFIG_FILE, CheckpointError, load_config, replacing, write_config
-from models.llama3.params import Params, ParamSpec, build_params
-from models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize_on_host
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.convert import CONFIG_FILE, CheckpointError, load_config, replacing, write_config
+from ccjax.models.llama3.params import Params, ParamSpec, build_params
+from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize_on_host
 
 INDEX = "ccjax_weights.json"
 _FOLDER = "weights"
@@ -210,7 +210,7 @@ def load_checkpoint(
     """The weights of a checkpoint, each leaf verified by its checksum. Beside the finished leaves, at most two parts
     are in memory.
 
-    Args: as `models.llama3.convert.load_params`; `quantization` None takes weights as they are stored.
+    Args: as `ccjax.models.llama3.convert.load_params`; `quantization` None takes weights as they are stored.
 
     Raises:
       CheckpointError: a leaf is missing, damaged, or of another shape; or the checkpoint is in another format than

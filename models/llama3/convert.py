@@ -18,10 +18,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models.llama3.config import LlamaConfig
-from models.llama3.expert_tensors import Source, sources_of
-from models.llama3.leaves import CheckpointError, StoredTensor, listed, load_leaves, specs_of
-from models.llama3.params import Params, ParamSpec, build_params
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.expert_tensors import Source, sources_of
+from ccjax.models.llama3.leaves import CheckpointError, StoredTensor, listed, load_leaves, specs_of
+from ccjax.models.llama3.params import Params, ParamSpec, build_params
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -69,9 +69,9 @@ def load_params(
       progress: called with (bytes read, bytes of all tensors) after each tensor.
       put: makes a leaf from its spec and its host array, in place of `sharding`. Called for the values and, with
         `spec.scales`, for the scales of a weight in 8 bits.
-      sharding: where a weight goes, such as `models.llama3.sharding.param_sharding` of a mesh; each part is read for
-        its device alone, on the host that the device is at, but those of weights to be rounded to 8 bits. None for the
-        default device.
+      sharding: where a weight goes, such as `ccjax.models.llama3.sharding.param_sharding` of a mesh; each part is read
+        for its device alone, on the host that the device is at, but those of weights to be rounded to 8 bits. None for
+        the default device.
 
     Raises:
       CheckpointError: a file or tensor is missing, truncated, unknown, or of another shape or kind. Tensors of older

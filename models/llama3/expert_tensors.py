@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import NamedTuple
 
-from models.llama3.params import ParamSpec
+from ccjax.models.llama3.params import ParamSpec
 
 
 class Source(NamedTuple):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from models.llama3.params import RoutedLayerParams
-from models.llama3.products import einsum, precision_of
-from models.llama3.quantized import QuantizedWeight, Weight, project
+from ccjax.models.llama3.params import RoutedLayerParams
+from ccjax.models.llama3.products import einsum, precision_of
+from ccjax.models.llama3.quantized import QuantizedWeight, Weight, project
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 8, 128
 _FEW_TOKENS = 64

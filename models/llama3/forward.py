@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from models.llama3.config import LlamaConfig
-from models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
-from models.llama3.params import Params
-from models.llama3.products import einsum
-from pallas_kernels.rope import apply_rope
+from ccjax.kernels.rope import apply_rope
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
+from ccjax.models.llama3.params import Params
+from ccjax.models.llama3.products import einsum
 
 
 def forward(params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:

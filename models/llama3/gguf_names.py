@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 
-from models.llama3.config import LlamaConfig
-from models.llama3.expert_tensors import Source
-from models.llama3.params import ParamSpec
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.expert_tensors import Source
+from ccjax.models.llama3.params import ParamSpec
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the RoPE frequencies, one for each pair of a head's dimensions. No weight: it is part of the config."""

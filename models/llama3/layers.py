@@ -8,12 +8,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from models.llama3.config import LlamaConfig
-from models.llama3.experts import plain_routed_mlp, routed_mlp
-from models.llama3.params import LayerParams, Params, RoutedLayerParams
-from models.llama3.products import einsum
-from models.llama3.quantized import project
-from pallas_kernels.rope import llama3_frequencies
+from ccjax.kernels.rope import llama3_frequencies
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.experts import plain_routed_mlp, routed_mlp
+from ccjax.models.llama3.params import LayerParams, Params, RoutedLayerParams
+from ccjax.models.llama3.products import einsum
+from ccjax.models.llama3.quantized import project
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama3.config import LlamaConfig
-from models.llama3.expert_tensors import Source
-from models.llama3.params import Params, ParamSpec, build_params
-from models.llama3.quantized import QuantizedWeight, quantize_on_host
-from models.llama3.sharding import spread
-from models.llama3.tensor_parts import read_part
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.expert_tensors import Source
+from ccjax.models.llama3.params import Params, ParamSpec, build_params
+from ccjax.models.llama3.quantized import QuantizedWeight, quantize_on_host
+from ccjax.models.llama3.sharding import spread
+from ccjax.models.llama3.tensor_parts import read_part
 
 Placing = Callable[[ParamSpec], jax.sharding.Sharding]
 
@@ -49,8 +49,8 @@ def load_leaves(
     put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
     sharding: Placing | None = None,
 ) -> Params:
-    """The parameter tree, cast to `dtype`. See `models.llama3.convert.load_params` for memory and the arguments that
-    are the same.
+    """The parameter tree, cast to `dtype`. See `ccjax.models.llama3.convert.load_params` for memory and the arguments
+    that are the same.
 
     Args:
       sources: for each leaf, under its Hugging Face name, what it is read from.

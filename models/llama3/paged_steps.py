@@ -14,11 +14,15 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from models.llama3.config import LlamaConfig
-from models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
-from models.llama3.pages import read_slots, write_slots
-from models.llama3.params import LayerParams
-from models.llama3.sharding import (
+from ccjax.kernels.attention import attention
+from ccjax.kernels.attention.bounds import UNUSED
+from ccjax.kernels.decode import decode_attention, page_rotation
+from ccjax.kernels.rope import apply_rope, rotate, rotation_rows
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
+from ccjax.models.llama3.pages import read_slots, write_slots
+from ccjax.models.llama3.params import LayerParams
+from ccjax.models.llama3.sharding import (
     ATTENTION_OUTPUT,
     EVERYWHERE,
     HEADS,
@@ -27,11 +31,7 @@ from models.llama3.sharding import (
     constrain,
     over_heads,
 )
-from models.lockstep import step
-from pallas_kernels.attention import attention
-from pallas_kernels.attention.bounds import UNUSED
-from pallas_kernels.decode import decode_attention, page_rotation
-from pallas_kernels.rope import apply_rope, rotate, rotation_rows
+from ccjax.models.lockstep import step
 
 
 class PagedLayerOutput(NamedTuple):
@@ -150,8 +150,8 @@ def paged_layer_step(
       k_request: request of every context token; padding repeats the last one.
       k_segment, num_segments: segment of every context token, to get the mass per segment; None and 0 to leave it out.
       q_rotation, k_rotation: `rotation_step` of `q_pos` and of `k_pos`.
-      implementation: of `pallas_kernels.attention.attention`.
-      mesh: that weights and pages lie on, as `models.llama3.sharding` has it; None for a single device.
+      implementation: of `ccjax.kernels.attention.attention`.
+      mesh: that weights and pages lie on, as `ccjax.models.llama3.sharding` has it; None for a single device.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     q = rotate(q, q_rotation)
@@ -228,12 +228,12 @@ def paged_decode_step(
       k_pages, v_pages: pool of this layer; donated.
       q_pos: position of each new token.
       q_slot: slot of the pool (page * T + offset) that its row is written to; past the end for padding rows.
-      page_table, page_length: of `pallas_kernels.decode.decode_attention`, the new token counted; a padding row has
+      page_table, page_length: of `ccjax.kernels.decode.decode_attention`, the new token counted; a padding row has
         only zeros for lengths, and its output means nothing.
       page_start: position of each entry's first token, for keys that rest before RoPE. None for a pool of rotated keys,
         whose pages only requests with the same text in front can share; the new key is rotated as it is written.
       rotation: of `page_rotation_step`; None with rotated keys.
-      implementation: of `pallas_kernels.decode.decode_attention`.
+      implementation: of `ccjax.kernels.decode.decode_attention`.
       mesh: as of `paged_layer_step`.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)

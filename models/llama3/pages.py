@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from models.llama3.sharding import EVERYWHERE, KV_ROWS, PAGES, over_heads
+from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, PAGES, over_heads
 
 
 def read_slots(pages: Float[Array, "K P T H"], slots: Int[Array, "S"]) -> Float[Array, "S K H"]:

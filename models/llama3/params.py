@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from models.llama3.config import LlamaConfig
-from models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize
 
 _DRAWN_AT_ONCE = 1 << 23
 _KEEP_DTYPE = frozenset({"vocab", "router"})

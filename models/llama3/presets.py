@@ -8,7 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from models.llama3.config import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
+from ccjax.models.llama3.config import (
+    LLAMA2_7B,
+    LLAMA3_2_1B,
+    LLAMA3_8B,
+    LLAMA3_70B,
+    MISTRAL_7B,
+    MIXTRAL_8X7B,
+    LlamaConfig,
+)
 
 PRESETS: Mapping[str, LlamaConfig] = {
     "llama3-8b": LLAMA3_8B,

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from models.llama3.products import einsum
+from ccjax.models.llama3.products import einsum
 
 
 @dataclasses.dataclass(frozen=True)

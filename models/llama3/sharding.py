@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.llama3.config import LlamaConfig
-from models.llama3.params import Params, ParamSpec, build_params
-from models.llama3.quantized import QuantizedWeight, Weight
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.params import Params, ParamSpec, build_params
+from ccjax.models.llama3.quantized import QuantizedWeight, Weight
 
 _KV, _GROUP = "kv", "group"
 _ALL = (_KV, _GROUP)
@@ -37,7 +37,7 @@ VARIANT = PartitionSpec(None, None, None, _KV)
 
 EVERYWHERE = PartitionSpec()
 ATTENTION_OUTPUT = (HEADS, HEADS, HEADS)
-"""Of `pallas_kernels.attention.AttentionOutput`."""
+"""Of `ccjax.kernels.attention.AttentionOutput`."""
 
 Value = TypeVar("Value")
 

@@ -14,16 +14,16 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, UInt
 
-from models.llama3.config import LlamaConfig
-from models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies, unembed
-from models.llama3.pages import read_slots, write_slots
-from models.llama3.params import LayerParams, Params
-from models.llama3.products import einsum
-from models.llama3.sampling import SampleOutput, sample
-from models.llama3.sharding import ATTENTION_OUTPUT, EVERYWHERE, HEADS, KV_ROWS, constrain, over_heads
-from models.lockstep import step
-from pallas_kernels.attention import attention
-from pallas_kernels.rope import apply_rope
+from ccjax.kernels.attention import attention
+from ccjax.kernels.rope import apply_rope
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies, unembed
+from ccjax.models.llama3.pages import read_slots, write_slots
+from ccjax.models.llama3.params import LayerParams, Params
+from ccjax.models.llama3.products import einsum
+from ccjax.models.llama3.sampling import SampleOutput, sample
+from ccjax.models.llama3.sharding import ATTENTION_OUTPUT, EVERYWHERE, HEADS, KV_ROWS, constrain, over_heads
+from ccjax.models.lockstep import step
 
 
 class LayerOutput(NamedTuple):
@@ -120,8 +120,8 @@ def layer_step(
       q_slot: context slot that each computed token is written to; padding rows point past the end and are dropped.
       k_pos: position of every context slot; a slot that is still empty lies behind every query, so none sees it.
       k_segment, num_segments: segment of every slot, to get the mass per segment; None and 0 to leave it out.
-      implementation: of `pallas_kernels.attention.attention`.
-      mesh: that weights and context lie on, as `models.llama3.sharding` has it; None for a single device.
+      implementation: of `ccjax.kernels.attention.attention`.
+      mesh: that weights and context lie on, as `ccjax.models.llama3.sharding` has it; None for a single device.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)
@@ -198,5 +198,5 @@ def sample_step(
     *,
     num_top: int,
 ) -> SampleOutput:
-    """A token for every row of logits, drawn on the device: `models.llama3.sampling.sample`."""
+    """A token for every row of logits, drawn on the device: `ccjax.models.llama3.sampling.sample`."""
     return sample(logits, temperature, top_p, seeds, index, num_top)

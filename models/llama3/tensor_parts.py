@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from models.llama3.expert_tensors import Source
-from models.llama3.params import ParamSpec
+from ccjax.models.llama3.expert_tensors import Source
+from ccjax.models.llama3.params import ParamSpec
 
 
 def read_part(

@@ -8,8 +8,8 @@ the mesh goes through `steps`: jitted steps, `put`, `zeros`, `fetch`. In a singl
 Knows no model, no store and no request. Hosts of a group trust each other, as their collectives do.
 """
 
-from models.lockstep.errors import LostHostError
-from models.lockstep.group import Group, group, join
-from models.lockstep.steps import Step, fetch, put, step, zeros
+from ccjax.models.lockstep.errors import LostHostError
+from ccjax.models.lockstep.group import Group, group, join
+from ccjax.models.lockstep.steps import Step, fetch, put, step, zeros
 
 __all__ = ["Group", "LostHostError", "Step", "fetch", "group", "join", "put", "step", "zeros"]

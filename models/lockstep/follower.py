@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.lockstep import wire
-from models.lockstep.errors import LostHostError
-from models.lockstep.steps import STEPS, run_in_turn
+from ccjax.models.lockstep import wire
+from ccjax.models.lockstep.errors import LostHostError
+from ccjax.models.lockstep.steps import STEPS, run_in_turn
 
 
 def follow(connection: socket.socket, shared: Mapping[str, Any]) -> None:

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from models.lockstep.errors import LostHostError
-from models.lockstep.follower import follow
-from models.lockstep.leader import Leader
-from models.lockstep.steps import record_with
+from ccjax.models.lockstep.errors import LostHostError
+from ccjax.models.lockstep.follower import follow
+from ccjax.models.lockstep.leader import Leader
+from ccjax.models.lockstep.steps import record_with
 
 logger = logging.getLogger(__name__)
 

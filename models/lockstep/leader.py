@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from models.lockstep import wire
-from models.lockstep.errors import LostHostError
-from models.lockstep.steps import Step, run_in_turn
+from ccjax.models.lockstep import wire
+from ccjax.models.lockstep.errors import LostHostError
+from ccjax.models.lockstep.steps import Step, run_in_turn
 
 Result = TypeVar("Result")
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.minilm import model
-from models.minilm.config import BertConfig
-from models.minilm.load import load_params
+from ccjax.models.minilm import model
+from ccjax.models.minilm.config import BertConfig
+from ccjax.models.minilm.load import load_params
 
 LENGTH_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 BATCH_BUCKETS = (1, 4, 16)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from safetensors import SafetensorError, safe_open
 
-from models.minilm.config import BertConfig
-from models.minilm.model import Layers, Linear, Norm, Params
+from ccjax.models.minilm.config import BertConfig
+from ccjax.models.minilm.model import Layers, Linear, Norm, Params
 
 
 def load_params(path: Path, config: BertConfig) -> Params:

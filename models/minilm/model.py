@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from models.minilm.config import BertConfig
+from ccjax.models.minilm.config import BertConfig
 
 
 def _register(cls: type) -> type:

@@ -10,16 +10,16 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.blocks import MOSAIC_TPU, TRITON
-from pallas_kernels.attention.bounds import UNUSED
-from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
-from pallas_kernels.attention.output import AttentionOutput
-from pallas_kernels.attention.reference import reference_attention
-from pallas_kernels.attention.tokamax import OPERATIONS, tokamax_attention
-from pallas_kernels.attention.triton import triton_attention
-from pallas_kernels.attention.xla import blocked_attention
-from pallas_kernels.dispatch import implementation as implementation_of
-from pallas_kernels.rope import rotation_rows
+from ccjax.kernels.attention.blocks import MOSAIC_TPU, TRITON
+from ccjax.kernels.attention.bounds import UNUSED
+from ccjax.kernels.attention.mosaic_tpu import mosaic_tpu_attention
+from ccjax.kernels.attention.output import AttentionOutput
+from ccjax.kernels.attention.reference import reference_attention
+from ccjax.kernels.attention.tokamax import OPERATIONS, tokamax_attention
+from ccjax.kernels.attention.triton import triton_attention
+from ccjax.kernels.attention.xla import blocked_attention
+from ccjax.kernels.dispatch import implementation as implementation_of
+from ccjax.kernels.rope import rotation_rows
 
 PLAIN = {
     "reference": reference_attention,
@@ -86,7 +86,7 @@ def attention(
       q_request, k_request: request ids of a packed batch; both or none.
       k_frequencies: inverse RoPE frequencies [H / 2]: the call rotates the keys to `k_pos`, in float32, rounded to
         their dtype as `apply_rope` does.
-      k_rotation: in its place, `pallas_kernels.rope.rotation_rows` of `k_pos`, for callers that have many layers to
+      k_rotation: in its place, `ccjax.kernels.rope.rotation_rows` of `k_pos`, for callers that have many layers to
         share it; any finite rows for unused slots.
       implementation: None for the platform's own: "xla" on CPU, "triton" on NVIDIA GPUs, "mosaic_tpu" on TPUs. Or by
         name: "reference", "xla", "triton", "mosaic_tpu"; "triton:h100" to compile for a chip that is not at hand;

@@ -25,10 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.blocks import MosaicBlocks
-from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two, used_values
-from pallas_kernels.attention.output import AttentionOutput, OutputParts
-from pallas_kernels.rope.mosaic_tpu import turned, turns
+from ccjax.kernels.attention.blocks import MosaicBlocks
+from ccjax.kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two, used_values
+from ccjax.kernels.attention.output import AttentionOutput, OutputParts
+from ccjax.kernels.rope.mosaic_tpu import turned, turns
 
 _LANES = 128
 _SUBLANES = 8
@@ -160,10 +160,10 @@ def mosaic_tpu_attention(
     blocks: MosaicBlocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionOutput:
-    """See `pallas_kernels.attention.attention`.
+    """See `ccjax.kernels.attention.attention`.
 
     Args:
-      blocks: sizes for the chip at hand, from `pallas_kernels.attention.blocks`.
+      blocks: sizes for the chip at hand, from `ccjax.kernels.attention.blocks`.
       interpret: run the kernel as XLA operations, on any platform; `pltpu.InterpretParams` simulates the memories too.
     """
     num_queries, num_heads, head_dim = q.shape

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.bounds import used_values
-from pallas_kernels.attention.output import AttentionOutput
-from pallas_kernels.rope import rotate
+from ccjax.kernels.attention.bounds import used_values
+from ccjax.kernels.attention.output import AttentionOutput
+from ccjax.kernels.rope import rotate
 
 
 def reference_attention(
@@ -29,7 +29,7 @@ def reference_attention(
     k_request: Int[Array, "S"] | None = None,
     k_rotation: Float[Array, "S H"] | None = None,
 ) -> AttentionOutput:
-    """See `pallas_kernels.attention.attention`."""
+    """See `ccjax.kernels.attention.attention`."""
     group = q.shape[1] // k.shape[1]
     if k_rotation is not None:
         k = rotate(k, k_rotation)

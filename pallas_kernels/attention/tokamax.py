@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.bounds import padded, power_of_two, used_values
-from pallas_kernels.attention.output import AttentionOutput
-from pallas_kernels.rope import rotate
+from ccjax.kernels.attention.bounds import padded, power_of_two, used_values
+from ccjax.kernels.attention.output import AttentionOutput
+from ccjax.kernels.rope import rotate
 
 OPERATIONS = {
     "xla": ("base", "DotProductAttention"),
@@ -49,7 +49,7 @@ def tokamax_attention(
     k_rotation: Float[Array, "S H"] | None = None,
     kernel: str | None = None,
 ) -> AttentionOutput:
-    """See `pallas_kernels.attention.attention`. The mass is rounded to the dtype of the queries.
+    """See `ccjax.kernels.attention.attention`. The mass is rounded to the dtype of the queries.
 
     Args:
       kernel: of `OPERATIONS`; None for what tokamax does best here: "mosaic_gpu" from compute capability 9.0 on,

@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.blocks import TritonBlocks
-from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two
-from pallas_kernels.attention.output import AttentionOutput, OutputParts
-from pallas_kernels.rope import rotate
+from ccjax.kernels.attention.blocks import TritonBlocks
+from ccjax.kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two
+from ccjax.kernels.attention.output import AttentionOutput, OutputParts
+from ccjax.kernels.rope import rotate
 
 _LEAST = 16
 """Triton multiplies no matrices that are smaller than this in any dimension."""
@@ -145,10 +145,10 @@ def triton_attention(
     blocks: TritonBlocks,
     interpret: bool = False,
 ) -> AttentionOutput:
-    """See `pallas_kernels.attention.attention`.
+    """See `ccjax.kernels.attention.attention`.
 
     Args:
-      blocks: sizes for the chip at hand, from `pallas_kernels.attention.blocks`.
+      blocks: sizes for the chip at hand, from `ccjax.kernels.attention.blocks`.
       interpret: run the kernel as XLA operations, on any platform.
 
     Raises:

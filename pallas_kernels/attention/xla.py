@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, used_values
-from pallas_kernels.attention.output import AttentionOutput
-from pallas_kernels.rope import rotate
+from ccjax.kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, used_values
+from ccjax.kernels.attention.output import AttentionOutput
+from ccjax.kernels.rope import rotate
 
 _FEW_QUERIES, _MANY_QUERIES = 384, 2048
 _FEW_BLOCK, _BLOCK, _MANY_BLOCK = (64, 512), (128, 256), (256, 256)
@@ -54,7 +54,7 @@ def blocked_attention(
     k_request: Int[Array, "S"] | None = None,
     k_rotation: Float[Array, "S H"] | None = None,
 ) -> AttentionOutput:
-    """See `pallas_kernels.attention.attention`."""
+    """See `ccjax.kernels.attention.attention`."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, group = k.shape[1], num_heads // k.shape[1]
     q_block, k_block = _block(num_queries, k.shape[0], num_heads)

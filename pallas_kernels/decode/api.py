@@ -10,15 +10,15 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.decode.blocks import MOSAIC_TPU, TRITON
-from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
-from pallas_kernels.decode.output import DecodeOutput
-from pallas_kernels.decode.pages import PageRotation
-from pallas_kernels.decode.pages import page_rotation as rotation_of
-from pallas_kernels.decode.reference import reference_decode
-from pallas_kernels.decode.triton import triton_decode
-from pallas_kernels.decode.xla import blocked_decode
-from pallas_kernels.dispatch import implementation as implementation_of
+from ccjax.kernels.decode.blocks import MOSAIC_TPU, TRITON
+from ccjax.kernels.decode.mosaic_tpu import mosaic_tpu_decode
+from ccjax.kernels.decode.output import DecodeOutput
+from ccjax.kernels.decode.pages import PageRotation
+from ccjax.kernels.decode.pages import page_rotation as rotation_of
+from ccjax.kernels.decode.reference import reference_decode
+from ccjax.kernels.decode.triton import triton_decode
+from ccjax.kernels.decode.xla import blocked_decode
+from ccjax.kernels.dispatch import implementation as implementation_of
 
 PLAIN = {"reference": reference_decode, "xla": blocked_decode}
 KERNELS = {"triton": (triton_decode, TRITON), "mosaic_tpu": (mosaic_tpu_decode, MOSAIC_TPU)}
@@ -77,9 +77,9 @@ def decode_attention(
       page_start: position of each entry's first slot; given if and only if `k_frequencies` is.
       k_frequencies: inverse RoPE frequencies [H / 2]: keys are rotated as they are read, in float32, rounded to their
         dtype as `apply_rope` does.
-      page_rotation: `pallas_kernels.decode.page_rotation` of these two, for callers that have many layers to share it;
+      page_rotation: `ccjax.kernels.decode.page_rotation` of these two, for callers that have many layers to share it;
         computed if None.
-      implementation: as of `pallas_kernels.attention.attention`.
+      implementation: as of `ccjax.kernels.attention.attention`.
 
     Returns:
       DecodeOutput; a request without any slot gets 0 with lse = -inf.

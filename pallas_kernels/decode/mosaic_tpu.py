@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.bounds import LOG2_E, MASKED
-from pallas_kernels.decode.blocks import MosaicDecodeBlocks
-from pallas_kernels.decode.output import DecodeOutput, DecodeParts
-from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
-from pallas_kernels.rope.mosaic_tpu import sums_of_turns, turned
+from ccjax.kernels.attention.bounds import LOG2_E, MASKED
+from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
+from ccjax.kernels.decode.output import DecodeOutput, DecodeParts
+from ccjax.kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
+from ccjax.kernels.rope.mosaic_tpu import sums_of_turns, turned
 
 _LANES, _SUBLANES = 128, 8
 _MOST_ENTRIES = 1 << 17
@@ -166,10 +166,10 @@ def mosaic_tpu_decode(
     blocks: MosaicDecodeBlocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> DecodeOutput:
-    """See `pallas_kernels.decode.decode_attention`.
+    """See `ccjax.kernels.decode.decode_attention`.
 
     Args:
-      blocks: sizes for the chip at hand, from `pallas_kernels.decode.blocks`.
+      blocks: sizes for the chip at hand, from `ccjax.kernels.decode.blocks`.
       interpret: run the kernel as XLA operations, on any platform; `pltpu.InterpretParams` simulates the memories too.
 
     Raises:

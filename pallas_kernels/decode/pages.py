@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.rope import rotation_rows
+from ccjax.kernels.rope import rotation_rows
 
 
 def valid_pages(page_table: Int[Array, "B M"], page_length: Int[Array, "B M"]) -> Int[Array, "B M"]:

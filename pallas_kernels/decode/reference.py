@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.decode.output import DecodeOutput
-from pallas_kernels.decode.pages import PageRotation, slot_positions, used_slots, valid_pages
-from pallas_kernels.rope import apply_rope
+from ccjax.kernels.decode.output import DecodeOutput
+from ccjax.kernels.decode.pages import PageRotation, slot_positions, used_slots, valid_pages
+from ccjax.kernels.rope import apply_rope
 
 
 def reference_decode(
@@ -25,7 +25,7 @@ def reference_decode(
     scale: float,
     rotation: PageRotation | None = None,
 ) -> DecodeOutput:
-    """See `pallas_kernels.decode.decode_attention`."""
+    """See `ccjax.kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
     table, used = valid_pages(page_table, page_length), used_slots(page_length, page_size)

@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.bounds import LOG2_E, MASKED, power_of_two
-from pallas_kernels.decode.blocks import TritonDecodeBlocks
-from pallas_kernels.decode.output import DecodeOutput, DecodeParts
-from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
+from ccjax.kernels.attention.bounds import LOG2_E, MASKED, power_of_two
+from ccjax.kernels.decode.blocks import TritonDecodeBlocks
+from ccjax.kernels.decode.output import DecodeOutput, DecodeParts
+from ccjax.kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
 
 _LEAST = 16
 """Triton multiplies no matrices that are smaller than this in any dimension."""
@@ -126,10 +126,10 @@ def triton_decode(
     blocks: TritonDecodeBlocks,
     interpret: bool = False,
 ) -> DecodeOutput:
-    """See `pallas_kernels.decode.decode_attention`.
+    """See `ccjax.kernels.decode.decode_attention`.
 
     Args:
-      blocks: sizes for the chip at hand, from `pallas_kernels.decode.blocks`.
+      blocks: sizes for the chip at hand, from `ccjax.kernels.decode.blocks`.
       interpret: run the kernel as XLA operations, on any platform.
 
     Raises:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.bounds import LOG2_E, MASKED
-from pallas_kernels.decode.output import DecodeOutput
-from pallas_kernels.decode.pages import PageRotation, num_entries, page_rows, used_slots, valid_pages
+from ccjax.kernels.attention.bounds import LOG2_E, MASKED
+from ccjax.kernels.decode.output import DecodeOutput
+from ccjax.kernels.decode.pages import PageRotation, num_entries, page_rows, used_slots, valid_pages
 
 SLOTS = 256
 """Slots per step."""
@@ -33,7 +33,7 @@ def blocked_decode(
     scale: float,
     rotation: PageRotation | None = None,
 ) -> DecodeOutput:
-    """See `pallas_kernels.decode.decode_attention`."""
+    """See `ccjax.kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
     # Two steps at least: XLA takes the only read of a loop out of it, and then copies the whole donated pool first.

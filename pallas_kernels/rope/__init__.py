@@ -1,6 +1,6 @@
 """Rotary position embedding: apply, remove, move. Knows no model; frequencies are an argument."""
 
-from pallas_kernels.rope.api import (
+from ccjax.kernels.rope.api import (
     apply_rope,
     llama3_frequencies,
     move_rope,

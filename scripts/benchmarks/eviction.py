@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ccjax.models.llama3 import LLAMA3_8B, LlamaConfig
 from ccjax.policy.eviction import (
     DEFAULT_POLICY,
     NUM_REMEMBERED,
@@ -34,7 +35,6 @@ from ccjax.policy.eviction import (
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead, chunk_context_impact, num_recompute_tokens
 from ccjax.text import load_tokenizer
 from ccjax.types import ChunkId
-from models.llama3 import LLAMA3_8B, LlamaConfig
 from scripts.benchmarks.common import environment
 from scripts.progress import bars
 

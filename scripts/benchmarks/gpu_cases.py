@@ -18,8 +18,9 @@ from ccjax.engine.budgets import free_device_bytes
 from ccjax.engine.budgets import pool_bytes as least_pool_bytes
 from ccjax.engine.compilations import compilations
 from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.models.llama3 import Params, init_params
+from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseReport
-from models.llama3 import Params, init_params
 from scripts.benchmarks import gpu_torch
 from scripts.benchmarks.gpu_engines import Engines, Prompts, Run, run_prompts
 from scripts.benchmarks.gpu_plan import (
@@ -38,7 +39,6 @@ from scripts.benchmarks.gpu_plan import (
 )
 from scripts.gpucheck.record import Record
 from scripts.gpucheck.timing import copy_gbps, matmul_tflops, transfer_gbps
-from store.usage import DEVICE, DISK, HOST
 
 CEILINGS, CASES, SETUP = "ceilings", "cases", "setup"
 """Suites of rows in the results."""

@@ -20,10 +20,10 @@ import numpy as np
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
 from ccjax.engine.loading import LoadedModel
 from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.models.llama3 import Params
+from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseMode
-from models.llama3 import Params
 from scripts.benchmarks.gpu_plan import Case, Scale
-from store.usage import DEVICE, DISK, HOST
 
 _NEVER_MS = 1e9
 _FILLER_TOKENS = 32

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from models.llama3 import LLAMA3_8B, LlamaConfig
+from ccjax.models.llama3 import LLAMA3_8B, LlamaConfig
 
 Kind = Literal["full", "reuse", "decode", "torch"]
 Way = tuple[Kind, float | None, str | None]

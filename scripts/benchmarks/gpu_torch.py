@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.llama3 import LlamaConfig, Params
-from models.llama3.layers import rope_frequencies
+from ccjax.models.llama3 import LlamaConfig, Params
+from ccjax.models.llama3.layers import rope_frequencies
 
 
 def missing() -> str | None:

@@ -28,13 +28,13 @@ from ccjax.engine.loading import LoadedModel
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.prefill import Prefiller, PrefillResult
 from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.policy.preload import preload_depth
+from ccjax.store.throttle import Link
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
-from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks.common import environment, median
 from scripts.progress import bars
 from scripts.serving.values import positive_int
-from store.throttle import Link
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 5
 RATIOS = (0.5, 1.0, 2.0, 4.0)

@@ -21,9 +21,9 @@ from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.plan_rows import padded_to
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.prefill import Prefiller
-from models.llama3 import LlamaConfig, init_params
-from models.llama3.paged_steps import paged_layer_step, rotation_step
-from models.llama3.steps import embed_step, logits_step, select_step
+from ccjax.models.llama3 import LlamaConfig, init_params
+from ccjax.models.llama3.paged_steps import paged_layer_step, rotation_step
+from ccjax.models.llama3.steps import embed_step, logits_step, select_step
 from scripts.benchmarks import transformers_peer
 from scripts.benchmarks.common import BenchmarkError, environment, median
 from scripts.progress import bars

@@ -24,10 +24,10 @@ from ccjax.policy.capture import make_variant_id
 from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings, Work
+from ccjax.store import KVSpec, StoreIdentity, TieredStore
 from ccjax.types import Chunk, ChunkId, PrefillPlan, VariantMeta
 from scripts.benchmarks.ragcache_replay import BATCHED_TOKENS
 from scripts.benchmarks.store import Cost, timed
-from store import KVSpec, StoreIdentity, TieredStore
 
 POLICY = "pgdsf"
 WINDOW = 32

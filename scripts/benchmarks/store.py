@@ -27,12 +27,12 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
+from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
+from ccjax.store.formats import AS_IT_IS, expected_layout
+from ccjax.store.records import encode_record
 from ccjax.types import ChunkId
 from scripts.benchmarks.common import environment
 from scripts.progress import bars
-from store import KVSpec, ShardRecord, StoreIdentity, TieredStore
-from store.formats import AS_IT_IS, expected_layout
-from store.records import encode_record
 
 LLAMA3_8B = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 IDENTITY = StoreIdentity("benchmark")

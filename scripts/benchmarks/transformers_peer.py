@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from models.llama3 import LlamaConfig
+from ccjax.models.llama3 import LlamaConfig
 
 
 def is_installed() -> bool:

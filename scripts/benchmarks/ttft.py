@@ -23,8 +23,8 @@ from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.buckets import slot_bucket
 from ccjax.engine.loading import LoadedModel
 from ccjax.engine.warmup import compile_pack
+from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.types import ReuseMode
-from models.llama3 import LlamaConfig, Params, init_params
 from scripts.benchmarks import transformers_peer, ttft_default
 from scripts.benchmarks.common import environment, median
 from scripts.progress import bars

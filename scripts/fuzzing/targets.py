@@ -13,6 +13,8 @@ from typing import Any
 from ccjax.engine.documents import DocumentRegistry
 from ccjax.engine.prefill_profile import PrefillProfile
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.convert import CheckpointError, load_config, load_params
 from ccjax.policy.calibration import Calibration, Trial
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.retrieval.documents import DocumentError, parse_document
@@ -21,21 +23,19 @@ from ccjax.retrieval.jsonl import read_lines
 from ccjax.server.body import parse_body
 from ccjax.server.errors import ApiError
 from ccjax.server.schemas import ChatBody, CompletionBody, PinBody, TokenizeBody, WarmBody
+from ccjax.store.catalog import CatalogError, decode_part, encode_part
+from ccjax.store.errors import ShardCorruptError
+from ccjax.store.formats import AS_IT_IS, ObjectLayout
+from ccjax.store.notes import Notes
+from ccjax.store.objects import open_root
+from ccjax.store.records import decode_known, decode_record, encode_record, known_from_raw
+from ccjax.store.spec import KVSpec, ShardRecord, StoreIdentity
 from ccjax.text.tokenizer import read_settings
-from models.llama3.config import LlamaConfig
-from models.llama3.convert import CheckpointError, load_config, load_params
 from scripts.fuzzing.gguf_seeds import gguf_seeds
 from scripts.fuzzing.target import Target
 from scripts.serving.config_file import parse_arguments
 from scripts.serving.messages import StartupError
 from scripts.serving.options import parser
-from store.catalog import CatalogError, decode_part, encode_part
-from store.errors import ShardCorruptError
-from store.formats import AS_IT_IS, ObjectLayout
-from store.notes import Notes
-from store.objects import open_root
-from store.records import decode_known, decode_record, encode_record, known_from_raw
-from store.spec import KVSpec, ShardRecord, StoreIdentity
 
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="ccjax-fuzz-")
 _FOLDER = Path(_TEMPORARY.name)
@@ -142,8 +142,8 @@ def _model_file(data: bytes, name: str, read: Callable[[Path], object]) -> None:
 def _weights() -> Iterator[bytes]:
     import jax
 
-    from models.llama3.convert import save_pretrained
-    from models.llama3.params import init_params
+    from ccjax.models.llama3.convert import save_pretrained
+    from ccjax.models.llama3.params import init_params
 
     folder = _FOLDER / "seed"
     save_pretrained(init_params(_CONFIG, jax.random.key(0)), _CONFIG, folder)

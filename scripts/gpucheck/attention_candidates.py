@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention import attention
+from ccjax.kernels.attention import attention
 from scripts.gpucheck import torch_peers
 from scripts.gpucheck.attention_numerics import is_library
 from scripts.gpucheck.timing import Timed, lowered_jax, random_bfloat16

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.attention import api, attention
+from ccjax.kernels.attention import api, attention
 from scripts.gpucheck import serving_case
 from scripts.gpucheck.record import Record, table
 from scripts.gpucheck.serving_case import ServingCase

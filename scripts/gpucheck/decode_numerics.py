@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pallas_kernels.decode import decode_attention
+from ccjax.kernels.decode import decode_attention
 from scripts.gpucheck.record import Record, table
 from tests.pallas_kernels.cases import worst
 from tests.pallas_kernels.decode_cases import MUTANTS, TOLERANCE, Case

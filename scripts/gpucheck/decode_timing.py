@@ -10,8 +10,8 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.decode import decode_attention
-from pallas_kernels.rope import llama3_frequencies
+from ccjax.kernels.decode import decode_attention
+from ccjax.kernels.rope import llama3_frequencies
 from scripts.gpucheck.ceilings import ceiling
 from scripts.gpucheck.record import Record, table
 from scripts.gpucheck.timing import calls_per_sample, interleaved, random_bfloat16, ratio, timed_jax

@@ -15,10 +15,10 @@ import numpy as np
 
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
 from ccjax.engine.loading import LoadedModel
+from ccjax.models.llama3 import LlamaConfig, init_params
+from ccjax.models.llama3.forward import forward
+from ccjax.models.llama3.params import Params
 from ccjax.types import ReuseMode
-from models.llama3 import LlamaConfig, init_params
-from models.llama3.forward import forward
-from models.llama3.params import Params
 from scripts.gpucheck.record import Record, table
 
 SUITE = "engine_identities"

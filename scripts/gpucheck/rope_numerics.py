@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
+from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
 from scripts.gpucheck.record import Record, table
 
 SUITE = "rope_numerics"

@@ -6,7 +6,7 @@ import statistics
 
 import jax.numpy as jnp
 
-from pallas_kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
+from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
 from scripts.gpucheck.ceilings import ceiling
 from scripts.gpucheck.record import Record, table
 from scripts.gpucheck.timing import calls_per_sample, interleaved, random_bfloat16, timed_jax

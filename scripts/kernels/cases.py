@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of `pallas_kernels.attention`; the defaults are Llama-3-8B on one chip, 15 % of 16k computed."""
+    """One call of `ccjax.kernels.attention`; the defaults are Llama-3-8B on one chip, 15 % of 16k computed."""
 
     kernel: ClassVar[str] = "partial_prefill"
     name: str
@@ -56,7 +56,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
-    """One call of `pallas_kernels.decode`; the defaults are Llama-3-8B on one chip, 32 requests with up to 8k each."""
+    """One call of `ccjax.kernels.decode`; the defaults are Llama-3-8B on one chip, 32 requests with up to 8k each."""
 
     kernel: ClassVar[str] = "paged_decode"
     name: str

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from models.llama3 import LLAMA3_8B, abstract_params
-from models.llama3.steps import layer_step
+from ccjax.models.llama3 import LLAMA3_8B, abstract_params
+from ccjax.models.llama3.steps import layer_step
 from scripts.kernels.cases import Case, DecodeCase
 
 

@@ -105,10 +105,10 @@ def _ptxas() -> str:
 
 def controls() -> Iterator[tuple[str, str, Any, Any, str]]:
     """(name, chip, case, function, what the error must say): kernels that must not pass."""
-    from pallas_kernels.attention.blocks import TritonBlocks
-    from pallas_kernels.attention.triton import triton_attention
-    from pallas_kernels.decode.blocks import TritonDecodeBlocks
-    from pallas_kernels.decode.triton import triton_decode
+    from ccjax.kernels.attention.blocks import TritonBlocks
+    from ccjax.kernels.attention.triton import triton_attention
+    from ccjax.kernels.decode.blocks import TritonDecodeBlocks
+    from ccjax.kernels.decode.triton import triton_decode
     from scripts.kernels.cases import CONTROL, DECODE_CONTROL
 
     for chip in CHIPS:

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
-from models.llama3.paged_steps import paged_decode_step, paged_layer_step
-from models.llama3.params import LayerParams, Params, layer_table, top_table
-from models.llama3.sharding import axes_sharding, make_mesh
-from models.llama3.steps import layer_step, logits_step, rotate_step
+from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
+from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
+from ccjax.models.llama3.params import LayerParams, Params, layer_table, top_table
+from ccjax.models.llama3.sharding import axes_sharding, make_mesh
+from ccjax.models.llama3.steps import layer_step, logits_step, rotate_step
 
 Axes = tuple[str | None, ...]
 Place = Callable[[Axes, tuple[int, ...]], Sharding | None]
@@ -37,7 +37,7 @@ class StepCase:
     """One call of one step.
 
     Attributes:
-      step: a jitted function of `models.llama3`.
+      step: a jitted function of `ccjax.models.llama3`.
       rows: computed tokens; of `paged_decode_step` and `logits_step` requests, of `rotate_step` slots.
       slots: of the context; of each request where there are several.
       num_segments: columns of the mass output, 0 for none.

@@ -76,10 +76,10 @@ def _schedule(text: str) -> tuple[int, int]:
 
 def controls() -> Iterator[tuple[str, str, Any, Any, str]]:
     """(name, chip, case, function, what the error must say): kernels that must not compile."""
-    from pallas_kernels.attention.blocks import MosaicBlocks
-    from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
-    from pallas_kernels.decode.blocks import MosaicDecodeBlocks
-    from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
+    from ccjax.kernels.attention.blocks import MosaicBlocks
+    from ccjax.kernels.attention.mosaic_tpu import mosaic_tpu_attention
+    from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
+    from ccjax.kernels.decode.mosaic_tpu import mosaic_tpu_decode
     from scripts.kernels.cases import CONTROL, DECODE_CONTROL
 
     for chip in CHIPS:

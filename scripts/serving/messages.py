@@ -68,7 +68,7 @@ class Display:
 def naming(args: argparse.Namespace, default: str) -> Iterator[None]:
     """Turns a refusal into a `StartupError` that names the command-line argument: the one the message begins with,
     else `default`."""
-    from store.errors import StoreError
+    from ccjax.store.errors import StoreError
 
     try:
         yield

@@ -126,14 +126,14 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
       ValueError: an option is not what it should be, or the model does not fit its devices.
     """
     from ccjax.engine.pool import PAGE_TOKENS
+    from ccjax.models.llama3.presets import preset
     from ccjax.policy.eviction import DEFAULT_POLICY, make_policy
     from ccjax.policy.scheduling import SchedulerSettings
     from ccjax.simulation.cache import CacheSettings
     from ccjax.simulation.costs import GridCosts, RooflineCosts
     from ccjax.simulation.hardware import hardware
     from ccjax.simulation.run import Deployment
-    from models.llama3.presets import preset
-    from store.spec import KVSpec
+    from ccjax.store.spec import KVSpec
 
     device = hardware(args.hardware)
     config = preset(args.model, vocab_size=128_256)

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from ccjax.engine.pool import PAGE_TOKENS
+from ccjax.models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.simulation.cache import CacheSettings
 from ccjax.simulation.costs import Piece, RooflineCosts
 from ccjax.simulation.hardware import HARDWARE, Hardware
 from ccjax.simulation.run import Deployment, Simulation
 from ccjax.simulation.workload import Passages, Workload, draw_which, poisson, zipf_lists
-from models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
-from store.spec import KVSpec
+from ccjax.store.spec import KVSpec
 
 A100 = HARDWARE["a100"]
 H800 = HARDWARE["h800"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import urllib.parse
 
-from store.index.api import SharedIndex
-from store.spec import StoreIdentity
+from ccjax.store.index.api import SharedIndex
+from ccjax.store.spec import StoreIdentity
 
 
 def open_index(url: str, namespace: str, identity: StoreIdentity | None = None) -> SharedIndex:
@@ -23,11 +23,11 @@ def open_index(url: str, namespace: str, identity: StoreIdentity | None = None) 
     """
     scheme = urllib.parse.urlsplit(url).scheme if isinstance(url, str) else ""
     if scheme == "sqlite":
-        from store.index.sqlite import SqliteIndex
+        from ccjax.store.index.sqlite import SqliteIndex
 
         return SqliteIndex.of_url(url, namespace, identity)
     if scheme in ("redis", "rediss"):
-        from store.index.redis import RedisIndex
+        from ccjax.store.index.redis import RedisIndex
 
         return RedisIndex.of_url(url, namespace, identity)
     raise ValueError(

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from store.leases import Lease
+from ccjax.store.leases import Lease
 
 CHANGES_KEPT = 2048
 """Changes of variants that an index keeps at least: of one that follows every 50 ms, a hundred times what it needs."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from store.errors import IndexUnavailableError
-from store.index.outage import ANSWER_S, Outage
+from ccjax.store.errors import IndexUnavailableError
+from ccjax.store.index.outage import ANSWER_S, Outage
 
 APPLICATION_ID = 0x63636A78
 """Of our files, so that no other program's database is taken for a damaged one of ours."""

@@ -14,9 +14,9 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from store.index.api import LeaseTable
-from store.leases import Lease
-from store.spec import StoreIdentity
+from ccjax.store.index.api import LeaseTable
+from ccjax.store.leases import Lease
+from ccjax.store.spec import StoreIdentity
 
 LATE_S = 60.0
 """A sealed lease counts that much longer than its holder's clock had it: the index's own time decides, and clocks

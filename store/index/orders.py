@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from store.index.api import Order, OrderBoard
-from store.signing import SealError
-from store.spec import StoreIdentity
+from ccjax.store.index.api import Order, OrderBoard
+from ccjax.store.signing import SealError
+from ccjax.store.spec import StoreIdentity
 
 _log = logging.getLogger(__name__)
 

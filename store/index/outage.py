@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from store.errors import IndexUnavailableError
+from ccjax.store.errors import IndexUnavailableError
 
 ANSWER_S = 0.5
 """Longest wait for a connection, and for an answer: what the call that meets an outage has to wait."""

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from store.index import scripts
-from store.index.api import (
+from ccjax.store.index import scripts
+from ccjax.store.index.api import (
     CHANGES_AT_ONCE,
     CHANGES_KEPT,
     MOST_ORDERS,
@@ -22,10 +22,10 @@ from store.index.api import (
     changes_read,
     changes_to_send,
 )
-from store.index.leases import IndexLeases
-from store.index.orders import SealedOrders
-from store.index.outage import ANSWER_S, Outage
-from store.spec import StoreIdentity
+from ccjax.store.index.leases import IndexLeases
+from ccjax.store.index.orders import SealedOrders
+from ccjax.store.index.outage import ANSWER_S, Outage
+from ccjax.store.spec import StoreIdentity
 
 _WANTED = "store_index: wanted redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]"
 _TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from store.index.api import (
+from ccjax.store.index.api import (
     CHANGES_AT_ONCE,
     CHANGES_KEPT,
     MOST_ORDERS,
@@ -23,10 +23,10 @@ from store.index.api import (
     changes_read,
     changes_to_send,
 )
-from store.index.database import Database
-from store.index.leases import IndexLeases
-from store.index.orders import SealedOrders
-from store.spec import StoreIdentity
+from ccjax.store.index.database import Database
+from ccjax.store.index.leases import IndexLeases
+from ccjax.store.index.orders import SealedOrders
+from ccjax.store.spec import StoreIdentity
 
 _VERSION = 1
 

@@ -12,7 +12,7 @@ from ccjax.demo.corpus import build_corpus
 from ccjax.demo.evaluate import answered, corpus_contexts, held_out_contexts, score
 from ccjax.demo.export import MODEL_DIRECTORY, export_model, load_model
 from ccjax.demo.tokenizer import END, question_segment
-from models.llama3 import forward as model_forward
+from ccjax.models.llama3 import forward as model_forward
 
 forward = jax.jit(model_forward, static_argnums=1)
 

@@ -1,4 +1,4 @@
-"""Training: the loss is that of models.llama3, the laid-in head copies, a resumed run is the unbroken one."""
+"""Training: the loss is that of ccjax.models.llama3, the laid-in head copies, a resumed run is the unbroken one."""
 
 import dataclasses
 import functools
@@ -18,9 +18,9 @@ from ccjax.demo.objective import HINT_LAYERS, training_logits, weighted_loss
 from ccjax.demo.tokenizer import train_tokenizer
 from ccjax.demo.training import Progression, TrainingConfig, advance, demo_config, train
 from ccjax.demo.world import KINDS, Difficulty, sample_context
-from models.llama3 import forward as model_forward
-from models.llama3 import init_params
-from models.llama3.layers import unembed
+from ccjax.models.llama3 import forward as model_forward
+from ccjax.models.llama3 import init_params
+from ccjax.models.llama3.layers import unembed
 from scripts import train_demo
 
 forward = jax.jit(model_forward, static_argnums=1)

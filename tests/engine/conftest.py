@@ -9,7 +9,7 @@ import pytest
 
 from ccjax.engine import prefill
 from ccjax.engine.snapshot import save as save_module
-from models.llama3.steps import LayerOutput, layer_step
+from ccjax.models.llama3.steps import LayerOutput, layer_step
 from tests.engine import few_shapes as sizes
 from tests.engine.snapshots import BYTES
 

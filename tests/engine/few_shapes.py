@@ -11,8 +11,8 @@ import pytest
 
 from ccjax.engine import batch_sizes, compiled_sizes, engine, heavy_hitters, kernels, pool, prefill
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
-from models.llama3 import LlamaConfig
-from pallas_kernels import dispatch
+from ccjax.kernels import dispatch
+from ccjax.models.llama3 import LlamaConfig
 
 _MODULES = (batch_sizes, compiled_sizes, heavy_hitters, pool, prefill)
 _PAGES = (1024, 8192)

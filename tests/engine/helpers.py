@@ -16,10 +16,10 @@ from ccjax.engine.contexts import LayerLoader
 from ccjax.engine.loading import LoadedModel
 from ccjax.engine.prefill import Prefiller, PrefillResult
 from ccjax.engine.reads import Patience
+from ccjax.models.llama3 import LlamaConfig
+from ccjax.models.llama3.params import Params, build_params
+from ccjax.store.throttle import Link
 from ccjax.types import PrefillPlan, VariantId
-from models.llama3 import LlamaConfig
-from models.llama3.params import Params, build_params
-from store.throttle import Link
 from tests.oracles import head_size, random_llama, rope_frequencies, rotate
 
 TOLERANCE = 3e-5

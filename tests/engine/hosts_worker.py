@@ -15,8 +15,8 @@ from typing import Any
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.engine.hosts import follow
 from ccjax.engine.warmup import _run_steps
-from models import lockstep
-from models.llama3 import leaves
+from ccjax.models import lockstep
+from ccjax.models.llama3 import leaves
 from tests.engine.few_shapes import few_shapes
 
 

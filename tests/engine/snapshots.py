@@ -22,7 +22,7 @@ from ccjax.engine.snapshot import ChunkCache, restore_snapshot, save_snapshot
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.eviction import DEFAULT_POLICY
-from store import KVSpec, ShardRecord, StoreIdentity, TieredStore
+from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
 BF16 = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="bfloat16")

@@ -217,7 +217,7 @@ def test_pages_begin_where_the_last_one_is_full():
 
 
 def test_too_few_pages_take_none():
-    from store import TierFullError
+    from ccjax.store import TierFullError
 
     with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
         held = engine._pool.allocate([96 * PAGE_TOKENS])

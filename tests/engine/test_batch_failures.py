@@ -16,8 +16,8 @@ from ccjax.engine.batch import serving as serving_module
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError, DeviceMemoryError
-from store.errors import TierFullError
-from store.usage import DEVICE, HOST
+from ccjax.store.errors import TierFullError
+from ccjax.store.usage import DEVICE, HOST
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.test_batch_loop import Client, Turns, ask, check, settled
 from tests.polling import wait_until

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ccjax.engine import sharing
-from store.index.sqlite import SqliteIndex
-from store.leases import Leases
+from ccjax.store.index.sqlite import SqliteIndex
+from ccjax.store.leases import Leases
 from tests.engine.helpers import TinyModel, draw_segments
 
 MODEL = TinyModel()

@@ -13,7 +13,7 @@ from ccjax.engine.compilations import compilations
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError
-from store.host import HostTier
+from ccjax.store.host import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 

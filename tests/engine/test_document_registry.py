@@ -10,9 +10,9 @@ import pytest
 
 from ccjax.engine.documents import ERASURE_AGE_S, PIN_NOTE_S, DocumentRegistry, Origin, Pin
 from ccjax.errors import RequestError, UnknownDocumentError
+from ccjax.store.files import FileRoot
+from ccjax.store.notes import Notes
 from ccjax.types import Chunk, ChunkId
-from store.files import FileRoot
-from store.notes import Notes
 
 A, B, C = (ChunkId(letter) for letter in "abc")
 

@@ -9,7 +9,7 @@ from ccjax.engine import EngineConfig, Request
 from ccjax.engine.requests import SamplingParams
 from ccjax.engine.snapshot import save_snapshot
 from ccjax.errors import ConfigError, SnapshotError
-from store import StoreCipher, StoreIdentity, StoreKeys
+from ccjax.store import StoreCipher, StoreIdentity, StoreKeys
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.snapshots import open_cache
 

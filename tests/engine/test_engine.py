@@ -9,8 +9,8 @@ import pytest
 
 from ccjax.engine import EngineConfig, Request, SamplingParams
 from ccjax.errors import ConfigError, ContextLengthError, RequestError
-from pallas_kernels import dispatch
-from store.errors import StoreIdentityError
+from ccjax.kernels import dispatch
+from ccjax.store.errors import StoreIdentityError
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 MODEL = TinyModel(seed=2)

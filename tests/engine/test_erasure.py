@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import store.commits
+import ccjax.store.commits
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.engine import documents as documents_module
 from ccjax.engine.documents import Origin
@@ -19,10 +19,10 @@ from ccjax.engine.variant_records import with_origin
 from ccjax.errors import (
     EraseIncompleteError,
 )
+from ccjax.store.disk import TensorStoreTier
+from ccjax.store.files import FileRoot
+from ccjax.store.tiered import TieredStore
 from ccjax.types import Document
-from store.disk import TensorStoreTier
-from store.files import FileRoot
-from store.tiered import TieredStore
 from tests.engine.documents import (
     ANNA,
     BOB,
@@ -62,7 +62,7 @@ def url(tmp_path) -> str:
 @pytest.fixture
 def cataloged(monkeypatch, tmp_path):
     """From the second flush on there is a catalog, which has copies of all records; returns what is in its parts."""
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
     return lambda: b"".join(data for path, data in files(tmp_path).items() if path.parent.name == "catalog")
 
 
@@ -130,7 +130,7 @@ def test_copies_of_what_was_stored_late_go_with_it(start, url, tmp_path, catalog
     ask(other, CARLA, ANNA)
     other.flush()
     assert as_json(ids_of(first, ANNA)) in cataloged()
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 64)  # so few changes alone make no new one
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 64)  # so few changes alone make no new one
     first.refresh()
     assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
 

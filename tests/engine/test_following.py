@@ -19,8 +19,8 @@ from ccjax.engine.batch.pack import Pack
 from ccjax.engine.maintenance import MaintenanceCounts
 from ccjax.errors import ConfigError
 from ccjax.server.metrics import ServerMetrics
+from ccjax.store.index.outage import Outage
 from ccjax.types import Document
-from store.index.outage import Outage
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.sharing_worker import LENGTHS, SEGMENTS
 from tests.polling import wait_until

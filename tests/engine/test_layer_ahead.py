@@ -14,10 +14,10 @@ from ccjax.engine import Request, SamplingParams
 from ccjax.engine.contexts import LayerLoader, _zeros
 from ccjax.engine.prefill import PrefillCancelledError, Prefiller
 from ccjax.engine.reads import LoadFailedError
+from ccjax.store.arrays import ShardReader
+from ccjax.store.errors import ShardCorruptError
+from ccjax.store.throttle import Link
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
-from store.arrays import ShardReader
-from store.errors import ShardCorruptError
-from store.throttle import Link
 from tests.engine.helpers import After, Memory, TinyModel, draw_segments, loader, permuted, run_reusing
 
 NUM_LAYERS = 6

@@ -11,8 +11,8 @@ import pytest
 from ccjax.engine import Request, SamplingParams, admission, contexts
 from ccjax.engine.contexts import LayerLoader
 from ccjax.engine.reads import LoadFailedError, Patience
+from ccjax.store.arrays import ShardReader
 from ccjax.types import VariantId
-from store.arrays import ShardReader
 from tests.engine.helpers import TinyModel, draw_segments
 
 MODEL = TinyModel(seed=5)

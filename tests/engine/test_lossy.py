@@ -8,8 +8,8 @@ from ccjax.demo.world import KINDS
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
 from ccjax.engine.loading import load_model
 from ccjax.errors import ConfigError
+from ccjax.store.tiered import TieredStore
 from ccjax.types import Document, ReuseMode, ReuseReport
-from store.tiered import TieredStore
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 from tests.engine.test_maintenance import approximate, kv_of, repair_all

@@ -16,10 +16,10 @@ from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.device_memory import memory_plan, sizes_of, with_pool
 from ccjax.engine.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, plain, plan_memory, weight_bytes
 from ccjax.errors import ConfigError
-from models.llama3 import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, abstract_params, init_params
-from models.llama3.paged_steps import paged_decode_step, paged_layer_step
-from models.llama3.sharding import EVERYWHERE, PAGES, make_mesh, param_sharding, placement, shard_params
-from models.llama3.steps import logits_step, sample_step
+from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, abstract_params, init_params
+from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
+from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, make_mesh, param_sharding, placement, shard_params
+from ccjax.models.llama3.steps import logits_step, sample_step
 from tests.engine.helpers import TinyModel
 
 GB = 10**9
@@ -138,7 +138,7 @@ def measured(model: LlamaConfig, num_rows: int, num_slots: int, num_masses: int,
 
     layer = abstract_params(model).layers[0]
     if mesh is not None:
-        from models.llama3.params import layer_table
+        from ccjax.models.llama3.params import layer_table
 
         table = layer_table(model)
         layer = dataclasses.replace(

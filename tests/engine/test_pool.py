@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
-from store import ShardNotFoundError, TierFullError
+from ccjax.store import ShardNotFoundError, TierFullError
 from tests.store.kv import BF16, SPEC, make_kv, make_record
 
 PAGE = SPEC.num_bytes(PAGE_TOKENS)

@@ -12,9 +12,9 @@ import pytest
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.loading import DEMO_MODEL, load_model, read_model_files
 from ccjax.errors import ConfigError
-from models.llama3.params import build_params
-from models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize_on_host
-from store.errors import StoreIdentityError
+from ccjax.models.llama3.params import build_params
+from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize_on_host
+from ccjax.store.errors import StoreIdentityError
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 from tests.oracles import llama_forward

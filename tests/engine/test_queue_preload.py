@@ -13,8 +13,8 @@ import pytest
 
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.queue_preload import Preloader
+from ccjax.store.arrays import ShardReader
 from ccjax.types import VariantId
-from store.arrays import ShardReader
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.polling import wait_until
 

@@ -11,7 +11,7 @@ from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.rates import Cost, LoadRate, Rates, fit
 from ccjax.policy.prefill_cost import PrefillGrid
-from store.throttle import Link
+from ccjax.store.throttle import Link
 
 
 class Clock:

@@ -14,8 +14,8 @@ from ccjax.engine.capture import capture_variants, context_deviations
 from ccjax.engine.loading import load_model
 from ccjax.errors import ReadOnlyError, RequestError
 from ccjax.policy.capture import make_variant_id
+from ccjax.store.errors import StoreUnavailableError
 from ccjax.types import Document
-from store.errors import StoreUnavailableError
 from tests.engine.helpers import After
 
 ANNA, BOB, CARLA, DINO = (

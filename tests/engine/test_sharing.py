@@ -21,8 +21,8 @@ from ccjax.engine.sharing import SharedPrefill
 from ccjax.errors import ConfigError
 from ccjax.policy.capture import variants_to_compute
 from ccjax.policy.loading import LEAST_WAIT_S, STORE_S, longest_shared_wait_s
+from ccjax.store import StoreUnavailableError
 from ccjax.types import VariantId
-from store import StoreUnavailableError
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.sharing_worker import LENGTHS, SEGMENTS
 

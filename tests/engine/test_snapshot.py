@@ -11,8 +11,8 @@ from ccjax.engine.snapshot import save as save_module
 from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.errors import ConfigError
 from ccjax.policy.eviction import DEFAULT_POLICY
+from ccjax.store import StoreUnavailableError
 from ccjax.types import VariantId
-from store import StoreUnavailableError
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.snapshots import (
     BF16,

@@ -8,7 +8,7 @@ from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot, save_snaps
 from ccjax.engine.snapshot import packs as packs_module
 from ccjax.engine.snapshot.index import KEY
 from ccjax.errors import SnapshotError
-from store import StoreUnavailableError
+from ccjax.store import StoreUnavailableError
 from tests.engine.snapshots import BYTES, contents, open_cache, put, save_ten
 from tests.store import servers
 from tests.store.places import KEYS, gs_bucket, s3_bucket

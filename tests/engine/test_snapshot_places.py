@@ -19,7 +19,7 @@ from ccjax.engine.snapshot import save as save_module
 from ccjax.engine.snapshot.index import KEY, _canonical, decode_index
 from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
-from store import KVSpec, StoreIdentity, StoreUnavailableError
+from ccjax.store import KVSpec, StoreIdentity, StoreUnavailableError
 from tests.engine.snapshots import (
     BF16,
     OURS,

@@ -7,8 +7,8 @@ import pytest
 from ccjax.engine.snapshot import restore_snapshot, save_snapshot
 from ccjax.engine.snapshot.index import KEY, decode_index, inspect_snapshot
 from ccjax.errors import SnapshotError
-from store import StoreIdentity, StoreKeys
-from store.arrays import checksum
+from ccjax.store import StoreIdentity, StoreKeys
+from ccjax.store.arrays import checksum
 from tests.engine.snapshots import contents, fill, make_kv, open_cache
 
 SEALED = StoreIdentity("model-a", keys=StoreKeys((b"k" * 32,)))

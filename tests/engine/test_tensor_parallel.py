@@ -13,7 +13,7 @@ from ccjax.engine.compilations import compilations
 from ccjax.engine.conversion import to_checkpoint
 from ccjax.engine.loading import load_model
 from ccjax.errors import ConfigError
-from models.llama3.sharding import mesh_of
+from ccjax.models.llama3.sharding import mesh_of
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 from tests.models.test_convert import write

@@ -6,7 +6,7 @@ import pytest
 from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.compilations import compilations
-from models.llama3 import paged_steps, steps
+from ccjax.models.llama3 import paged_steps, steps
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 

@@ -6,9 +6,9 @@ import logging
 import numpy as np
 import pytest
 
-import store.commits
+import ccjax.store.commits
 from ccjax.engine.variant_records import KnownVariant
-from store import ShardRecord, TieredStore
+from ccjax.store import ShardRecord, TieredStore
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 MODEL = TinyModel()
@@ -19,7 +19,7 @@ OTHERS = draw_segments(np.random.default_rng(6), (19, 27))
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """One change makes a new catalog."""
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from ccjax.models.llama3.config import LlamaConfig
 from ccjax.retrieval.documents import DocumentError, parse_document
 from ccjax.retrieval.jsonl import read_lines
-from models.llama3.config import LlamaConfig
+from ccjax.store.catalog import CatalogError, decode_part
+from ccjax.store.errors import ShardCorruptError
+from ccjax.store.records import decode_record
+from ccjax.store.spec import KVSpec, StoreIdentity
 from scripts.fuzzing.targets import TARGETS
-from store.catalog import CatalogError, decode_part
-from store.errors import ShardCorruptError
-from store.records import decode_record
-from store.spec import KVSpec, StoreIdentity
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
 RECORD = json.loads(TARGETS["record"].seeds[0])

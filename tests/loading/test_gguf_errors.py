@@ -15,7 +15,7 @@ from ccjax.engine.loading import load_model, model_config
 from ccjax.errors import ConfigError
 from ccjax.loading import named
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
-from models.llama3.leaves import CheckpointError
+from ccjax.models.llama3.leaves import CheckpointError
 from tests.loading.gguf_files import Shape, Words, byte_level_words, hugging_face_tensors, write_gguf
 
 SHAPE = Shape(num_layers=1)

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from ccjax.errors import ConfigError
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
 from ccjax.loading.named import gguf_path
-from models.llama3 import forward
+from ccjax.models.llama3 import forward
 from tests.loading.gguf_files import Shape, as_read, byte_level_words, hugging_face_tensors, write_gguf
 
 pytestmark = pytest.mark.peers

@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 
 from ccjax.engine.loading import load_model
 from ccjax.loading.gguf import config_of, load_gguf, lossless_dtype, open_gguf
-from models.llama3.config import LlamaConfig, RopeScaling
-from models.llama3.convert import load_params
-from models.llama3.layers import rope_frequencies
-from models.llama3.sharding import make_mesh, param_sharding
+from ccjax.models.llama3.config import LlamaConfig, RopeScaling
+from ccjax.models.llama3.convert import load_params
+from ccjax.models.llama3.layers import rope_frequencies
+from ccjax.models.llama3.sharding import make_mesh, param_sharding
 from tests.loading.gguf_files import (
     QUANTISED,
     SCALES_AT,

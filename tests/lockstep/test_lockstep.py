@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import lockstep
-from models.lockstep import wire
-from models.lockstep.follower import follow
-from models.lockstep.group import _HELLO, Group
-from models.lockstep.leader import Leader
-from models.lockstep.steps import record_with
+from ccjax.models import lockstep
+from ccjax.models.lockstep import wire
+from ccjax.models.lockstep.follower import follow
+from ccjax.models.lockstep.group import _HELLO, Group
+from ccjax.models.lockstep.leader import Leader
+from ccjax.models.lockstep.steps import record_with
 from tests.polling import wait_until
 
 MESH = Mesh(np.asarray(jax.devices()[:1], object), ("kv",))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.lockstep import wire
+from ccjax.models.lockstep import wire
 
 ARRAYS = [
     np.arange(12, dtype=np.int32).reshape(3, 4),

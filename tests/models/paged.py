@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama3 import LlamaConfig, Params, paged_steps
-from models.llama3.steps import embed_step, layer_step, logits_step
+from ccjax.models.llama3 import LlamaConfig, Params, paged_steps
+from ccjax.models.llama3.steps import embed_step, layer_step, logits_step
 from tests.data import data_path
 from tests.engine.helpers import params_from_hf
 from tests.oracles import random_llama, read_llama2c

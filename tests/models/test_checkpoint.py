@@ -1,4 +1,4 @@
-"""models.llama3.checkpoint: what is written is what is read, and nothing half, damaged or foreign is."""
+"""ccjax.models.llama3.checkpoint: what is written is what is read, and nothing half, damaged or foreign is."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama3 import checkpoint, init_params
-from models.llama3.checkpoint import (
+from ccjax.models.llama3 import checkpoint, init_params
+from ccjax.models.llama3.checkpoint import (
     INDEX,
     is_checkpoint,
     leaf_names,
@@ -24,9 +24,9 @@ from models.llama3.checkpoint import (
     write_checkpoint,
     write_params,
 )
-from models.llama3.convert import CheckpointError
-from models.llama3.params import ParamSpec, abstract_params
-from models.llama3.presets import PRESETS, preset
+from ccjax.models.llama3.convert import CheckpointError
+from ccjax.models.llama3.params import ParamSpec, abstract_params
+from ccjax.models.llama3.presets import PRESETS, preset
 from tests.measured_memory import CAN_MEASURE, ROOT, peak_bytes
 
 # A read that fails ends Orbax's event loop while others are on their way: these say so when they come back.
@@ -177,8 +177,8 @@ def test_what_fails_half_way_leaves_the_old_one_and_no_rest(tmp_path, monkeypatc
 KILLED = """
 import os, sys, threading
 import jax, numpy as np
-from models.llama3 import checkpoint, init_params
-from models.llama3.presets import PRESETS
+from ccjax.models.llama3 import checkpoint, init_params
+from ccjax.models.llama3.presets import PRESETS
 checkpoint._PART_BYTES = 1
 config, left = PRESETS["tiny"], int(sys.argv[2])
 params = init_params(config, jax.random.key(1))
@@ -237,7 +237,7 @@ def test_loading_holds_two_parts_beside_the_result(tmp_path, monkeypatch):
     wide = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
     allowed = wide // 2 + 3 * (32 << 20) + 40_000_000
     assert allowed < wide + wide // 4
-    setup, ways = "from models.llama3 import checkpoint", ("part by part", "all at once")
+    setup, ways = "from ccjax.models.llama3 import checkpoint", ("part by part", "all at once")
     parts, whole = peak_bytes(LOAD, str(tmp_path), ways=ways, setup=setup)
     print(f"{parts / 1e6:.0f} and {whole / 1e6:.0f} MB for {wide / 2e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")
     assert parts < allowed < whole

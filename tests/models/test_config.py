@@ -1,4 +1,4 @@
-"""models.llama3.config: what is read from config.json, what is refused, and that nothing is lost on the way back."""
+"""ccjax.models.llama3.config: what is read from config.json, what is refused; nothing is lost on the way back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from models.llama3 import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, RopeScaling
+from ccjax.models.llama3 import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, RopeScaling
 
 # config.json of meta-llama/Llama-3.1-8B-Instruct, the keys that say something about the architecture.
 LLAMA_3_1_8B = {

@@ -1,4 +1,4 @@
-"""models.llama3.convert against directories that the test writes and the NumPy oracle; no transformers."""
+"""ccjax.models.llama3.convert against directories that the test writes and the NumPy oracle; no transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.llama3 import LlamaConfig, forward, init_params
-from models.llama3.convert import (
+from ccjax.models.llama3 import LlamaConfig, forward, init_params
+from ccjax.models.llama3.convert import (
     CheckpointError,
     fingerprint,
     fingerprint_params,
@@ -400,7 +400,7 @@ def test_loading_never_holds_the_model_twice(tmp_path):
         str(tmp_path),
         ways=("leaf by leaf", "all at once"),
         setup="""
-        from models.llama3.convert import load_params
+        from ccjax.models.llama3.convert import load_params
         from safetensors.numpy import load_file
         """,
     )

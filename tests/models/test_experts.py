@@ -1,4 +1,4 @@
-"""models.llama3.experts: every form of the routed MLP against the oracle, token by token; padding, skew, sharding."""
+"""ccjax.models.llama3.experts: every form of the routed MLP against the oracle by token; padding, skew, sharding."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.llama3 import LlamaConfig, RoutedLayerParams, experts, forward, init_params
-from models.llama3.params import layer_table
-from models.llama3.quantized import QuantizedWeight, quantize
+from ccjax.models.llama3 import LlamaConfig, RoutedLayerParams, experts, forward, init_params
+from ccjax.models.llama3.params import layer_table
+from ccjax.models.llama3.quantized import QuantizedWeight, quantize
 from tests.engine.helpers import params_from_hf
 from tests.oracles import mixture, random_llama
 

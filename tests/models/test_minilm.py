@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from models.minilm import BertConfig, SentenceEncoder, model
+from ccjax.models.minilm import BertConfig, SentenceEncoder, model
 
 TOLERANCE = 1e-5
 TEXTS = (

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from models.llama3 import paged_steps
+from ccjax.models.llama3 import paged_steps
 from tests.models.paged import (
     MODELS,
     Model,

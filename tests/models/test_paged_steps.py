@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama3 import paged_steps
-from models.llama3.convert import save_pretrained
-from models.llama3.steps import rotate_step
-from pallas_kernels.attention import attention
+from ccjax.kernels.attention import attention
+from ccjax.models.llama3 import paged_steps
+from ccjax.models.llama3.convert import save_pretrained
+from ccjax.models.llama3.steps import rotate_step
 from tests.engine.helpers import selective_oracle
 from tests.models.paged import (
     LENGTHS,

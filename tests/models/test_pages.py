@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from models.llama3 import pages as pages_module
-from models.llama3.pages import read_slots, write_by_head, write_by_slot, write_slots
-from models.llama3.sharding import EVERYWHERE, KV_ROWS, PAGES
+from ccjax.models.llama3 import pages as pages_module
+from ccjax.models.llama3.pages import read_slots, write_by_head, write_by_slot, write_slots
+from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, PAGES
 
 K, P, T, H = 4, 5, 8, 16
 MOST = P * T

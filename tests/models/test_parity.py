@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from models.llama3 import LlamaConfig, Params, forward, init_params
-from models.llama3.config import RopeScaling
-from models.llama3.convert import load_config, load_params, save_pretrained
+from ccjax.models.llama3 import LlamaConfig, Params, forward, init_params
+from ccjax.models.llama3.config import RopeScaling
+from ccjax.models.llama3.convert import load_config, load_params, save_pretrained
 
 pytestmark = pytest.mark.peers
 

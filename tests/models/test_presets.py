@@ -1,4 +1,4 @@
-"""models.llama3.presets: sizes of the known models, shapes by name, and what is drawn for them."""
+"""ccjax.models.llama3.presets: sizes of the known models, shapes by name, and what is drawn for them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.llama3 import LlamaConfig, abstract_params, init_params
-from models.llama3.params import ParamSpec, build_params
-from models.llama3.presets import PRESETS, preset
+from ccjax.models.llama3 import LlamaConfig, abstract_params, init_params
+from ccjax.models.llama3.params import ParamSpec, build_params
+from ccjax.models.llama3.presets import PRESETS, preset
 from tests.measured_memory import CAN_MEASURE, peak_bytes
 
 
@@ -70,7 +70,7 @@ def test_weights_are_drawn_as_the_table_says():
 
 @pytest.mark.parametrize("drawn_at_once", [1 << 23, 1 << 11])
 def test_the_same_weights_in_either_dtype_and_however_they_are_sharded(monkeypatch, drawn_at_once):
-    monkeypatch.setattr("models.llama3.params._DRAWN_AT_ONCE", drawn_at_once)
+    monkeypatch.setattr("ccjax.models.llama3.params._DRAWN_AT_ONCE", drawn_at_once)
     config, key = preset("tiny", 0), jax.random.key(5)
     plain = init_params(config, key)
     narrow = init_params(config, key, jnp.bfloat16)
@@ -113,9 +113,9 @@ def test_drawing_never_holds_the_model_twice():
     allowed = model_bytes + 20 * (1 << 20) + 40_000_000
     assert allowed < 2 * model_bytes
     setup = """
-    import models.llama3.params as params_module
-    from models.llama3.params import init_params
-    from models.llama3.presets import preset
+    import ccjax.models.llama3.params as params_module
+    from ccjax.models.llama3.params import init_params
+    from ccjax.models.llama3.presets import preset
     """
     leaves, whole = peak_bytes(DRAW, ways=("leaf by leaf", "all at once"), setup=setup)
     print(f"{leaves / 1e6:.0f} and {whole / 1e6:.0f} MB for {model_bytes / 1e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.llama3 import LLAMA3_8B
-from models.llama3.experts import batched_experts, blocked_experts, dense_experts, ragged_experts, route
-from models.llama3.paged_steps import paged_decode_step, paged_layer_step
-from models.llama3.params import RoutedLayerParams
-from models.llama3.products import einsum
-from models.llama3.steps import layer_step, logits_step, received_step
+from ccjax.models.llama3 import LLAMA3_8B
+from ccjax.models.llama3.experts import batched_experts, blocked_experts, dense_experts, ragged_experts, route
+from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
+from ccjax.models.llama3.params import RoutedLayerParams
+from ccjax.models.llama3.products import einsum
+from ccjax.models.llama3.steps import layer_step, logits_step, received_step
 from scripts.kernels.steps import StepCase
 
 SMALL = dataclasses.replace(

@@ -14,11 +14,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ccjax.engine.loading import DEMO_MODEL
-from models.llama3 import LLAMA3_70B, abstract_params, forward, init_params
-from models.llama3.convert import CheckpointError, load_config, load_params, save_pretrained
-from models.llama3.params import ParamSpec, layer_table, top_table
-from models.llama3.presets import PRESETS, preset
-from models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, project, quantize, quantize_on_host
+from ccjax.models.llama3 import LLAMA3_70B, abstract_params, forward, init_params
+from ccjax.models.llama3.convert import CheckpointError, load_config, load_params, save_pretrained
+from ccjax.models.llama3.params import ParamSpec, layer_table, top_table
+from ccjax.models.llama3.presets import PRESETS, preset
+from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, project, quantize, quantize_on_host
 from tests.measured_memory import CAN_MEASURE, peak_bytes
 
 FORMATS = tuple(WEIGHT_FORMATS)
@@ -133,7 +133,7 @@ def test_host_and_device_agree_whatever_the_block(monkeypatch, name, kind):
     spec = layer_table(SQUARE)["wo"]
     weight = spread(spec, 5).astype(kind)
     values, scales = quantize_on_host(weight, spec.input_axes, name)
-    monkeypatch.setattr("models.llama3.quantized._BLOCK", 130)
+    monkeypatch.setattr("ccjax.models.llama3.quantized._BLOCK", 130)
     again = quantize_on_host(weight, spec.input_axes, name)
     np.testing.assert_array_equal(values, again[0])
     np.testing.assert_array_equal(scales, again[1])
@@ -272,7 +272,7 @@ def test_loading_holds_one_tensor_beside_the_result(tmp_path):
     # Of the largest tensor what was read, its values in both layouts; and blocks.
     allowed = packed_bytes + 2 * 4 * 2816 * 1024 + 3 * (8 << 20) + 20_000_000
     assert allowed < 0.6 * plain_bytes
-    setup = "from models.llama3.convert import load_params\nfrom models.llama3.quantized import quantize\n"
+    setup = "from ccjax.models.llama3.convert import load_params\nfrom ccjax.models.llama3.quantized import quantize\n"
     leaves, whole = peak_bytes(LOAD, str(tmp_path), ways=("leaf by leaf", "all at once"), setup=setup)
     print(f"{leaves / 1e6:.0f} and {whole / 1e6:.0f} MB for {packed_bytes / 1e6:.0f}, allowed {allowed / 1e6:.0f}")
     assert leaves < allowed < whole

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama3 import sampling
-from models.llama3.sampling import GREEDY_BELOW, seed_words
-from models.llama3.steps import sample_step
+from ccjax.models.llama3 import sampling
+from ccjax.models.llama3.sampling import GREEDY_BELOW, seed_words
+from ccjax.models.llama3.steps import sample_step
 
 LOGPROB_TOLERANCE = 3e-6
 """Largest error of float32 log-probabilities of up to -25; measured 3e-7 over 32,000 tokens."""

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama3 import LlamaConfig, leaves
-from models.llama3.config import LLAMA3_8B, LLAMA3_70B
-from models.llama3.convert import load_params
-from models.llama3.paged_steps import paged_decode_step, paged_layer_step
-from models.llama3.params import LayerParams, abstract_params, build_params, layer_table
-from models.llama3.sharding import EVERYWHERE, PAGES, make_mesh, mesh_of, param_sharding, shard_params
+from ccjax.models.llama3 import LlamaConfig, leaves
+from ccjax.models.llama3.config import LLAMA3_8B, LLAMA3_70B
+from ccjax.models.llama3.convert import load_params
+from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
+from ccjax.models.llama3.params import LayerParams, abstract_params, build_params, layer_table
+from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, make_mesh, mesh_of, param_sharding, shard_params
 from tests.models.test_convert import write
 from tests.oracles import random_llama
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention import attention
+from ccjax.kernels.attention import attention
 from tests.oracles import rotate
 
 UNUSED = np.iinfo(np.int32).max

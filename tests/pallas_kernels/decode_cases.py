@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.decode import decode_attention
+from ccjax.kernels.decode import decode_attention
 from tests.oracles import rotate
 from tests.pallas_kernels.cases import frequencies, oracle
 

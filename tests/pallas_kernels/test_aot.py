@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
-from models.llama3.paged_steps import paged_decode_step
+from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
+from ccjax.models.llama3.paged_steps import paged_decode_step
 from scripts.kernels import gpu, tpu
 from scripts.kernels.cases import ALL_CASES, QUICK, STEP
 from scripts.kernels.compiling import compile_layer_step

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, xla
-from pallas_kernels.attention.xla import _block
-from pallas_kernels.rope import rotation_rows
+from ccjax.kernels.attention import attention, xla
+from ccjax.kernels.attention.xla import _block
+from ccjax.kernels.rope import rotation_rows
 from tests.pallas_kernels.cases import IMPLEMENTATIONS, TOLERANCE, UNUSED, Case, frequencies, packed, worst
 
 LONG = dict(heads=8, kv_heads=1, head_dim=64, queries=130, slots=300, used=290)

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.blocks import MOSAIC_TPU, TRITON
-from pallas_kernels.attention.bounds import block_bounds
-from pallas_kernels.dispatch import chip_of
+from ccjax.kernels.attention.blocks import MOSAIC_TPU, TRITON
+from ccjax.kernels.attention.bounds import block_bounds
+from ccjax.kernels.dispatch import chip_of
 
 UNUSED = np.iinfo(np.int32).max
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.decode import decode_attention, mosaic_tpu, page_rotation
-from pallas_kernels.decode.blocks import MosaicDecodeBlocks
-from pallas_kernels.decode.mosaic_tpu import mosaic_tpu_decode
-from pallas_kernels.decode.pages import PageRotation
+from ccjax.kernels.decode import decode_attention, mosaic_tpu, page_rotation
+from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
+from ccjax.kernels.decode.mosaic_tpu import mosaic_tpu_decode
+from ccjax.kernels.decode.pages import PageRotation
 from tests.pallas_kernels.cases import worst
 from tests.pallas_kernels.decode_cases import MUTANTS, TOLERANCE, Case, jitted
 

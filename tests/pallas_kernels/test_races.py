@@ -8,9 +8,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.blocks import MosaicBlocks
-from pallas_kernels.attention.mosaic_tpu import mosaic_tpu_attention
-from pallas_kernels.rope import rotation_rows
+from ccjax.kernels.attention.blocks import MosaicBlocks
+from ccjax.kernels.attention.mosaic_tpu import mosaic_tpu_attention
+from ccjax.kernels.rope import rotation_rows
 from tests.pallas_kernels.cases import TOLERANCE, Case, packed, worst
 
 DETECTOR = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")

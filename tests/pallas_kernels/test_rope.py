@@ -1,4 +1,4 @@
-"""pallas_kernels.rope against complex rotation in float64, and the identities that moving a chunk rests on."""
+"""ccjax.kernels.rope against complex rotation in float64, and the identities that moving a chunk rests on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope, rotate, rotation_rows
+from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope, rotate, rotation_rows
 from tests import oracles
 
 RANDOM = np.random.default_rng(0)

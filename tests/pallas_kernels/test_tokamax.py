@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, tokamax
+from ccjax.kernels.attention import attention, tokamax
 from tests.pallas_kernels.cases import TOLERANCE, Case, packed, worst
 from tests.pallas_kernels.test_attention import LONG, MUTANTS
 

@@ -12,10 +12,10 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.precompute.estimate import FileSystem, file_system_of, make_estimate, sample
 from ccjax.precompute.plan import Unit
 from ccjax.precompute.stored import Sizes, stored_ids
+from ccjax.store.formats import StorageFormat
+from ccjax.store.spec import KVSpec, StoreIdentity
+from ccjax.store.usage import DISK
 from ccjax.types import Chunk, ChunkId, VariantId
-from store.formats import StorageFormat
-from store.spec import KVSpec, StoreIdentity
-from store.usage import DISK
 
 TEXTS = ["Anna lives in Paris and has a dog.", "Bob lives in Rome. He is a baker, and sings at night.", "Carla sings."]
 

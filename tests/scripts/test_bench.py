@@ -14,13 +14,13 @@ import pytest
 
 from ccjax.engine import load_plan, reads
 from ccjax.engine.prefill import Prefiller
-from models.llama3 import LlamaConfig, init_params
+from ccjax.models.llama3 import LlamaConfig, init_params
+from ccjax.store import records
+from ccjax.store.throttle import Link
 from scripts import bench
 from scripts.benchmarks import loading, retrieval, store, ttft_default
 from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.prefill import Prompt
-from store import records
-from store.throttle import Link
 from tests.polling import wait_until
 from tests.scripts import in_process
 

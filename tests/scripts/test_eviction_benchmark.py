@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ccjax.models.llama3 import LLAMA3_8B
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES, make_policy
 from ccjax.types import ChunkId
-from models.llama3 import LLAMA3_8B
 from scripts.benchmarks import eviction as bench
 from tests.data import data_path
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from models.llama3 import LLAMA3_8B, abstract_params, init_params
+from ccjax.models.llama3 import LLAMA3_8B, abstract_params, init_params
 from scripts import bench as bench_script
 from scripts.benchmarks import gpu_cases, gpu_plan, gpu_report, gpu_torch
 from scripts.benchmarks.gpu_engines import Prompts, _steps
@@ -428,7 +428,7 @@ def test_pytorch_computes_the_same_and_a_wrong_mask_is_noticed():
     config = QUICK_SCALE.config
     params = init_params(config, jax.random.key(3), jnp.bfloat16)
     peer = gpu_torch.TorchPeer(params, config)
-    from models.llama3.forward import forward
+    from ccjax.models.llama3.forward import forward
 
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 100))
     wanted = np.asarray(forward(params, config, jnp.asarray(ids))[:, -1])

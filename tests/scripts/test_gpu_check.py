@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ccjax.engine.batch.pack import Pack
-from models.llama3 import LlamaConfig
-from pallas_kernels.attention import attention
+from ccjax.kernels.attention import attention
+from ccjax.models.llama3 import LlamaConfig
 from scripts import gpu_check
 from scripts.gpucheck import (
     attention_numerics,

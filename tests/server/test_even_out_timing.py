@@ -12,10 +12,10 @@ import pytest
 from ccjax.engine import Delta, Request, Response, SamplingParams
 from ccjax.engine.batch import pack as pack_module
 from ccjax.errors import ConfigError
+from ccjax.models.llama3.paged_steps import paged_layer_step
 from ccjax.server import ServerSettings
 from ccjax.server.worker import EngineWorker, Job
 from ccjax.types import ReuseReport
-from models.llama3.paged_steps import paged_layer_step
 from tests.server import patience
 
 EVENED_OUT = ServerSettings(even_out_timing=True, page=False, repair_when_idle=False)

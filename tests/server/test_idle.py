@@ -14,10 +14,10 @@ import pytest
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.engine import prefill as prefill_module
 from ccjax.engine.batch import pack as pack_module
+from ccjax.models.llama3.paged_steps import paged_layer_step
+from ccjax.models.llama3.steps import layer_step
 from ccjax.server import ServerSettings
 from ccjax.types import Document
-from models.llama3.paged_steps import paged_layer_step
-from models.llama3.steps import layer_step
 from tests.polling import wait_until
 from tests.server import patience
 from tests.server.conftest import MAX_MODEL_LEN, Server

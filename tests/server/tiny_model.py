@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from models.llama3.config import LlamaConfig
-from models.llama3.convert import save_pretrained
-from models.llama3.params import init_params
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.convert import save_pretrained
+from ccjax.models.llama3.params import init_params
 
 _SPECIAL = ["<|begin|>", "<|end|>", "<|turn|>"]
 _TEMPLATE = (

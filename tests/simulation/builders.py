@@ -10,7 +10,7 @@ from ccjax.simulation.cache import CacheSettings
 from ccjax.simulation.costs import Piece
 from ccjax.simulation.run import Deployment, Simulation
 from ccjax.simulation.workload import Passages, Workload
-from store.spec import KVSpec
+from ccjax.store.spec import KVSpec
 
 KV = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
 """32 bytes a token."""

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from ccjax.engine.memory import num_parameters
+from ccjax.models.llama3.config import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.simulation.costs import GridCosts, Piece, RooflineCosts, overlapped_s
 from ccjax.simulation.hardware import HARDWARE, Hardware, hardware
-from models.llama3.config import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig
 
 # One layer of width 8, one head of 8, MLP 16, vocabulary 32: 4 x 64 attention weights, 384 of the MLP, 256 of the head.
 TINY = LlamaConfig(32, 8, 1, 1, 1, 8, 16)

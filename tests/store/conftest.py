@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import store.buckets
-import store.index.database
-import store.index.outage
-import store.index.redis
+import ccjax.store.buckets
+import ccjax.store.index.database
+import ccjax.store.index.outage
+import ccjax.store.index.redis
 from tests.store import servers
 from tests.store.places import KEYS, Place, directory, gs_bucket, s3_bucket
 
@@ -37,25 +37,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def patience(monkeypatch) -> None:
     """No server is given up because the machine is busy; tests of outages set other waits."""
     for name in ("START_S", "ANSWER_S", "TRANSFER_S"):
-        monkeypatch.setattr(store.buckets, name, 300.0)
-    for module in (store.index.database, store.index.redis):
+        monkeypatch.setattr(ccjax.store.buckets, name, 300.0)
+    for module in (ccjax.store.index.database, ccjax.store.index.redis):
         monkeypatch.setattr(module, "ANSWER_S", 300.0)
 
 
 @pytest.fixture
 def impatient(monkeypatch, patience) -> None:
     """A shared index that takes calls and answers none is given up after a second, and looked for without a pause."""
-    for module in (store.index.database, store.index.redis):
+    for module in (ccjax.store.index.database, ccjax.store.index.redis):
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
-    monkeypatch.setattr(store.index.outage, "PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(ccjax.store.index.outage, "PROBE_INTERVAL_S", 0.05)
 
 
 @pytest.fixture
 def num_waits(monkeypatch) -> Callable[[], int]:
     """`num_waits()` is how many calls so far found out for themselves that a shared index does not answer."""
     found = []
-    begin = store.index.outage.Outage.begin
-    monkeypatch.setattr(store.index.outage.Outage, "begin", lambda *each: found.append(each) or begin(*each))
+    begin = ccjax.store.index.outage.Outage.begin
+    monkeypatch.setattr(ccjax.store.index.outage.Outage, "begin", lambda *each: found.append(each) or begin(*each))
     return lambda: len(found)
 
 

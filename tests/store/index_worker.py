@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from store.index import open_index
+from ccjax.store.index import open_index
 
 
 def race(url: str, namespace: str, start_file: str, num_keys: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from store import KVSpec, ShardCorruptError, ShardRecord, StoreIdentity, TieredStore
+from ccjax.store import KVSpec, ShardCorruptError, ShardRecord, StoreIdentity, TieredStore
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
 BF16 = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="bfloat16")

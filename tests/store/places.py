@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
-import store.buckets
-from store import StoreIdentity
+import ccjax.store.buckets
+from ccjax.store import StoreIdentity
 from tests.store.kv import OURS
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIDTEST12345", "AWS_SECRET_ACCESS_KEY": "secretsecret12345678"}
@@ -83,7 +83,7 @@ class Place:
             for file in Path(self.spec["path"]).rglob("*"):
                 os.utime(file, (then, then))
         else:
-            patch.setattr(store.buckets, "time", _Later(seconds + 60))
+            patch.setattr(ccjax.store.buckets, "time", _Later(seconds + 60))
 
 
 class _Later:

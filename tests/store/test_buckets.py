@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-import store.buckets
-from store import StoreUnavailableError, TensorStoreTier
-from store.buckets import TRANSFER_S
-from store.objects import open_root
+import ccjax.store.buckets
+from ccjax.store import StoreUnavailableError, TensorStoreTier
+from ccjax.store.buckets import TRANSFER_S
+from ccjax.store.objects import open_root
 from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, open_store, put
 from tests.store.servers import free_port
 
@@ -103,7 +103,7 @@ def test_nobody_listens(kind, make_place):
 def test_waits_are_shorter_than_tensorstores_own(bucket):
     """Its default of 32 tries takes minutes, and it waits for ever where a server takes a request and says nothing."""
     root = open_root(bucket.url)
-    assert root.context is not None and root.longest_wait_s == store.buckets.TRANSFER_S and TRANSFER_S <= 60
+    assert root.context is not None and root.longest_wait_s == ccjax.store.buckets.TRANSFER_S and TRANSFER_S <= 60
     resource = root.context[f"{root.kvstore('x')['driver']}_request_retries"].to_json()
     assert resource == {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
     assert 1 <= int(os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"]) <= 30

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from store.bulk import uncollected
+from ccjax.store.bulk import uncollected
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-import store.catalog
-import store.commits
-from store import ShardNotFoundError, StoreUnavailableError, TensorStoreTier
-from store.catalog import CATALOG_VERSION
-from store.commits import CommittedShards
-from store.erasure import erase_from_disk
-from store.namespaces import ORPHAN_AGE_S
+import ccjax.store.catalog
+import ccjax.store.commits
+from ccjax.store import ShardNotFoundError, StoreUnavailableError, TensorStoreTier
+from ccjax.store.catalog import CATALOG_VERSION
+from ccjax.store.commits import CommittedShards
+from ccjax.store.erasure import erase_from_disk
+from ccjax.store.namespaces import ORPHAN_AGE_S
 from tests.store.kv import (
     OTHERS,
     OURS,
@@ -38,8 +38,8 @@ IDS = ("a", "b", "c", "d", "e")
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Two records make a part, one change a new catalog."""
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)
-    monkeypatch.setattr(store.catalog, "RECORDS_PER_PART", 2)
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
+    monkeypatch.setattr(ccjax.store.catalog, "RECORDS_PER_PART", 2)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_few_new_records_are_read_one_by_one_and_more_from_the_catalog(place, re
     tiers = [tier_at(place) for _ in range(2)]
     theirs = filled(place, IDS[:2])
     theirs.tidy()
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 3)
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 3)
     reads.clear()
     assert tiers[0].refresh() == (IDS[:2], ()) and sorted(reads) == ["a", "b"]
     theirs.write(make_record("c"), make_kv("c"))
@@ -130,7 +130,7 @@ def test_a_small_share_of_all_records_is_read_one_by_one(place, reads, monkeypat
         theirs.write(make_record(variant_id), make_kv(variant_id))
     theirs.tidy()
     reads.clear()
-    monkeypatch.setattr(store.commits, "COPIED_SHARE", share)
+    monkeypatch.setattr(ccjax.store.commits, "COPIED_SHARE", share)
     assert ours.refresh() == (IDS[2:4], ()) and (reads == []) == is_read
 
 
@@ -144,7 +144,7 @@ def test_what_is_no_record_is_not_read_as_one(place, reads):
 
 def test_few_changes_write_no_new_catalog(place, monkeypatch):
     tier = filled(place)
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 6)
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 6)
     tier.tidy()
     assert catalog_keys(place) == []
     tier.write(make_record("f"), make_kv("f"))
@@ -163,13 +163,13 @@ def test_few_changes_write_no_new_catalog(place, monkeypatch):
 def catalogs(monkeypatch) -> list[list[str]]:
     """The variants in each catalog that was written."""
     seen: list[list[str]] = []
-    write = store.commits.write_catalog
+    write = ccjax.store.commits.write_catalog
 
     def spy(root, namespace, shards):
         seen.append(sorted(shard.variant_id for shard in shards))
         write(root, namespace, shards)
 
-    monkeypatch.setattr(store.commits, "write_catalog", spy)
+    monkeypatch.setattr(ccjax.store.commits, "write_catalog", spy)
     return seen
 
 
@@ -193,7 +193,7 @@ def test_what_is_as_it_was_is_not_written_again(place, catalogs):
 def test_a_large_catalog_waits_for_its_share_of_changes(place, catalogs, monkeypatch):
     tier = filled(place)
     tier.tidy()
-    monkeypatch.setattr(store.commits, "CHANGED_SHARE", 0.5)
+    monkeypatch.setattr(ccjax.store.commits, "CHANGED_SHARE", 0.5)
     for variant_id in "fgh":  # 3 of 8
         tier.write(make_record(variant_id), make_kv(variant_id))
     tier.tidy()
@@ -226,7 +226,7 @@ def test_after_an_erasure_there_is_a_catalog_again(place, catalogs, monkeypatch)
             raise StoreUnavailableError("no answer")
         delete(key)
 
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 64)
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 64)
     with monkeypatch.context() as patch:
         patch.setattr(tier._root, "delete", refuse)
         assert set(erase_from_disk(tier, ["b"], uncommitted=True)) == set(catalog_keys(place)) != set()
@@ -242,14 +242,14 @@ def test_a_catalog_that_is_being_written_does_not_outlive_an_erasure(place, monk
     tier.renew_catalog()
     calls = {"write_catalog": tier.tidy, "delete_catalog": tier.drop_catalog}
     slow, other = calls if is_first else reversed(calls)
-    call, entered, gate = getattr(store.commits, slow), threading.Event(), threading.Event()
+    call, entered, gate = getattr(ccjax.store.commits, slow), threading.Event(), threading.Event()
 
     def waiting(*arguments):
         entered.set()
         assert gate.wait(120)
         return call(*arguments)
 
-    monkeypatch.setattr(store.commits, slow, waiting)
+    monkeypatch.setattr(ccjax.store.commits, slow, waiting)
     threads = [threading.Thread(target=calls[name]) for name in (slow, other)]
     threads[0].start()
     assert entered.wait(120)
@@ -266,7 +266,7 @@ def test_a_damaged_catalog_that_the_disk_does_not_replace_is_replaced_later(tmp_
     place = directory(tmp_path)
     filled(place).tidy()
     place.write(catalog_keys(place)[0], b"")
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 64)
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 64)
     tier = tier_at(place)
     tier._commits._copies(set())  # a refresh that finds many new ones
 
@@ -327,7 +327,7 @@ def test_the_sweep_does_not_believe_an_outdated_entry(place, monkeypatch, at_onc
     kept = set(place.object_keys())
     place.write(f"{OURS.namespace}/data/{'0' * 32}/c.0.0.0.0.0", b"an orphan")
     place.let_pass(ORPHAN_AGE_S, monkeypatch)
-    monkeypatch.setattr(store.commits, "_VERIFY_AT_ONCE", at_once or 1)
+    monkeypatch.setattr(ccjax.store.commits, "_VERIFY_AT_ONCE", at_once or 1)
     tier = tier_at(place)
     assert (set(place.object_keys()) == kept) == (at_once > 1)  # many records to read are left to idle time
     tier.tidy(is_cancelled=lambda: True)
@@ -361,7 +361,7 @@ def test_a_record_that_cannot_be_read_stops_the_sweep(place, monkeypatch):
 
 def test_no_flipped_bit_gives_a_wrong_record(tmp_path, monkeypatch, stride):
     """Head, table and records, byte by byte."""
-    monkeypatch.setattr(store.catalog, "RECORDS_PER_PART", 1024)
+    monkeypatch.setattr(ccjax.store.catalog, "RECORDS_PER_PART", 1024)
     url = url_of(tmp_path)
     tier = TensorStoreTier(url, SPEC, OURS)
     for variant_id in ("a", "b"):

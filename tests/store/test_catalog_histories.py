@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import store.catalog
-import store.commits
-from store import ShardNotFoundError, TensorStoreTier
+import ccjax.store.catalog
+import ccjax.store.commits
+from ccjax.store import ShardNotFoundError, TensorStoreTier
 from tests.store.kv import OURS, SPEC, assert_same_bytes, make_kv, make_record, namespace_of, url_of
 
 WHO = st.integers(0, 1)
@@ -26,8 +26,8 @@ class CatalogHistory(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(store.commits, "LEAST_CHANGES", 1)
-        self.patch.setattr(store.catalog, "RECORDS_PER_PART", 2)
+        self.patch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
+        self.patch.setattr(ccjax.store.catalog, "RECORDS_PER_PART", 2)
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.path = Path(self.folder.name)
         self.truth: dict[str, tuple[int, int]] = {}

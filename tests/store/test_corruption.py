@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from store import ShardCorruptError, ShardNotFoundError, StoreUnavailableError, TensorStoreTier
-from store.commits import CommittedShards
-from store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
+from ccjax.store import ShardCorruptError, ShardNotFoundError, StoreUnavailableError, TensorStoreTier
+from ccjax.store.commits import CommittedShards
+from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
 from tests.store.kv import (
     OTHERS,
     OURS,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import store.commits
-from store.files import FileRoot
-from store.leases import Leases
-from store.objects import open_root
+import ccjax.store.commits
+from ccjax.store.files import FileRoot
+from ccjax.store.leases import Leases
+from ccjax.store.objects import open_root
 from tests.store.kv import OURS, namespace_of, open_store, put
 
 
@@ -69,7 +69,7 @@ def test_what_was_replaced_is_new_for_good(tmp_path, disk):
 
 
 def test_what_may_be_lost_waits_for_no_disk(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
     leases = Leases(open_root(tmp_path.as_uri()), OURS)
     leases.acquire(["a"], 10)
     disk.forget()

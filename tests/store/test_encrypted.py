@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from store import KVSpec, ShardCorruptError, StorageFormat, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
-from store.encryption import OVERHEAD_BYTES
-from store.formats import object_bytes
-from store.signing import SealError
+from ccjax.store import KVSpec, ShardCorruptError, StorageFormat, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
+from ccjax.store.encryption import OVERHEAD_BYTES
+from ccjax.store.formats import object_bytes
+from ccjax.store.signing import SealError
 from tests.store.kv import (
     OURS,
     SPEC,
@@ -66,7 +66,7 @@ def secrets_of(kv: np.ndarray) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("identity", "is_found"), [(HIDDEN, False), (SEALED, True), (OURS, True)])
 def test_no_byte_of_text_or_kv_lies_in_any_file(tmp_path, monkeypatch, identity, is_found):
-    monkeypatch.setattr("store.commits.LEAST_CHANGES", 1)
+    monkeypatch.setattr("ccjax.store.commits.LEAST_CHANGES", 1)
     index = f"sqlite://{tmp_path}/index.db"
     with open_store(tmp_path / "store", identity=identity, host_bytes=0, index=index) as store:
         put(store, "v")
@@ -183,9 +183,9 @@ def test_objects_of_two_variants_swapped(place):
 
 def test_what_is_encrypted_is_bound_to_what_it_is(monkeypatch):
     """Each layer to its object and number, whatever the digests in the record say."""
-    from store.encryption import KVCipher
+    from ccjax.store.encryption import KVCipher
 
-    monkeypatch.setattr("store.arrays.ShardReader._is_sound", lambda self, layer: True)
+    monkeypatch.setattr("ccjax.store.arrays.ShardReader._is_sound", lambda self, layer: True)
     kv = make_kv("v")
     assert HIDDEN.cipher is not None
     vault = KVCipher(HIDDEN.cipher, HIDDEN.namespace)
@@ -221,7 +221,7 @@ def test_changed_notes_hints_and_leases_are_not_believed(place):
 
 
 def test_changed_catalog_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr("store.commits.LEAST_CHANGES", 1)
+    monkeypatch.setattr("ccjax.store.commits.LEAST_CHANGES", 1)
     tier = TensorStoreTier(url_of(tmp_path), SPEC, HIDDEN)
     tier.write(make_record("v"), make_kv("v"))
     tier.tidy()
@@ -290,7 +290,7 @@ def test_missing_package_is_named(monkeypatch):
 
 def test_record_that_says_otherwise_is_refused(tmp_path):
     """An encrypted record of an object that is not encrypted: a program that forgot to encrypt it would be noticed."""
-    from store.records import decode_record
+    from ccjax.store.records import decode_record
 
     tier = TensorStoreTier(url_of(tmp_path), SPEC, HIDDEN)
     tier.write(make_record("v"), make_kv("v"))

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from store import StoreError, StoreUnavailableError, TensorStoreTier
-from store.files import FileRoot
+from ccjax.store import StoreError, StoreUnavailableError, TensorStoreTier
+from ccjax.store.files import FileRoot
 from tests.store.kv import (
     OURS,
     SPEC,

@@ -9,11 +9,19 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store import KVSpec, ShardCorruptError, ShardRecord, StorageFormat, TensorStoreTier, TieredStore, TierFullError
-from store.arrays import ArrayDriver
-from store.formats import AS_IT_IS, ObjectLayout, object_bytes
-from store.quantize import SCALE_ROWS, dequantize
-from store.records import decode_record
+from ccjax.store import (
+    KVSpec,
+    ShardCorruptError,
+    ShardRecord,
+    StorageFormat,
+    TensorStoreTier,
+    TieredStore,
+    TierFullError,
+)
+from ccjax.store.arrays import ArrayDriver
+from ccjax.store.formats import AS_IT_IS, ObjectLayout, object_bytes
+from ccjax.store.quantize import SCALE_ROWS, dequantize
+from ccjax.store.records import decode_record
 from tests.store.kv import (
     BF16,
     OURS,

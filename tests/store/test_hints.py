@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 import pytest
 
-from store.files import FileRoot
-from store.hints import Hints
+from ccjax.store.files import FileRoot
+from ccjax.store.hints import Hints
 from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, open_store, put
 
 

@@ -14,10 +14,10 @@ import redis
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-import store.index.sqlite
-from store.index import open_index
-from store.index.api import CHANGES_AT_ONCE, CHANGES_KEPT, Order
-from store.index.sqlite import SqliteIndex
+import ccjax.store.index.sqlite
+from ccjax.store.index import open_index
+from ccjax.store.index.api import CHANGES_AT_ONCE, CHANGES_KEPT, Order
+from ccjax.store.index.sqlite import SqliteIndex
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -400,7 +400,7 @@ def test_histories_of_two_processes_are_those_of_the_model(index_url):
 
 
 def test_an_index_in_sqlite_does_not_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr(store.index.sqlite, "CHANGES_KEPT", 32)
+    monkeypatch.setattr(ccjax.store.index.sqlite, "CHANGES_KEPT", 32)
     path = tmp_path / "index.db"
     index, other = SqliteIndex(path, "n"), SqliteIndex(path, "n")
     sizes = []

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from store import IndexUnavailableError
-from store.index import open_index
-from store.index.outage import Outage
-from store.index.sqlite import SqliteIndex
+from ccjax.store import IndexUnavailableError
+from ccjax.store.index import open_index
+from ccjax.store.index.outage import Outage
+from ccjax.store.index.sqlite import SqliteIndex
 from tests.polling import wait_until
 from tests.redis_server import free_port, redis_server
 

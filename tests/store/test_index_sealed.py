@@ -6,9 +6,9 @@ import uuid
 
 import pytest
 
-from store import StoreCipher, StoreIdentity, StoreKeys
-from store.index import open_index
-from store.index.leases import LATE_S, IndexLeases
+from ccjax.store import StoreCipher, StoreIdentity, StoreKeys
+from ccjax.store.index import open_index
+from ccjax.store.index.leases import LATE_S, IndexLeases
 from tests.polling import wait_until
 from tests.store.kv import open_store
 

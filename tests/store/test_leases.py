@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from store import StoreUnavailableError
-from store.leases import LEFT_OVER_S, Leases
-from store.objects import open_root
+from ccjax.store import StoreUnavailableError
+from ccjax.store.leases import LEFT_OVER_S, Leases
+from ccjax.store.objects import open_root
 from tests.store.kv import OURS, make_kv, make_record, open_store, put
 from tests.store.test_processes import result_of, spawn
 

@@ -5,13 +5,13 @@ import contextlib
 
 import pytest
 
-import store.commits
-import store.news
-from store import ShardNotFoundError
-from store.index import open_index
-from store.leases import Leases
-from store.news import News
-from store.objects import open_root
+import ccjax.store.commits
+import ccjax.store.news
+from ccjax.store import ShardNotFoundError
+from ccjax.store.index import open_index
+from ccjax.store.leases import Leases
+from ccjax.store.news import News
+from ccjax.store.objects import open_root
 from tests.polling import wait_until
 from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, make_record, open_store, put, record_file
 
@@ -66,7 +66,7 @@ def test_what_one_stores_another_can_load_without_a_look_at_the_root(open_one, m
 
 
 def test_a_long_record_is_read_from_the_root(open_one, monkeypatch):
-    monkeypatch.setattr(store.news, "LARGEST_SENT_BYTES", 10)
+    monkeypatch.setattr(ccjax.store.news, "LARGEST_SENT_BYTES", 10)
     ours, theirs = open_one(), open_one()
     sent = []
     notify = ours.news.index.notify
@@ -205,7 +205,7 @@ def test_late_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(ope
 
 
 def test_the_last_of_those_that_went_are_kept_in_mind(open_one, monkeypatch):
-    monkeypatch.setattr(store.commits, "CHANGES_KEPT", 3)
+    monkeypatch.setattr(ccjax.store.commits, "CHANGES_KEPT", 3)
     commits = open_one()._disk._commits
     for number in (0, 1, 2, 3, 4, 2, 5):
         commits.forget_gone(f"v{number}", f"object {number}")
@@ -394,7 +394,7 @@ def test_a_store_opens_while_the_index_is_away(own_redis, open_at, caplog):
 
 
 def test_what_cannot_be_told_is_bounded_and_then_a_listing_is_asked_for(own_redis, open_at, monkeypatch, impatient):
-    monkeypatch.setattr(store.news, "CHANGES_KEPT", 3)
+    monkeypatch.setattr(ccjax.store.news, "CHANGES_KEPT", 3)
     ours, theirs = (open_at(own_redis.url) for _ in range(2))
     with own_redis.stopped():
         wait_until(lambda: not ours.news.counts.is_up)

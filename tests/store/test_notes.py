@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import pytest
 
-from store.files import FileRoot
-from store.notes import Notes
+from ccjax.store.files import FileRoot
+from ccjax.store.notes import Notes
 from tests.store.kv import OTHERS, OURS, bytes_on_disk, namespace_of, open_store, put
 
 

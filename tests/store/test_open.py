@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from store import FORMAT_VERSION, StoreIdentity, StoreIdentityError, StoreUnavailableError, TensorStoreTier
+from ccjax.store import FORMAT_VERSION, StoreIdentity, StoreIdentityError, StoreUnavailableError, TensorStoreTier
 from tests.store.kv import (
     BF16,
     OTHERS,

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-import store.buckets
-from store import CommitUnknownError, ShardNotFoundError, StoreUnavailableError, TensorStoreTier
+import ccjax.store.buckets
+from ccjax.store import CommitUnknownError, ShardNotFoundError, StoreUnavailableError, TensorStoreTier
 from tests.polling import wait_until
 from tests.store.gate import Gate
 from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_record, open_store, put
@@ -16,10 +16,10 @@ from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_rec
 
 @pytest.fixture
 def gate(bucket_kind, port_of, monkeypatch):
-    monkeypatch.setattr(store.buckets, "START_S", 1.0)
-    monkeypatch.setattr(store.buckets, "ANSWER_S", 1.0)
-    monkeypatch.setattr(store.buckets, "TRANSFER_S", 2.0)
-    monkeypatch.setattr(store.buckets, "PROBE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(ccjax.store.buckets, "START_S", 1.0)
+    monkeypatch.setattr(ccjax.store.buckets, "ANSWER_S", 1.0)
+    monkeypatch.setattr(ccjax.store.buckets, "TRANSFER_S", 2.0)
+    monkeypatch.setattr(ccjax.store.buckets, "PROBE_INTERVAL_S", 0.2)
     gate = Gate(port_of(bucket_kind))
     yield gate
     gate.shut()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from store import StorageFormat, TensorStoreTier
-from store.namespaces import ORPHAN_AGE_S
+from ccjax.store import StorageFormat, TensorStoreTier
+from ccjax.store.namespaces import ORPHAN_AGE_S
 from tests.store.kv import (
     OURS,
     SPEC,

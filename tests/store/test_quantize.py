@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from store.quantize import SCALE_ROWS, dequantize, quantize
+from ccjax.store.quantize import SCALE_ROWS, dequantize, quantize
 
 KINDS = ["int8", "fp8"]
 DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import store.commits
-from store import ShardCorruptError, StoreIdentityError, TensorStoreTier
-from store.errors import UnknownFormatError
-from store.namespaces import ORPHAN_AGE_S
-from store.records import decode_record
+import ccjax.store.commits
+from ccjax.store import ShardCorruptError, StoreIdentityError, TensorStoreTier
+from ccjax.store.errors import UnknownFormatError
+from ccjax.store.namespaces import ORPHAN_AGE_S
+from ccjax.store.records import decode_record
 from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, open_store, put
 from tests.store.places import Place, directory
 from tests.store.releases import output_of, spawn, with_later_records, with_later_store
@@ -137,7 +137,7 @@ def test_a_catalog_of_another_release_makes_nothing_known(root, later, monkeypat
         writer.kill()
         writer.communicate()
     assert [key for key in root.keys() if "/catalog/" in key]
-    monkeypatch.setattr(store.commits, "LEAST_CHANGES", 1)  # else so few are read one by one
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)  # else so few are read one by one
     ours = TensorStoreTier(root.url, WIDE, OURS)
     assert len(ours) == 0 and ours.num_corrupt == 0 and quarantine(root) == []
 

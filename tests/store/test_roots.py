@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from store.errors import StoreUnavailableError
-from store.objects import open_root
+from ccjax.store.errors import StoreUnavailableError
+from ccjax.store.objects import open_root
 
 ON_MOTO = True
 

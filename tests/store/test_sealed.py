@@ -9,15 +9,15 @@ import zlib
 import numpy as np
 import pytest
 
-from store import KVSpec, ShardCorruptError, StoreIdentity, StoreKeys, TensorStoreTier
-from store.arrays import checksum
-from store.catalog import decode_part, encode_part
-from store.index.api import Changes
-from store.leases import Leases
-from store.notes import Notes
-from store.objects import open_root
-from store.records import decode_record, encode_record
-from store.signing import SEAL_BYTES, SealError
+from ccjax.store import KVSpec, ShardCorruptError, StoreIdentity, StoreKeys, TensorStoreTier
+from ccjax.store.arrays import checksum
+from ccjax.store.catalog import decode_part, encode_part
+from ccjax.store.index.api import Changes
+from ccjax.store.leases import Leases
+from ccjax.store.notes import Notes
+from ccjax.store.objects import open_root
+from ccjax.store.records import decode_record, encode_record
+from ccjax.store.signing import SEAL_BYTES, SealError
 from tests.store.kv import (
     OURS,
     SPEC,
@@ -144,7 +144,7 @@ def test_other_kv_of_the_same_xxh3_is_not_read(place, monkeypatch):
     with opened(place) as store:
         key = object_of(place, "v", store, SEALED)
         place.write(key, make_kv("v", writer=7).tobytes() + place.read(key)[SIZE:])
-        monkeypatch.setattr("store.signing.xxhash.xxh3_64_intdigest", lambda data: 5)
+        monkeypatch.setattr("ccjax.store.signing.xxhash.xxh3_64_intdigest", lambda data: 5)
         with pytest.raises(ShardCorruptError, match="not the one that the record commits"):
             get(store, "v")
 
@@ -233,7 +233,7 @@ def test_news_with_a_forged_record_are_checked_against_the_store(tmp_path):
 
 
 def test_forged_catalog_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr("store.commits.LEAST_CHANGES", 1)
+    monkeypatch.setattr("ccjax.store.commits.LEAST_CHANGES", 1)
     tier = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
     tier.write(make_record("v"), make_kv("v"))
     tier.tidy()
@@ -356,7 +356,7 @@ def test_size_of_a_record_is_known_beforehand(tmp_path):
 def test_sealed_record_of_weak_digests_is_refused():
     """One that was sealed says sha256; a program that forgot to would be noticed."""
     kv_spec = KVSpec(1, 1, 2, "float32")
-    from store.formats import AS_IT_IS, expected_layout
+    from ccjax.store.formats import AS_IT_IS, expected_layout
 
     layout = expected_layout(kv_spec, 5, 1, AS_IT_IS)
     record = dataclasses.replace(make_record("v"), num_bytes=kv_spec.num_bytes(5))

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from store import ShardCorruptError, ShardNotFoundError, TieredStore
-from store.arrays import ShardReader
+from ccjax.store import ShardCorruptError, ShardNotFoundError, TieredStore
+from ccjax.store.arrays import ShardReader
 from tests.store.kv import SPEC, assert_same_bytes, get, make_kv, object_files, open_store, put
 
 BYTES = SPEC.num_bytes(5)

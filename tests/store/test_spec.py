@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from store import KVSpec, ShardCorruptError, ShardRecord, StoreIdentity
-from store.formats import AS_IT_IS, ObjectLayout, object_bytes
-from store.records import decode_record, encode_record
+from ccjax.store import KVSpec, ShardCorruptError, ShardRecord, StoreIdentity
+from ccjax.store.formats import AS_IT_IS, ObjectLayout, object_bytes
+from ccjax.store.records import decode_record, encode_record
 from tests.store.kv import BF16, OTHERS, OURS, SPEC, make_record
 
 

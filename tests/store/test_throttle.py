@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from store.throttle import Link
+from ccjax.store.throttle import Link
 from tests.store.kv import SPEC, assert_same_bytes, get, make_kv, open_store, put
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from store import KVSpec, ShardNotFoundError, ShardRecord, TensorStoreTier, TieredStore
-from store.files import FileRoot
+from ccjax.store import KVSpec, ShardNotFoundError, ShardRecord, TensorStoreTier, TieredStore
+from ccjax.store.files import FileRoot
 from tests.store.kv import (
     BF16,
     OURS,

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from store import HostTier, TensorStoreTier, TieredStore
+from ccjax.store import HostTier, TensorStoreTier, TieredStore
 from tests.polling import wait_until
 from tests.store.kv import OURS, SPEC, assert_same_bytes, bytes_on_disk, get, make_kv, make_record, open_store, url_of
 

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-import store.catalog
-import store.commits
-from store import KVSpec, StorageFormat, StoreUnavailableError, TensorStoreTier
+import ccjax.store.catalog
+import ccjax.store.commits
+from ccjax.store import KVSpec, StorageFormat, StoreUnavailableError, TensorStoreTier
 from tests.store.kv import OURS, SPEC, bytes_on_disk, get, make_kv, make_record, open_store, put
 
 WIDE = KVSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16")  # 64 tokens = 512 KiB
@@ -56,7 +56,7 @@ def write_forever(url: str, prefix: str, kv_dtype: str, compression: str) -> Non
 
 def catalog_forever(url: str, prefix: str) -> None:
     """Writes variants, and a catalog of small parts after each one."""
-    store.commits.LEAST_CHANGES, store.catalog.RECORDS_PER_PART = 1, 2
+    ccjax.store.commits.LEAST_CHANGES, ccjax.store.catalog.RECORDS_PER_PART = 1, 2
     tier = TensorStoreTier(url, WIDE, OURS)
     for number in itertools.count():
         variant_id = f"{prefix}-{number}"

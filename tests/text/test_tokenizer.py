@@ -140,7 +140,7 @@ def test_lone_surrogates_from_json_do_not_fail(directories):
 
 
 def test_text_needs_neither_jax_nor_a_model():
-    code = "import sys, ccjax.text; print([name for name in ('jax', 'models', 'torch') if name in sys.modules])"
+    code = "import sys, ccjax.text; print([name for name in ('jax', 'ccjax.models', 'torch') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip() == "[]"
 
 

@@ -12,8 +12,8 @@ from ccjax.engine.batch.pages import RequestPages
 from ccjax.engine.plan_rows import padded_to
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Prefiller
-from models.llama3.paged_steps import page_rotation_step, paged_decode_step
-from models.llama3.steps import embed_step, logits_step
+from ccjax.models.llama3.paged_steps import page_rotation_step, paged_decode_step
+from ccjax.models.llama3.steps import embed_step, logits_step
 
 
 class DecodeBatch:

@@ -21,7 +21,7 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.sampling import Drawn, draw
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.scheduling import SchedulerSettings
-from store.tiered import TieredStore
+from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.plan_rows import LayerRows, padded_to, without_sink
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.prefill import Contexts, Prefiller
-from models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step, write_rows_step
-from models.llama3.steps import embed_step, logits_step, select_step
-from models.lockstep import fetch
+from ccjax.models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step, write_rows_step
+from ccjax.models.llama3.steps import embed_step, logits_step, select_step
+from ccjax.models.lockstep import fetch
 
 _NO_POSITION = np.iinfo(np.int32).max
 

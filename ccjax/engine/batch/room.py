@@ -6,8 +6,8 @@ from __future__ import annotations
 from ccjax.engine.batch.siblings import SharedPrompt, Siblings
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.variants import VariantIndex
-from store.tiered import TieredStore
-from store.usage import DEVICE
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DEVICE
 
 
 class Room:

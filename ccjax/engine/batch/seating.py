@@ -21,8 +21,8 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError
 from ccjax.engine.variants import VariantIndex
 from ccjax.policy.scheduling import Costs, NeverFitsError, SchedulerSettings
-from store.errors import TierFullError
-from store.tiered import TieredStore
+from ccjax.store.errors import TierFullError
+from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from ccjax.engine.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
 from ccjax.engine.requests import Choice, Delta
 from ccjax.engine.sampling import Draw, Drawn, seed_of
 from ccjax.policy.scheduling import Work
+from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, VariantId
-from store.usage import DEVICE
 
 
 class Serving:

@@ -11,10 +11,10 @@ from typing import Any
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.rates import Rates
 from ccjax.engine.variants import VariantIndex
+from ccjax.models.llama3.config import LlamaConfig
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
-from models.llama3.config import LlamaConfig
-from store.spec import KVSpec, StoreIdentity
-from store.tiered import TieredStore
+from ccjax.store.spec import KVSpec, StoreIdentity
+from ccjax.store.tiered import TieredStore
 
 
 @dataclasses.dataclass(frozen=True)

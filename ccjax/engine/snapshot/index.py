@@ -16,9 +16,9 @@ from typing import Any
 
 import ccjax
 from ccjax.errors import SnapshotError
-from store.objects import Root, open_root
-from store.signing import SealError, body_of
-from store.spec import KVSpec, ShardRecord, StoreIdentity, check_record, positive_int
+from ccjax.store.objects import Root, open_root
+from ccjax.store.signing import SealError, body_of
+from ccjax.store.spec import KVSpec, ShardRecord, StoreIdentity, check_record, positive_int
 
 KEY = "snapshot.json"
 PARTS = "parts"

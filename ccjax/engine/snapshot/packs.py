@@ -20,9 +20,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from store.errors import StoreUnavailableError
-from store.files import FileRoot
-from store.objects import Root, for_each
+from ccjax.store.errors import StoreUnavailableError
+from ccjax.store.files import FileRoot
+from ccjax.store.objects import Root, for_each
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.engine.variant_records import meta_from_record
 from ccjax.errors import SnapshotError
 from ccjax.policy.capture import make_variant_id
-from store.arrays import checksum
-from store.objects import open_root
-from store.spec import KVSpec, ShardRecord
-from store.tickets import StoreTicket
+from ccjax.store.arrays import checksum
+from ccjax.store.objects import open_root
+from ccjax.store.spec import KVSpec, ShardRecord
+from ccjax.store.tickets import StoreTicket
 
 logger = logging.getLogger(__name__)
 

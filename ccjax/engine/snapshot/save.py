@@ -18,10 +18,10 @@ from ccjax.engine.snapshot.index import KEY, PARTS, SnapshotIndex, SnapshotVaria
 from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.policy.variants import hottest_first
-from store.arrays import checksum
-from store.errors import ShardCorruptError, ShardNotFoundError
-from store.objects import Root, open_root
-from store.spec import ShardRecord
+from ccjax.store.arrays import checksum
+from ccjax.store.errors import ShardCorruptError, ShardNotFoundError
+from ccjax.store.objects import Root, open_root
+from ccjax.store.spec import ShardRecord
 
 logger = logging.getLogger(__name__)
 

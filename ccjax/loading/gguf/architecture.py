@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from ccjax.loading.gguf.reader import GgufFile
-from models.llama3.config import LlamaConfig, RopeScaling
-from models.llama3.gguf_names import EXPERTS, OUTPUT, ROPE_FACTORS
-from models.llama3.leaves import CheckpointError
+from ccjax.models.llama3.config import LlamaConfig, RopeScaling
+from ccjax.models.llama3.gguf_names import EXPERTS, OUTPUT, ROPE_FACTORS
+from ccjax.models.llama3.leaves import CheckpointError
 
 _LLAMA3_1 = (1.0, 4.0, 8192)
 """Low and high frequency factor and original length of Llama 3.1 to 3.3; the divisors alone leave one of them open."""

@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.gguf_reader import ReaderField, ReaderTensor
 
-from models.llama3.leaves import CheckpointError, listed
+from ccjax.models.llama3.leaves import CheckpointError, listed
 
 SUPPORTED_TYPES = tuple(
     getattr(GGMLQuantizationType, name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ccjax.loading.gguf.reader import GgufFile
 from ccjax.loading.gguf.vocabulary import vocabulary_of
+from ccjax.models.llama3.leaves import CheckpointError
 from ccjax.text import ChatTemplate, Tokenizer
 from ccjax.text.template import PLAIN_TEMPLATE, template_variables
 from ccjax.text.tokenizer import tokenizer_of
-from models.llama3.leaves import CheckpointError
 
 
 def text_of(file: GgufFile) -> tuple[Tokenizer, ChatTemplate] | None:

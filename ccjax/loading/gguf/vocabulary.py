@@ -15,7 +15,7 @@ from gguf import TokenType
 
 from ccjax.loading.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ccjax.loading.gguf.reader import GgufFile
-from models.llama3.leaves import CheckpointError
+from ccjax.models.llama3.leaves import CheckpointError
 
 logger = logging.getLogger(__name__)
 _KEY = "tokenizer.ggml."

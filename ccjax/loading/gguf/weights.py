@@ -11,11 +11,11 @@ from gguf import GGMLQuantizationType
 from gguf.gguf_reader import ReaderTensor
 
 from ccjax.loading.gguf.reader import GgufFile
-from models.llama3.config import LlamaConfig
-from models.llama3.expert_tensors import Source
-from models.llama3.gguf_names import ROPE_FACTORS, gguf_sources, row_order
-from models.llama3.leaves import CheckpointError, Placing, StoredTensor, listed, load_leaves, specs_of
-from models.llama3.params import Params, ParamSpec
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.expert_tensors import Source
+from ccjax.models.llama3.gguf_names import ROPE_FACTORS, gguf_sources, row_order
+from ccjax.models.llama3.leaves import CheckpointError, Placing, StoredTensor, listed, load_leaves, specs_of
+from ccjax.models.llama3.params import Params, ParamSpec
 
 _NO_WEIGHTS = frozenset({ROPE_FACTORS})
 
@@ -33,7 +33,7 @@ def load_gguf(
     """The weights of a GGUF file, dequantised to float32 and cast to `dtype`.
 
     Beside the finished leaves one tensor at a time is in memory, and of a layer's experts one of these; with `sharding`
-    the rows that one device needs. The arguments are those of `models.llama3.convert.load_params`.
+    the rows that one device needs. The arguments are those of `ccjax.models.llama3.convert.load_params`.
 
     Raises:
       CheckpointError: a tensor is missing, unknown or of another shape; the message names it and its file.
