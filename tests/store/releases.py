@@ -1,4 +1,4 @@
-"""A later release for the tests: a copy of the package `store` that stores in a format of its own and reads both."""
+"""A later release for the tests: a copy of the package `ccjax.store` that stores in a format of its own and reads both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_later_store(folder: Path) -> Path:
 
 
 def spawn(release: Path, module: str, *arguments: object) -> subprocess.Popen[str]:
-    """`python -m MODULE ...` with the package `store` of that release."""
+    """`python -m MODULE ...` with the package `ccjax.store` of that release."""
     paths = [str(release), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", module, *map(str, arguments)]
@@ -48,8 +48,11 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 
 def _changed(folder: Path, name: str, changes: list[tuple[str, str]]) -> Path:
-    shutil.copytree(ROOT / "store", folder / "store", ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / "store" / name
+    package = folder / "ccjax"
+    shutil.copytree(ROOT / "store", package / "store", ignore=shutil.ignore_patterns("__pycache__"))
+    source = (ROOT / "ccjax/__init__.py").read_text("utf-8")
+    (package / "__init__.py").write_text(f"{source}\n__path__.append({str(ROOT / 'ccjax')!r})\n", "utf-8")
+    file = package / "store" / name
     text = file.read_text("utf-8")
     for old, new in changes:
         assert text.count(old) == 1, f"{name} has no longer one {old!r}"
