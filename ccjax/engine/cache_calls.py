@@ -21,7 +21,7 @@ from ccjax.errors import ConfigError
 from ccjax.policy.routing import ChunkFilter, Summary, load_cost
 from ccjax.store.news import NewsCounts
 from ccjax.store.tiered import TieredStore
-from ccjax.store.usage import DISK, TierUsage
+from ccjax.store.usage import DISK, HOST, TierUsage
 from ccjax.types import ChunkId
 
 
@@ -45,6 +45,13 @@ class CacheCalls:
     def store_usage(self) -> dict[str, TierUsage]:
         """Bytes, variants and counters of every tier."""
         return self._store.usage()
+
+    @property
+    def share_of_room_used(self) -> float:
+        """Of the last tier's budget, what its variants take; 0 where that tier has no limit."""
+        usage = self._store.usage()
+        last = usage.get(DISK) or usage[HOST]
+        return last.used_bytes / last.budget_bytes if last.budget_bytes else float(last.budget_bytes == 0)
 
     @property
     def batch_counts(self) -> BatchCounts:

@@ -16,6 +16,7 @@ from ccjax.engine.compilations import compilations
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.retrieval import Retriever
+from ccjax.server.preparing import DocumentPreparation
 from ccjax.server.worker import Job
 from ccjax.types import ReuseReport
 
@@ -83,6 +84,8 @@ class ServerMetrics:
         self._bytes_per_token = 0
         self._admin = counter("cache_admin", "Calls of the admin API", "operation", "outcome")
         self._warmed = counter("warmed_documents", "Documents of warm jobs that are done", "status")
+        text = "Passages of the server's own documents that idle time is through with"
+        self._prepared = counter("prepared_passages", text, "status")
         self._speculations = counter("speculations", "Answers that began while passages were searched for", "outcome")
         self._loaded_bytes = counter("loaded_bytes", "KV bytes loaded for reuse")
         self._preloaded_bytes = counter("preloaded_bytes", "KV bytes of disk variants that were read in time")
@@ -99,7 +102,15 @@ class ServerMetrics:
         self.retrieval_time = histogram("retrieval_seconds", "Search for passages")
         self._info = Gauge("ccjax_build_info", "Always 1", ["version", "model_name"], registry=registry)
 
-    def attach(self, *, version: str, model: str, engine: Engine, retriever: Retriever | None) -> None:
+    def attach(
+        self,
+        *,
+        version: str,
+        model: str,
+        engine: Engine,
+        retriever: Retriever | None,
+        preparation: DocumentPreparation | None,
+    ) -> None:
         """Adds what is read at scrape time; once per server."""
         self._info.labels(version, model).set(1)
         self._bytes_per_token = kv_spec_of(engine.model_config, engine.config.dtype).num_bytes(1)
@@ -116,6 +127,9 @@ class ServerMetrics:
         if retriever is not None:
             readers["num_documents"] = ("Documents in the index", lambda: retriever.num_documents)
             readers["num_passages"] = ("Passages in the index", lambda: retriever.num_passages)
+        if preparation is not None:
+            text = "Documents of which idle time still has to prepare passages"
+            readers["documents_to_prepare"] = (text, lambda: preparation.num_documents_left)
         for name, (text, read) in readers.items():
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
         self._registry.register(_BatchCollector(engine))
@@ -138,6 +152,10 @@ class ServerMetrics:
     def count_warmed(self, status: str) -> None:
         """One more warmed document; `status` is a `WarmStatus`."""
         self._warmed.labels(status).inc()
+
+    def count_prepared(self, status: str) -> None:
+        """One more prepared passage; `status` is a `WarmStatus`."""
+        self._prepared.labels(status).inc()
 
     def count_speculations(self, begun: SpeculativeAnswer) -> None:
         """Counts the answers that began while a search went on."""

@@ -47,15 +47,17 @@ def chosen(retriever: Retriever | None, document_ids: Sequence[str]) -> list[Doc
     return documents
 
 
-def refresh(retriever: Retriever | None, engine: Engine, worker: EngineWorker) -> None:
-    """Brings the index in step with the files, and drops from the cache what they do not say any more."""
+def refresh(retriever: Retriever | None, engine: Engine, worker: EngineWorker) -> bool:
+    """Brings the index in step with the files, and drops from the cache what they do not say any more; True where
+    there are new or changed documents."""
     if retriever is None:
-        return
+        return False
     report = retriever.refresh()
     drop_old_versions(retriever, engine, worker, report)
     if report.added or report.changed or report.removed:
         counts = len(report.added), len(report.changed), len(report.removed)
         logger.info("documents: %d added, %d changed, %d removed", *counts)
+    return bool(report.added or report.changed)
 
 
 def drop_old_versions(retriever: Retriever, engine: Engine, worker: EngineWorker, report: RefreshReport) -> None:

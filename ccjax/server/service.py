@@ -28,6 +28,7 @@ from ccjax.server.keys import Key, Keys, salt_of
 from ccjax.server.live import LiveCounts
 from ccjax.server.metrics import ServerMetrics
 from ccjax.server.openai_format import Kind
+from ccjax.server.preparing import DocumentPreparation
 from ccjax.server.quotas import Quotas
 from ccjax.server.schemas import Generation, TokenizeBody, WarmBody
 from ccjax.server.settings import ServerSettings
@@ -57,6 +58,7 @@ class Backend:
     retriever: Retriever | None
     model: str
     warm_jobs: WarmJobs
+    preparation: DocumentPreparation | None
 
 
 class Service:
@@ -94,19 +96,24 @@ class Service:
             if self._closed or self._draining or self._backend is not None:
                 raise RuntimeError("service: opened or closed already")
             jobs = WarmJobs(engine, self.metrics.count_warmed)
+            preparation = None
+            if retriever is not None and self.settings.prepare_when_idle:
+                preparation = DocumentPreparation(engine, retriever, self.metrics.count_prepared)
             worker = EngineWorker(
                 engine.submit,
                 on_start=self.metrics.start,
                 on_end=self._end,
-                idle_work=_idle_work(engine, jobs, self.settings.repair_when_idle),
+                idle_work=_idle_work(engine, jobs, preparation, self.settings.repair_when_idle),
                 preload=engine.preload,
             )
             model = self.settings.served_model_name or engine.model_name
-            self._backend = Backend(engine, worker, retriever, model, jobs)
+            self._backend = Backend(engine, worker, retriever, model, jobs, preparation)
             if retriever is not None and (retriever.report.changed or retriever.report.removed):
                 drop = functools.partial(own_documents.drop_old_versions, retriever, engine, worker, retriever.report)
                 threading.Thread(target=drop, name="ccjax-drop", daemon=True).start()
-            self.metrics.attach(version=ccjax.__version__, model=model, engine=engine, retriever=retriever)
+            self.metrics.attach(
+                version=ccjax.__version__, model=model, engine=engine, retriever=retriever, preparation=preparation
+            )
 
     def drain(self) -> None:
         """Refuses all that is new with 503; what was taken goes on. May be repeated."""
@@ -402,18 +409,21 @@ class Service:
             return await asyncio.to_thread(own_documents.search, ask, begun)
 
 
-def _idle_work(engine: Engine, jobs: WarmJobs, repair: bool) -> IdleWork:
+def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation | None, repair: bool) -> IdleWork:
     """Warm jobs first: somebody asked for them. Then what makes the next request faster."""
     return lambda is_wanted: (
         jobs.step(is_wanted)
         or engine.compile_one(is_cancelled=is_wanted)
         or engine.check_one(is_cancelled=is_wanted)
         or (repair and engine.repair_one(is_cancelled=is_wanted))
+        or (preparation is not None and preparation.step(is_wanted))
     )
 
 
 def _refresh_documents(backend: Backend) -> None:
-    own_documents.refresh(backend.retriever, backend.engine, backend.worker)
+    if own_documents.refresh(backend.retriever, backend.engine, backend.worker) and backend.preparation is not None:
+        backend.preparation.restart()
+        backend.worker.call(lambda: None)  # wakes it up
 
 
 def _order_ahead(backend: Backend) -> None:

@@ -31,6 +31,7 @@ class ServerSettings:
       refresh_interval_s: pause between looks for changed documents; None never looks.
       store_refresh_interval_s: pause between looks at what other processes did to the store; None never looks.
       repair_when_idle: replace approximate chunk variants by exact ones while no request waits.
+      prepare_when_idle: compute the server's own documents then, before anybody asks, as far as there is room.
       otlp_traces_endpoint: URL that takes requests' spans as OTLP over HTTP (`ccjax.server.tracing`); None makes none.
       page: serve the page at /, and what it reads: `trace` in requests, which tells the text of passages, and the live
         view.
@@ -53,6 +54,7 @@ class ServerSettings:
     refresh_interval_s: float | None = None
     store_refresh_interval_s: float | None = 10.0
     repair_when_idle: bool = True
+    prepare_when_idle: bool = True
     page: bool = True
     otlp_traces_endpoint: str | None = None
     even_out_timing: bool = False

@@ -154,7 +154,7 @@ def _flags(options: argparse.Namespace, model: BenchModel, documents: Path | Non
         "--max-queue",
         "4096",
     ]
-    flags += ["--no-repair", "--strategy", "prefix", "--host-cache-bytes", "1", "--preload-bytes", "0"]
+    flags += ["--no-repair", "--no-prepare", "--strategy", "prefix", "--host-cache-bytes", "1", "--preload-bytes", "0"]
     if documents is None:
         flags += ["--no-docs"]
     else:

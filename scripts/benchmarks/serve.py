@@ -210,7 +210,14 @@ def _flags(options: argparse.Namespace, strategy: str, model: BenchModel) -> lis
     """Flags of `scripts/serve.py`. Idle repair is off: what is reused shall depend on the requests alone. Nothing is
     left for idle time to compile beside them."""
     flags = [*model.flags, "--no-docs", "--max-model-len", str(options.max_model_len)]
-    flags += ["--host-cache-bytes", options.host_cache_bytes, "--no-repair", "--store-refresh-interval-s", "0"]
+    flags += [
+        "--host-cache-bytes",
+        options.host_cache_bytes,
+        "--no-repair",
+        "--no-prepare",
+        "--store-refresh-interval-s",
+        "0",
+    ]
     flags += ["--strategy", strategy]
     if strategy not in ("full", "prefix", "reuse"):
         flags += ["--recompute-ratio", str(options.recompute_ratio)]

@@ -55,6 +55,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         refresh_interval_s=args.refresh_interval_s,
         store_refresh_interval_s=args.store_refresh_interval_s or None,
         repair_when_idle=args.repair,
+        prepare_when_idle=args.prepare,
         page=args.page,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
         even_out_timing=args.even_out_timing,
@@ -204,6 +205,8 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--reuse", default="bounded", help="mode of requests that name none: off, exact, bounded (default), fast")
     text = "compute approximate variants anew in idle time, or leave them as they are (default: compute)"
     add("--repair", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "compute the documents of --docs in idle time, as far as there is room, or when asked (default: compute)"
+    add("--prepare", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = "look this often for what others did to the store, 0 for never (default 10)"
     add("--store-refresh-interval-s", type=float, default=10.0, metavar="S", help=text)
     store_text = (

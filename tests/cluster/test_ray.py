@@ -87,7 +87,7 @@ def test_answers_are_those_of_one_server(cluster: Serving, folder: Path) -> None
         pieces = "".join(one["choices"][0]["delta"].get("content") or "" for one in streamed if one["choices"])
         return [choice["message"]["content"], [token["token"] for token in choice["logprobs"]["content"]], pieces]
 
-    with serving(folder, "--no-repair") as single:
+    with serving(folder, "--no-repair", "--no-prepare") as single:
         wanted = [ask(single, question) for question in QUESTIONS]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert list(pool.map(lambda question: ask(cluster, question), QUESTIONS * 2)) == wanted * 2

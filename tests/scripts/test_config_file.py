@@ -67,6 +67,7 @@ GIVEN = {  # every option, each with another value than its default
     "model": "random:tiny",
     "reuse": "exact",
     "repair": "false",
+    "prepare": "false",
     "store-refresh-interval-s": "5",
     "dtype": "bfloat16",
     "tensor-parallel-size": "2",
@@ -129,7 +130,7 @@ def read(tmp_path):
 def as_arguments(options: dict[str, object]) -> list[str]:
     arguments = []
     for name, value in options.items():
-        if name in ("page", "warmup", "repair"):
+        if name in ("page", "warmup", "repair", "prepare"):
             arguments.append(f"--no-{name}")
         elif value == "true":
             arguments.append(f"--{name}")

@@ -70,11 +70,14 @@ def docs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.AbstractContextManager[Server]]:
-    """`start_server(settings, **engine_settings)` runs a server of its own as a context manager."""
+    """`start_server(settings, **engine_settings)` runs a server of its own as a context manager; what it caches comes
+    from requests alone unless it `prepares`."""
 
     @contextlib.contextmanager
-    def start(settings: ServerSettings | None = None, **engine_settings: Any) -> Iterator[Server]:
-        settings = settings or ServerSettings(top_k=2)
+    def start(
+        settings: ServerSettings | None = None, *, prepares: bool = False, **engine_settings: Any
+    ) -> Iterator[Server]:
+        settings = dataclasses.replace(settings or ServerSettings(top_k=2), prepare_when_idle=prepares)
         engine = Engine.from_pretrained(
             tiny_model, **({"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house"} | engine_settings)
         )

@@ -40,10 +40,10 @@ def warm(server: Server, passages: list[dict[str, Any]]) -> dict[str, Any]:
     return job()
 
 
-def ask(server: Server, passages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was reused of each passage."""
+def ask(server: Server, passages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """What was reused of each passage, or of those that the server finds."""
     messages = [{"role": "user", "content": "Who sings?"}]
-    body = {"messages": messages, "max_tokens": 1, "documents": passages}
+    body = {"messages": messages, "max_tokens": 1} | ({} if passages is None else {"documents": passages})
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return [one for one in answer.json()["reuse"]["per_document"] if one["role"] == "document"]
@@ -85,6 +85,56 @@ def test_the_system_prompt_counts_neither_in_cci_nor_in_overlap(start_server) ->
         _, *others = ask(server, PASSAGES[:3])
         assert [one["cfo"] for one in others] == [0.5, 0.5]
         assert [one["recomputed_tokens"] for one in others] == [math.ceil(0.5 * one["num_tokens"]) for one in others]
+
+
+def metric(server: Server, name: str) -> float:
+    (value,) = [
+        float(line.rpartition(" ")[2])
+        for line in httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        if line.startswith(f"{name} ")
+    ]
+    return value
+
+
+def test_the_servers_own_documents_are_prepared_before_anybody_asks(start_server, frame, caplog) -> None:
+    with caplog.at_level("INFO"), start_server(ServerSettings(top_k=5), prepares=True, frame=str(frame)) as server:
+        wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
+        assert metric(server, 'ccjax_prepared_passages_total{status="computed"}') == 5
+        first, *others = parts = ask(server, None)
+        assert len(parts) == 5 and share(parts, "computed") == 0.0
+        assert first["exact"] and all(one["framed"] for one in others)
+    assert "documents: all documents are prepared; 5 passages were computed in idle time" in caplog.messages
+
+
+def test_changed_documents_are_prepared_anew(start_server, frame, docs_dir) -> None:
+    settings = ServerSettings(top_k=5, refresh_interval_s=0.05)
+    with start_server(settings, prepares=True, frame=str(frame)) as server:
+        wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
+        added = docs_dir / "fred.md"
+        try:
+            added.write_text("# Fred\n\nFred sings in the choir of Turin.")
+            wait_until(lambda: metric(server, 'ccjax_prepared_passages_total{status="computed"}') == 6)
+            assert share(ask(server, None), "computed") == 0.0
+        finally:
+            added.unlink()
+
+
+def test_preparing_stops_where_the_room_ends_and_evicts_nothing(start_server, caplog) -> None:
+    """Room for some of the five passages, each of which takes two variants."""
+    with caplog.at_level("INFO"):
+        with start_server(ServerSettings(), prepares=True, frame="none", host_cache_bytes=24_000) as server:
+            wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
+            usage = server.engine.store_usage()["host"]
+            assert 2 < usage.num_variants < 1 + 5 and usage.evicted == 0, usage
+    assert any("left unprepared, for want of room" in message for message in caplog.messages)
+
+
+def test_nothing_is_prepared_where_that_is_switched_off_or_nothing_may_be_stored(start_server) -> None:
+    for settings in ({"prepares": False}, {"prepares": True, "strategy": "full"}):
+        with start_server(ServerSettings(), **settings) as server:
+            backend = server.service.backend
+            wait_until(lambda worker=backend.worker: not worker._may_work_idly)
+            assert server.engine.num_variants == 0
 
 
 def test_a_passage_that_was_first_in_a_prompt_is_prepared_in_idle_time(start_server, frame) -> None:

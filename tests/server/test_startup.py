@@ -258,7 +258,7 @@ def chat(**fields: object) -> dict:
     return {"messages": [{"role": "user", "content": "Who bakes bread?"}], "ignore_eos": True, **fields}
 
 
-ONE_SEAT = ["--no-warmup", "--max-model-len", "128", "--max-num-seqs", "1", "--no-repair"]
+ONE_SEAT = ["--no-warmup", "--max-model-len", "128", "--max-num-seqs", "1", "--no-repair", "--no-prepare"]
 DOCUMENTS = [{"text": "Dino bakes bread in Naples, every morning."}]
 
 

@@ -39,7 +39,15 @@ def serving(home: Path, *arguments: str, port: int = 0) -> Iterator[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_NUMPY", "XLA_FLAGS"))}
     environment |= {"XDG_CACHE_HOME": str(home), "HOME": str(home)}
     # Without warm-up: a size is compiled when it is first asked for, and then kept for the next run.
-    quick = ("--no-warmup", "--no-repair", "--embedder", "lexical", "--compile-cache-dir", str(OUTPUT / "compiled"))
+    quick = (
+        "--no-warmup",
+        "--no-repair",
+        "--no-prepare",
+        "--embedder",
+        "lexical",
+        "--compile-cache-dir",
+        str(OUTPUT / "compiled"),
+    )
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", "--port", str(port), *quick]
     with subprocess.Popen(
         [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

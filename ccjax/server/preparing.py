@@ -1,0 +1,112 @@
+"""Prepares the server's own documents in idle time, so that the first question about them finds their KV.
+
+Passages are warmed as `POST /v1/cache/warm` does it, one at a time, until all are there or the last tier is nearly
+full.
+Nothing is evicted for it beyond that: what requests brought in is worth more than what nobody has asked for yet.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from ccjax.engine import Engine, Warming
+from ccjax.errors import RequestError
+from ccjax.retrieval import Retriever
+from ccjax.types import Document
+
+logger = logging.getLogger(__name__)
+
+_MOST_USED = 0.8
+"""Share of the last tier's budget beyond which no further passage is prepared."""
+
+
+class DocumentPreparation:
+    """The passages of one retriever that are still to be prepared. `step` belongs to one thread."""
+
+    def __init__(self, engine: Engine, retriever: Retriever, count: Callable[[str], None]) -> None:
+        """
+        Args:
+          count: called with the `WarmStatus` of each passage that is done.
+        """
+        self._engine = engine
+        self._retriever = retriever
+        self._count = count
+        self._lock = threading.Lock()
+        self._documents: collections.deque[str] = collections.deque()
+        self._passages: collections.deque[Document] = collections.deque()
+        self._warming: Warming | None = None
+        self._num_prepared = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew with the documents that there are now; passages whose KV is there take no time.
+
+        Processes on one store begin at different documents: each leaves out what another one has stored.
+        """
+        if self._engine.config.read_only or self._engine.config.strategy == "full":
+            return
+        documents = self._retriever.document_ids
+        with self._lock:
+            self._documents = collections.deque(documents)
+            if self._engine.config.store is not None and documents:
+                self._documents.rotate(os.getpid() % len(documents))
+
+    @property
+    def num_documents_left(self) -> int:
+        """Documents of which a passage may still have to be prepared."""
+        with self._lock:
+            return len(self._documents) + bool(self._passages or self._warming)
+
+    def step(self, is_wanted: Callable[[], bool]) -> bool:
+        """Prepares a passage, unless `is_wanted` first; False if nothing is left to do now."""
+        if self._warming is None:
+            self._warming = self._next()
+        if self._warming is None:
+            return False
+        num_done = len(self._warming.done)
+        try:
+            is_through = self._engine.warm_one(self._warming, is_cancelled=is_wanted)
+        except Exception:
+            logger.exception("documents: a passage could not be prepared; questions compute it")
+            self._warming = None
+            return True
+        for passage in self._warming.done[num_done:]:
+            self._count(passage.status)
+            self._num_prepared += passage.status == "computed"
+        if self._warming.is_finished:
+            self._warming = None
+        return is_through
+
+    def _next(self) -> Warming | None:
+        while True:
+            if not self._passages:
+                with self._lock:
+                    if self._documents:
+                        found = self._retriever.passages(self._documents.popleft())
+                        self._passages.extend(one.as_document() for one in found)
+                        continue
+                self._report("all documents are prepared")
+                return None
+            if self._is_full():
+                self._report(f"{self.num_documents_left} documents are left unprepared, for want of room")
+                with self._lock:
+                    self._documents.clear()
+                self._passages.clear()
+                return None
+            passage = self._passages.popleft()
+            try:
+                return self._engine.begin_warming([passage])
+            except RequestError as error:
+                logger.warning("documents: passage %s cannot be prepared: %s", passage.id, error)
+
+    def _is_full(self) -> bool:
+        return self._engine.share_of_room_used > _MOST_USED
+
+    def _report(self, what: str) -> None:
+        if self._num_prepared:
+            logger.info("documents: %s; %d passages were computed in idle time", what, self._num_prepared)
+            self._num_prepared = 0
