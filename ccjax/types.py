@@ -1,7 +1,7 @@
 """Types that cross the borders between retrieval, policy, store, models and the engine.
 
 Stdlib only: this module knows no array, no device, no clock and no file. Everything here is a frozen, JSON-able value.
-Axes and symbols follow the README: L layers, T tokens of a chunk, C chunks.
+Axes and symbols follow docs/architecture.md: L layers, T tokens of a chunk, C chunks.
 """
 
 from __future__ import annotations

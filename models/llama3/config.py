@@ -41,7 +41,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Static, hashable description of the architecture; letters as in the README's axis table."""
+    """Static, hashable description of the architecture; letters as in the axis table of docs/architecture.md."""
 
     vocab_size: int
     d_model: int

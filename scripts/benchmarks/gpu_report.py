@@ -1,4 +1,4 @@
-"""Targets, tables and the README's section, all made of the results of `bench.py gpu`. Knows no device and measures
+"""Targets, tables and the section of docs/measured.md, all made of the results of `bench.py gpu`. Knows no device and measures
 nothing."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from scripts.gpucheck.record import table
 
 BEGIN, END = "<!-- bench.py gpu: begin -->", "<!-- bench.py gpu: end -->"
-"""What the README's section stands between."""
+"""What that section stands between."""
 NO_RESULTS = "Nothing has been measured on an accelerator yet: `benchmarks/results/` has no results."
 
 
@@ -111,7 +111,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def section(folder: Path) -> str:
-    """The README's section: tables of every committed run, the latest of each device."""
+    """The section of docs/measured.md: tables of every committed run, the latest of each device."""
     found = []
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text("utf-8"))
