@@ -1,5 +1,4 @@
-"""Targets, tables and the section of docs/measured.md, all made of the results of `bench.py gpu`. Knows no device and measures
-nothing."""
+"""Targets, tables and the section of docs/measured.md, all made of the results of `bench.py gpu`; measures nothing."""
 
 from __future__ import annotations
 
