@@ -228,7 +228,7 @@ class Replica:
 
     def _carry_out(self, pack: Pack) -> None:
         for preempted in pack.preempted:
-            self._preempt(preempted.request_id)
+            self._preempt(preempted)
         for request_id in pack.admitted:
             self._admit(self._jobs[request_id])
 
@@ -314,7 +314,7 @@ class Replica:
     def _decode(self) -> None:
         step = self.scheduler.next_decode(self._free_pages, self._as_costs())
         for preempted in step.preempted:
-            self._preempt(preempted.request_id)
+            self._preempt(preempted)
         jobs = [self._jobs[request_id] for request_id in step.request_ids]
         for request_id in step.draws:
             self._jobs[request_id].own_pages += 1

@@ -38,7 +38,7 @@ KV_SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
 GRID = PrefillGrid((0, 512), (16, 512), ((0.01, 0.1), (0.02, 0.2)))
 """Costs that eviction goes by; what they are decides nothing that is timed."""
 SETTINGS = PlannerSettings(strategy="prefix")
-_COSTS = Costs(token_s=1e-3, page_copy_s=1e-4, decode_step_s=1e-2)
+_COSTS = Costs(token_s=1e-3, decode_step_s=1e-2)
 _PAGE_TOKENS = 16
 _NEVER_FULL = 1 << 20
 _IDS = range(128_000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings
 
-COSTS = Costs(token_s=0.001, page_copy_s=1.0, decode_step_s=0.01)
+COSTS = Costs(token_s=0.001, decode_step_s=0.01)
 
 
 def build(**changes):

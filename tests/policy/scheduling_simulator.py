@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ccjax.policy.scheduling import Costs, Pack, Preemption, Scheduler, SchedulerSettings, Work
+from ccjax.policy.scheduling import Costs, Pack, Scheduler, SchedulerSettings, Work
 
 CHUNK_NAMES = frozenset("abc")
 
@@ -23,7 +23,6 @@ class Job:
     num_computed: int = 0
     num_slots: int = 0
     num_pages: int = 0
-    host_pages: int = 0
     is_admitted: bool = False
     is_decoding: bool = False
     num_preempted: int = 0
@@ -57,13 +56,12 @@ class SimulatedEngine:
         layer_s: float = 0.001,
         token_s: float = 0.0,
         decode_s: float = 0.001,
-        page_copy_s: float = 0.0,
         chunk_pages: Mapping[str, int] | None = None,
     ) -> None:
         self.scheduler = Scheduler(settings)
         self.settings = settings
         self.num_layers, self.layer_s, self.token_s, self.decode_s = num_layers, layer_s, token_s, decode_s
-        self.costs = Costs(token_s * num_layers, page_copy_s, decode_s)
+        self.costs = Costs(token_s * num_layers, decode_s)
         self.chunk_pages = dict(chunk_pages or {})
         self.now_s = 0.0
         self.jobs: dict[str, Job] = {}
@@ -136,7 +134,7 @@ class SimulatedEngine:
                 return
             parked.discard(prompt)
             for job in waiting:
-                if prompt in job.chunks and not job.host_pages:
+                if prompt in job.chunks:
                     job.chunks -= {prompt}
                     work, job.alone = job.alone, None
                     assert work is not None
@@ -147,7 +145,6 @@ class SimulatedEngine:
         assert job.end is None, f"{request_id} ended twice"
         job.end = how
         self._release(job)
-        job.host_pages = 0
 
     def cancel(self, request_id):
         self.scheduler.remove(request_id)
@@ -158,7 +155,6 @@ class SimulatedEngine:
         self.scheduler.replan(work)
         job.work = work
         self._release(job)
-        job.host_pages = 0
 
     def hold(self, request_id):
         self.scheduler.hold(request_id)
@@ -207,17 +203,12 @@ class SimulatedEngine:
         pinned = self.pinned()
         pack = self.scheduler.next_pack(self.now_s, self.free_pages, self.costs, shared_pages=self.shared_pages)
         self._preempt(pack.preempted)
-        priorities = [self.jobs[name].work.priority for name in pack.admitted + pack.resumed]
+        priorities = [self.jobs[name].work.priority for name in pack.admitted]
         for one in pack.preempted:
-            assert min(priorities) < self.jobs[one.request_id].work.priority, "preempted for nobody's sake"
-        for name in pack.resumed:
-            job = self.jobs[name]
-            assert job.host_pages and not job.is_admitted and job.end is None
-            job.num_pages, job.host_pages = job.host_pages, 0
-            job.is_admitted = job.is_decoding = True
+            assert min(priorities) < self.jobs[one].work.priority, "preempted for nobody's sake"
         for name in pack.admitted:
             job = self.jobs[name]
-            assert not job.is_admitted and not job.host_pages and not job.num_computed and job.end is None
+            assert not job.is_admitted and not job.num_computed and job.end is None
             job.is_admitted = True
             job.num_pages = job.work.pages_with(len(job.token_times_s), self.settings.page_tokens)
         assert self.free_pages >= 0, "next_pack drew pages that are not free"
@@ -234,7 +225,7 @@ class SimulatedEngine:
             flow = job.work.flow
             self.served_tokens[flow] = self.served_tokens.get(flow, 0) + piece.num_tokens
         self._check_order(pack, pinned)
-        self.events += [f"admit {name}" for name in pack.admitted] + [f"resume {name}" for name in pack.resumed]
+        self.events += [f"admit {name}" for name in pack.admitted]
         self.pack, self.next_layer = (pack, 0) if pack.pieces else (None, 0)
         self._check_counts()
 
@@ -264,20 +255,20 @@ class SimulatedEngine:
         if head is None:
             return
         job = self.jobs[head.request_id]
-        entered = [self.jobs[name].work.priority for name in pack.admitted + pack.resumed]
+        entered = [self.jobs[name].work.priority for name in pack.admitted]
         assert max(entered, default=job.work.priority) <= job.work.priority, "priority inversion at admission"
         fits_pack = job.work.is_divisible or min(job.total_tokens, most) <= spare
-        fits_pack = bool(job.host_pages) or (fits_pack and (not pack.pieces or job.context_tokens <= room))
-        if spare and fits_pack and not stuck and head.request_id not in {one.request_id for one in pack.preempted}:
+        fits_pack = fits_pack and (not pack.pieces or job.context_tokens <= room)
+        if spare and fits_pack and not stuck and head.request_id not in pack.preempted:
             others = [one for one in self.active() if one.work.priority <= job.work.priority]
             lesser = [one for one in self.active() if one.work.priority > job.work.priority]
-            num_slots = len(job.token_times_s) - bool(job.host_pages)
+            num_slots = len(job.token_times_s)
             num_pages = job.work.pages_with(num_slots, self.settings.page_tokens)
             wanted = num_pages + self._pages_of(job.chunks - pinned) + self._reserve(job, num_pages)
             wanted += sum(self._reserve(one, one.num_pages) for one in others)
             room = self.free_pages + sum(one.num_pages for one in lesser)
             room += self._pages_of(self.pinned() - pinned) - self._pages_of(pinned - self.pinned())
-            room -= sum(self._pages_of(self.jobs[name].chunks - pinned) for name in pack.admitted + pack.resumed)
+            room -= sum(self._pages_of(self.jobs[name].chunks - pinned) for name in pack.admitted)
             assert wanted > room or len(others) == self.settings.max_num_seqs, "the first in line was kept out"
 
     @property
@@ -319,10 +310,9 @@ class SimulatedEngine:
 
     def decode(self):
         step = self.scheduler.next_decode(self.free_pages, self.costs)
-        lost_ids = {one.request_id for one in step.preempted}
-        survivors = [job for job in self.active() if job.work.request_id not in lost_ids]
-        for one in step.preempted:
-            lost = self.jobs[one.request_id]
+        survivors = [job for job in self.active() if job.work.request_id not in step.preempted]
+        for name in step.preempted:
+            lost = self.jobs[name]
             assert all(job.rank < lost.rank for job in survivors), "a less important one was kept"
             is_reader = not lost.num_pages  # without it its prompt can be dropped, which makes room for the next step
             assert is_reader or any(self.jobs[name].rank < lost.rank for name in step.draws), (
@@ -354,21 +344,15 @@ class SimulatedEngine:
             self.scheduler.remove(job.work.request_id)
             self.end(job.work.request_id, "complete")
 
-    def _preempt(self, preempted: tuple[Preemption, ...]):
-        for one in preempted:
-            job = self.jobs[one.request_id]
+    def _preempt(self, preempted: tuple[str, ...]):
+        for name in preempted:
+            job = self.jobs[name]
             assert job.is_admitted and job.end is None
-            num_pages = job.num_pages
-            assert one.by == "recompute" or job.is_decoding
-            self.events.append(f"{one.by} {one.request_id}")
-            slots = job.num_slots
+            self.events.append(f"recompute {name}")
             self._release(job)
             job.num_preempted += 1
-            if one.by == "swap":
-                job.host_pages, job.num_slots = num_pages, slots
-            elif job.alone is not None:
+            if job.alone is not None:
                 self.replan(self._reading(job.work))
-        assert sum(job.host_pages for job in self.jobs.values()) <= self.settings.max_swapped_pages
 
     def _check_counts(self):
         assert len(self.active()) == self.scheduler.num_running <= self.settings.max_num_seqs

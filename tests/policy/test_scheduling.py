@@ -6,12 +6,10 @@ from __future__ import annotations
 import pytest
 
 from ccjax.policy.scheduling import (
-    Costs,
     DecodeStep,
     NeverFitsError,
     Pack,
     Piece,
-    Preemption,
     SchedulerSettings,
     Work,
 )
@@ -193,14 +191,14 @@ class TestPriority:
         start(scheduler)
         scheduler.add(Work("high", 5, 15, 5))
         pack = scheduler.next_pack(0.0, 0, COSTS)
-        assert pack.preempted == (Preemption("least", "recompute"), Preemption("young", "recompute"))
+        assert pack.preempted == ("least", "young")
         assert pack.admitted == ("high",)
         assert scheduler.num_running == 2 and scheduler.num_waiting == 2
         scheduler.pack_done(0.0)
         scheduler.add(Work("seat", 5, 1, 5))
         assert start(scheduler, 50).admitted == ("seat",)  # the third seat is free
         scheduler.add(Work("full", 5, 1, 5))
-        assert start(scheduler, 50).preempted == (Preemption("old", "recompute"),)
+        assert start(scheduler, 50).preempted == ("old",)
 
     def test_nobody_is_preempted_if_it_does_not_help_or_for_an_equal(self):
         scheduler = build()
@@ -209,7 +207,7 @@ class TestPriority:
         start(scheduler)
         scheduler.add(Work("high", 5, 21, 5))
         assert start(scheduler, 10) == Pack()  # 10 free and 10 of low are not enough
-        assert start(scheduler, 11).preempted == (Preemption("low", "recompute"),)
+        assert start(scheduler, 11).preempted == ("low",)
 
 
 class TestDecode:
@@ -235,9 +233,7 @@ class TestDecode:
         assert decode(scheduler, 2).draws == ("a", "b")
         for _ in range(3):
             assert decode(scheduler, 0) == DecodeStep(request_ids=("a", "b"))
-        assert decode(scheduler, 0) == DecodeStep(
-            preempted=(Preemption("b", "recompute"),), request_ids=("a",), draws=("a",)
-        )
+        assert decode(scheduler, 0) == DecodeStep(preempted=("b",), request_ids=("a",), draws=("a",))
         # b has 5 tokens: 4 slots from decode steps and the last, which is prefilled, too; so 3 + 2 pages
         assert start(scheduler, 4) == Pack()
         assert start(scheduler, 8).pieces == (Piece("b", 0, 12, is_last=True), Piece("c", 0, 5, is_last=True))
@@ -254,7 +250,7 @@ class TestDecode:
         scheduler.add(Work("long", 25, 8, 50, flow="x"))
         assert [piece.num_tokens for piece in start(scheduler, 10).pieces] == [5, 5]
         assert scheduler.next_pack(0.0, 0, COSTS).pieces == (Piece("long", 5, 10, is_last=False),)
-        assert decode(scheduler, 0).preempted == (Preemption("long", "recompute"),)
+        assert decode(scheduler, 0).preempted == ("long",)
         assert scheduler.pack_done(0.0) == ()
         assert start(scheduler, 7) == Pack()
         assert start(scheduler, 8).pieces == (Piece("long", 0, 10, is_last=False),)
@@ -267,57 +263,6 @@ class TestDecode:
         assert decode(scheduler, 2).request_ids == ("a", "b")
         assert decode(scheduler, 0).request_ids == ("b",)
         assert scheduler.num_decoding == 1 and scheduler.num_running == 2
-
-    @pytest.mark.parametrize(("page_copy_s", "by"), [(1.59, "swap"), (1.6, "recompute"), (1.61, "recompute")])
-    def test_the_cheaper_way_is_taken(self, page_copy_s, by):
-        """b has 7 tokens of prompt and 9 of answer to compute again, at 1 s, or 5 pages to copy out and in."""
-        scheduler = self.run_pair(max_swapped_pages=5)
-        for _ in range(8):
-            decode(scheduler, 10)
-        assert decode(scheduler, 0, costs=Costs(1.0, page_copy_s, 0.01)).preempted == (Preemption("b", by),)
-
-    @pytest.mark.parametrize(("max_swapped_pages", "by"), [(3, "recompute"), (4, "swap")])
-    def test_the_host_takes_no_more_than_it_may(self, max_swapped_pages, by):
-        free = Costs(1.0, 0.0, 0.01)
-        scheduler = self.run_pair(max_swapped_pages=max_swapped_pages)
-        for _ in range(4):
-            decode(scheduler, 2, costs=free)
-        assert decode(scheduler, 0, costs=free).preempted == (Preemption("b", by),)  # of 3 + 1 pages
-
-    def test_the_host_takes_from_all_together_what_it_may(self):
-        free = Costs(1.0, 0.0, 0.01)
-        scheduler = self.run_pair(max_swapped_pages=2)
-        for name in "cde":
-            scheduler.add(Work(name, 1, 1, 50))
-        start(scheduler)
-        step = decode(scheduler, 0, costs=free)  # e for a, d for b; c sits out
-        assert step.preempted == (Preemption("e", "swap"), Preemption("d", "swap"))
-        for _ in range(3):
-            decode(scheduler, 0, costs=free)
-        assert decode(scheduler, 0, costs=free).preempted == (Preemption("c", "recompute"),)
-
-    def test_a_swapped_one_is_resumed_with_its_pages_and_prefills_nothing(self):
-        free = Costs(1.0, 0.0, 0.01)
-        scheduler = self.run_pair(max_swapped_pages=9)
-        decode(scheduler, 2, costs=free)
-        for _ in range(3):
-            decode(scheduler, 0, costs=free)
-        assert decode(scheduler, 0, costs=free).preempted == (Preemption("b", "swap"),)
-        assert start(scheduler, 3) == Pack()
-        assert start(scheduler, 4) == Pack(resumed=("b",))
-        assert scheduler._num_swapped_pages == 0
-        assert decode(scheduler, 1) == DecodeStep(request_ids=("a", "b"), draws=("b",))
-
-    def test_a_swapped_one_that_is_removed_leaves_the_host(self):
-        free = Costs(1.0, 0.0, 0.01)
-        scheduler = self.run_pair(max_swapped_pages=3)
-        assert decode(scheduler, 1, costs=free).request_ids == ("a",)
-        for _ in range(3):
-            decode(scheduler, 0, costs=free)
-        assert decode(scheduler, 0, costs=free).preempted == (Preemption("b", "swap"),)
-        assert scheduler._num_swapped_pages == 3
-        scheduler.remove("b")
-        assert scheduler._num_swapped_pages == 0
 
     def test_the_oldest_always_gets_through(self):
         """Five answers of 30 pages each in a pool of 40: the oldest is never preempted, and they end in order."""
@@ -393,6 +338,6 @@ class TestAlone:
         scheduler.set_alone("b", True)
         for _ in range(3):
             start(scheduler)
-        assert scheduler.next_decode(0, COSTS, alone="b") == DecodeStep((Preemption("c", "recompute"),), ("b",), ("b",))
+        assert scheduler.next_decode(0, COSTS, alone="b") == DecodeStep(("c",), ("b",), ("b",))
         scheduler.decode_done(0.0)
         assert "a" in [record.request_id for record in scheduler._decoding()]

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ccjax.policy.scheduling import LineFullError, NeverFitsError, Preemption, Work
+from ccjax.policy.scheduling import LineFullError, NeverFitsError, Work
 from tests.policy.scheduling_builders import COSTS, build, decode, start
 
 FIRST = Work("a/0", prefill_tokens=10, prompt_pages=3, max_new_tokens=9, tail_slots=2, flow="x")
@@ -69,7 +69,7 @@ def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
     scheduler.next_pack(0.0, 5, COSTS, shared_pages=none_shared)
     scheduler.pack_done(0.0)
     step = decode(scheduler, free_pages=0)  # "old" begins a page
-    assert step.preempted == (Preemption("a/1", "recompute"),)
+    assert step.preempted == ("a/1",)
     assert (step.request_ids, step.draws) == (("old", "a/0"), ("old",))
 
 
@@ -84,7 +84,7 @@ def test_the_pages_of_a_shared_prompt_are_not_those_of_who_computed_it() -> None
     scheduler.add(sibling(1), after="a/0")
     start(scheduler)
     step = decode(scheduler, free_pages=0)
-    assert [one.request_id for one in step.preempted] == ["a/1", "a/0"]
+    assert step.preempted == ("a/1", "a/0")
     assert step.draws == ("old",)
     assert decode(scheduler, free_pages=3).draws == ("older",)
 
@@ -98,7 +98,7 @@ def test_a_sibling_that_is_preempted_comes_again_with_one_token_and_its_answer()
     start(scheduler)
     for _ in range(6):
         decode(scheduler)
-    assert decode(scheduler, free_pages=0).preempted == (Preemption("a/1", "recompute"),)
+    assert decode(scheduler, free_pages=0).preempted == ("a/1",)
     (piece,) = start(scheduler).pieces
     assert (piece.request_id, piece.start, piece.num_tokens) == ("a/1", 0, 1 + 7)
 

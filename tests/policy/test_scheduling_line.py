@@ -17,7 +17,6 @@ from ccjax.policy.scheduling import (
     NeverFitsError,
     Pack,
     Piece,
-    Preemption,
     SchedulerSettings,
     Work,
 )
@@ -295,13 +294,13 @@ class TestPlacesInLine:
         start(scheduler)
         scheduler.add(Work("b", 5, 1, 50))
         start(scheduler)
-        assert decode(scheduler, 0).preempted == (Preemption("b", "recompute"),)
+        assert decode(scheduler, 0).preempted == ("b",)
         scheduler.add(Work("c", 5, 1, 50))
         with pytest.raises(LineFullError):
             scheduler.add(Work("d", 5, 1, 50))
 
     def test_retry_after(self):
-        costs = Costs(token_s=0.01, page_copy_s=0.0, decode_step_s=0.1, answer_tokens=20)
+        costs = Costs(token_s=0.01, decode_step_s=0.1, answer_tokens=20)
         scheduler = build(max_queue=4, max_num_seqs=2, max_num_batched_tokens=10, flow_share=1.0)
         assert scheduler.retry_after_s("x", costs) == 0.0
         scheduler.add(Work("a", 10, 1, 50))
@@ -356,7 +355,6 @@ class TestArguments:
             ("max_num_seqs", 0),
             ("max_decode_gap_s", -1.0),
             ("reserve_pages", -1),
-            ("max_swapped_pages", -1),
             ("max_queue", 0),
             ("flow_share", 0.0),
             ("flow_share", math.inf),
@@ -367,7 +365,7 @@ class TestArguments:
         with pytest.raises(ValueError, match=name):
             dataclasses.replace(SchedulerSettings(10), **{name: value})
 
-    @pytest.mark.parametrize("name", ["token_s", "page_copy_s", "decode_step_s", "answer_tokens"])
+    @pytest.mark.parametrize("name", ["token_s", "decode_step_s", "answer_tokens"])
     def test_bad_costs_are_named(self, name):
         with pytest.raises(ValueError, match=name):
             dataclasses.replace(COSTS, **{name: -1.0})
@@ -395,7 +393,7 @@ def test_a_preempted_request_goes_before_newcomers_though_the_line_was_idle_mean
     scheduler.add(Work("b", 40, 1, 50, flow="x"))
     start(scheduler)
     scheduler.add(Work("newcomer", 5, 1, 50, flow="y"))
-    assert decode(scheduler, 0).preempted == (Preemption("b", "recompute"),)
+    assert decode(scheduler, 0).preempted == ("b",)
     assert admitted(scheduler) == ("b", "newcomer")
 
 

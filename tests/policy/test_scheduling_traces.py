@@ -23,12 +23,10 @@ class SchedulingTrace(RuleBasedStateMachine):
         context=st.sampled_from([None, 1, 20, 60]),
         num_seqs=st.integers(1, 5),
         reserve=st.integers(0, 3),
-        host_pages=st.sampled_from([0, 4, 40]),
         window=st.sampled_from([1, 3]),
         gap_s=st.sampled_from([0.0, 0.004, 1.0]),
-        page_copy_s=st.sampled_from([0.0, 0.002]),
     )
-    def begin(self, num_pages, page_tokens, budget, context, num_seqs, reserve, host_pages, window, gap_s, page_copy_s):
+    def begin(self, num_pages, page_tokens, budget, context, num_seqs, reserve, window, gap_s):
         self.engine = SimulatedEngine(
             SchedulerSettings(
                 num_pages=num_pages,
@@ -37,13 +35,11 @@ class SchedulingTrace(RuleBasedStateMachine):
                 max_num_context_tokens=context,
                 max_num_seqs=num_seqs,
                 reserve_pages=reserve,
-                max_swapped_pages=host_pages,
                 max_decode_gap_s=gap_s,
                 max_queue=12,
                 reorder_window=window,
             ),
             token_s=0.001,
-            page_copy_s=page_copy_s,
             chunk_pages=CHUNKS,
         )
 
@@ -141,7 +137,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         assert engine.free_pages == engine.settings.num_pages
         scheduler = engine.scheduler
         assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_decoding) == (0, 0, 0)
-        assert scheduler._num_swapped_pages == 0 and not scheduler._queue._lines and not len(scheduler._deadlines)
+        assert not scheduler._queue._lines and not len(scheduler._deadlines)
         for job in engine.jobs.values():
             assert job.end != "complete" or len(job.token_times_s) == job.answer_tokens
 

@@ -105,7 +105,7 @@ class BatchLoop(Seating):
             self._welcome()
             pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), shared_pages=self._shared_pages)
         for preempted in pack.preempted:
-            self._preempt(self._servings[preempted.request_id])
+            self._preempt(self._servings[preempted])
         admitted = [self._servings[request_id] for request_id in pack.admitted]
         for serving in admitted:
             serving.take_prompt()
@@ -199,7 +199,7 @@ class BatchLoop(Seating):
         started_s = time.perf_counter()
         step = self._scheduler.next_decode(self._room.num_pages, self._costs(), alone=alone)
         for preempted in step.preempted:
-            self._preempt(self._servings[preempted.request_id])
+            self._preempt(self._servings[preempted])
         self._make_room(len(step.draws))
         servings = [self._servings[request_id] for request_id in step.request_ids]
         drawn, on_device_s = [], started_s

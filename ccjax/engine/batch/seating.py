@@ -317,7 +317,6 @@ class Seating(Doors):
         token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
         return Costs(
             token_s=token_s,
-            page_copy_s=0.0,
             decode_step_s=self._decode_step_s,
             answer_tokens=self._answer_tokens,
         )

@@ -8,9 +8,9 @@ of all running answers may run. One thread owns the scheduler and the pool, and 
    when. `NeverFitsError`: 400. What a removed request holds is free at once; if it is in the pack that runs, its rows
    go on as padding that writes nowhere.
 2. `expire`: the answers that come too late; they are removed already, each is named once.
-3. `next_pack`. Carry out, in this order: `preempted` (give back the pages; for "swap" copy them to the host first; for
-   "recompute" keep the tokens drawn), `resumed` (draw pages, copy back), `admitted` (draw all pages of the prompt and
-   of the tokens drawn so far, pin the shared ones). `pieces` are the pack; without any, nothing is to be prefilled.
+3. `next_pack`. Carry out, in this order: `preempted` (give back the pages, keep the tokens drawn), `admitted` (draw all
+   pages of the prompt and of the tokens drawn so far, pin the shared ones). `pieces` are the pack; without any, nothing
+   is to be prefilled.
 4. For each layer: run it, do 1 and 2, then ask `after_layer` once; if True, a decode step (6).
 5. `pack_done`, once the first tokens are drawn: it names those who have one. `remove` those whose answer ends there.
 6. A decode step, also whenever there is no pack and `num_decoding` is not 0: `expire`, `next_decode`; carry out
@@ -44,7 +44,6 @@ from ccjax.policy.scheduling.work import (
     NeverFitsError,
     Pack,
     Piece,
-    Preemption,
     SchedulerSettings,
     Work,
 )
@@ -56,7 +55,6 @@ __all__ = [
     "NeverFitsError",
     "Pack",
     "Piece",
-    "Preemption",
     "Scheduler",
     "SchedulerSettings",
     "Work",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ccjax.policy.scheduling.work import Costs, Work
 
-State = Literal["waiting", "prefill", "decode", "swapped", "held"]
+State = Literal["waiting", "prefill", "decode", "held"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,8 +73,7 @@ class Record:
     @property
     def own_pages(self) -> int:
         """Pages that it holds or, while it waits, would draw; the last token drawn by a decode has no KV yet."""
-        has_pending = self.state in ("decode", "swapped")
-        return self.work.pages_with(self.num_answered - has_pending, self.page_tokens)
+        return self.work.pages_with(self.num_answered - (self.state == "decode"), self.page_tokens)
 
     @property
     def draws_page(self) -> bool:
@@ -99,11 +98,3 @@ class Record:
         most = self.work.max_new_tokens
         usual = most if costs.answer_tokens is None else min(most, costs.answer_tokens)
         return max(1.0, usual - self.num_answered)
-
-    def recompute_s(self, costs: Costs) -> float:
-        """Seconds to compute again what it would lose with its pages."""
-        return self.total_tokens * costs.token_s
-
-    def swap_s(self, costs: Costs) -> float:
-        """Seconds to copy its pages to the host and back."""
-        return 2 * self.own_pages * costs.page_copy_s

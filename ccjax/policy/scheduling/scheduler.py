@@ -15,7 +15,6 @@ from ccjax.policy.scheduling.work import (
     DecodeStep,
     Pack,
     Piece,
-    Preemption,
     SchedulerSettings,
     Work,
 )
@@ -36,7 +35,6 @@ class Scheduler:
         self._places = Places(settings.max_queue, settings.flow_share)
         self._deadlines: LeastFirst[str] = LeastFirst()
         self._num_arrived = 0
-        self._num_swapped_pages = 0
         self._is_blocked = False
         self._pack: dict[str, Piece] = {}
         self._step: dict[str, Record] | None = None
@@ -210,8 +208,7 @@ class Scheduler:
         self._mark_s, self._step_s = now_s, costs.decode_step_s
         self._is_blocked = is_closed = False
         budget = self.settings.max_num_batched_tokens
-        preempted: list[Preemption] = []
-        resumed: list[str] = []
+        preempted: list[str] = []
         admitted: list[str] = []
         begun = collections.deque(
             sorted((r for r in self._admitted.values() if r.state == "prefill"), key=self._queue.order)
@@ -227,25 +224,22 @@ class Scheduler:
                 continue
             if head is None:
                 break
-            if head.state == "waiting" and not self._piece_tokens(head, budget):
+            if not self._piece_tokens(head, budget):
                 is_closed = True
                 continue
             wanted = head.own_pages + (shared_pages(head.request_id) if shared_pages else head.work.shared_pages)
             victims = self._victims_for(head, wanted, free_pages)
-            if victims is None or any(one.request_id == head.request_id for one in preempted):
+            if victims is None or head.request_id in preempted:
                 self._is_blocked = True
                 continue
             for victim in victims:
                 free_pages += victim.own_pages
-                preempted.append(self._preempt(victim, costs))
+                preempted.append(self._preempt(victim))
             free_pages -= wanted
-            if self._admit(head):
-                resumed.append(head.request_id)
-                head.last_token_s = now_s
-            else:
-                admitted.append(head.request_id)
-                budget -= self._put_in_pack(head, budget)
-        return Pack(tuple(preempted), tuple(resumed), tuple(admitted), tuple(self._pack.values()))
+            self._admit(head)
+            admitted.append(head.request_id)
+            budget -= self._put_in_pack(head, budget)
+        return Pack(tuple(preempted), tuple(admitted), tuple(self._pack.values()))
 
     def pack_done(self, now_s: float) -> tuple[str, ...]:
         """The requests of the pack that have their next token now, in its order; they decode from now on."""
@@ -293,7 +287,7 @@ class Scheduler:
             raise RuntimeError("next_decode: wanted decode_done first")
         self._step_s = costs.decode_step_s
         self._step = {}
-        preempted: list[Preemption] = []
+        preempted: list[str] = []
         draws: list[str] = []
         ranked = sorted((r for r in self._admitted.values() if not r.is_complete), key=lambda r: r.rank)
         victims = list(ranked)
@@ -306,7 +300,7 @@ class Scheduler:
                 while not free_pages and victims[-1] is not record:
                     victim = victims.pop()
                     free_pages += victim.own_pages
-                    preempted.append(self._preempt(victim, costs))
+                    preempted.append(self._preempt(victim))
                 if not free_pages:
                     continue
                 free_pages -= 1
@@ -378,19 +372,13 @@ class Scheduler:
             num_seats += 1
         return victims if wanted <= free_pages and num_seats else None
 
-    def _admit(self, record: Record) -> bool:
-        """Gives a waiting request its seat; True if it is resumed with all its KV."""
+    def _admit(self, record: Record) -> None:
+        """Gives a waiting request its seat."""
         if record.tag is None:
             self._places.free(record)
         self._queue.start(record)
         self._admitted[record.request_id] = record
-        if record.state == "waiting":
-            record.state = "prefill"
-            return False
-        self._num_swapped_pages -= record.own_pages
-        self._queue.leave(record)
-        record.state = "decode"
-        return True
+        record.state = "prefill"
 
     def _piece_tokens(self, record: Record, budget: int) -> int:
         if self._pack and (record.is_alone or any(self._records[name].is_alone for name in self._pack)):
@@ -412,26 +400,16 @@ class Scheduler:
         return num_tokens
 
     def _withdraw(self, record: Record) -> None:
-        """Takes its seat, its part in what runs, or its pages on the host."""
+        """Takes its seat and its part in what runs."""
         self._admitted.pop(record.request_id, None)
         self._pack.pop(record.request_id, None)
         if self._step is not None:
             self._step.pop(record.request_id, None)
-        if record.state == "swapped":
-            self._num_swapped_pages -= record.own_pages
 
-    def _preempt(self, record: Record, costs: Costs) -> Preemption:
-        num_pages = record.own_pages
-        fits_host = self._num_swapped_pages + num_pages <= self.settings.max_swapped_pages
-        may_swap = record.state == "decode" and bool(num_pages) and fits_host
-        swaps = may_swap and record.swap_s(costs) < record.recompute_s(costs)
+    def _preempt(self, record: Record) -> str:
         self._withdraw(record)
         if record.state == "prefill":
             self._queue.leave(record)
-        if swaps:
-            record.state = "swapped"
-            self._num_swapped_pages += num_pages
-        else:
-            record.start_over(record.work)
+        record.start_over(record.work)
         self._queue.push(record)
-        return Preemption(record.request_id, "swap" if swaps else "recompute")
+        return record.request_id

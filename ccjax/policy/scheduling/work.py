@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from ccjax.policy._checks import check_count, check_mass
 
@@ -98,7 +97,6 @@ class SchedulerSettings:
         decode steps where that is longer, so that prompts in line keep two thirds of the device.
       reserve_pages: pages to be left free at admission for the answer of each admitted request, as far as it may yet
         grow; the more, the fewer preemptions and the fewer requests at once.
-      max_swapped_pages: pages that the host takes in from preempted requests; 0 for no swapping.
       max_queue: most requests that wait for admission.
       flow_share: a flow may have up to so many times as many requests in line as there are free places.
       reorder_window: within a flow, of so many requests the one with most cached tokens per computed one goes first
@@ -112,7 +110,6 @@ class SchedulerSettings:
     max_num_seqs: int = 32
     max_decode_gap_s: float | None = None
     reserve_pages: int = 1
-    max_swapped_pages: int = 0
     max_queue: int = 128
     flow_share: float = 4.0
     reorder_window: int = 1
@@ -127,8 +124,7 @@ class SchedulerSettings:
             "reorder_window",
         ):
             check_count(name, getattr(self, name))
-        for name in ("reserve_pages", "max_swapped_pages"):
-            check_count(name, getattr(self, name), least=0)
+        check_count("reserve_pages", self.reserve_pages, least=0)
         if self.max_num_context_tokens is not None:
             check_count("max_num_context_tokens", self.max_num_context_tokens)
         if self.max_decode_gap_s is not None:
@@ -167,34 +163,19 @@ class Costs:
 
     Attributes:
       token_s: to prefill a token.
-      page_copy_s: to copy a page to the host, or back.
       decode_step_s: one decode step of the running batch.
       answer_tokens: of a usual answer; None: each is taken to be as long as it may be.
     """
 
     token_s: float
-    page_copy_s: float
     decode_step_s: float
     answer_tokens: float | None = None
 
     def __post_init__(self) -> None:
         check_mass("token_s", self.token_s)
-        check_mass("page_copy_s", self.page_copy_s)
         check_mass("decode_step_s", self.decode_step_s)
         if self.answer_tokens is not None:
             check_mass("answer_tokens", self.answer_tokens)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Preemption:
-    """A request that gives its pages back and waits at the head of its flow.
-
-    `by` "recompute": they are free at once, and the tokens drawn so far are later prefilled behind the prompt. "swap":
-    they are copied to the host first, and back when it is resumed.
-    """
-
-    request_id: str
-    by: Literal["recompute", "swap"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,14 +194,13 @@ class Pack:
     """What runs through the layers next; carried out in the order of the fields.
 
     Attributes:
-      preempted: what makes room, least important first.
-      resumed: requests to copy back from the host, with all their pages; they decode from now on.
+      preempted: requests that give their pages back and wait at the head of their flow, least important first; the
+        tokens drawn so far are later prefilled behind the prompt.
       admitted: requests that draw the pages of their prompt, and of the answer so far, now.
       pieces: at most one of each request; empty when there is nothing to prefill.
     """
 
-    preempted: tuple[Preemption, ...] = ()
-    resumed: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
     pieces: tuple[Piece, ...] = ()
 
@@ -235,6 +215,6 @@ class DecodeStep:
       draws: those of them that draw one more page first.
     """
 
-    preempted: tuple[Preemption, ...] = ()
+    preempted: tuple[str, ...] = ()
     request_ids: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
