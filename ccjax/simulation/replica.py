@@ -122,7 +122,7 @@ class Replica:
         self._has_paused = True
         self._answer_tokens: float | None = None
         self._token_s = costs.compute_s(1024, 0, 1024) / 1024
-        self._scheduler_costs = Costs(self._token_s, 0.0, 0.0)
+        self._scheduler_costs = Costs(self._token_s, 0.0)
 
     @property
     def num_under_way(self) -> int:
@@ -361,7 +361,7 @@ class Replica:
         """What the engine measures for the scheduler."""
         last = self._scheduler_costs
         if (last.decode_step_s, last.answer_tokens) != (self._decode_step_s, self._answer_tokens):
-            self._scheduler_costs = Costs(self._token_s, 0.0, self._decode_step_s, self._answer_tokens)
+            self._scheduler_costs = Costs(self._token_s, self._decode_step_s, self._answer_tokens)
         return self._scheduler_costs
 
 

@@ -120,5 +120,5 @@ def test_a_path_chooses_that_model() -> None:
 
 
 def test_importing_the_package_loads_no_heavy_library() -> None:
-    code = "import sys, ccjax.retrieval; print({'faiss', 'jax', 'sklearn', 'numpy', 'bs4', 'pypdf'} & set(sys.modules))"
+    code = "import sys, ccjax.retrieval; print({'faiss', 'jax', 'numpy', 'bs4', 'pypdf'} & set(sys.modules))"
     assert run_python(code) == "set()"

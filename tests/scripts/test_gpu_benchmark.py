@@ -392,7 +392,7 @@ bench.main()
 """
 NOT_NEEDED = (
     *("faiss", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "semantic_text_splitter", "bs4"),
-    *("yaml", "pypdf", "sklearn", "ray", "redis", "optax", "transformers", "matplotlib", "httpx"),
+    *("yaml", "pypdf", "ray", "redis", "optax", "transformers", "matplotlib", "httpx"),
 )
 
 
