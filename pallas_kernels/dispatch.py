@@ -1,4 +1,4 @@
-"""Picks an implementation of an operation by name, platform and chip, and never another in its place. Knows none."""
+"""Picks an implementation of an operation by name, platform and chip, and never another in its place.."""
 
 from __future__ import annotations
 

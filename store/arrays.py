@@ -1,5 +1,4 @@
-"""One variant as one immutable zarr3 object: written whole, read layer by layer into one buffer. Knows no records and
-no budget; what a failed read means is for the caller to say, what the stored bytes mean for `store.formats`.
+"""One variant as one immutable zarr3 object: written whole, read layer by layer into one buffer.
 
 An object that is not compressed has no checksums of its own: those of its record find every wrong byte, in whatever
 way it was read.

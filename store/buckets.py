@@ -1,5 +1,5 @@
-"""Small objects in a bucket of S3, of a server that speaks S3, or of Google Cloud Storage. Knows nothing of KV or
-records. An unreachable bucket costs seconds once, then nothing until it answers again."""
+"""Small objects in a bucket of S3, of a server that speaks S3, or of Google Cloud Storage. An unreachable bucket costs
+seconds once, then nothing until it answers again."""
 
 from __future__ import annotations
 

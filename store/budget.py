@@ -1,4 +1,4 @@
-"""A byte budget: counts what a tier holds against what it may hold. Knows neither variants nor who should go."""
+"""A byte budget: counts what a tier holds against what it may hold."""
 
 from __future__ import annotations
 

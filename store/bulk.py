@@ -1,4 +1,4 @@
-"""Making objects by the hundred thousand. Knows nothing of what they are."""
+"""Making objects by the hundred thousand."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 It is never the truth. A variant counts as committed while its own record is listed; a part that is damaged, missing or
 of another version costs reading those records one by one, and an entry that another process outdated is found out by
-the first read of its data. Knows no budget and no lock.
+the first read of its data.
 
 ROOT/NAMESPACE/catalog/K-of-P.bin, replaced as a whole, holds the variants whose id has a crc32 of K modulo P:
 one line of JSON (version, namespace, length and sha256 of the table), the table (columns as JSON), the records.

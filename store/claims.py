@@ -1,5 +1,5 @@
 """What this process told others that it computes: leases on variants, given up once the variant is written or will not
-be. Knows no KV. A failing disk or bucket costs the agreement with others, and nothing else."""
+be. A failing disk or bucket costs the agreement with others, and nothing else."""
 
 from __future__ import annotations
 

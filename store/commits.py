@@ -1,5 +1,5 @@
 """Which variants of one namespace are committed, as far as this process knows, and the bytes they take. The listed
-records are the truth; the catalog spares reading each of them. Knows no array and deletes no data object."""
+records are the truth; the catalog spares reading each of them."""
 
 from __future__ import annotations
 

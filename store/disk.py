@@ -1,5 +1,5 @@
 """The disk tier, in a directory or a bucket: immutable zarr3 objects and the records that commit them, shared safely
-with other processes. Knows no host memory, no pins, no queue and no eviction order."""
+with other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encryption of what lies in a store, by keys that are made of those of its key file. Knows no place and no record.
+"""Encryption of what lies in a store, by keys that are made of those of its key file.
 
 What is encrypted is `ccjaxAE1`, the id of the key (8 bytes), a nonce (12, random), and what AES-256-GCM (NIST SP
 800-38D) makes of the bytes, its tag (16) behind them. What the bytes are (kind, namespace and name, as JSON) is

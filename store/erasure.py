@@ -1,4 +1,4 @@
-"""Takes variants off the disk for ever, and looks whether they are gone. Knows no memory and no queue."""
+"""Takes variants off the disk for ever, and looks whether they are gone."""
 
 from __future__ import annotations
 

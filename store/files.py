@@ -1,4 +1,4 @@
-"""Small objects below a directory, every one written whole and durably, or not at all. Knows no KV and no records."""
+"""Small objects below a directory, every one written whole and durably, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other processes do to a disk tier, taken in: by listing it, and by news of a shared index. Knows no KV."""
+"""What other processes do to a disk tier, taken in: by listing it, and by news of a shared index."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Records in formats that this program does not know. They are another release's, which has use for them, so they are
-left alone: neither read, nor replaced, nor taken for damage, nor their data for left-overs. Knows no KV."""
+left alone: neither read, nor replaced, nor taken for damage, nor their data for left-overs."""
 
 from __future__ import annotations
 

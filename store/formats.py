@@ -1,5 +1,4 @@
-"""How the bytes of a variant lie in its data object: which dtype, compressed or not, and how many they are at most.
-Knows no place, no tier and no record."""
+"""How the bytes of a variant lie in its data object: which dtype, compressed or not, and how many they are at most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON values of one identity that may be lost without harm. Knows no meaning of them."""
+"""JSON values of one identity that may be lost without harm."""
 
 from __future__ import annotations
 

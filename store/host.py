@@ -1,4 +1,4 @@
-"""The host tier: KV shards as read-only NumPy arrays. Knows no disk, no pins, no eviction order."""
+"""The host tier: KV shards as read-only NumPy arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: for some seconds one of many processes may say "I compute this". Knows no variant and no array.
+"""Leases: for some seconds one of many processes may say "I compute this".
 
 Built on create-if-absent alone, as every root has it. `leases/KEY.EPOCH` holds who and until when; the highest epoch
 counts. To take a lease that is free or has expired is to create the next epoch, and only one process can. A lease is

@@ -1,5 +1,5 @@
 """The tiers of a store in order, the fastest first: which of them holds a variant, what they hold and count, and what
-lies beside them. Knows no tickets and no pins."""
+lies beside them."""
 
 from __future__ import annotations
 

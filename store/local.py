@@ -1,5 +1,5 @@
 """Data objects in this machine's file system, written and read without a detour: straight between file and array. They
-are what tensorstore writes and reads. Knows no codec and no checksum.
+are what tensorstore writes and reads.
 
 tensorstore copies a layer twice on its way and reads at a third of the disk's own speed (`bench.py store_io`).
 """

@@ -1,5 +1,4 @@
-"""What tiers in memory share: variants by id under a byte budget, and whether a copy is exact. Knows no disk, no pins,
-no eviction order, and not what a variant looks like where it rests."""
+"""What tiers in memory share: variants by id under a byte budget, and whether a copy is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of a store root, and whose part of it is whose. Knows no variant, no array and no budget.
+"""The layout of a store root, and whose part of it is whose.
 
 ROOT/store.json                         format version of everything below
 ROOT/NAMESPACE/identity.json            whose namespace it is, and its KV shape

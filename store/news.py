@@ -1,6 +1,5 @@
 """News between the processes on one store: what this one committed and deleted goes out through the shared index, what
-others did comes in, on a thread of its own. Knows no KV and no tier; an index that does not answer costs time only.
-"""
+others did comes in, on a thread of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small JSON objects by name, beside the variants of one identity and shared by its processes. Knows no meaning of it.
+"""Small JSON objects by name, beside the variants of one identity and shared by its processes.
 
 Each note is written once and never changed, so that processes add and take away facts without overwriting others'.
 """

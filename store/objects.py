@@ -1,5 +1,4 @@
-"""Small objects under one root: the interface that the disk tier is written against, and which class a URL means.
-Knows nothing of KV, records or tensorstore's arrays."""
+"""Small objects under one root: the interface that the disk tier is written against, and which class a URL means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV in 8 bits: one code per value, one float32 scale per channel and layer, in one array. Knows no tier and no object.
+"""KV in 8 bits: one code per value, one float32 scale per channel and layer, in one array.
 
 A scale belongs to one channel, that is one of K or V, one head and one of its H dimensions, over all tokens of the
 variant. Keys rest without RoPE, and then some of their channels are large for every token (KIVI, arXiv:2402.02750, sec.

@@ -1,4 +1,4 @@
-"""The commit record of a variant as bytes: written last, checked wholly when read. Knows no directory and no array."""
+"""The commit record of a variant as bytes: written last, checked wholly when read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One reader for all loads of a variant that are open at the same time: what one of them read is there for the others.
-Knows no pins and no tiers."""
+"""One reader for all loads of a variant that are open at the same time: what one of them read is there for the others."""
 
 from __future__ import annotations
 

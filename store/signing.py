@@ -1,5 +1,4 @@
-"""Keys by which processes that share a store know what they wrote from what somebody else put there. Knows no place and
-no record: a seal is some bytes behind the bytes that it is of.
+"""Keys by which processes that share a store know what they wrote from what somebody else put there.
 
 A seal is `-hmac-sha256-` and HMAC-SHA256 (RFC 2104) in hex, of what the bytes are (kind, namespace and name, as JSON)
 and the bytes. So what is sealed can neither be changed nor passed off as something else, under another name or in

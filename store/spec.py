@@ -1,4 +1,4 @@
-"""What a KV shard is: its shape, whose it is and what is recorded of it. Knows no tier, no file and no model code."""
+"""What a KV shard is: its shape, whose it is and what is recorded of it."""
 
 from __future__ import annotations
 

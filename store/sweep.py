@@ -1,4 +1,4 @@
-"""Deletes what nobody will read: data without a record, what killed processes left, quarantine. Knows no variant."""
+"""Deletes what nobody will read: data without a record, what killed processes left, quarantine."""
 
 from __future__ import annotations
 

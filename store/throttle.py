@@ -1,7 +1,4 @@
-"""A link of limited bandwidth and fixed latency in front of a tier's reads, for tests and benchmarks; off by default.
-
-Knows no variant: what passes is any future with a number of bytes.
-"""
+"""A link of limited bandwidth and fixed latency in front of a tier's reads, for tests and benchmarks; off by default."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The two halves of a load or a store: what `TieredStore.prepare_*` hands out and `complete_*` takes back.
-Knows neither budgets nor the tiers themselves, only arrays and readers that the store gave it."""
+"""The two halves of a load or a store: what `TieredStore.prepare_*` hands out and `complete_*` takes back."""
 
 from __future__ import annotations
 

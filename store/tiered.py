@@ -1,5 +1,4 @@
-"""KV shards in tiers of memory and, with a URL, of disk: two-phase loads and stores, pins, budgets, write-behind.
-Knows no policy: which variants go is decided by the caller, and `meta` is opaque."""
+"""KV shards in tiers of memory and, with a URL, of disk: two-phase loads and stores, pins, budgets, write-behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tiers are called, and what one tells about itself: bytes and counters. Knows no tier."""
+"""What tiers are called, and what one tells about itself: bytes and counters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A bounded queue in front of the disk tier: one thread writes, a failing disk is counted and never raised.
-Knows no host tier and no tickets."""
+"""A bounded queue in front of the disk tier: one thread writes, a failing disk is counted and never raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tests find measured data that is not part of the repository. Knows no format of any file in it."""
+"""Where tests find measured data that is not part of the repository."""
 
 from __future__ import annotations
 

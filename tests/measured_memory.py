@@ -1,4 +1,4 @@
-"""The peak of what a piece of code takes from the operating system, in a process of its own. Knows no model."""
+"""The peak of what a piece of code takes from the operating system, in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for something that another thread brings about. Knows nothing of ours."""
+"""Waiting for something that another thread brings about."""
 
 from __future__ import annotations
 

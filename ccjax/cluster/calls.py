@@ -1,4 +1,4 @@
-"""An HTTP request as a value that goes to another process, and its answer as pieces that come back. Knows no Ray."""
+"""An HTTP request as a value that goes to another process, and its answer as pieces that come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ASGI application that clients talk to: passes requests on to replicas, and their answers back. Knows no model.
+"""The ASGI application that clients talk to: passes requests on to replicas, and their answers back.
 
 A request whose replica is lost before its answer began is tried again on another; one whose answer had begun ends with
 one clear error. One for which no replica is there waits a bounded time (`ccjax.cluster.waiting`). What changes caches

@@ -1,5 +1,5 @@
 """The KV Cache Generator (Shared RAG-DCache sec. III-B): an engine that answers nobody and computes what requests that
-wait elsewhere will need, as an actor of Ray. Knows no request."""
+wait elsewhere will need, as an actor of Ray."""
 
 from __future__ import annotations
 

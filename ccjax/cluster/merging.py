@@ -1,5 +1,4 @@
-"""What several replicas say of the same, as one answer: listings of the cache, removals, the live view. Knows no
-replica and no connection.
+"""What several replicas say of the same, as one answer: listings of the cache, removals, the live view.
 
 How numbers go together: memory is each replica's own, so bytes there, requests and tokens are sums. The disk tier is
 one store for all, so what each of them sees there is the same, but for how fresh its look is: the largest counts. So

@@ -1,4 +1,4 @@
-"""This machine as a node of a Ray cluster, for as long as the process lives. Knows no replica."""
+"""This machine as a node of a Ray cluster, for as long as the process lives."""
 
 from __future__ import annotations
 

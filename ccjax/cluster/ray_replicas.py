@@ -1,4 +1,4 @@
-"""Replicas as a deployment of Ray Serve: deploying, calling, counting and ending them. Knows no HTTP."""
+"""Replicas as a deployment of Ray Serve: deploying, calling, counting and ending them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine behind the server's own HTTP application, as an actor of Ray. Knows no other replica and no routing."""
+"""One engine behind the server's own HTTP application, as an actor of Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a request waits while no replica is there that could take it. Knows no answer and no Ray."""
+"""How long a request waits while no replica is there that could take it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training batches: worlds as token ids in the engine's own segment order, with loss weights. Knows no model.
+"""Training batches: worlds as token ids in the engine's own segment order, with loss weights.
 
 Each prompt segment is tokenized alone and the ids are concatenated, exactly as the engine does it.
 """

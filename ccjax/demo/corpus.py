@@ -1,4 +1,4 @@
-"""The shipped corpus: one fixed town as Markdown documents, with questions over it. Knows no model and no training.
+"""The shipped corpus: one fixed town as Markdown documents, with questions over it.
 
 The town comes from a seed of its own that training never draws from; its words are those of every other town.
 """

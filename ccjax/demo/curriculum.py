@@ -1,7 +1,7 @@
 """The order in which the demo model learns: from copying, over short registers, to eight passages.
 
-Knows no model and no optimiser. Order and thresholds are measured: started on five passages at once, a model of this
-size stays for thousands of steps at the level of guessing among the values present.
+Order and thresholds are measured: started on five passages at once, a model of this size stays for thousands of steps
+at the level of guessing among the values present.
 
 The shipped weights are a run of `scripts/train_demo.py` as it stands: 4,000 steps, 90 minutes beside other work on two
 Xeon cores. Register passed at step 941, two passages ended at 1,241, only hops at 2,136, three passages at 2,436, five

@@ -1,4 +1,4 @@
-"""Measures the demo model: exact match per kind of question, beside the best guess. Knows no training and no store.
+"""Measures the demo model: exact match per kind of question, beside the best guess.
 
 One question behind each context, as served. A question counts when every token of the answer and the end of turn
 after it are the likeliest ones, which is when greedy decoding writes exactly the answer.

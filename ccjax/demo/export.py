@@ -1,4 +1,4 @@
-"""Writes and reads the demo model's directory in Hugging Face's layout. Knows no training.
+"""Writes and reads the demo model's directory in Hugging Face's layout.
 
 A directory is written under another name and renamed when complete: a reader never sees half a model.
 """

@@ -1,4 +1,4 @@
-"""Weights that training starts from: random, but for one laid-in induction head. Knows no data and no optimiser.
+"""Weights that training starts from: random, but for one laid-in induction head.
 
 An induction head (layer 0: look one token back; layer 1: find the token that followed an earlier copy of this one) is
 what every answer of the demo builds on. From random weights 1,500 steps brought half of it over this vocabulary, and

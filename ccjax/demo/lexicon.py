@@ -1,4 +1,4 @@
-"""The words of the demo world: names, values and sentence templates per relation. Knows no randomness and no tokens.
+"""The words of the demo world: names, values and sentence templates per relation.
 
 Every name and value is a list of plain words, so that the tokenizer can give each word one token. In every statement
 the subject stands before the value: a causal model can then mark the value with its owner when it reads it.

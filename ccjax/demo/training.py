@@ -1,4 +1,4 @@
-"""Trains the demo model: optimiser, curriculum, progress and Orbax checkpoints. Knows no file format of the model.
+"""Trains the demo model: optimiser, curriculum, progress and Orbax checkpoints.
 
 Step n draws its batch from a generator seeded with (seed, n): a resumed run sees what an unbroken one would have.
 """

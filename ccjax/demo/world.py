@@ -1,4 +1,4 @@
-"""Random little towns: passages, and questions that only the passages answer. Knows no tokens, files or training.
+"""Random little towns: passages, and questions that only the passages answer.
 
 Four kinds of question: `single` (one passage), `pronoun` (a passage opens with "She ..."; the person is the last one
 named in the passage before), `alias` (one passage says who is called the Heron, a later one what the Heron does) and

@@ -1,5 +1,5 @@
 """Work ahead of requests that wait in line: what they will have to compute is ordered from whoever has time, and what
-others order is computed (Shared RAG-DCache sec. III-B, the KV Cache Generator). Knows no line and no board of orders.
+others order is computed (Shared RAG-DCache sec. III-B, the KV Cache Generator).
 
 An order is advice. It says which chunks, and behind which; whether they are still missing, or somebody computes them
 just now, is asked when it is carried out.

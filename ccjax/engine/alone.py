@@ -1,4 +1,4 @@
-"""A prefill outside the batch, for work in idle time and ahead of requests. Knows no request and no answer."""
+"""A prefill outside the batch, for work in idle time and ahead of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer under construction: turns tokens into text, stops. Knows no model and no device."""
+"""The answer under construction: turns tokens into text, stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listed sizes that arrays are padded to, so that few shapes are ever compiled. Knows no arrays."""
+"""Listed sizes that arrays are padded to, so that few shapes are ever compiled."""
 
 from __future__ import annotations
 

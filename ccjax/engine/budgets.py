@@ -1,4 +1,4 @@
-"""Whether this machine has what the budgets of the tiers allow. Knows no store; reads sizes from the system."""
+"""Whether this machine has what the budgets of the tiers allow."""
 
 from __future__ import annotations
 

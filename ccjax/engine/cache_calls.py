@@ -1,5 +1,4 @@
-"""What an engine offers for its chunk-caches as a whole: how they stand, upkeep, checks, snapshots. Knows neither HTTP
-nor how it is done."""
+"""What an engine offers for its chunk-caches as a whole: how they stand, upkeep, checks, snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps a calibration beside its model. Knows no question and measures nothing."""
+"""Keeps a calibration beside its model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Turns what a prefill computed into chunk variants: KV arrays and the metadata that policy decides by.
 
-Knows no store: it returns values. Equations are in `ccjax.policy.capture`; here they get their sums.
+Equations are in `ccjax.policy.capture`; here they get their sums.
 """
 
 from __future__ import annotations

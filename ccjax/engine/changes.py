@@ -1,4 +1,4 @@
-"""When the variants of each chunk last changed. Knows no variant."""
+"""When the variants of each chunk last changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids of the chunks that held variants are made of, so that a variant can be computed again. Knows no store."""
+"""Token ids of the chunks that held variants are made of, so that a variant can be computed again."""
 
 from __future__ import annotations
 

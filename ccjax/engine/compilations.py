@@ -1,4 +1,4 @@
-"""Counts what XLA compiles in this process. Knows no step and no size, so that whatever the engine runs is counted."""
+"""Counts what XLA compiles in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of an engine, fixed for its life. Knows no device and reads no environment."""
+"""Settings of an engine, fixed for its life."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The merged context of each layer: what comes from host memory or disk is assembled by a thread that works ahead of
-the layer that runs, what is on the device is gathered there.
-
-Knows no store beyond a ticket and no model beyond a shape; keys stay as they rest, without RoPE.
-"""
+the layer that runs, what is on the device is gathered there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computing and loading take here, in seconds, for comparing one with the other. Knows no store and no plan."""
+"""What computing and loading take here, in seconds, for comparing one with the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices a model is on. Knows no file and no request."""
+"""Which devices a model is on."""
 
 from __future__ import annotations
 

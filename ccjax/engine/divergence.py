@@ -1,4 +1,4 @@
-"""How far one distribution over tokens is from another. Knows no model."""
+"""How far one distribution over tokens is from another."""
 
 from __future__ import annotations
 

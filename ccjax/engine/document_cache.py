@@ -1,4 +1,4 @@
-"""Documents as units of the cache: warm, invalidate, erase, list, in every tier and variant. Knows no HTTP and no lock.
+"""Documents as units of the cache: warm, invalidate, erase, list, in every tier and variant.
 
 An erasure is noted before anything is deleted and stays noted until all is: what a disk refuses to delete is tried
 again at every `tend`, also by the next process.

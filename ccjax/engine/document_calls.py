@@ -1,4 +1,4 @@
-"""What an engine offers for documents as units of its cache. Knows neither HTTP nor how it is done."""
+"""What an engine offers for documents as units of its cache."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Which documents the cached chunks belong to, which documents are pinned, and what was invalidated or erased.
 
-Every fact is a note of the store (`store.notes.Notes`): written once under a name of its own and never changed, so
-that processes that share a store never overwrite each other's facts, and known again after a restart. Records of
-variants cannot hold this: they never change, and the same text may turn up under a second document long after its KV
-was stored. Knows no KV, no prompt and no tier.
+Every fact is a note of the store (`store.notes.Notes`): written once under a name of its own and never changed, so that
+processes that share a store never overwrite each other's facts, and known again after a restart. Records of variants
+cannot hold this: they never change, and the same text may turn up under a second document long after its KV was stored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Takes in what other processes on the same store did, by news of the shared index: at the moment a request is planned,
-where no request runs at once, and by listing the store where news may be missing. Knows no index and no request.
-"""
+where no request runs at once, and by listing the store where news may be missing."""
 
 from __future__ import annotations
 

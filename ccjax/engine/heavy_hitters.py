@@ -1,4 +1,4 @@
-"""Which tokens draw attention, for the baseline that recomputes those (H2O, Zhang et al. 2023). Knows no store.
+"""Which tokens draw attention, for the baseline that recomputes those (H2O, Zhang et al. 2023).
 
 Serving's attention says what a query looks at, not what looks at a key; so a prompt is run once more, with attention
 written out. Only engines of strategy `h2o` pay for that.

@@ -1,4 +1,4 @@
-"""Which kernels an engine runs, and whether they can do its model. Knows no kernel from inside."""
+"""Which kernels an engine runs, and whether they can do its model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What loading a plan's variants would take, from measured rates: how far to read ahead, and what not to read at all.
-
-Knows no prompt and reads nothing; the decisions are `ccjax.policy`'s.
-"""
+"""What loading a plan's variants would take, from measured rates: how far to read ahead, and what not to read at all."""
 
 from __future__ import annotations
 

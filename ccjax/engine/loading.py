@@ -1,4 +1,4 @@
-"""Finds and loads a model: weights, tokenizer, chat template, limits. Knows no store and no request."""
+"""Finds and loads a model: weights, tokenizer, chat template, limits."""
 
 from __future__ import annotations
 

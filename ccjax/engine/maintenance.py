@@ -1,7 +1,4 @@
-"""Work for idle time: replaces approximate variants by exact ones, and follows what other processes did to the store.
-
-Knows no request and no clock; whoever calls decides when there is time, and takes it back between two layers.
-"""
+"""Work for idle time: replaces approximate variants by exact ones, and follows what other processes did to the store."""
 
 from __future__ import annotations
 

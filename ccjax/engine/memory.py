@@ -1,4 +1,4 @@
-"""What a model's serving takes of each device, from shapes alone, and whether it fits. Knows no weights and no store.
+"""What a model's serving takes of each device, from shapes alone, and whether it fits.
 
 All figures are of one device. Weights and KV are exact; activations and workspace are the most that the steps of
 `ccjax.models.llama3.paged_steps` hold at once, from their shapes (docs/memory.md).

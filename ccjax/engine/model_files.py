@@ -1,4 +1,4 @@
-"""Files that measurements leave beside a model, or elsewhere by name. Knows nothing of what is in them."""
+"""Files that measurements leave beside a model, or elsewhere by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which variants of pinned documents eviction has to leave alone, within a share of the budgets. Knows no KV."""
+"""Which variants of pinned documents eviction has to leave alone, within a share of the budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a prompt a plan computes, and what a layer gave for them. Knows no step and no request."""
+"""Which rows of a prompt a plan computes, and what a layer gave for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device tier: chunk KV in pages of 16 tokens, a pool per layer, keys before RoPE. Knows no plan and no policy.
+"""The device tier: chunk KV in pages of 16 tokens, a pool per layer, keys before RoPE.
 
 A chunk is a list of pages, anywhere in the pool; who reuses it reads them where they lie. The layout is that of
 `ccjax.kernels.decode`.

@@ -1,7 +1,4 @@
-"""From a request to prompt segments: token ids of system, passages and question, within the model's length.
-
-Knows no stored KV: which segment is reused is policy's business.
-"""
+"""From a request to prompt segments: token ids of system, passages and question, within the model's length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes passages that no collection of documents has any more out of the cache. Knows no files."""
+"""Takes passages that no collection of documents has any more out of the cache."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Reads the KV of requests that wait in line while another one runs (CacheCraft sec. 3.5). Knows no queue and no
-policy.
+"""Reads the KV of requests that wait in line while another one runs (CacheCraft sec. 3.5).
 
 What is read stays with the preload, pinned in its tier, until that is closed; a load of the same variants meanwhile
 finds it there (`store.sharing`). Nothing is evicted for it.

@@ -1,5 +1,5 @@
 """How fast this machine loads and computes, measured while it works: `load_s` and `compute_s` say what something would
-take. Knows no plan and decides nothing."""
+take."""
 
 from __future__ import annotations
 

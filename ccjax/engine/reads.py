@@ -1,7 +1,4 @@
-"""How long a prefill has waited for stored KV, variant by variant, and when it has waited enough.
-
-Knows no plan, no clock and no thread: how long is long comes from `ccjax.policy.loading`.
-"""
+"""How long a prefill has waited for stored KV, variant by variant, and when it has waited enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the reuse report of a finished prefill from its plan. Knows no device and no store."""
+"""Builds the reuse report of a finished prefill from its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it. Knows no model and no store."""
+"""What goes into the engine and what comes out of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the next token of several requests from their logits, on the device. Knows no model and no text."""
+"""Draws the next token of several requests from their logits, on the device."""
 
 from __future__ import annotations
 

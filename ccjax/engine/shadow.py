@@ -1,4 +1,4 @@
-"""Checks in idle time whether answers over reused KV are those of a full prefill. Knows no store and no HTTP."""
+"""Checks in idle time whether answers over reused KV are those of a full prefill."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Warming as a part of a large job that several processes on one store take part in: who computes what is agreed by
-leases, and what was computed is on disk before it is called so. Knows no corpus and no request."""
+leases, and what was computed is on disk before it is called so."""
 
 from __future__ import annotations
 

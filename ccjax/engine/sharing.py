@@ -1,4 +1,4 @@
-"""Agrees with other processes on one store who computes which chunks, for one prefill. Knows no model and no KV.
+"""Agrees with other processes on one store who computes which chunks, for one prefill.
 
 How long to wait is policy's (`ccjax.policy.loading`). Where the store cannot be asked, everything is computed here.
 """

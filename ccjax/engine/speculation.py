@@ -1,4 +1,4 @@
-"""Answers that begin while their passages are still searched for (RAGCache sec. 5.3). Knows no search."""
+"""Answers that begin while their passages are still searched for (RAGCache sec. 5.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From settings to a loaded model: the same for an engine and for the processes that follow one. Knows no store."""
+"""From settings to a loaded model: the same for an engine and for the processes that follow one."""
 
 from __future__ import annotations
 

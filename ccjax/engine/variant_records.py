@@ -1,7 +1,4 @@
-"""A variant's metadata as the store keeps it, and the part of it that an index of many variants can afford to hold.
-
-Knows no store and no index.
-"""
+"""A variant's metadata as the store keeps it, and the part of it that an index of many variants can afford to hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the model's steps: sizes before the first request, others beside requests. Knows no request and no store."""
+"""Compiles the model's steps: sizes before the first request, others beside requests."""
 
 from __future__ import annotations
 

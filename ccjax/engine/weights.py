@@ -1,8 +1,5 @@
 """Where a model's weights come from: a Hugging Face directory, a GGUF file, a checkpoint of our own, or a preset filled
-at random.
-
-Knows no tokenizer.
-"""
+at random."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Answers the same questions in many ways through the public engine, as a user would: passages are stored on disk by
-one engine and read by others that add nothing. Knows no table.
-"""
+one engine and read by others that add nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking passage by passage, the baselines that need no reuse across passages (CacheBlend sec. 7). Knows no score.
+"""Asking passage by passage, the baselines that need no reuse across passages (CacheBlend sec. 7).
 
 No passage stands behind another one, so each is reused exactly; but what two passages say together, nobody reads.
 """

@@ -1,4 +1,4 @@
-"""Questions with their passages and right answers, from a JSONL file or from towns of the demo. Knows no engine."""
+"""Questions with their passages and right answers, from a JSONL file or from towns of the demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of one answer and their means over many. Knows no model and no engine."""
+"""Scores of one answer and their means over many."""
 
 from __future__ import annotations
 

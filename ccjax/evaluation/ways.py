@@ -1,7 +1,4 @@
-"""The ways to answer that are compared: a strategy with a share to recompute, or a way to ask passage by passage.
-
-Knows no engine.
-"""
+"""The ways to answer that are compared: a strategy with a share to recompute, or a way to ask passage by passage."""
 
 from __future__ import annotations
 

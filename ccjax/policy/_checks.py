@@ -1,4 +1,4 @@
-"""One clear ValueError for each bad argument of the policy modules. Knows no policy."""
+"""One clear ValueError for each bad argument of the policy modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far one request's reuse may go so that its answer keeps the quality it asks for. Knows no KV and no prompt.
+"""How far one request's reuse may go so that its answer keeps the quality it asks for.
 
 No server says what reuse costs in answers; so a model is calibrated (`ccjax.policy.calibration`), and what that showed
 is the least that reuse recomputes.

@@ -1,5 +1,4 @@
-"""Which documents the question focuses on, from its attention mass per layer (CacheCraft alg. 1). Knows no tokens and
-no layers of a model beyond their numbers; what is done with the focused set is the engine's."""
+"""Which documents the question focuses on, from its attention mass per layer (CacheCraft alg. 1)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Which tokens of reused chunks are recomputed because their KV deviates most, layer by layer (CacheBlend sec. 4.3).
-Knows no KV: the engine measures the deviations.
 
 Layer 0's K and V depend on the token alone, so all candidates run through it, and the first deviations that tell
 anything are those of layer 1. There the tokens with the highest are kept, and of those fewer and fewer on later layers.

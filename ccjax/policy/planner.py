@@ -1,4 +1,4 @@
-"""Turns a chunked prompt and the stored variants into the `PrefillPlan` the engine executes. Knows no store, no model.
+"""Turns a chunked prompt and the stored variants into the `PrefillPlan` the engine executes.
 
 Exact first, in every strategy and mode: an exact variant behind exactly its own prefix is what a full prefill would
 compute, so it is reused unchanged wherever it stands.

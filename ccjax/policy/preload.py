@@ -1,4 +1,4 @@
-"""How many layers to load ahead of the one that runs (CacheCraft eq. 16). Knows no tier and times nothing."""
+"""How many layers to load ahead of the one that runs (CacheCraft eq. 16)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How reusable a chunk variant is behind another prefix (CacheCraft sec. 3.1-3.2.1). Knows no store and no prompt.
+"""How reusable a chunk variant is behind another prefix (CacheCraft sec. 3.1-3.2.1).
 
 Symbols of the paper: beta = `overlap_beta`, gamma = `order_gamma`, beta' = `adjusted_overlap`, a-bar and b-bar =
 `a_mean` and `b_mean`, CCI = `chunk_context_impact`, CFO = `cache_fix_overhead`. `inter(Cj, Ci)` is the softmax mass

@@ -1,4 +1,4 @@
-"""When to answer from passages that a search has found so far (RAGCache alg. 2). Knows no search and no engine."""
+"""When to answer from passages that a search has found so far (RAGCache alg. 2)."""
 
 from __future__ import annotations
 

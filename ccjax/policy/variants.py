@@ -1,5 +1,5 @@
 """Which variant of a chunk to reuse, what a use is worth, which to evict (CacheCraft sec. 3.3), and which to replace in
-idle time. Knows no tier, no bytes beyond their number, and no prompt beyond the chunk's prefix."""
+idle time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process that directs a compilation of a collection and its workers say to each other. Knows neither."""
+"""What the process that directs a compilation of a collection and its workers say to each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which variants a collection of documents should have, and which of these are missing. Knows no index, no model and no
-store: passages come as token counts and ids."""
+"""Which variants a collection of documents should have, and which of these are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers over a compiled store are worth: questions asked with full prefill and over the store. Knows no plan."""
+"""What answers over a compiled store are worth: questions asked with full prefill and over the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of a compilation, as plain JSON types. Knows no worker and no table."""
+"""What came of a compilation, as plain JSON types."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The process that computes: loads the model once and does what it is told, one command after the other. Knows no other
-worker; `python -m` never runs it, `ccjax.precompute.workers` does."""
+"""The process that computes: loads the model once and does what it is told, one command after the other."""
 
 from __future__ import annotations
 

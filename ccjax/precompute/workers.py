@@ -1,5 +1,4 @@
-"""The worker processes as the one that directs them sees them: commands out, answers in, and who died. Knows no
-collection and no batch."""
+"""The worker processes as the one that directs them sees them: commands out, answers in, and who died."""
 
 from __future__ import annotations
 

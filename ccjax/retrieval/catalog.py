@@ -1,5 +1,5 @@
 """The documents, passages and vectors of an index in one SQLite file, which is the truth; what searches them is made of
-it. Knows no search and no embedder.
+it.
 
 Row ids of passages only ever grow and never come back, so that whoever holds some of them learns from the ids alone
 what is new and what has gone.

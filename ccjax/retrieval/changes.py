@@ -1,4 +1,4 @@
-"""What differs between a directory of documents and an index of it. Knows no vectors and writes nothing."""
+"""What differs between a directory of documents and an index of it."""
 
 from __future__ import annotations
 

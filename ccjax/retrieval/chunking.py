@@ -1,4 +1,4 @@
-"""Splits a document's text into chunks of bounded token count. Knows no tokenizer, only how to count with one.
+"""Splits a document's text into chunks of bounded token count.
 
 The splitter looks at all that lies ahead for every chunk, and counts the same text again and again: on its own it takes
 the square of a text's length. Here it sees a window of some chunks at a time, and most of its counts are sums of the

@@ -1,4 +1,4 @@
-"""Turns one file (.md .txt .html .htm .pdf) into a title, clean text and metadata. Knows no chunks, tokens or index."""
+"""Turns one file (.md .txt .html .htm .pdf) into a title, clean text and metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to unit vectors, by a sentence encoder or by hashed words. Knows no documents and no index."""
+"""Texts to unit vectors, by a sentence encoder or by hashed words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters over the metadata of documents, in the form that OpenAI's file search has them. Knows no search.
+"""Filters over the metadata of documents, in the form that OpenAI's file search has them.
 
 A comparison is `{"type": "eq", "key": "year", "value": 2020}` with type eq, ne, gt, gte, lt, lte, in or nin (a list of
 values); `{"type": "and", "filters": [...]}` and `"or"` join several. The key `document_id` means the document's own id.

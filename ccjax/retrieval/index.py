@@ -1,5 +1,5 @@
 """The index of passages: documents and vectors on disk, searched by similarity and metadata, changed while it is
-searched. Knows no files of documents and no embedder.
+searched.
 
 `passages.sqlite` is the truth. Vectors are searched in segments that are made of it; where there are many, most of them
 are in a trained index, a file that is memory-mapped and may be deleted. Several processes may share a directory.

@@ -1,4 +1,4 @@
-"""Collections: `.jsonl` files with a document on each line, as BEIR's corpora have them. Knows no index.
+"""Collections: `.jsonl` files with a document on each line, as BEIR's corpora have them.
 
 A line is `{"_id": "...", "title": "...", "text": "...", "metadata": {...}}`; `id` will do for `_id`, title and metadata
 may be missing, further names are left alone.

@@ -1,5 +1,5 @@
 """Trained indexes for many vectors: built from a stream of vectors, as wide as a recall asks for, memory-mapped from a
-file. Knows no text.
+file.
 
 - `ivf`: clusters, of which the nearest are searched; half a minute of two CPU cores for every million vectors and
   1,000 clusters. The one that is mapped best: a search reads its own clusters only.

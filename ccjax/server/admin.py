@@ -1,7 +1,7 @@
 """The HTTP routes for whoever runs the server: documents in the cache, pins, warm jobs. Closed without an admin key.
 
 The id of a document is the rest of the path and may contain slashes, so what is done to it stands before it or in the
-method. Knows no engine; the service does.
+method.
 """
 
 from __future__ import annotations

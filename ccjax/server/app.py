@@ -1,4 +1,4 @@
-"""The HTTP routes: OpenAI's API, health, readiness and metrics. Knows no engine; the service does."""
+"""The HTTP routes: OpenAI's API, health, readiness and metrics."""
 
 from __future__ import annotations
 

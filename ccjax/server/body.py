@@ -1,4 +1,4 @@
-"""Reads request bodies: size limit first, then UTF-8, JSON and types, each with an error of its own. Knows no route."""
+"""Reads request bodies: size limit first, then UTF-8, JSON and types, each with an error of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the server ends: the first signal lets it finish what it took, the second breaks that off. Knows no request."""
+"""How the server ends: the first signal lets it finish what it took, the second breaks that off."""
 
 from __future__ import annotations
 

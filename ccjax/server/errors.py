@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`. Knows no route."""
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Who may ask: API keys and admin keys, from settings and from files that are read again when they change. Knows no
-request; keys are kept as digests only, and no message, log or repr shows one.
-"""
+"""Who may ask: API keys and admin keys, from settings and from files that are read again when they change."""
 
 from __future__ import annotations
 

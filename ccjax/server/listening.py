@@ -1,4 +1,4 @@
-"""The socket that the server listens on. Knows no HTTP."""
+"""The socket that the server listens on."""
 
 from __future__ import annotations
 

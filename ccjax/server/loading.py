@@ -1,4 +1,4 @@
-"""Loads what answers: a model's engine, and the documents that it answers from. Knows no socket and no command line."""
+"""Loads what answers: a model's engine, and the documents that it answers from."""
 
 from __future__ import annotations
 

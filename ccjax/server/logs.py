@@ -1,4 +1,4 @@
-"""How a process logs: lines for people, or JSON objects for whatever collects them. Knows no server."""
+"""How a process logs: lines for people, or JSON objects for whatever collects them."""
 
 from __future__ import annotations
 

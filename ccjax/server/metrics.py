@@ -1,7 +1,4 @@
-"""Prometheus metrics of one server, in a registry of its own. Names follow vLLM's where it has the same thing.
-
-Knows no request text and no tenant: labels come from fixed lists.
-"""
+"""Prometheus metrics of one server, in a registry of its own. Names follow vLLM's where it has the same thing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and in chunks. Knows no HTTP and no engine, only their values.
+"""Answers in OpenAI's shapes, whole and in chunks.
 
 Beside OpenAI's fields stand `reuse` (the reuse report), `ttft_s` (queue left out), `documents` (the passages of the
 prompt) and, where it was asked for, `trace`: on the answer, or on the last chunk of a stream. A server that evens out

@@ -1,5 +1,4 @@
-"""The server's own documents: what is searched in them, asked for by name, and dropped from the cache once it changed.
-Knows no request and no route."""
+"""The server's own documents: what is searched in them, asked for by name, and dropped from the cache once it changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at /: its files, as they are in the package, and what it asks for beside OpenAI's API. Knows no answer."""
+"""The page at /: its files, as they are in the package, and what it asks for beside OpenAI's API."""
 
 from __future__ import annotations
 

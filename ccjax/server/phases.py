@@ -1,4 +1,4 @@
-"""What a request goes through, from its arrival to its last token. Knows no job and no trace."""
+"""What a request goes through, from its arrival to its last token."""
 
 from __future__ import annotations
 

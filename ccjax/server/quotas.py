@@ -1,4 +1,4 @@
-"""How much each tenant may ask for: requests at a time and tokens a minute, by a file. Knows no line and no HTTP."""
+"""How much each tenant may ask for: requests at a time and tokens a minute, by a file."""
 
 from __future__ import annotations
 

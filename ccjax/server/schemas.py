@@ -1,4 +1,4 @@
-"""Request bodies: which fields there are, of which type, and the engine request they mean. Knows no engine state.
+"""Request bodies: which fields there are, of which type, and the engine request they mean.
 
 Types are checked here, ranges by the engine's own `SamplingParams` and `Request`. Unknown fields are ignored, as
 OpenAI-compatible servers do; but a known one that would change the answer and is not supported is refused.

@@ -1,6 +1,6 @@
 """What stands between the routes and the engine: readiness, retrieval, checks before the line, the line itself.
 
-Knows neither URLs nor response shapes. Whatever may take long runs in a thread, never on the event loop.
+Whatever may take long runs in a thread, never on the event loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of the HTTP side, fixed for the life of a server. Knows no engine, no socket and no command line."""
+"""Settings of the HTTP side, fixed for the life of a server."""
 
 from __future__ import annotations
 

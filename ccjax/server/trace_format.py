@@ -1,4 +1,4 @@
-"""A request's trace as JSON: the text of each token, times counted from its arrival. Knows no HTTP and no engine."""
+"""A request's trace as JSON: the text of each token, times counted from its arrival."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Warm jobs: documents that are computed ahead of questions, while no request waits or one between two requests.
 
-Knows no HTTP. `step` is idle work of the engine's worker; jobs in a hurry come through its `call`.
+`step` is idle work of the engine's worker; jobs in a hurry come through its `call`.
 """
 
 from __future__ import annotations

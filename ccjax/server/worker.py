@@ -1,4 +1,4 @@
-"""The jobs that the engine works on, and a thread for work between requests. Knows no HTTP, no model and no line.
+"""The jobs that the engine works on, and a thread for work between requests.
 
 Verbs: `submit` hands a request to the engine, `Job.deltas` follows its answer, `Job.cancel` stops it wherever it is,
 `call` runs a function on the thread, whose idle time goes to other work, `shut` and `close` end both.

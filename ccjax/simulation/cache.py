@@ -1,7 +1,5 @@
 """What one replica caches: plans prompts over its index, counts uses, stores what was computed. Planner, strategies,
 index, placement and eviction are the engine's own; for masses and KV, which a device would give, something stands in.
-
-Knows no time and no queue.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What devices can do by their makers' public figures, and what share of that serving gets. Knows no model."""
+"""What devices can do by their makers' public figures, and what share of that serving gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run: a workload over one replica or several, routed as a cluster's router does. Knows no file, no table."""
+"""A whole run: a workload over one replica or several, routed as a cluster's router does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The engine's tiers and variant index without KV: what each tier holds, evicts and counts, of variants that have a
-size and nothing else. Knows no time."""
+size and nothing else."""
 
 from __future__ import annotations
 

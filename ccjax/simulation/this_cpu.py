@@ -1,4 +1,4 @@
-"""What this machine's CPU does in float32, measured in a second: products, and copies of memory. Knows no model."""
+"""What this machine's CPU does in float32, measured in a second: products, and copies of memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What is asked and when: arrivals, drawn or recorded, and the passages of each request, drawn or of a retrieval trace.
 
-Knows no cost and no cache. No public trace has both arrival times and passages, so wherever arrivals are recorded ones
-their combination with passages is ours.
+No public trace has both arrival times and passages, so wherever arrivals are recorded ones their combination with
+passages is ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are bytes, for models without one of their own. Knows no model.
+"""A tokenizer whose tokens are bytes, for models without one of their own.
 
 Nobody trained a model on these ids, so answers mean nothing; prompts are several times as long as with a real one.
 """

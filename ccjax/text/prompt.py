@@ -1,4 +1,4 @@
-"""Token ids of a prompt as [system][document]...[question]. Knows no model, no cache and no retrieval.
+"""Token ids of a prompt as [system][document]...[question].
 
 Documents stand at the start of the first user turn, so that system prompt and documents stay one unchanged prefix over
 a conversation, and each is tokenized on its own, so that its ids never depend on its neighbours.

@@ -1,4 +1,4 @@
-"""Text of an answer while its tokens arrive: whole characters only, and stop strings. Knows no model and no network."""
+"""Text of an answer while its tokens arrive: whole characters only, and stop strings."""
 
 from __future__ import annotations
 

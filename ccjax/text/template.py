@@ -1,4 +1,4 @@
-"""Chat templates of Hugging Face model directories, rendered to text. Knows no token ids and no documents."""
+"""Chat templates of Hugging Face model directories, rendered to text."""
 
 from __future__ import annotations
 

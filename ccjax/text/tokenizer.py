@@ -1,4 +1,4 @@
-"""Text to token ids and back, from `tokenizer.json` or Llama-3's `tokenizer.model`. Knows no chat and no model.
+"""Text to token ids and back, from `tokenizer.json` or Llama-3's `tokenizer.model`.
 
 Text is either trusted (chat templates: control tokens count) or not (documents, users: control tokens are plain text).
 """

@@ -5,7 +5,7 @@ DIR/weights/ID/00000/                an Orbax checkpoint of up to 256 MiB (one l
 DIR/ccjax_weights.json               written last, and in one piece: what is not named there is not there
 
 A leaf lies there under its Hugging Face name, with "_scale" behind it for the scales of weights in 8 bits. Orbax
-returns flipped bytes in silence, so the index has a checksum of each leaf, and one of itself. Knows no tokenizer.
+returns flipped bytes in silence, so the index has a checksum of each leaf, and one of itself.
 """
 
 from __future__ import annotations

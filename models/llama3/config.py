@@ -1,7 +1,4 @@
-"""Shapes and constants of a Llama-family model, read from and written to Hugging Face's config.json.
-
-Knows no weights, no tokenizer and no serving limits.
-"""
+"""Shapes and constants of a Llama-family model, read from and written to Hugging Face's config.json."""
 
 from __future__ import annotations
 

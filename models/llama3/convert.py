@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories in and out, one tensor at a time. Knows no tokenizer, no device and no store."""
+"""Hugging Face checkpoint directories in and out, one tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mixture of experts in a layer's MLP: which experts a token gets, and what they compute of it. Knows no jit.
+"""The mixture of experts in a layer's MLP: which experts a token gets, and what they compute of it.
 
 No token is dropped, and a row depends on nothing but itself: padding rows, whatever is in them, disturb no other.
 """

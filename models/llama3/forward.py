@@ -1,7 +1,4 @@
-"""The whole model over a batch of full sequences, differentiable: for training and as the plain definition.
-
-Knows no cache; serving runs `steps.py` instead.
-"""
+"""The whole model over a batch of full sequences, differentiable: for training and as the plain definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and writes token rows in the pages of one layer, by slot. Knows no request, no table and no jit.
+"""Reads and writes token rows in the pages of one layer, by slot.
 
 A slot is page * T + offset; a slot past the end of the pages is none.
 """

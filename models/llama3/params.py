@@ -1,6 +1,6 @@
 """Every weight of the model, declared once: shape, logical axes, initialiser and Hugging Face name.
 
-The abstract tree, random initialisation and checkpoint loading all derive from the two tables. Knows no file format.
+The abstract tree, random initialisation and checkpoint loading all derive from the two tables.
 """
 
 from __future__ import annotations

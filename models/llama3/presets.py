@@ -1,7 +1,4 @@
-"""Shapes of known models by name, and shapes that a name spells out: models with random weights are called by them.
-
-Knows no weights.
-"""
+"""Shapes of known models by name, and shapes that a name spells out: models with random weights are called by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in the precision of their operands. Knows no layer and no weight's format."""
+"""Products in the precision of their operands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Weights in 8 bits with a float32 scale per output channel, and the product that takes these and plain ones.
 
 A weight is `values * scales`; values are exact in bfloat16, so that activations keep their dtype and only the weight's
-rounding is lost. Knows no model: which weights are kept so, and which of their axes are summed over, is the caller's.
+rounding is lost.
 """
 
 from __future__ import annotations

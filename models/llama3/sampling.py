@@ -1,4 +1,4 @@
-"""Draws the next token of every row of a batch on the device: greedy, temperature, nucleus. Knows no request, no jit.
+"""Draws the next token of every row of a batch on the device: greedy, temperature, nucleus.
 
 The vocabulary is neither sorted nor cumulated, which CPUs do slowly: the nucleus is what weighs at least a threshold,
 found by bisection over the bits of the weights, and the draw inverts the distribution in order of ids, by bisection

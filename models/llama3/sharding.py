@@ -2,7 +2,7 @@
 
 Attention heads, the MLP's inner width and the vocabulary are split over all devices; hidden states are on each. A mesh
 has two axes: kv heads are split over the first and repeated over the second, which is 1 until there are more devices
-than kv heads. Query heads follow their kv head. Knows no engine and no file.
+than kv heads. Query heads follow their kv head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of weights, cut out of a checkpoint's tensors without the rest of these. Knows no files."""
+"""Parts of weights, cut out of a checkpoint's tensors without the rest of these."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ store and a policy to decide by, so it writes down each device operation as it l
 the others (`wire`), and they carry it out on their own part of the same arrays (`follower`). Everything that touches
 the mesh goes through `steps`: jitted steps, `put`, `zeros`, `fetch`. In a single process these are plain JAX.
 
-Knows no model, no store and no request. Hosts of a group trust each other, as their collectives do.
+Hosts of a group trust each other, as their collectives do.
 """
 
 from ccjax.models.lockstep.errors import LostHostError

@@ -1,6 +1,6 @@
 """Shapes and options of a BERT-type sentence encoder, read from a sentence-transformers directory.
 
-Knows no weights and no tokenizer. What the encoder cannot do is refused here, by the name of file and key.
+What the encoder cannot do is refused here, by the name of file and key.
 """
 
 from __future__ import annotations

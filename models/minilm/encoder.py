@@ -1,4 +1,4 @@
-"""Texts in, sentence vectors out: tokenizer, padding to buckets and the jitted encoder. Knows no documents or index."""
+"""Texts in, sentence vectors out: tokenizer, padding to buckets and the jitted encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a BERT encoder's weights from a safetensors file with Hugging Face names. Knows no tokenizer and no pooling."""
+"""Reads a BERT encoder's weights from a safetensors file with Hugging Face names."""
 
 from __future__ import annotations
 

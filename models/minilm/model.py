@@ -1,4 +1,4 @@
-"""BERT encoder and sentence pooling as pure functions over a parameter tree. Knows no files, tokenizer or jit.
+"""BERT encoder and sentence pooling as pure functions over a parameter tree.
 
 Axes: B texts, N tokens, D model, Q heads, H head dim, F feed-forward, L layers (stacked, walked with `lax.scan`).
 """

@@ -1,4 +1,4 @@
-"""Public attention function: picks an implementation, never falls back silently. Knows no model, plan or cache."""
+"""Public attention function: picks an implementation, never falls back silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which key blocks a query block has to visit, and which of them need no mask. Knows no kernel and no platform.
+"""Which key blocks a query block has to visit, and which of them need no mask.
 
 Bounds come from the smallest and largest position (and request id) of each block, so they hold for slots in any order;
 they are tight where positions ascend, as in a merged prompt.

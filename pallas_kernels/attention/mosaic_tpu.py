@@ -1,4 +1,4 @@
-"""Partial-prefill attention for TPUs in Pallas-Mosaic. Knows no chip: block sizes are an argument.
+"""Partial-prefill attention for TPUs in Pallas-Mosaic.
 
 The grid is (kv head, query block, key block), key blocks innermost; the running softmax rests in scratch memory between
 the steps of one query block. All query heads of one kv head are rows of the same products.

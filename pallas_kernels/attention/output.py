@@ -1,4 +1,4 @@
-"""The value that every attention implementation returns. Knows nothing of how it is computed."""
+"""The value that every attention implementation returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definition of partial-prefill attention in plain jnp, float32, all scores at once. Knows nothing of speed.
+"""The definition of partial-prefill attention in plain jnp, float32, all scores at once.
 
 score[n, q, s] = scale * q[n, q] . k[s, q // (Q/K)]  where slot s is visible to query n, else -inf
 p = softmax over s;  out = p @ v;  mass[n, q, c] = sum of p over the slots of segment c

@@ -1,4 +1,4 @@
-"""Attention through tokamax, Google's kernel library: chosen by name only. Knows no kernel, only how to ask for one.
+"""Attention through tokamax, Google's kernel library: chosen by name only.
 
 tokamax masks by slot index, with a range [k_start, k_end) for each query; `attention` masks by position and request,
 over slots in any order. So the slots are sorted by (request, position) first: then what a query sees is one range. That

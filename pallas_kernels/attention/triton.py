@@ -1,4 +1,4 @@
-"""Partial-prefill attention for NVIDIA GPUs in Pallas-Triton. Knows no chip: block sizes are an argument.
+"""Partial-prefill attention for NVIDIA GPUs in Pallas-Triton.
 
 One program owns a block of queries of one head and walks over key blocks with a running softmax in registers:
   - blocks beyond the last position of its queries, or of other requests alone, are never loaded;

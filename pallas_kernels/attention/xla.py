@@ -1,4 +1,4 @@
-"""Blocked attention for XLA: the CPU path, and the fallback of other platforms. Knows no Pallas.
+"""Blocked attention for XLA: the CPU path, and the fallback of other platforms.
 
 A block of queries walks over blocks of keys with a running softmax, so that scores stay in the processor's cache; key
 blocks beyond a query block's last position are never touched. The segment mass rides along as extra columns of the

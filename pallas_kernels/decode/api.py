@@ -1,4 +1,4 @@
-"""Public decode attention: picks an implementation, never falls back silently. Knows no model, scheduler or cache."""
+"""Public decode attention: picks an implementation, never falls back silently."""
 
 from __future__ import annotations
 

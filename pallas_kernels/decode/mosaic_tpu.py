@@ -1,4 +1,4 @@
-"""Paged decode attention for TPUs in Pallas-Mosaic. Knows no chip: block sizes are an argument.
+"""Paged decode attention for TPUs in Pallas-Mosaic.
 
 The grid is one step per request; inside, a loop walks over the request's own pages, a few at a time with all their kv
 heads. Pages are copied from HBM by hand into one of two buffers: while one part is computed, the next one is on its

@@ -1,4 +1,4 @@
-"""What the page tables of a call say, slot by slot. Knows no kernel and no platform."""
+"""What the page tables of a call say, slot by slot."""
 
 from __future__ import annotations
 

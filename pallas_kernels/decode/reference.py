@@ -1,4 +1,4 @@
-"""The definition of paged decode attention in plain jnp, float32, all pages gathered. Knows nothing of speed.
+"""The definition of paged decode attention in plain jnp, float32, all pages gathered.
 
 score[b, q, s] = scale * q[b, q] . k[s, q // (Q/K)] over the slots s that the pages of request b hold
 p = softmax over s;  out = p @ v

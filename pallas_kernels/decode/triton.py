@@ -1,4 +1,4 @@
-"""Paged decode attention for NVIDIA GPUs in Pallas-Triton. Knows no chip: block sizes are an argument.
+"""Paged decode attention for NVIDIA GPUs in Pallas-Triton.
 
 One program owns one kv head of one request, and one of several equal parts of its pages: a batch too small to fill the
 GPU is split along the context. It gathers a few pages per step and keeps a running softmax for the head's query group;

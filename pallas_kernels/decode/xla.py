@@ -1,4 +1,4 @@
-"""Paged decode attention for XLA: the CPU path. Knows no Pallas.
+"""Paged decode attention for XLA: the CPU path.
 
 Each request walks over its own pages, a block of them at a time, with a running softmax; pages behind its last one are
 never read.

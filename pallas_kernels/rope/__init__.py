@@ -1,4 +1,4 @@
-"""Rotary position embedding: apply, remove, move. Knows no model; frequencies are an argument."""
+"""Rotary position embedding: apply, remove, move."""
 
 from ccjax.kernels.rope.api import (
     apply_rope,

@@ -1,4 +1,4 @@
-"""Rotary position embedding in Llama's half-split layout, with float32 angles. Knows no model and no cache.
+"""Rotary position embedding in Llama's half-split layout, with float32 angles.
 
 CacheCraft sec. 4 prints the inverse wrong; the right pair, with x and y the two halves of a head, is
   apply:  x' = x cos - y sin,  y' = x sin + y cos

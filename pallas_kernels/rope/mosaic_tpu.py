@@ -1,4 +1,4 @@
-"""Rotation of keys inside a TPU kernel. Knows no grid and no memory: arrays in, arrays out.
+"""Rotation of keys inside a TPU kernel.
 
 A key's halves are 64 lanes of one register when heads are 128 wide; taking them apart and together again cost v5e 3,500
 shuffles per 1,024 keys; swapped by a roll, and cosine and sine widened to all lanes by another, they cost 1,260.

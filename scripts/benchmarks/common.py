@@ -1,4 +1,4 @@
-"""What every benchmark shares: machine and versions of a run, medians. Knows no particular benchmark."""
+"""What every benchmark shares: machine and versions of a run, medians."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Bytes and seconds of a model on one device. Knows no policy."""
+    """Bytes and seconds of a model on one device."""
 
     config: LlamaConfig = LLAMA3_8B
 

@@ -1,5 +1,4 @@
-"""Carries out the cases of `bench.py gpu` as far as memory and time allow; each is on disk as soon as it is measured.
-Knows no table and no target."""
+"""Carries out the cases of `bench.py gpu` as far as memory and time allow; each is on disk as soon as it is measured."""
 
 from __future__ import annotations
 

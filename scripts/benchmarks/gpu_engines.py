@@ -1,5 +1,4 @@
-"""The engines that `bench.py gpu` measures, opened one at a time and filled with passages, and the runs through them.
-Knows no figure and no table."""
+"""The engines that `bench.py gpu` measures, opened one at a time and filled with passages, and the runs through them."""
 
 from __future__ import annotations
 

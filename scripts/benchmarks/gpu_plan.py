@@ -1,5 +1,4 @@
-"""The cases of `bench.py gpu`, most important first: what each computes, what memory and how long it needs. Knows no
-device and runs nothing."""
+"""The cases of `bench.py gpu`, most important first: what each computes, what memory and how long it needs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Full prefill in plain PyTorch over the very weights of JAX: matrix products, and scaled_dot_product_attention as it
-picks its kernel. Knows no engine; PyTorch is imported when it is asked for."""
+picks its kernel."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A large index of vectors that looks like a real one: real passages, and drawn ones. Knows no engine.
+"""A large index of vectors that looks like a real one: real passages, and drawn ones.
 
 No public corpus of vectors is at hand, so all but the real passages' own vectors are synthetic. Topics are the real
 passages and others with their mean and covariance; each vector lies around a topic as a real passage lies from its

@@ -1,4 +1,4 @@
-"""Which passages each eviction policy keeps, and what that does to TTFT (RAGCache fig. 20, table 2). Knows no load."""
+"""Which passages each eviction policy keeps, and what that does to TTFT (RAGCache fig. 20, table 2)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What the parts of the RAGCache benchmark share: real engines over a real retrieval trace, asked one request after the
-other, at a time each, or so many at a time. Knows no policy and no table."""
+other, at a time each, or so many at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Puts load on an OpenAI-compatible server and notes when what came back: open loop or closed loop, streamed answers.
 
-While answers stream, only times and raw bytes are kept; events are parsed when an answer is over. Knows no strategy and
-no statistics.
+While answers stream, only times and raw bytes are kept; events are parsed when an answer is over.
 """
 
 from __future__ import annotations

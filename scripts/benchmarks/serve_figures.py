@@ -1,6 +1,6 @@
 """Figures of one run under load, in the field's terms (TTFT, TPOT, ITL, E2E latency), and the search for saturation.
 
-Names and definitions are those of vLLM's `benchmark_serving`. Knows no HTTP and no model.
+Names and definitions are those of vLLM's `benchmark_serving`.
 """
 
 from __future__ import annotations

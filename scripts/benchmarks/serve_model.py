@@ -1,6 +1,6 @@
 """The model that benchmarks of a server ask: by default random weights, with the real Llama-3 tokenizer.
 
-Only time is measured, so weights need not be trained. Knows no server.
+Only time is measured, so weights need not be trained.
 """
 
 from __future__ import annotations

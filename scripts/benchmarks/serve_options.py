@@ -1,4 +1,4 @@
-"""The serving benchmark's command line. Knows no run."""
+"""The serving benchmark's command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of the serving benchmark, and the line that puts two strategies beside the paper. Knows no server."""
+"""Tables of the serving benchmark, and the line that puts two strategies beside the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `scripts/serve.py` process for the serving benchmark, and what its /metrics say. Knows no load."""
+"""A `scripts/serve.py` process for the serving benchmark, and what its /metrics say."""
 
 from __future__ import annotations
 

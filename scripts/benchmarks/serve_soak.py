@@ -1,4 +1,4 @@
-"""A long closed loop on one server: every answer whole, no page lost, flat memory, no more compiling. Knows no rate."""
+"""A long closed loop on one server: every answer whole, no page lost, flat memory, no more compiling."""
 
 from __future__ import annotations
 

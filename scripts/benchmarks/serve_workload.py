@@ -1,7 +1,7 @@
 """What the serving benchmark asks and when: questions with the passages of a real retrieval trace, and arrival times.
 
 No public trace has both passages and arrival times, so wherever arrivals are recorded ones their combination with these
-passages is ours. Knows no server.
+passages is ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Full prefill in Hugging Face transformers, for comparison. Knows no benchmark; imports torch when it is called."""
+"""Full prefill in Hugging Face transformers, for comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evaluate.py and calibrate.py share: options of a run, and the run with its progress. Knows no figures."""
+"""What evaluate.py and calibrate.py share: options of a run, and the run with its progress."""
 
 from __future__ import annotations
 

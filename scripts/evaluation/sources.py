@@ -1,4 +1,4 @@
-"""The questions of an evaluation. Knows no model."""
+"""The questions of an evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What competes in the timing of attention, on Llama-3-8B's heads in bfloat16. Knows no clock and no results."""
+"""What competes in the timing of attention, on Llama-3-8B's heads in bfloat16."""
 
 from __future__ import annotations
 

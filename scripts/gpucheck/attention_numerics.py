@@ -1,4 +1,4 @@
-"""Attention on the device against a float64 oracle, with broken variants that must not pass. Knows no speed.
+"""Attention on the device against a float64 oracle, with broken variants that must not pass.
 
 The hard cases are those of tests/pallas_kernels, which on a GPU run at the block sizes of its chip; one more is of
 serving size (`serving_case`).

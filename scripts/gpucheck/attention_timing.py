@@ -1,4 +1,4 @@
-"""Times attention against library kernels in one run, side by side. Knows no kernel by name but the slow one.
+"""Times attention against library kernels in one run, side by side.
 
 A rate counts the products of visible pairs alone, 4 * H * heads * pairs: not what a mask throws away, not the mass.
 All candidates of a context take turns, so their ratios hold whatever the clock of the chip does.

@@ -1,4 +1,4 @@
-"""What the device does at best, and what a turn of the timing loop costs, in the same run. Knows no kernel."""
+"""What the device does at best, and what a turn of the timing loop costs, in the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged decode attention on the device against the float64 oracle. Knows no timing."""
+"""Paged decode attention on the device against the float64 oracle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Paged decode attention on the device: bytes of keys and values per second, beside JAX's own kernel where that one can
-be used (whole pages, one length per request). Knows no prefill."""
+be used (whole pages, one length per request)."""
 
 from __future__ import annotations
 

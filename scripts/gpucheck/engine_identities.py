@@ -1,5 +1,5 @@
 """What reuse must not change, in bfloat16 on the device, through the engine with a small model and the platform's own
-kernels; and that its float32 is no less. Knows no kernel by name and times nothing."""
+kernels; and that its float32 is no less."""
 
 from __future__ import annotations
 

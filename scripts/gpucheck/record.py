@@ -1,4 +1,4 @@
-"""Results of a run as they come: rows on disk, verdicts, time left, tables. Knows no kernel and no GPU."""
+"""Results of a run as they come: rows on disk, verdicts, time left, tables."""
 
 from __future__ import annotations
 

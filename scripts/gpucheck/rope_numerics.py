@@ -1,4 +1,4 @@
-"""RoPE on the device at positions up to 128k against complex rotation in float64. Knows no attention.
+"""RoPE on the device at positions up to 128k against complex rotation in float64.
 
 The angles are those of float32, as the functions document them: at position 131,071 float32 angles are themselves up to
 0.008 radians off, which says nothing about a device.

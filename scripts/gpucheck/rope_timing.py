@@ -1,4 +1,4 @@
-"""Memory traffic of RoPE on the device against a plain copy. Knows no attention."""
+"""Memory traffic of RoPE on the device against a plain copy."""
 
 from __future__ import annotations
 

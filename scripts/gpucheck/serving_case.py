@@ -1,4 +1,4 @@
-"""An attention problem of serving size and the float64 answer for a sample of it. Knows no kernel.
+"""An attention problem of serving size and the float64 answer for a sample of it.
 
 A softmax over 16,000 slots averages away whatever one slot does, so that plain numbers would hide a wrong mask. Here
 each computed token's own key, and the first key that it may not see, point its way, and errors are relative.

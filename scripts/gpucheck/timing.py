@@ -1,4 +1,4 @@
-"""Times device code: many calls per sample, competitors in turn. Knows no kernel.
+"""Times device code: many calls per sample, competitors in turn.
 
 JAX functions run in a compiled loop. A barrier makes each turn's inputs depend on the last turn's result, so that XLA
 neither hoists work out of the loop nor merges turns, and costs nothing itself: in the loop compiled for an H100, each

@@ -1,4 +1,4 @@
-"""The kernel calls that serving makes, as abstract shapes. Knows no chip and no compiler."""
+"""The kernel calls that serving makes, as abstract shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles kernel calls and whole layer steps for a described device. Knows no chip's name and reads no figures."""
+"""Compiles kernel calls and whole layer steps for a described device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of the Triton kernel from XLA's CUDA plugin and ptxas, without a GPU. Knows no gate and no table."""
+"""Figures of the Triton kernel from XLA's CUDA plugin and ptxas, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of the TPU kernel from libtpu's ahead-of-time compiler, without a TPU. Knows no gate and no table."""
+"""Figures of the TPU kernel from libtpu's ahead-of-time compiler, without a TPU."""
 
 from __future__ import annotations
 

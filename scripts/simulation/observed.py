@@ -1,5 +1,4 @@
-"""How fast this machine was while an engine answered: fitted to the traces of its answers. Knows no queue, no cache and
-no cost model but a measured grid."""
+"""How fast this machine was while an engine answered: fitted to the traces of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of the simulator. Knows no simulation."""
+"""Tables of the simulator."""
 
 from __future__ import annotations
 

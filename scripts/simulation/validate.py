@@ -2,7 +2,7 @@
 
 A small model with random weights, a real retrieval trace, Poisson arrivals. What prefills cost is profiled just before.
 How fast the machine was is read off the traces of the measured requests, as that changes within minutes here: what the
-simulator is asked is what is reused, who waits for whom, and what TTFT comes of it. Knows no other cost model.
+simulator is asked is what is reused, who waits for whom, and what TTFT comes of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shared index of the processes on one store: which class a URL means. Knows no server itself."""
+"""The shared index of the processes on one store: which class a URL means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes on one store tell each other at once: the interface of a shared index. Knows no KV and no server.
+"""What processes on one store tell each other at once: the interface of a shared index.
 
 The commit records in the store are the truth; an index may be lost, late or empty at any time. What that costs is time:
 variants are found by the next listing, work is done twice, orders are placed again.

@@ -1,5 +1,5 @@
 """One SQLite file that several processes of a host share, and that may be lost or damaged at any time: it is made anew
-then. Knows none of its tables."""
+then."""
 
 from __future__ import annotations
 

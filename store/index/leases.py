@@ -1,5 +1,4 @@
 """Leases of a shared index, sealed where the store has keys; those of the store's root where the index does not answer.
-Knows no variant and no server.
 
 While some processes see the index and others do not, these two kinds of leases do not see each other, as those of
 processes without an index never do: then work is done twice, which leases may always let happen.

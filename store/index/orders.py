@@ -1,4 +1,4 @@
-"""Orders of a shared index, sealed by the keys of a store. Knows no server and nothing of what is ordered."""
+"""Orders of a shared index, sealed by the keys of a store."""
 
 from __future__ import annotations
 

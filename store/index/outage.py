@@ -1,4 +1,4 @@
-"""That an index does not answer: the call that finds out waits, the ones after it do not. Knows no server."""
+"""That an index does not answer: the call that finds out waits, the ones after it do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shared index in Redis, for the processes of several hosts. Knows no KV and no record.
+"""A shared index in Redis, for the processes of several hosts.
 
 Time is that of Redis. Needs the package `redis`, which is imported where an index is made.
 """

@@ -1,4 +1,4 @@
-"""What a Redis does for a shared index in one go each: Lua. Knows no connection.
+"""What a Redis does for a shared index in one go each: Lua.
 
 Keys of one namespace share a hash tag. What nobody wrote to for `KEEP_MS` goes; time is that of Redis.
 """

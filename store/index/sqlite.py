@@ -1,4 +1,4 @@
-"""A shared index in one SQLite file, for the processes of one host. Knows no KV and no record.
+"""A shared index in one SQLite file, for the processes of one host.
 
 Time is the host's clock, the same for all of its processes.
 """

@@ -1,4 +1,4 @@
-"""Requests over one pool of pages, driven layer by layer as an engine would, and each of them alone. Knows no engine.
+"""Requests over one pool of pages, driven layer by layer as an engine would, and each of them alone.
 
 Pages are taken in random order and begin as NaN: whoever reads a slot that nobody wrote returns NaN.
 """

@@ -1,4 +1,4 @@
-"""Attention problems with hard corners and their float64 solution, written from the definition. Knows no kernel."""
+"""Attention problems with hard corners and their float64 solution, written from the definition."""
 
 import jax
 import jax.numpy as jnp

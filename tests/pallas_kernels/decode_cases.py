@@ -1,4 +1,4 @@
-"""Decode problems with hard corners and their float64 solution, written from the definition. Knows no kernel."""
+"""Decode problems with hard corners and their float64 solution, written from the definition."""
 
 import jax
 import jax.numpy as jnp

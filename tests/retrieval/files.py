@@ -1,4 +1,4 @@
-"""Writes small real PDF files for the tests, byte by byte. Knows nothing of ccjax or pypdf."""
+"""Writes small real PDF files for the tests, byte by byte."""
 
 from __future__ import annotations
 

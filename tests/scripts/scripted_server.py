@@ -1,4 +1,4 @@
-"""A real HTTP server that streams chats as it is told to: what comes when stands in the question. Knows no model."""
+"""A real HTTP server that streams chats as it is told to: what comes when stands in the question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Llama directory with random weights and its own tokenizer, complete as Hugging Face models are. Knows no server."""
+"""A Llama directory with random weights and its own tokenizer, complete as Hugging Face models are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP relay in front of a test server, which can fail the way that networks do. Knows no HTTP beyond a first line."""
+"""A TCP relay in front of a test server, which can fail the way that networks do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the servers of the bucket tests, each a process of its own. Knows no store."""
+"""Starts the servers of the bucket tests, each a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model directories with small tokenizers of the kinds in use, trained on the spot. Knows no model weights."""
+"""Model directories with small tokenizers of the kinds in use, trained on the spot."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One token for each of many requests: a step of the whole batch, over the pages of each. Knows no queue, no text and
-no stop rule."""
+"""One token for each of many requests: a step of the whole batch, over the pages of each."""
 
 from __future__ import annotations
 

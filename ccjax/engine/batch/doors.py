@@ -1,4 +1,4 @@
-"""The thread of a batch loop, and the ways to it: the line, cancelling, guests, the end. Knows no step of the model."""
+"""The thread of a batch loop, and the ways to it: the line, cancelling, guests, the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a request before its answer is complete, as the one who asked is told. Knows no request."""
+"""What ends a request before its answer is complete, as the one who asked is told."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One request's prefill, whichever packs its pieces run in: what they gave, which tokens are not worth going on with.
-Knows no other request and no step."""
+"""One request's prefill, whichever packs its pieces run in: what they gave, which tokens are not worth going on with."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The thread that runs all requests of an engine: carries out what `ccjax.policy.scheduling` decides, step by step.
-Knows no HTTP and no text."""
+"""The thread that runs all requests of an engine: carries out what `ccjax.policy.scheduling` decides, step by step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pieces of several prompts, run together through all layers, one layer at a time. Knows no queue, and no policy but
-what drops rows of a request on the way."""
+"""Pieces of several prompts, run together through all layers, one layer at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Where the KV of a running request lies: pages for each of its segments, some of them a cached chunk's own. Knows no
-store, no layer and no array on the device."""
+"""Where the KV of a running request lies: pages for each of its segments, some of them a cached chunk's own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The pages that requests could have, and who gives them up: cached chunks that nobody uses, prompts whose answers all
-wait. Knows no step and no line."""
+wait."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One answer in the batch, from its request's arrival, or from when its prompt was there, to its last token. Knows no
-other request and no step."""
+"""One answer in the batch, from its request's arrival, or from when its prompt was there, to its last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots: a whole chunk-cache in a directory or bucket, to be restored elsewhere. Knows no request and no device.
+"""Snapshots: a whole chunk-cache in a directory or bucket, to be restored elsewhere.
 
 TARGET/snapshot.json               written last, create-if-absent: this commits; see `index`
 TARGET/parts/ID/00000/             an Orbax checkpoint of up to 128 MiB; ID is new for every save; see `packs`

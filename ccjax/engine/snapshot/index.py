@@ -1,4 +1,4 @@
-"""The one object that makes a snapshot: what is in it, whose it is, where each variant's KV lies. Knows no KV bytes.
+"""The one object that makes a snapshot: what is in it, whose it is, where each variant's KV lies.
 
 A format of our own and not Orbax's, because a commit must be a single atomic write, in a bucket too. Its sha256 guards
 every byte of it; the checksum of each variant in it guards the KV, of which Orbax returns a flipped byte in silence.

@@ -1,5 +1,4 @@
-"""Parts of a snapshot: Orbax checkpoints of packs, in a directory or, by way of a temporary one, in a bucket. Knows no
-variant, and does not tell sound bytes from others.
+"""Parts of a snapshot: Orbax checkpoints of packs, in a directory or, by way of a temporary one, in a bucket.
 
 A pack holds many variants because Orbax writes 5,000 arrays of 100 KB six times slower than the same bytes in arrays of
 16 MiB (60 s against 10 s here). Neither OCDBT nor compression: a pack is a file of its own then, so that of a part in a

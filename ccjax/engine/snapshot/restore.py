@@ -1,4 +1,4 @@
-"""Brings a snapshot, or its hottest part, into a chunk-cache, beside an engine that serves. Knows no model."""
+"""Brings a snapshot, or its hottest part, into a chunk-cache, beside an engine that serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a snapshot of a chunk-cache, beside an engine that serves. Knows no model and no device."""
+"""Takes a snapshot of a chunk-cache, beside an engine that serves."""
 
 from __future__ import annotations
 

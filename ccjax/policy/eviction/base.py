@@ -1,5 +1,4 @@
-"""What an eviction policy is told and asked: sizes, seconds and uses, by key. Knows no ranking, no array, no budget, no
-other tier, and no time but the `now` of each call.
+"""What an eviction policy is told and asked: sizes, seconds and uses, by key.
 
 The tier's owner makes every move. To store a new entry it calls `on_insert`, then `victims` for the bytes that are
 missing, evicts them, and calls `on_remove` for each one that went, or for the new one where it is not stored after all.

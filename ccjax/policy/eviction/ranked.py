@@ -1,4 +1,4 @@
-"""A policy that evicts what ranks least: the order is kept here, what ranks it is a subclass's. Knows no tier."""
+"""A policy that evicts what ranks least: the order is kept here, what ranks it is a subclass's."""
 
 from __future__ import annotations
 

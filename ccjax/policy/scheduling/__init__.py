@@ -1,5 +1,4 @@
-"""Continuous batching: who prefills, who decodes, who waits, who gives pages back. Knows no model, no array, no page by
-number, and no time but the `now_s` of each call.
+"""Continuous batching: who prefills, who decodes, who waits, who gives pages back.
 
 A *pack* is pieces of prompts that run together through all layers, one layer a step. Between two layers one decode step
 of all running answers may run. One thread owns the scheduler and the pool, and calls, over and over:

@@ -1,5 +1,4 @@
 """The requests of one priority in the order they start: fair between flows, by arrival or by what is cached within one.
-Knows no pages and no time.
 
 Fair queueing by finish tags (Demers, Keshav, Shenker 1989; as PGPS in Parekh, Gallager 1993): every flow is thought to
 be served at once, a token each in turn, and requests go in the order in which they would end that way. A request that

@@ -1,4 +1,4 @@
-"""Keys in order of a rank that may change. Knows no scheduling."""
+"""Keys in order of a rank that may change."""
 
 from __future__ import annotations
 

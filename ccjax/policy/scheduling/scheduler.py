@@ -1,5 +1,4 @@
-"""Who prefills and who decodes next, who is admitted, and who gives pages back. Knows no page by number, no array, no
-clock; in what order its verbs are called, `ccjax.policy.scheduling` says."""
+"""Who prefills and who decodes next, who is admitted, and who gives pages back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Everybody who waits: the more important priority first, a fair line within each, and a limit on newcomers. Knows no
-pages and no time."""
+"""Everybody who waits: the more important priority first, a fair line within each, and a limit on newcomers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reuse strategies by exact name. Knows none of them from inside: to add one, write its file and list it here."""
+"""The reuse strategies by exact name. To add one, write its file and list it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy is: a pure function from prompt chunks and their variants to one decision a chunk. Knows no segments.
+"""What a strategy is: a pure function from prompt chunks and their variants to one decision a chunk.
 
 A strategy is not asked in mode `off`. In mode `exact` it must choose exact reuse or nothing; the planner checks that.
 """

@@ -1,6 +1,5 @@
 """`cacheblend`: every token of an approximately reused chunk is a candidate, of which those are recomputed whose KV
-deviates most (CacheBlend sec. 4). Knows no deviation: they are measured while the prefill runs (`ccjax.policy.hkvd`).
-"""
+deviates most (CacheBlend sec. 4)."""
 
 from __future__ import annotations
 

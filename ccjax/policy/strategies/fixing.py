@@ -1,7 +1,4 @@
-"""How many tokens of each approximately reused chunk to recompute, for every strategy that fixes (CacheCraft sec. 3.2).
-
-Knows not which tokens: that is all in which those strategies differ, so at equal settings they cost the same.
-"""
+"""How many tokens of each approximately reused chunk to recompute, for every strategy that fixes (CacheCraft sec. 3.2)."""
 
 from __future__ import annotations
 

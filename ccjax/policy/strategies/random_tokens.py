@@ -1,6 +1,6 @@
 """`random`: recomputes as many tokens as `cachecraft`, drawn blindly (CacheCraft sec. 5.1.4 RANDOM-RECOMP).
 
-Looks at no token ranking. Knows no generator: a plan depends on its inputs alone, in every process.
+Looks at no token ranking.
 """
 
 from __future__ import annotations
