@@ -1,4 +1,5 @@
-"""One reader for all loads of a variant that are open at the same time: what one of them read is there for the others."""
+"""One reader for all loads of a variant that are open at the same time: what one of them read is there for the
+others."""
 
 from __future__ import annotations
 

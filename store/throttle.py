@@ -1,4 +1,5 @@
-"""A link of limited bandwidth and fixed latency in front of a tier's reads, for tests and benchmarks; off by default."""
+"""A link of limited bandwidth and fixed latency in front of a tier's reads, for tests and benchmarks; off by
+default."""
 
 from __future__ import annotations
 

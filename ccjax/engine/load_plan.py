@@ -1,4 +1,5 @@
-"""What loading a plan's variants would take, from measured rates: how far to read ahead, and what not to read at all."""
+"""What loading a plan's variants would take, from measured rates: how far to read ahead, and what not to read
+at all."""
 
 from __future__ import annotations
 

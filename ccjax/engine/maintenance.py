@@ -1,4 +1,5 @@
-"""Work for idle time: replaces approximate variants by exact ones, and follows what other processes did to the store."""
+"""Work for idle time: replaces approximate variants by exact ones, and follows what other processes did to the
+store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The server's own documents: what is searched in them, asked for by name, and dropped from the cache once it changed."""
+"""The server's own documents: what is searched in them, asked for by name, and dropped from the cache once it
+changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Carries out the cases of `bench.py gpu` as far as memory and time allow; each is on disk as soon as it is measured."""
+"""Carries out the cases of `bench.py gpu` as far as memory and time allow; each is on disk as soon as it is
+measured."""
 
 from __future__ import annotations
 

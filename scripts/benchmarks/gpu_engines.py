@@ -1,4 +1,5 @@
-"""The engines that `bench.py gpu` measures, opened one at a time and filled with passages, and the runs through them."""
+"""The engines that `bench.py gpu` measures, opened one at a time and filled with passages, and the runs
+through them."""
 
 from __future__ import annotations
 

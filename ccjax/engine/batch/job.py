@@ -1,4 +1,5 @@
-"""One request's prefill, whichever packs its pieces run in: what they gave, which tokens are not worth going on with."""
+"""One request's prefill, whichever packs its pieces run in: what they gave, which tokens are not worth going
+on with."""
 
 from __future__ import annotations
 

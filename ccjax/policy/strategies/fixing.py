@@ -1,4 +1,5 @@
-"""How many tokens of each approximately reused chunk to recompute, for every strategy that fixes (CacheCraft sec. 3.2)."""
+"""How many tokens of each approximately reused chunk to recompute, for every strategy that fixes (CacheCraft
+sec. 3.2)."""
 
 from __future__ import annotations
 
