@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ from tests.store.servers import free_port
 __all__ = ["kept", "refusal", "usual"]
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Which tool does Yara Ames own?"}], "max_tokens": 8}
+ASKED = chat(documents=DOCUMENTS, max_tokens=4, reuse="exact")
 _DEVICES = "--xla_force_host_platform_device_count="
 
 
@@ -70,18 +72,22 @@ def small(model: Path) -> list[str]:
     return ["--no-warmup", "--model", str(model), "--max-model-len", "128"]
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, start_server: StartServer) -> tuple[str, dict[str, Any]]:
+    """The store that a server in this process has left, and what it answered to `ASKED`."""
+    store = f"file://{tmp_path_factory.mktemp('single') / 'store'}"
+    with start_server(ServerSettings(), max_model_len=128, tenant_salt="", store=store) as server:
+        return store, patience.post(f"{server.url}{CHAT}", json=ASKED).json()
+
+
 def test_a_group_of_one_serves_what_another_server_stored(
-    tiny_model: Path, tmp_path: Path, environment: dict[str, str], kept: list[str], start_server: StartServer
+    tiny_model: Path, environment: dict[str, str], kept: list[str], single: tuple[str, dict[str, Any]]
 ) -> None:
-    """What one server left there, here one in this process, serves another."""
-    body = chat(documents=DOCUMENTS, max_tokens=4, reuse="exact")
-    store = f"file://{tmp_path / 'store'}"
-    with start_server(ServerSettings(), max_model_len=128, tenant_salt="", store=store) as first:
-        answers = [patience.post(f"{first.url}{CHAT}", json=body).json()]
+    store, *answers = single
     arguments = ["--model", str(tiny_model), *ONE_SEAT, *kept, "--store", store, "--store-refresh-interval-s", "0"]
     group = ["--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "1", "--process-id", "0"]
     with alone([*arguments, *group], environment) as (url, _, process):
-        answers.append(patience.post(f"{url}{CHAT}", json=body).json())
+        answers.append(patience.post(f"{url}{CHAT}", json=ASKED).json())
         process.send_signal(signal.SIGTERM)
         assert process.wait(READY_S) == 0
     assert answers[0]["choices"][0]["message"] == answers[1]["choices"][0]["message"]
@@ -96,12 +102,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_both_answer_together_and_end_together(
-    environment: dict[str, str], tiny_model: Path, kept: list[str], start_server: StartServer
+    environment: dict[str, str], tiny_model: Path, kept: list[str], single: tuple[str, dict[str, Any]]
 ) -> None:
     """With what a server on one device answers."""
-    bodies = [chat(documents=DOCUMENTS, max_tokens=4, reuse=reuse) for reuse in ("off", "exact", "exact")]
-    with start_server(ServerSettings(), max_model_len=128) as single:
-        wanted = patience.post(f"{single.url}{CHAT}", json=bodies[0]).json()["choices"][0]["message"]
+    wanted = single[1]["choices"][0]["message"]
+    bodies = [{**ASKED, "reuse": reuse} for reuse in ("off", "exact", "exact")]
     with serving(environment, [*small(tiny_model), *kept]) as (url, processes):
         answers = [patience.post(f"{url}{CHAT}", json=body).json() for body in bodies]
         assert [answer["choices"][0]["message"] for answer in answers] == [wanted] * 3
@@ -123,6 +128,7 @@ def test_where_one_is_killed_the_other_ends(
             assert code == 1 and "process 1 has gone" in errors, errors
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as ray is imported
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

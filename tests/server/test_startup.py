@@ -247,6 +247,7 @@ def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path
         assert process.stderr is not None
         errors = process.stderr.read()
         assert "Traceback" not in errors
+        assert re.search(r"Memory of the device, MB:\n +weights +", errors)
         for stage in ("Loading weights", "Reading documents", "Embedding passages", "Compiling"):
             assert stage in errors
     cache = Path(environment["XDG_CACHE_HOME"]) / "ccjax"
@@ -366,6 +367,7 @@ def test_it_ends_while_it_still_loads(tiny_model: Path, environment: dict[str, s
     assert process.returncode == 0 and output == "" and "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (DEMO_MODEL / "config.json").exists() or not DEMO_CORPUS.is_dir(), reason="the demo model is not built yet"
 )
