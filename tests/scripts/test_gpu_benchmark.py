@@ -266,7 +266,7 @@ def few_cases(scale):
 
 def test_every_code_path_runs_on_a_cpu(tmp_path, monkeypatch):
     config = dataclasses.replace(QUICK_SCALE.config, vocab_size=128, num_layers=2, d_model=64, d_ff=128)
-    scale = dataclasses.replace(QUICK_SCALE, config=config, steps=6)
+    scale = dataclasses.replace(QUICK_SCALE, config=config)
     monkeypatch.setattr(gpu_plan, "QUICK_SCALE", scale)
     monkeypatch.setattr(gpu_cases, "cases", few_cases)
     assert {case.kind for case in few_cases(scale)} == {case.kind for case in cases(scale)}
@@ -333,6 +333,7 @@ def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
     assert "not run: full prefill, 128 tokens, batch 1; " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_what_it_had(tmp_path):
     """It stands still behind its first case."""
     options = ["--quick", "--output", str(tmp_path), "--compile-cache", str(tmp_path / "cache")]
