@@ -6,6 +6,7 @@ Settings travel in environment variables, so that the subprocesses of tests inhe
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -57,6 +59,8 @@ _memory_folder()
 # Each process that a test starts would else compile all our sources, half a second of its three.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Each client of httpx else reads the certificates of all authorities: 40 ms for each request of a test.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 gc.set_threshold(50_000, 20, 20)  # what is imported is looked through less often
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")

@@ -2,7 +2,7 @@
 
 Of the JSON object, `claim_s` is how long a claim lasts at least. A worker stands still once `held_at` records are in
 `store`, until it is told to end. With `own` and `other`, a run makes the first file when it has computed something, and
-goes on when there is the second.
+goes on when there is the second. Engines pad to few sizes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ccjax.engine import shared_warming
 from ccjax.precompute.compilation import Compilation
 from ccjax.precompute.worker import Worker
 from scripts.precompute import main
+from tests.engine.few_shapes import few_shapes
 
 HOW = json.loads(sys.argv[1])
 _is_cancelled, _take_in = Worker.is_cancelled, Compilation._take_in
@@ -39,6 +40,8 @@ def take_in(self: Compilation, *answer) -> None:
             time.sleep(0.01)
 
 
+SIZES = few_shapes()
+SIZES.__enter__()
 shared_warming.LEAST_CLAIM_S = HOW["claim_s"]
 if "held_at" in HOW:
     Worker.is_cancelled = is_cancelled

@@ -18,13 +18,21 @@ from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.store import records
 from ccjax.store.throttle import Link
 from scripts import bench
-from scripts.benchmarks import loading, retrieval, store, ttft_default
+from scripts.benchmarks import decode, loading, prefill, retrieval, store, ttft, ttft_default
 from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.prefill import Prompt
 from tests.polling import wait_until
 from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]
+SMALL = LlamaConfig(320, 64, 2, 4, 2, 16, 128, 1e4)
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    """What prefills random weights has little to compute, and the same steps in all benchmarks."""
+    for module in (decode, loading, prefill, ttft):
+        monkeypatch.setattr(module, "LlamaConfig", lambda *usual: SMALL)
 
 
 def figures_of(name: str, *options: object) -> list:
@@ -35,7 +43,7 @@ def figures_of(name: str, *options: object) -> list:
     return [*lines, json.loads(last)]
 
 
-def test_ttft_prints_every_case_as_json(monkeypatch):
+def test_ttft_prints_every_case_as_json(small_model, monkeypatch):
     monkeypatch.setattr(ttft_default, "MODEL", "demo")
     *table, figures = figures_of("ttft", "--no-peers", "--repetitions", "1", "--context-tokens", "176")
     assert {"benchmark", "date", "commit", "machine", "device", "python", "versions", "shapes"} <= figures.keys()
@@ -62,10 +70,10 @@ def test_ttft_prints_every_case_as_json(monkeypatch):
     assert any("cachecraft" in line for line in table)
 
 
-def test_prefill_prints_every_share_as_json():
-    *table, figures = figures_of("prefill", "--no-peers", "--repetitions", "1")
+def test_prefill_prints_every_share_as_json(small_model):
+    *table, figures = figures_of("prefill", "--no-peers", "--repetitions", "1", "--context-tokens", "200")
     cases = figures["cases"]
-    assert [(case["context_tokens"], case["computed"]) for case in cases] == [(512, "100%"), (512, "15%"), (512, "30%")]
+    assert [(case["context_tokens"], case["computed"]) for case in cases] == [(200, "100%"), (200, "15%"), (200, "30%")]
     for case in cases:
         ratios = [one / full for one, full in zip(case["runs_s"], cases[0]["runs_s"], strict=True)]
         assert case["of_full"] == statistics.median(ratios) and "of_transformers" not in case
@@ -73,8 +81,7 @@ def test_prefill_prints_every_share_as_json():
 
 
 def test_prefill_refuses_other_logits_than_a_full_one_gave():
-    config = LlamaConfig(320, 64, 2, 4, 2, 16, 128, 1e4)
-    prompt = Prompt(Prefiller(init_params(config, jax.random.key(0)), config), 200)
+    prompt = Prompt(Prefiller(init_params(SMALL, jax.random.key(0)), SMALL), 200)
     prompt.measure(1.0)
     prompt.measure(0.15)
     prompt.pages = [tuple(part.at[:, 3, 5].set(part[:, 9, 1]) for part in pair) for pair in prompt.pages]
@@ -131,7 +138,7 @@ def test_an_unknown_benchmark_is_named():
     assert done.returncode == 2 and "'speed'" in done.stderr
 
 
-def test_loading_prints_every_mode_with_what_it_hid(monkeypatch):
+def test_loading_prints_every_mode_with_what_it_hid(small_model, monkeypatch):
     """No load is late or too slow for what computing takes here, and time in line lasts until reading has begun."""
     monkeypatch.setattr(load_plan, "loads_to_give_up", lambda loads, hidden_s, habit: frozenset())
     monkeypatch.setattr(reads, "longest_load_wait_s", lambda num_tokens, seconds_per_token: 3600.0)
@@ -158,7 +165,7 @@ def test_loading_prints_every_mode_with_what_it_hid(monkeypatch):
     assert rows["disk", "sync"]["allowed_share"] == 0.0 < rows["disk", "layer"]["allowed_share"]
 
 
-def test_decode_prints_every_way():
+def test_decode_prints_every_way(small_model):
     *_, figures = figures_of("decode", "--batch", "1", "3", "--steps", "1", "--repetitions", "1")
     ways = [(case["context_tokens"], case["batch"], case["way"]) for case in figures["cases"]]
     assert ways == [(256, batch, way) for batch in (1, 3) for way in ("one by one", "rope-free", "rotated")]

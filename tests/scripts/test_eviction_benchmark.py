@@ -16,6 +16,7 @@ from scripts.benchmarks import eviction as bench
 from tests.data import data_path
 
 NAMES = tuple(POLICIES)
+ALL_PERCENTS = bench.SIZE_PERCENTS
 
 
 def test_cost_model_is_llama_3_8b():
@@ -84,19 +85,23 @@ GOLDEN_HITS = {
 }
 
 
-@pytest.fixture(scope="module")
-def figures():
-    """The benchmark's figures on the whole trace, one run for all tests."""
+@pytest.fixture(scope="module", params=[(1, 10, 50), pytest.param(ALL_PERCENTS, marks=pytest.mark.slow)])
+def figures(request):
+    """The benchmark's figures on the whole trace, one run for all tests of some sizes."""
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     arguments = parser.parse_args(["--data", str(data_path("rag_trace", "musique_trace.jsonl").parent.parent)])
     arguments.quick = False
-    return bench.run(arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "SIZE_PERCENTS", request.param)
+        yield bench.run(arguments)
 
 
 @pytest.mark.parametrize("name", GOLDEN_HITS)
 def test_hits_on_the_real_trace(figures, name):
-    assert tuple(case["hits"] for case in figures["cases"] if case["policy"] == name) == GOLDEN_HITS[name]
+    wanted = dict(zip(ALL_PERCENTS, GOLDEN_HITS[name], strict=True))
+    hits = [case["hits"] for case in figures["cases"] if case["policy"] == name]
+    assert hits == [wanted[percent] for percent in bench.SIZE_PERCENTS]
 
 
 def test_every_policy_is_measured(figures):

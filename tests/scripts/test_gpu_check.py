@@ -35,6 +35,7 @@ from scripts.gpucheck.attention_numerics import Problem
 from scripts.gpucheck.record import Record, table
 from scripts.gpucheck.serving_case import TOLERANCE, ServingCase
 from scripts.gpucheck.timing import Timed, interleaved, ratio, timed_jax
+from tests.engine import few_shapes as sizes
 from tests.pallas_kernels.cases import UNUSED, packed
 
 
@@ -131,6 +132,8 @@ def small_engine(monkeypatch):
     monkeypatch.setattr(engine_identities, "CONFIG", LlamaConfig(512, 128, 2, 4, 2, 32, 256, 500000.0))
     monkeypatch.setattr(engine_identities, "_LENGTHS", (32, 16, 64, 16))
     monkeypatch.setattr(engine_identities, "_TOKENS", 4)
+    with sizes.few_shapes():
+        yield
 
 
 def test_reuse_is_checked_through_the_engine(record, small_engine):

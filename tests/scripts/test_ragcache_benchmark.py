@@ -441,8 +441,10 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
     monkeypatch.setattr(ragcache, "cache_folder", lambda: tmp_path / "cache")
     page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
-    more = ["--requests", "16", "--budgets", "0.3", "1", "--order-requests", "4", "--ratios", "1"]
-    more += ["--embedded", "8", "--searches", "2"]
+    more = ["--requests", "16", "--budgets", "0.3", "1", "--order-requests", "2", "--ratios", "1"]
+    more += ["--embedded", "4", "--searches", "2", "--decisions", "5"]
+    monkeypatch.setattr(replay, "PROFILED_CACHED", replay.PROFILED_CACHED[:2])
+    monkeypatch.setattr(replay, "PROFILED_NEW", replay.PROFILED_NEW[:2])
     done = bench(*options, *more, "--markdown", str(page), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])

@@ -330,14 +330,14 @@ def test_a_real_run_of_two_strategies(tiny_bench, tmp_path, monkeypatch):
     """The first server is a process of its own."""
     servers = iter([serve.serving, serving_here])
     monkeypatch.setattr(serve, "serving", lambda *given: next(servers)(*given))
-    done = bench(*tiny_bench, "--rates", "4", "200", "--requests", "5", "--slo-s", "0.001", "--output", str(tmp_path))
+    done = bench(*tiny_bench, "--rates", "4", "200", "--requests", "3", "--slo-s", "0.001", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     loads = [(case["strategy"], case["load"], case["rate"]) for case in figures["cases"]]
     rates = [("closed", None), ("open", 4.0), ("open", 200.0), ("probe", pytest.approx(4 / 1.5))]
     assert loads == [(strategy, *load) for strategy in ("prefix", "cachecraft") for load in rates]
     for case in figures["cases"]:
-        assert (case["completed"], case["refused"], case["failed"], case["errors"]) == (5, 0, 0, [])
+        assert (case["completed"], case["refused"], case["failed"], case["errors"]) == (3, 0, 0, [])
         assert case["output_throughput"] == pytest.approx(4 * case["request_throughput"])
         assert 0 < case["ttft_ms"]["p50"] <= case["ttft_ms"]["p99"] <= case["e2el_ms"]["p99"]
         assert case["itl_ms"]["p50"] > 0 and case["queue_ms"] > 0 and case["rss_bytes"] > 1e8
@@ -357,7 +357,7 @@ def test_precomputed_passages_leave_cachecraft_little_to_compute(tmp_path, serve
     options = tiny_options(tmp_path, num_passages=80)
     shares = {}
     for more in ([], ["--precompute"]):
-        done = bench(*options, "--history", "0", "--rates", "4", "--requests", "5", "--probes", "0", *more)
+        done = bench(*options, "--history", "0", "--rates", "4", "--requests", "3", "--probes", "0", *more)
         assert done.returncode == 0, done.stderr
         figures = json.loads(done.stdout.splitlines()[-1])
         assert figures["shapes"]["precompute"] == bool(more)
@@ -396,6 +396,7 @@ def test_bad_options_end_with_one_line(arguments, words):
     assert all(word in done.stderr for word in words), done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_why(tiny_bench):
     done = bench(*tiny_bench, "--serve-args=--alpha -1")
     assert done.returncode == 1 and "the server did not start" in done.stderr and "--alpha" in done.stderr

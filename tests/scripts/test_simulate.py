@@ -5,6 +5,8 @@ import json
 import pytest
 
 from scripts.simulate import main
+from scripts.simulation import paper
+from scripts.simulation.paper import Size
 
 SMALL = ("--requests", "300", "--passages", "200", "--lists", "300", "--quiet", "--rate", "20")
 
@@ -72,7 +74,15 @@ def test_errors_name_the_argument(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_papers_page_keeps_what_stands_before_it(tmp_path, capsys):
+def test_the_papers_page_keeps_what_stands_before_it(tmp_path, monkeypatch):
+    """Of every figure a part, over fewer requests and documents."""
+    monkeypatch.setattr(paper, "Size", lambda measured, warmup: Size(8, 4))
+    (name, config, devices, loads, device_bytes), *_ = paper._CRAFT_MODELS
+    monkeypatch.setattr(paper, "_CRAFT_MODELS", ((name, config, devices, loads[-2:], device_bytes),))
+    monkeypatch.setattr(paper, "_CACHE_MODELS", paper._CACHE_MODELS[:1])
+    monkeypatch.setattr(paper, "_DATASETS", tuple((name, about, rates[:2]) for name, about, rates in paper._DATASETS))
+    lists = paper._lists
+    monkeypatch.setattr(paper, "_lists", lambda passages, count, *of: lists(passages, min(count, 100), *of))
     page, plot = tmp_path / "simulation.md", tmp_path / "simulation.svg"
     page.write_text("# Own words\n\n## The papers' experiments\n\nold tables\n")
     assert main(["--paper", str(page), "--plot", str(plot), "--quick", "--quiet"]) == 0

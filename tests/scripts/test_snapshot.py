@@ -44,8 +44,8 @@ def refusal(capsys, *arguments):
     return errors
 
 
-def test_a_store_moves_by_the_command_line(filled, tmp_path):
-    """As processes of their own; the answer after the move reuses what was computed before it."""
+def test_a_store_moves_by_the_command_line(filled, tmp_path, capsys):
+    """First as a process of its own; the answer after the move reuses what was computed before it."""
     url, answer = filled
     other = (tmp_path / "other").as_uri()
 
@@ -58,7 +58,10 @@ def test_a_store_moves_by_the_command_line(filled, tmp_path):
 
     saved, errors = run("save", "--store", url, "--to", str(tmp_path / "snapshot"))
     assert saved["num_variants"] == 3 and "Saving" in errors and "WARNING" not in errors
-    restored, errors = run("restore", "--store", other, "--from", str(tmp_path / "snapshot"))
+    capsys.readouterr()
+    assert main(["restore", "--store", other, "--from", str(tmp_path / "snapshot"), "--json"]) == 0
+    output, errors = capsys.readouterr()
+    restored = json.loads(output)
     assert restored["num_restored"] == 3 and restored["failed_writes"] == 0 and "Restoring" in errors
     with Engine.from_pretrained("demo", store=other) as engine:
         response = engine.generate(QUESTION, DOCUMENTS)

@@ -1,5 +1,5 @@
 """scripts/serve.py whose engine stands still while a file is there: `python -m tests.server.held_serve FILE ARGUMENTS`.
-It stops before a step that decodes, and at a start before the second step that is compiled."""
+It stops before a step that decodes, and at a start before the second step that is compiled. It pads to few sizes."""
 
 import itertools
 import sys
@@ -10,6 +10,7 @@ from ccjax.engine import warmup
 from ccjax.engine.batch.decode import DecodeBatch
 from ccjax.server import draining
 from scripts.serve import main
+from tests.engine.few_shapes import few_shapes
 
 FILE = Path(sys.argv[1])
 
@@ -27,6 +28,8 @@ def held(run, free: int = 0):
     return wait_and_run
 
 
+SIZES = few_shapes()
+SIZES.__enter__()
 DecodeBatch.step = held(DecodeBatch.step)
 warmup.compile_pack = held(warmup.compile_pack, 1)
 draining._TO_TELL_S = 300  # however slow the machine is

@@ -36,8 +36,8 @@ LATE = ("ccjax_request_errors_total", "deadline_exceeded")
 @pytest.fixture(scope="module")
 def narrow(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
     """A server whose engine runs one request at a time."""
-    with start_server(ServerSettings(refresh_interval_s=None), max_num_seqs=1, max_queue=128) as server:
-        ask(server, max_tokens=440)  # compiled once and for all
+    with start_server(ServerSettings(refresh_interval_s=None), max_num_seqs=1, max_queue=64) as server:
+        ask(server, max_tokens=200)  # compiled once and for all
         yield server
 
 
@@ -80,16 +80,16 @@ def all_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Resp
 
 def test_a_flood_keeps_nobody_out_and_who_is_urgent_goes_first(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = Starts(narrow, monkeypatch)
-    flood = [body("Who?", user="flood", max_tokens=1) for _ in range(100)]
+    flood = [body("Who?", user="flood", max_tokens=1) for _ in range(40)]
     polite = [body("Who?", user="polite", max_tokens=1) for _ in range(2)]
     other = body("Who?", safety_identifier="other", max_tokens=1)
     urgent = body("Who?", user="flood too", max_tokens=1, priority=-10)
     idle = body("Who?", user="idle", max_tokens=1, priority=10)
     answers = all_at_once(narrow, [*flood, idle, *polite, other, urgent])
-    assert [answer.status_code for answer in answers] == [200] * 105
+    assert [answer.status_code for answer in answers] == [200] * 45
     order = starts.users
     assert order[0] == "flood too" and order[-1] == "idle"
-    # Three flows take turns: nobody waits for more than a round and one prompt of each, where 100 came first.
+    # Three flows take turns: nobody waits for more than a round and one prompt of each, where 40 came first.
     assert order.index("other") <= 3 and order.index("polite") <= 3
     assert [number for number, user in enumerate(order) if user == "polite"][1] <= 5
 
@@ -307,8 +307,8 @@ def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
     return jobs
 
 
-LONG = {"max_tokens": 440, "logprobs": True, "top_logprobs": 20}
-"""A stream of about 700 KB: more than the socket buffers here take."""
+LONG = {"max_tokens": 200, "logprobs": True, "top_logprobs": 20}
+"""A stream of about 320 KB: more than the socket buffers here take."""
 
 
 def test_who_does_not_read_holds_up_nobody_and_keeps_no_more_than_the_answer(
@@ -323,7 +323,7 @@ def test_who_does_not_read_holds_up_nobody_and_keeps_no_more_than_the_answer(
         assert ask(narrow).status_code == 200
         wanted = ask(narrow, stream=True, ignore_eos=True, **LONG).text
         for job, client in zip(jobs, (first, second), strict=False):
-            assert 0 < job._events.qsize() <= 440
+            assert 0 < job._events.qsize() <= LONG["max_tokens"]
             told = client.read()
             assert told.count("data: ") == wanted.count("data: ") and "data: [DONE]" in told
             assert job._events.empty()

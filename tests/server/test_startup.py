@@ -24,7 +24,6 @@ import pytest
 
 from ccjax.engine import Engine
 from ccjax.engine.loading import DEMO_CORPUS, DEMO_MODEL
-from ccjax.server import ServerSettings
 from scripts.serve import main
 from scripts.serving.values import num_bytes
 from tests.conftest import ROOT
@@ -248,6 +247,7 @@ def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path
         assert process.stderr is not None
         errors = process.stderr.read()
         assert "Traceback" not in errors
+        assert re.search(r"Memory of the device, MB:\n +weights +", errors)
         for stage in ("Loading weights", "Reading documents", "Embedding passages", "Compiling"):
             assert stage in errors
     cache = Path(environment["XDG_CACHE_HOME"]) / "ccjax"
@@ -268,6 +268,9 @@ def hold(tmp_path: Path) -> Path:
     file = tmp_path / "hold"
     file.touch()
     return file
+
+
+NOT_HELD = ("-m", "tests.server.held_serve", "/absent")
 
 
 def held_by(hold: Path) -> tuple[str, ...]:
@@ -364,33 +367,16 @@ def test_it_ends_while_it_still_loads(tiny_model: Path, environment: dict[str, s
     assert process.returncode == 0 and output == "" and "Traceback" not in errors
 
 
-def test_a_store_serves_a_second_run(
-    tiny_model: Path, tmp_path: Path, environment: dict[str, str], kept: list[str], start_server: StartServer
-) -> None:
-    """What one server left there, here one in this process, serves another."""
-    body = chat(documents=DOCUMENTS, max_tokens=4, reuse="exact")
-    store = f"file://{tmp_path / 'store'}"
-    with start_server(ServerSettings(), max_model_len=128, tenant_salt="", store=store) as first:
-        answers = [patience.post(f"{first.url}/v1/chat/completions", json=body).json()]
-    arguments = ["--model", str(tiny_model), *ONE_SEAT, *kept, "--store", store, "--store-refresh-interval-s", "0"]
-    with serving(arguments, environment) as (url, _, process):
-        answers.append(patience.post(f"{url}/v1/chat/completions", json=body).json())
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(READY_S) == 0
-    assert answers[0]["choices"][0]["message"] == answers[1]["choices"][0]["message"]
-    assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert {entry["tier"] for entry in answers[1]["reuse"]["per_document"]} == {"disk"}
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (DEMO_MODEL / "config.json").exists() or not DEMO_CORPUS.is_dir(), reason="the demo model is not built yet"
 )
 def test_the_demo_runs_over_its_own_documents_and_prints_its_memory_plan(environment: dict[str, str]) -> None:
-    with serving(["--model", "demo", "--no-warmup", "--embedder", "lexical"], environment) as (url, line, process):
+    arguments = ["--model", "demo", "--no-warmup", "--embedder", "lexical"]
+    with serving(arguments, environment, NOT_HELD) as (url, line, process):
         assert "demo over" in line
         messages = [{"role": "user", "content": "What is in the documents?"}]
-        answer = patience.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 8})
+        answer = patience.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
         assert answer.status_code == 200 and answer.json()["documents"]
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
