@@ -1,4 +1,4 @@
-"""A later release for the tests: a copy of the package `ccjax.store` that stores in a format of its own and reads both."""
+"""A later release for the tests: a copy of `ccjax.store` that stores in a format of its own and reads both."""
 
 from __future__ import annotations
 
