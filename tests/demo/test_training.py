@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ccjax.demo import training
+from ccjax.demo import objective, training
 from ccjax.demo.batches import exact_matches, induction_batch, make_batch, stage_batch
 from ccjax.demo.curriculum import QUICK_STAGES, STAGES
 from ccjax.demo.initial import initial_params
-from ccjax.demo.objective import HINT_LAYERS, training_logits, weighted_loss
+from ccjax.demo.objective import training_logits, weighted_loss
 from ccjax.demo.tokenizer import train_tokenizer
 from ccjax.demo.training import Progression, TrainingConfig, advance, demo_config, train
 from ccjax.demo.world import KINDS, Difficulty, sample_context
@@ -34,7 +34,8 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def config(tokenizer):
-    return demo_config(tokenizer.get_vocab_size())
+    """The fewest layers that an induction head takes."""
+    return dataclasses.replace(demo_config(tokenizer.get_vocab_size()), num_layers=2, d_ff=128)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +43,14 @@ def params(config):
     return init_params(config, jax.random.key(1))
 
 
-@pytest.fixture(scope="module")
-def small(config):
-    """Of the shape that is trained here: the fewest layers that an induction head takes."""
-    return dataclasses.replace(config, num_layers=2, d_ff=128)
+@pytest.fixture
+def hint_layers(monkeypatch):
+    """Half of the layers that models have here."""
+    monkeypatch.setattr(objective, "HINT_LAYERS", 1)
+    return 1
 
 
-def test_training_logits_are_the_models(config, params):
+def test_training_logits_are_the_models(config, params, hint_layers):
     logits_of = jax.jit(training_logits, static_argnums=1)
     token_ids = jax.random.randint(jax.random.key(2), (2, 210), 0, config.vocab_size)
     wanted = forward(params, config, token_ids)
@@ -58,7 +60,7 @@ def test_training_logits_are_the_models(config, params):
     difference = jnp.abs(logits_of(params, config, changed)[0] - wanted)
     assert float(difference[:, :100].max()) < 2e-5, "not causal"
     assert float(difference[:, 101:].max()) > 1e-2
-    shallow = dataclasses.replace(params, layers=params.layers[:HINT_LAYERS])
+    shallow = dataclasses.replace(params, layers=params.layers[:hint_layers])
     np.testing.assert_allclose(
         unembed(halfway, params, config.rms_norm_eps), forward(shallow, config, token_ids), atol=2e-5
     )
@@ -75,11 +77,11 @@ def test_weighted_loss_by_hand(config, params):
     assert correct[:1].tolist() == [[bool(logits[t].argmax() == token) for t, token in enumerate([9, 12, 7])]]
 
 
-def test_hints_are_read_off_the_layers_halfway(config, params):
+def test_hints_are_read_off_the_layers_halfway(config, params, hint_layers):
     token_ids = jnp.asarray([[5, 9, 12, 7], [8, 6, 11, 10]])
     weights = jnp.ones((2, 4))
     hints = jnp.asarray([[[1, 30], [0, 0]], [[0, 41], [2, 50]]])  # (place, token); (0, 0) is none
-    shallow = dataclasses.replace(params, layers=params.layers[:HINT_LAYERS])
+    shallow = dataclasses.replace(params, layers=params.layers[:hint_layers])
     logits = np.asarray(forward(shallow, config, token_ids), np.float64)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     hinted = -(log_probabilities[0, 1, 30] + log_probabilities[1, 0, 41] + log_probabilities[1, 2, 50]) / 3
@@ -173,14 +175,15 @@ def test_curriculum_moves_on_when_the_window_is_good_enough():
     assert last.stage == 1, "the last stage has no next one"
 
 
-def test_smoke_training_lowers_the_loss_and_resumes_to_the_same_weights(small, tokenizer, tmp_path, monkeypatch):
+def test_smoke_training_lowers_the_loss_and_resumes_to_the_same_weights(config, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "make_step", functools.cache(training.make_step))  # compiled once
-    quick = TrainingConfig(small, QUICK_STAGES, 24, seed=3, warmup_steps=5, checkpoint_steps=8)
-    _, first = train(quick, tokenizer, tmp_path / "early", stop_after=1)
+    quick = TrainingConfig(config, QUICK_STAGES, 16, seed=3, warmup_steps=5, checkpoint_steps=8)
+    losses = []
+    monkeypatch.setattr(training, "advance", lambda *now: (losses.append(now[3]), advance(*now))[1])
     whole, end = train(quick, tokenizer, tmp_path / "whole")
-    train(quick, tokenizer, tmp_path / "broken", stop_after=13)
+    train(quick, tokenizer, tmp_path / "broken", stop_after=9)
     resumed, resumed_end = train(quick, tokenizer, tmp_path / "broken", resume=True)
-    assert end.loss < 0.7 * first.loss
+    assert end.loss < 0.7 * losses[0]
     assert end == resumed_end
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
     with pytest.raises(ValueError, match="wanted no earlier checkpoint, or resume"):
@@ -189,8 +192,10 @@ def test_smoke_training_lowers_the_loss_and_resumes_to_the_same_weights(small, t
         train(quick, tokenizer, tmp_path / "nothing", resume=True)
 
 
-def test_command_line_trains_and_writes_a_model(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_demo, "demo_config", lambda vocab_size: dataclasses.replace(small, vocab_size=vocab_size))
+def test_command_line_trains_and_writes_a_model(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        train_demo, "demo_config", lambda vocab_size: dataclasses.replace(config, vocab_size=vocab_size)
+    )
     train_demo.main(["--out", str(tmp_path), "--quick", "--steps", "3"])
     model = tmp_path / "model"
     assert {path.name for path in model.iterdir()} == {

@@ -24,7 +24,7 @@ VALID = {"messages": [{"role": "user", "content": "Who lives in Paris?"}], "prom
 
 schema = schemathesis.openapi.from_dict(create_app(Service(SETTINGS)).openapi())
 drawn = settings(
-    max_examples=int(EXAMPLES or 5),
+    max_examples=int(EXAMPLES or 3),
     deadline=None,
     derandomize=EXAMPLES is None,
     suppress_health_check=list(HealthCheck),

@@ -31,6 +31,7 @@ def test_each_target_refuses_or_takes_what_is_none(name):
             pass
 
 
+@pytest.mark.slow
 @needs_atheris
 def test_a_short_look_finds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)

@@ -77,14 +77,20 @@ def test_an_engine_over_two_devices(small):
         assert engine.generate("Who?", documents=DOCUMENTS, max_new_tokens=8).token_ids == wanted
 
 
-def test_smollm2(smollm2):
+def test_what_is_read_of_smollm2_but_its_weights(smollm2):
     config = model_config(smollm2)
     assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.rope_theta, config.rms_norm_eps, config.tie_embeddings) == (100000.0, 1e-5, True)
+    tokenizer = model_tokenizer(smollm2)
+    assert tokenizer is not None and tokenizer.eos_ids == {0, 2} and tokenizer.bos_id is None
+
+
+@pytest.mark.slow
+def test_smollm2(smollm2):
     with Engine.from_pretrained(smollm2) as engine:
         assert engine.model_name == "smollm2"
         tokenizer = engine.tokenizer
-        assert tokenizer is not None and tokenizer.eos_ids == {0, 2} and tokenizer.bos_id is None
+        assert tokenizer is not None
         prompt = tokenizer.encode("The letter was written by Ann Lee. Yes, by Ann", allow_special=False)
         answer = engine.generate_from_tokens([[], prompt], max_new_tokens=2, reuse="off")
     assert answer.text == " Lee."

@@ -146,11 +146,17 @@ MUTANTS = (
 )
 
 
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """What each request of `some_work` gets alone."""
+    return [run_alone(tiny, one.token_ids) for one in some_work(tiny)[1]]
+
+
 @pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
-def test_the_tolerance_notices_a_wrong_pack(tiny, change):
+def test_the_tolerance_notices_a_wrong_pack(tiny, alone, change):
     pool, work = some_work(tiny)
     got = run_packed(tiny, pool, work, change=change)
-    assert max(worst(one, run_alone(tiny, w.token_ids)) for one, w in zip(got, work, strict=True)) > 30 * TOLERANCE
+    assert max(worst(one, other) for one, other in zip(got, alone, strict=True)) > 30 * TOLERANCE
 
 
 @pytest.fixture
@@ -173,7 +179,7 @@ def test_the_tolerance_notices_keys_that_are_not_rotated(tiny, monkeypatch, fres
     assert worst(run_packed(tiny, pool, work)[0], run_alone(tiny, work[0].token_ids)) > 30 * TOLERANCE
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_prefill_in_pieces_equals_one_in_one_piece(tiny, seed):
     """Each request in random pieces by position, packed with whatever pieces the others are at."""
     random, pool = np.random.default_rng(seed), Pool(tiny.config, 40, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import ccjax.models.llama3.params as params_module
 from ccjax.models.llama3 import LlamaConfig, abstract_params, init_params
 from ccjax.models.llama3.params import ParamSpec, build_params
 from ccjax.models.llama3.presets import PRESETS, preset
@@ -71,7 +73,8 @@ def test_weights_are_drawn_as_the_table_says():
 @pytest.mark.parametrize("drawn_at_once", [1 << 23, 1 << 11])
 def test_the_same_weights_in_either_dtype_and_however_they_are_sharded(monkeypatch, drawn_at_once):
     monkeypatch.setattr("ccjax.models.llama3.params._DRAWN_AT_ONCE", drawn_at_once)
-    config, key = preset("tiny", 0), jax.random.key(5)
+    config = dataclasses.replace(preset("tiny", 0), num_layers=1, num_kv_heads=4, d_ff=64)
+    key = jax.random.key(5)
     plain = init_params(config, key)
     narrow = init_params(config, key, jnp.bfloat16)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(jnp.bfloat16), b), plain, narrow)
@@ -94,6 +97,32 @@ def test_progress_ends_with_all():
     assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
+def test_leaves_are_drawn_in_their_own_dtype_block_by_block(monkeypatch):
+    drawn = []
+
+    def watched(key, std, *, shape, dtype, rows, at_once):
+        drawn.append((jnp.dtype(dtype), rows * math.prod(shape[1:])))
+        return jnp.zeros(shape, dtype)
+
+    monkeypatch.setattr(params_module, "_draw", watched)
+    monkeypatch.setattr(params_module, "_DRAWN_AT_ONCE", 1 << 11)
+    init_params(preset("tiny", 0), jax.random.key(0), jnp.bfloat16)
+    assert {dtype for dtype, _ in drawn} == {jnp.dtype(jnp.bfloat16)}
+    assert max(numbers for _, numbers in drawn) == 1 << 11
+
+
+def test_a_block_takes_less_memory_than_its_leaf():
+    """What XLA takes for random bits, beside the result."""
+    draw = jax.jit(params_module._draw, static_argnames=("shape", "dtype", "rows", "at_once"))
+
+    def temporary_bytes(rows):
+        arguments = dict(shape=(256, 512), dtype=jnp.bfloat16, rows=rows, at_once=False)
+        compiled = draw.lower(jax.random.key(0), jnp.float32(1.0), **arguments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(8) < 4 * 256 * 512 <= temporary_bytes(256)
+
+
 DRAW = """
 params_module._DRAWN_AT_ONCE = 1 << 20
 config = preset("2x1024", 24576)
@@ -105,6 +134,7 @@ jax.block_until_ready(params)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
 def test_drawing_never_holds_the_model_twice():
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(preset("2x1024", 24576)))]

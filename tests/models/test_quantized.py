@@ -260,6 +260,7 @@ jax.block_until_ready(params)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
 def test_loading_holds_one_tensor_beside_the_result(tmp_path):
     config = preset("6x1024", 2048)

