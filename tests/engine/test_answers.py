@@ -126,9 +126,7 @@ def test_each_answer_is_the_one_that_its_seed_gives_alone(settings):
         assert engine._pool.num_free == free
 
 
-@pytest.mark.parametrize(
-    ("question", "num_seqs"), [(1, 1), (1, 16), (2, 3), (9, 1), (16, 3), (16, 16), (17, 1), (17, 3), (32, 16)]
-)
+@pytest.mark.parametrize(("question", "num_seqs"), [(1, 1), (2, 3), (16, 3), (16, 16), (17, 1), (32, 16)])
 def test_the_prompt_is_computed_once_also_when_the_answers_take_turns(question, num_seqs, computed):
     segments = draw_segments(np.random.default_rng(question), [40, 30], question=question)
     with MODEL.engine(max_model_len=512, max_num_seqs=num_seqs) as engine:
@@ -269,7 +267,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
     asked = [draw_segments(random, [60, 60], question=20) for _ in range(4)]
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=16) as engine:
         engine._prefill.read_only = True
-        requests = [ask(one, n=3, tokens=70, seed=number, temperature=1.0) for number, one in enumerate(asked)]
+        requests = [ask(one, n=3, tokens=50, seed=number, temperature=1.0) for number, one in enumerate(asked)]
         wanted = [alone(engine, request) for request in requests]
         preempted = []
         preempt = engine._loop._preempt
@@ -340,7 +338,7 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
         assert engine._pool.num_free == LEAST
 
 
-@pytest.mark.parametrize("num_deltas", [0, 1, 7, 30])
+@pytest.mark.parametrize("num_deltas", [0, 1, 30])
 def test_cancelling_ends_all_answers_once_and_frees_all_pages(num_deltas):
     segments = draw_segments(np.random.default_rng(6), [60, 30])
     with MODEL.engine(max_model_len=512, max_num_seqs=3) as engine:
