@@ -267,7 +267,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
     asked = [draw_segments(random, [60, 60], question=20) for _ in range(4)]
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=16) as engine:
         engine._prefill.read_only = True
-        requests = [ask(one, n=3, tokens=50, seed=number, temperature=1.0) for number, one in enumerate(asked)]
+        requests = [ask(one, n=3, tokens=70, seed=number, temperature=1.0) for number, one in enumerate(asked)]
         wanted = [alone(engine, request) for request in requests]
         preempted = []
         preempt = engine._loop._preempt

@@ -32,9 +32,9 @@ def test_a_checkpoint_is_the_model(tmp_path, quantization, dtype):
 
 
 def test_a_checkpoint_shares_the_kv_of_the_model(tmp_path):
-    convert("random:tiny:3", tmp_path / "there", "--quantization", "int8")
+    convert("demo", tmp_path / "there", "--quantization", "int8")
     url, documents = (tmp_path / "store").as_uri(), [{"title": "Ash", "text": "A tree."}]
-    with Engine.from_pretrained("random:tiny:3", store=url, quantization="int8") as engine:
+    with Engine.from_pretrained("demo", store=url, quantization="int8") as engine:
         first = engine.generate("Who?", documents=documents, reuse="exact", max_new_tokens=2)
     with Engine.from_pretrained(tmp_path / "there", store=url) as engine:
         second = engine.generate("Who?", documents=documents, reuse="exact", max_new_tokens=2)

@@ -35,13 +35,17 @@ def engine_of(size, **settings):
     return MODEL.engine(tensor_parallel_size=size, max_model_len=512, **settings)
 
 
-@pytest.mark.parametrize(("size", "attention"), [pytest.param(2, None, marks=slow), (4, "triton_interpret"), (8, None)])
-def test_prefill_and_decode_are_the_oracle(size, attention):
+@pytest.mark.parametrize(
+    ("model", "size", "attention"),
+    [pytest.param(WIDE, 2, None, marks=slow), (WIDE, 4, "triton_interpret"), (MODEL, 8, None)],
+    ids=["2", "4-triton_interpret", "8"],
+)
+def test_prefill_and_decode_are_the_oracle(model, size, attention):
     tokens = [token for segment in SEGMENTS for token in segment]
-    with WIDE.engine(tensor_parallel_size=size, max_model_len=512, attention=attention) as engine:
+    with model.engine(tensor_parallel_size=size, max_model_len=512, attention=attention) as engine:
         logits = engine.prefill_logits(tokens)
         answered = engine.generate_from_tokens(SEGMENTS, max_new_tokens=3, reuse="off").token_ids
-    wanted = llama_forward(WIDE.weights, WIDE.raw, [*tokens, *answered])[0]
+    wanted = llama_forward(model.weights, model.raw, [*tokens, *answered])[0]
     np.testing.assert_allclose(logits, wanted[: len(tokens)], atol=TOLERANCE)
     assert list(answered) == list(wanted[-4:-1].argmax(-1))
 
@@ -88,7 +92,7 @@ def test_weights_that_a_host_reads_whole_are_split_as_they_are(tmp_path, is_chec
         np.testing.assert_array_equal(np.asarray(got), np.asarray(one))
 
 
-@pytest.mark.parametrize(("size", "device_cache_bytes"), [(2, 2 << 20), pytest.param(4, 0, marks=slow), (8, 0)])
+@pytest.mark.parametrize(("size", "device_cache_bytes"), [pytest.param(2, 2 << 20, marks=slow), (4, 2 << 20), (8, 0)])
 def test_identities(size, device_cache_bytes):
     """Of DESIGN: empty store, same prefix, everything recomputed, exact in any order; and one device gives the same."""
     settings = {"device_cache_bytes": device_cache_bytes}
