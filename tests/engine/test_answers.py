@@ -126,9 +126,7 @@ def test_each_answer_is_the_one_that_its_seed_gives_alone(settings):
         assert engine._pool.num_free == free
 
 
-@pytest.mark.parametrize(
-    ("question", "num_seqs"), [(1, 1), (1, 16), (2, 3), (9, 1), (16, 3), (16, 16), (17, 1), (17, 3), (32, 16)]
-)
+@pytest.mark.parametrize(("question", "num_seqs"), [(1, 1), (2, 3), (16, 3), (16, 16), (17, 1), (32, 16)])
 def test_the_prompt_is_computed_once_also_when_the_answers_take_turns(question, num_seqs, computed):
     segments = draw_segments(np.random.default_rng(question), [40, 30], question=question)
     with MODEL.engine(max_model_len=512, max_num_seqs=num_seqs) as engine:
@@ -340,7 +338,7 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
         assert engine._pool.num_free == LEAST
 
 
-@pytest.mark.parametrize("num_deltas", [0, 1, 7, 30])
+@pytest.mark.parametrize("num_deltas", [0, 1, 30])
 def test_cancelling_ends_all_answers_once_and_frees_all_pages(num_deltas):
     segments = draw_segments(np.random.default_rng(6), [60, 30])
     with MODEL.engine(max_model_len=512, max_num_seqs=3) as engine:

@@ -119,16 +119,16 @@ def prompts(random, count=7):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("seed", "settings"),
     [
-        {"recompute_ratio": 0.3},
-        {"focus_window": None},
-        {"strategy": "reuse"},
-        {"strategy": "cacheblend", "recompute_ratio": 0.2},
+        (0, {"recompute_ratio": 0.3}),
+        (1, {"recompute_ratio": 0.3}),
+        (1, {"focus_window": None}),
+        (2, {"strategy": "reuse"}),
+        (0, {"strategy": "cacheblend", "recompute_ratio": 0.2}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("seed", range(3))
 def test_random_packs_and_batches_give_what_each_request_gets_alone(seed, settings):
     random = np.random.default_rng(seed)
     asked = prompts(random)

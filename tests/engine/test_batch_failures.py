@@ -316,7 +316,12 @@ class LosesPool:
 
 @pytest.mark.parametrize(
     ("where", "number", "policy"),
-    [("prefill", 1, "default"), ("prefill", 2, "pgdsf"), ("decode", 1, "pgdsf"), ("decode", 6, "default")],
+    [
+        ("prefill", 1, "default"),
+        pytest.param("prefill", 2, "pgdsf", marks=pytest.mark.slow),
+        ("decode", 1, "pgdsf"),
+        pytest.param("decode", 6, "default", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, number, policy):
     """With answers under way, a prefill under way and requests in line."""

@@ -128,7 +128,7 @@ def check(got, wanted):
 )
 def test_requests_at_once_get_what_each_gets_alone(settings):
     random = np.random.default_rng(1)
-    asked = prompts(random, 24)
+    asked = prompts(random, 12)
     with MODEL.engine(max_model_len=512, **settings) as engine:
         filled(engine, asked)
         requests = [ask(one, REUSES[number % 4]) for number, one in enumerate(asked)]

@@ -279,6 +279,7 @@ def serve_once(url):
     return [str(one) for one in (response.reuse.reused_tokens, response.reuse.exact, *tiers, *response.token_ids)]
 
 
+@pytest.mark.slow
 def test_a_restarted_process_reuses_what_the_first_one_stored(tmp_path):
     url = f"file://{tmp_path}/store"
     first = serve_once(url)

@@ -282,6 +282,7 @@ def spawn(url: str, start_file: Path, seconds: float, index_url: str) -> subproc
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_two_processes_with_the_same_prompt_compute_it_once(url, tmp_path):
     """With Redis: `test_clock_skew_processes.py`."""
     index_url = f"sqlite://{tmp_path}/index.db"

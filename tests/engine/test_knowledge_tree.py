@@ -32,7 +32,7 @@ def check_tree(engine) -> None:
 
 
 @given(st.lists(st.permutations(range(4)).map(lambda order: order[:3]), max_size=7), st.integers(150, 420))
-@settings(max_examples=max(5, settings.default.max_examples // 2))
+@settings(max_examples=max(5, settings.default.max_examples // 4))
 def test_memory_holds_whole_paths_and_answers_are_those_of_a_full_prefill(orders, room):
     with MODEL.engine(strategy="prefix", eviction_policy="pgdsf", host_cache_bytes=room * TOKEN) as engine:
         for order in orders:

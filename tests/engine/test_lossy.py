@@ -191,8 +191,8 @@ def test_compression_changes_nothing(tmp_path):
 
 
 def test_the_demo_model_answers_alike_from_int8(tmp_path):
-    """A question of each kind, the passages from an int8 store after a restart."""
-    contexts = [context for kind in KINDS for context in held_out_contexts(kind, 1)]
+    """Two questions, the passages from an int8 store after a restart."""
+    contexts = [context for kind in KINDS[:2] for context in held_out_contexts(kind, 1)]
     settings = {"store": f"file://{tmp_path}/store", "disk_kv_dtype": "int8", "focus_window": None}
     model = load_model("demo", dtype="float32")
 

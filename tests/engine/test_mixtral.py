@@ -16,7 +16,7 @@ from tests.oracles import llama_forward
 MODEL = TinyModel(5, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
 
 
-@pytest.mark.parametrize("lengths", [[1], [300], [90, 1, 1, 200, 33]], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [90, 1, 1, 200, 33]], ids=str)
 def test_full_prefill_is_the_oracle(lengths):
     tokens = [token for part in draw_segments(np.random.default_rng(len(lengths)), lengths) for token in part]
     with MODEL.engine() as engine:
@@ -26,7 +26,7 @@ def test_full_prefill_is_the_oracle(lengths):
 
 @pytest.mark.parametrize(
     ("lengths", "reuse"),
-    [([300], "fast"), ([40, 40, 41], "bounded"), ([10, 20, 30, 40, 50, 60, 70], "exact"), ([40, 40, 41], "fast")],
+    [([300], "fast"), ([40, 40, 41], "bounded"), ([10, 20, 30, 40, 50, 60, 70], "exact")],
     ids=str,
 )
 def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengths, reuse):
@@ -41,7 +41,7 @@ def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengt
             assert (again[2].reused_tokens, again[2].recomputed_tokens, again[2].exact) == (reused, 0, True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(seed):
     random = np.random.default_rng(seed)
     lengths = [int(length) for length in random.integers(1, 120, random.integers(3, 8))]
@@ -70,7 +70,7 @@ def test_naive_reuse_behind_other_chunks_is_not_full_prefill():
 def test_exact_answers_of_a_running_batch_are_those_of_each_alone():
     random = np.random.default_rng(8)
     segments = draw_segments(random, [40, 33, 64, 17])
-    orders = [random.permutation(4) for _ in range(6)]
+    orders = [random.permutation(4) for _ in range(4)]
     with MODEL.engine() as engine:
         wanted = [answer(engine, permuted(segments, order), "off", tokens=20)[0] for order in orders]
     with MODEL.engine(max_num_batched_tokens=64, device_cache_bytes=3 << 20) as engine:

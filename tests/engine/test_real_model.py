@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import numpy as np
@@ -40,16 +41,60 @@ QUESTIONS = (
 )
 
 
+NUM_SHALLOW = 8
+
+
 @pytest.fixture(scope="module")
 def model():
     return load_model("smollm2", dtype="float32")
 
 
-def metas(engine, role="document"):
+@pytest.fixture(scope="module")
+def shallow(model):
+    """Its first layers, in which the sink has formed: a third of the time."""
+    params = dataclasses.replace(model.params, layers=model.params.layers[:NUM_SHALLOW])
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, num_layers=NUM_SHALLOW), params=params)
+
+
+def metas(engine):
     ids = {chunk.chunk_id for chunk in engine.passage_chunks(PASSAGES)}
     return [meta for meta in engine._variants if meta.chunk_id in ids]
 
 
+def asked(engine, passages, questions, reuse="bounded") -> list[np.ndarray]:
+    """What each question is answered, behind passages of which the first is exact; nothing is stored."""
+    engine._prefill.read_only = True
+    sampling = SamplingParams(1, prompt_logits=8)
+    return [
+        engine.run(
+            Request(
+                messages=[{"role": "user", "content": question}], documents=passages, sampling=sampling, reuse=reuse
+            )
+        ).prompt_logits
+        for question in questions
+    ]
+
+
+def mean_kl(full, got) -> float:
+    pairs = zip(full, got, strict=True)
+    return float(np.mean([kl_divergence(p, q) for wanted, one in pairs for p, q in zip(wanted, one, strict=True)]))
+
+
+def test_kv_from_behind_the_frame_is_better_and_its_mass_is_none_of_the_instructions(shallow, tmp_path):
+    passages, questions, store = PASSAGES[:2], QUESTIONS[:1], tmp_path.as_uri()
+    with Engine(shallow, EngineConfig(frame="none", store=store)) as engine:
+        engine.warm(passages)
+        assert [(meta.cci, meta.inter_by_prefix) for meta in metas(engine)] == [(0.5, (0.0,))] * 2
+        full, alone = asked(engine, passages, questions, "off"), asked(engine, passages, questions)
+    with Engine(shallow, EngineConfig(store=store)) as engine:
+        engine.warm(passages)
+        behind = [meta.cci for meta in metas(engine) if len(meta.prefix_ids) > 1]
+        framed = asked(engine, passages, questions)
+    assert len(behind) == 2 and all(0.5 < cci < 0.8 for cci in behind)
+    assert mean_kl(full, framed) < 0.5 * mean_kl(full, alone)
+
+
+@pytest.mark.slow
 def test_the_instructions_and_the_first_tokens_draw_mass_that_counts_nowhere(model):
     """With the instructions' mass, CCI of a passage behind them alone was 0.95 and more."""
     with Engine(model, EngineConfig(frame="none")) as engine:
@@ -76,35 +121,26 @@ def test_without_instructions_the_first_passage_holds_the_sink_which_is_no_mass_
         assert meta.cci < 0.8
 
 
+@pytest.mark.slow
 def test_kv_from_behind_other_text_is_better_than_kv_from_behind_the_instructions_alone(model, tmp_path):
     """So `auto` takes it first; both repaired as it does by default."""
-
-    def answers(**settings) -> list[np.ndarray]:
-        """What each question is answered, behind passages of which the first is exact."""
-        with Engine(model, EngineConfig(read_only=True, **settings)) as engine:
-            return [
-                engine.run(
-                    Request(
-                        messages=[{"role": "user", "content": question}],
-                        documents=PASSAGES,
-                        sampling=SamplingParams(1, prompt_logits=8),
-                    )
-                ).prompt_logits
-                for question in QUESTIONS
-            ]
 
     stores = {}
     for frame in ("none", "default"):
         stores[frame] = (tmp_path / frame).as_uri()
         with Engine(model, EngineConfig(frame=frame, store=stores[frame])) as engine:
             engine.warm(PASSAGES)
-    full = answers()
 
-    def mean_kl(**settings) -> float:
-        pairs = zip(full, answers(**settings), strict=True)
-        return float(np.mean([kl_divergence(p, q) for wanted, got in pairs for p, q in zip(wanted, got, strict=True)]))
+    def answers(reuse="bounded", **settings) -> list[np.ndarray]:
+        with Engine(model, EngineConfig(**settings)) as engine:
+            return asked(engine, PASSAGES, QUESTIONS, reuse)
 
-    unrepaired = mean_kl(store=stores["default"], recompute_ratio=0.0)
-    alone, framed = (mean_kl(store=stores[name]) for name in ("none", "default"))
+    full = answers("off")
+
+    def divergence(**settings) -> float:
+        return mean_kl(full, answers(**settings))
+
+    unrepaired = divergence(store=stores["default"], recompute_ratio=0.0)
+    alone, framed = (divergence(store=stores[name]) for name in ("none", "default"))
     print(f"KL: alone {alone:.4f}, framed {framed:.4f}, unrepaired {unrepaired:.4f}")
     assert framed < 0.5 * alone and framed < 0.5 * unrepaired

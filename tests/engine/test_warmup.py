@@ -37,7 +37,9 @@ def taken(engine: Engine) -> tuple[list, list]:
     return [sizes.pack(count, 100, 3) for count in (9, 60, 140)], [sizes.decode(count, 20) for count in (1, 3)]
 
 
-@pytest.mark.parametrize(("width", "tier"), [(56, {}), (104, {"device_cache_bytes": 4 << 20})])
+@pytest.mark.parametrize(
+    ("width", "tier"), [pytest.param(56, {}, marks=pytest.mark.slow), (104, {"device_cache_bytes": 4 << 20})]
+)
 def test_padded_sizes_answer_alike_and_compile_nothing(width, tier):
     tiny = model(width)
     with tiny.engine(**FEW, **tier) as engine:

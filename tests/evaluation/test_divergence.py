@@ -14,8 +14,8 @@ from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.oracles import llama_forward
 
 MODEL = TinyModel(seed=11, num_hidden_layers=6)
-RATIOS = (0.0, 0.1, 0.3, 0.6, 1.0)
-NUM_PROMPTS = 6
+RATIOS = (0.0, 0.2, 0.6, 1.0)
+NUM_PROMPTS = 3
 
 
 def first_logits(engine, segments, reuse="bounded"):

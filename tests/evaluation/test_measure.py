@@ -26,15 +26,15 @@ def right(outcome):
 
 
 def test_full_prefill_scores_what_a_plain_forward_pass_scores(model, tmp_path):
-    questions = demo_questions(3)
-    (outcome,) = measure(model, questions, [FULL], tmp_path)
-    matches = [match for kind in KINDS for match in answered(*load_model(), held_out_contexts(kind, 3), batch_size=3)]
-    assert right(outcome) == matches
+    (outcome,) = measure(model, demo_questions(2), [FULL], tmp_path)
+    contexts = [context for kind in KINDS for context in held_out_contexts(kind, 2)]
+    assert right(outcome) == answered(*load_model(), contexts, batch_size=len(contexts))
     for one in outcome.answers:
         assert (one.computed_ratio, one.cfo, one.first_kl, one.is_same) == (1.0, 1.0, 0.0, True)
     assert not list(tmp_path.iterdir()), "full prefill stores nothing"
 
 
+QUESTIONS = demo_questions(1, (3,), kinds=("single", "pronoun"))
 SEEN = [
     Way("reuse"),
     *(Way(name, 0.3) for name in ("cachecraft", "legolink", "random")),
@@ -46,11 +46,11 @@ PREPARED = [Way("cachecraft", 0.3), Way("auto", 0.3), Way("h2o", 0.3), Way("map_
 
 @pytest.fixture(scope="module")
 def seen(model, tmp_path_factory):
-    """One question of each kind in the ways `SEEN`, whose passages an earlier prompt had: outcomes, progress."""
+    """Questions in the ways `SEEN`, whose passages an earlier prompt had: outcomes, progress."""
     done = []
     outcomes = measure(
         model,
-        demo_questions(1),
+        QUESTIONS,
         SEEN,
         tmp_path_factory.mktemp("seen"),
         states=["seen"],
@@ -61,10 +61,9 @@ def seen(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(model, tmp_path_factory):
-    """One question of each kind in the ways `PREPARED`, over prepared passages: the outcome of each way, and the
-    directory."""
+    """Questions in the ways `PREPARED`, over prepared passages: the outcome of each way, and the directory."""
     directory = tmp_path_factory.mktemp("prepared")
-    outcomes = measure(model, demo_questions(1), PREPARED, directory)
+    outcomes = measure(model, QUESTIONS, PREPARED, directory)
     return {outcome.way: outcome for outcome in outcomes}, directory
 
 
@@ -73,7 +72,7 @@ def test_each_way_recomputes_the_share_it_says_and_full_prefill_comes_first(seen
     assert [outcome.way for outcome in outcomes] == [FULL, *SEEN]
     assert [outcome.state for outcome in outcomes] == [None, *["seen"] * len(SEEN)]
     naive, *rest, _ = ([one.computed_ratio for one in outcome.answers] for outcome in outcomes[1:])
-    assert naive == [0.0] * 4
+    assert naive == [0.0] * len(QUESTIONS)
     for shares in rest:
         assert all(0.3 <= share < 0.3 + 1 / 20 for share in shares)  # passages of over 20 tokens, rounded up each
     assert done[-1][0] == done[-1][1] == len(done)
@@ -157,7 +156,7 @@ def test_a_store_is_measured_as_it_is(model, tmp_path):
     assert own.answers[0].computed_ratio == 1.0 and own.answers[0].is_same
 
 
-@pytest.mark.parametrize("num_questions", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_questions", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_reuse_hurts_where_the_passage_before_matters_and_a_few_tokens_bring_it_back(model, tmp_path, num_questions):
     """The property that the world was made for, on so many pronoun questions and as many over one passage."""
     questions = demo_questions(num_questions, kinds=("single", "pronoun"))
