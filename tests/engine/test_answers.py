@@ -316,7 +316,7 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
             if not starved and len(client.deltas) > 20:
                 loop = engine._loop
                 for serving in [one for one in loop._servings.values() if one.is_decoding]:
-                    loop._scheduler._preempt(loop._scheduler._record(serving.request_id), loop._costs())
+                    loop._scheduler._preempt(loop._scheduler._record(serving.request_id))
                     loop._preempt(serving)
                 held = engine._pool.allocate([PAGE_TOKENS] * engine._pool.num_free)
                 loop._make_room(1)
