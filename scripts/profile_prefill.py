@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from scripts.evaluation.run import check_writable
-from scripts.progress import bars
+from ccjax.cli.progress import bars
+from ccjax.cli.values import check_writable
 
 CACHED = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 NEW = (16, 64, 256, 512, 1024, 2048, 4096)

@@ -16,6 +16,17 @@ ALLOWED = {
     # Runs the kernels' test cases, and a small engine, on a GPU.
     "scripts.gpucheck": {"ccjax.kernels", "scripts", "tests", "ccjax.engine", "ccjax.types", "ccjax.models"},
     "ccjax": {"ccjax.types", "ccjax.errors"},
+    "ccjax.__main__": {"ccjax.cli"},
+    "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation", "ccjax.demo"}
+    | {
+        "ccjax.engine",
+        "ccjax.loading",
+        "ccjax.retrieval",
+        "ccjax.policy",
+        "ccjax.store",
+        "ccjax.types",
+        "ccjax.errors",
+    },
     "ccjax.server": {"ccjax.engine", "ccjax.loading", "ccjax.retrieval", "ccjax.types", "ccjax.errors", "ccjax.text"},
     "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.retrieval", "ccjax.policy", "ccjax.text", "ccjax.types"}
     | {"ccjax.errors"},
@@ -112,6 +123,8 @@ def test_imports_follow_the_arrows(module, path):
         ("ccjax.engine.pool", "models.llama3.steps"),
         ("ccjax.models.llama3.steps", "ccjax.policy.focus"),
         ("ccjax.engine.engine", "ccjax.server.app"),
+        ("ccjax.server.app", "ccjax.cli.serve"),
+        ("ccjax.cli.serve", "scripts.bench"),
         ("ccjax.engine.engine", "ccjax.simulation.run"),
         ("ccjax.simulation.run", "ccjax.models.llama3.steps"),
     ],

@@ -51,7 +51,7 @@ class EngineConfig:
       recompute_ratio: forces that share, 0 to 1, in place of CacheCraft eq. 12.
       max_deviation: strategy "auto": recomputes the tokens whose KV was seen to deviate more, as many as these are,
         instead of that share; None leaves it to the share.
-      calibration: file that scripts/calibrate.py wrote; None takes `calibration.json` beside the model, if it is there.
+      calibration: file that `ccjax calibrate` wrote; None takes `calibration.json` beside the model, if it is there.
         What it showed is the least that reuse recomputes in mode "bounded".
       prefill_profile: file that scripts/profile_prefill.py wrote; None takes `prefill_profile.json` beside the model,
         if it is there. Eviction then goes by what prefills cost here, by what of their prompt is cached.

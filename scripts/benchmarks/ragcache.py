@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ccjax.cli.progress import bars
 from scripts.benchmarks import ragcache_order, ragcache_policies, ragcache_report, ragcache_scheduling
 from scripts.benchmarks.common import BenchmarkError, environment
 from scripts.benchmarks.ragcache_replay import (
@@ -28,7 +29,6 @@ from scripts.benchmarks.ragcache_replay import (
 )
 from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import Question, load_trace, recorded_gaps
-from scripts.progress import bars
 
 PARTS = ("policies", "order", "speculation", "scheduling")
 STRATEGIES = ("prefix", "cachecraft")
@@ -87,7 +87,7 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     Raises:
       BenchmarkError: one is out of range.
     """
-    from scripts.evaluation.run import check_writable
+    from ccjax.cli.values import check_writable
 
     options = copy.copy(arguments)
     for name, value in (_QUICK if options.quick else _USUAL).items():

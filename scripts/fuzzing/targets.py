@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ccjax.cli.serving.config_file import parse_arguments
+from ccjax.cli.serving.messages import StartupError
+from ccjax.cli.serving.options import parser
 from ccjax.engine.documents import DocumentRegistry
 from ccjax.engine.prefill_profile import PrefillProfile
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
@@ -33,9 +36,6 @@ from ccjax.store.spec import KVSpec, ShardRecord, StoreIdentity
 from ccjax.text.tokenizer import read_settings
 from scripts.fuzzing.gguf_seeds import gguf_seeds
 from scripts.fuzzing.target import Target
-from scripts.serving.config_file import parse_arguments
-from scripts.serving.messages import StartupError
-from scripts.serving.options import parser
 
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="ccjax-fuzz-")
 _FOLDER = Path(_TEMPORARY.name)

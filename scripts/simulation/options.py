@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.serving.values import num_bytes
+from ccjax.cli.values import num_bytes
 
 if TYPE_CHECKING:
     from ccjax.simulation.run import Deployment

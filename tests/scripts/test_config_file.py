@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import serve
-from scripts.serving.config_file import _options, config_lines, parse_arguments
-from scripts.serving.messages import StartupError
-from scripts.serving.options import parser
+from ccjax.cli import serve
+from ccjax.cli.serving.config_file import _options, config_lines, parse_arguments
+from ccjax.cli.serving.messages import StartupError
+from ccjax.cli.serving.options import parser
 from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,9 +243,9 @@ def test_passwords_in_urls_are_not_printed(read):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--alpha", "-1"], "serve.py: error: --alpha: wanted"),
-        (["--top-k", "0"], "serve.py: error: --top-k: wanted"),
-        (["--config", "missing.yaml"], "serve.py: error: --config: cannot read missing.yaml: No such file"),
+        (["--alpha", "-1"], "ccjax serve: error: --alpha: wanted"),
+        (["--top-k", "0"], "ccjax serve: error: --top-k: wanted"),
+        (["--config", "missing.yaml"], "ccjax serve: error: --config: cannot read missing.yaml: No such file"),
     ],
 )
 def test_the_command_checks_what_it_prints(argv, message):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from ccjax.cli.serving.config_file import config_lines, parse_arguments
+from ccjax.cli.serving.options import parser
 from ccjax.server.metrics import ServerMetrics
-from scripts.serving.config_file import config_lines, parse_arguments
-from scripts.serving.options import parser
 from tests.engine.helpers import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,6 @@ def test_dockerfile_copies_what_there_is():
         "models",
         "pallas_kernels",
         "store",
-        "scripts",
     }
     assert all((ROOT / name).exists() for line in copied for name in line.split())
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ccjax.cli import calibrate, evaluate
+from ccjax.evaluation import tables
 from ccjax.evaluation.measure import Answered, Forced, Outcome
 from ccjax.evaluation.questions import QAQuestion
+from ccjax.evaluation.summary import figures
 from ccjax.evaluation.ways import DEFAULT, FULL, Way
 from ccjax.types import Document
-from scripts import calibrate, evaluate
-from scripts.evaluation import tables
-from scripts.evaluation.summary import figures
 from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,12 +19,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ccjax.cli import precompute
+from ccjax.cli.serving import options
 from ccjax.engine import Engine
 from ccjax.engine.loading import DEMO_CORPUS
 from ccjax.precompute import worker, workers
 from ccjax.server.loading import DocumentOptions, open_documents
-from scripts import precompute
-from scripts.serving import options
 from tests.polling import wait_until
 from tests.scripts import in_process
 
@@ -252,7 +252,7 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, tmp_path):
         return done.stderr.splitlines()[-1]
 
     text = refusal("--disk-cache-bytes", "1MB")
-    assert text.startswith("precompute.py: error: --store: wanted room for 40") and "1000000 left of" in text
+    assert text.startswith("ccjax precompute: error: --store: wanted room for 40") and "1000000 left of" in text
     assert not (tmp_path / "store").exists()
     assert run_here("dry", "--dry-run", "--disk-kv-dtype", "int8").returncode == 0
     found = report(tmp_path, "dry")

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ccjax.cli.serving.config_file import parse_arguments
+from ccjax.cli.serving.options import engine_settings, parser, server_settings
 from ccjax.server import Service
 from ccjax.server.loading import load_engine
 from scripts import bench as bench_script
@@ -22,8 +24,6 @@ from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.serve_client import Record
 from scripts.benchmarks.serve_figures import Saturation, bracket, figures, is_bounded, saturation, spread
 from scripts.benchmarks.serve_soak import changed_answers, lost_pages, trend
-from scripts.serving.config_file import parse_arguments
-from scripts.serving.options import engine_settings, parser, server_settings
 from tests.data import data_path
 from tests.scripts import in_process
 from tests.server.conftest import running

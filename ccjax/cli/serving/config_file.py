@@ -1,4 +1,4 @@
-"""`--config FILE` and `--print-config`: every option of `scripts/serve.py` as a line of YAML."""
+"""`--config FILE` and `--print-config`: every option of `ccjax serve` as a line of YAML."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from scripts.serving.messages import StartupError, naming
-from scripts.serving.options import engine_settings, server_settings
+from ccjax.cli.serving.messages import StartupError, naming
+from ccjax.cli.serving.options import engine_settings, server_settings
 
 _SECRETS = frozenset({"api_key", "admin_key", "tenant_salt"})
 _NOT_IN_FILE = frozenset({"help", "config", "print_config", "print_memory_plan"})

@@ -1,4 +1,4 @@
-"""The options of `scripts/serve.py`, and what they mean for engine, documents and server."""
+"""The options of `ccjax serve`, and what they mean for engine, documents and server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ccjax.loading.named import default_model
-from ccjax.policy.strategies import STRATEGIES
-from ccjax.server.logs import LOG_FORMATS
-from scripts.serving.values import (
+from ccjax.cli.values import (
     cluster_address,
     coordinator,
     count,
@@ -23,6 +20,9 @@ from scripts.serving.values import (
     replica_range,
     resource_list,
 )
+from ccjax.loading.named import default_model
+from ccjax.policy.strategies import STRATEGIES
+from ccjax.server.logs import LOG_FORMATS
 
 if TYPE_CHECKING:
     from ccjax.server import ServerSettings
@@ -98,11 +98,11 @@ def add_document_arguments(add: Callable[..., Any]) -> None:
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
-    """All options of `scripts/serve.py`."""
+    """All options of `ccjax serve`."""
     from ccjax.policy.eviction import POLICIES
 
     parser = argparse.ArgumentParser(
-        prog="serve.py",
+        prog="ccjax serve",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -233,7 +233,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         ("--alpha", float, "scales the share of tokens that is recomputed"),
         ("--recompute-ratio", float, "forces that share, 0 to 1"),
         ("--max-deviation", float, "strategy auto: recompute what was seen to deviate more, instead of that share"),
-        ("--calibration", str, "file of scripts/calibrate.py (default: calibration.json beside the model, if there)"),
+        ("--calibration", str, "file of ccjax calibrate (default: calibration.json beside the model, if there)"),
         ("--prefill-profile", str, "file of scripts/profile_prefill.py (default: the one beside the model, if there)"),
         ("--ranking-layers", layer_list, "layers that rank a passage's tokens, such as 0,1 (default: all)"),
         ("--frame", str, "what passages are prepared behind: default, none, or a text file"),

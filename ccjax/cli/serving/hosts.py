@@ -1,4 +1,4 @@
-"""`scripts/serve.py --coordinator-address ...`: one model over the devices of several processes."""
+"""`ccjax serve --coordinator-address ...`: one model over the devices of several processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 
-from scripts.serving.messages import Display, StartupError, naming, stages
-from scripts.serving.options import engine_settings
-from scripts.serving.values import AUTO
+from ccjax.cli.serving.messages import Display, StartupError, naming, stages
+from ccjax.cli.serving.options import engine_settings
+from ccjax.cli.values import AUTO
 
 
 def check_host_flags(args: argparse.Namespace) -> None:
@@ -61,6 +61,6 @@ def follow_of(args: argparse.Namespace) -> int:
         try:
             follow(args.model, progress=display, **settings)
         except LostHostError as error:
-            print(f"serve.py: {error}", file=sys.stderr)
+            print(f"ccjax serve: {error}", file=sys.stderr)
             return 1
     return 0

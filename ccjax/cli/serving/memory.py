@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from scripts.serving.messages import naming
-from scripts.serving.options import engine_settings
+from ccjax.cli.serving.messages import naming
+from ccjax.cli.serving.options import engine_settings
 
 if TYPE_CHECKING:
     from ccjax.engine.memory import MemoryPlan

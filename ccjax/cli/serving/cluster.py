@@ -1,4 +1,4 @@
-"""`scripts/serve.py --cluster ray`: from options to replicas."""
+"""`ccjax serve --cluster ray`: from options to replicas."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from scripts.serving.messages import Display, StartupError, naming, ready_line, stages, url_of
-from scripts.serving.options import document_options, engine_settings
+from ccjax.cli.serving.messages import Display, StartupError, naming, ready_line, stages, url_of
+from ccjax.cli.serving.options import document_options, engine_settings
 
 if TYPE_CHECKING:
     from ccjax.cluster.serving import ClusterOptions

@@ -1,4 +1,4 @@
-"""What `scripts/serve.py` says: progress, the line when it is ready, and why it cannot start."""
+"""What `ccjax serve` says: progress, the line when it is ready, and why it cannot start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from scripts.serving.options import engine_fields
+from ccjax.cli.serving.options import engine_fields
 
 if TYPE_CHECKING:
+    from ccjax.cli.progress import Stages
     from ccjax.server import ServerSettings, Service
-    from scripts.progress import Stages
 
 _STAGES = {
     "hosts": "Waiting for the other processes",
@@ -41,7 +41,7 @@ class Stopped(Exception):
 def stages() -> Stages:
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    from scripts.progress import Stages, bars
+    from ccjax.cli.progress import Stages, bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Stages(bars(*columns), _STAGES)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from pathlib import Path
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -83,3 +85,13 @@ def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"wanted 0 (any free port) to 65535, got {text!r}")
     return int(text)
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """Nothing, unless a file could not be written there: then a long run would end without it.
+
+    Raises:
+      ValueError: names the option.
+    """
+    if path is not None and not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
+        raise ValueError(f"--{name}: wanted a file in a directory that can be written to, got {path}")
