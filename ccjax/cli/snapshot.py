@@ -173,7 +173,8 @@ def _tokenizer(model: str | None, directory: str | None) -> Any:
 
 def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreIdentity]:
     """By dtype: a store never mixes them, so that one model is two."""
-    from ccjax.engine.config import DTYPES, identity_of
+    from ccjax.config.engine import DTYPES
+    from ccjax.engine.identity import identity_of
 
     fingerprints = {dtype: files.fingerprint(dtype, args.quantization) for dtype in DTYPES}
     return {dtype: identity_of(one, args.tenant_salt, args.store_key_file) for dtype, one in fingerprints.items()}

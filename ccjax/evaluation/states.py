@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -45,7 +44,7 @@ def fill(
     from ccjax.engine import Engine
 
     frame = config.frame if state == "prepared" else "none"
-    with Engine(model, dataclasses.replace(config, frame=frame)) as engine:
+    with Engine(model, config.replace(frame=frame)) as engine:
         for documents in steps(state, prompts):
             if state == "seen":
                 engine.generate("?", documents, max_new_tokens=1, reuse="exact")

@@ -189,7 +189,7 @@ def test_bad_arguments_are_named(script, options, message, capsys, monkeypatch):
 def test_each_is_a_command(script):
     command = [sys.executable, f"scripts/{script}.py", "--model", "/absent"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"{script}.py: error: model: wanted")
+    assert done.returncode == 2 and done.stderr.startswith(f"ccjax {script}: error: model: wanted")
 
 
 class TestTrials:

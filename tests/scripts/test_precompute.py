@@ -21,10 +21,11 @@ import pytest
 
 from ccjax.cli import precompute
 from ccjax.cli.serving import options
+from ccjax.config import DocumentOptions
 from ccjax.engine import Engine
 from ccjax.engine.loading import DEMO_CORPUS
 from ccjax.precompute import worker, workers
-from ccjax.server.loading import DocumentOptions, open_documents
+from ccjax.server.loading import open_documents
 from tests.polling import wait_until
 from tests.scripts import in_process
 

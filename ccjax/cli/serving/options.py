@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +24,15 @@ from ccjax.policy.strategies import STRATEGIES
 from ccjax.server.logs import LOG_FORMATS
 
 if TYPE_CHECKING:
+    from ccjax.config import DocumentOptions
     from ccjax.server import ServerSettings
-    from ccjax.server.loading import DocumentOptions
 
 
 def engine_fields() -> set[str]:
     """Names of the engine's settings; each flag of such a name is passed on."""
     from ccjax.engine import EngineConfig
 
-    return {field.name for field in dataclasses.fields(EngineConfig)}
+    return {*EngineConfig.model_fields}
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
@@ -71,11 +70,11 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def document_options(args: argparse.Namespace) -> DocumentOptions:
     """What the options of documents say."""
-    from ccjax.server.loading import DocumentOptions
+    from ccjax.config import DocumentOptions
 
     return DocumentOptions(
         docs=None if args.docs is None else str(args.docs),
-        is_wanted=not args.no_docs,
+        no_docs=args.no_docs,
         index_dir=None if args.index_dir is None else str(args.index_dir),
         embedder=args.embedder,
         chunk_tokens=args.chunk_tokens,
