@@ -10,48 +10,107 @@ Exit codes: 0 all is there; 1 done, but something failed; 2 refused; 130, 143 en
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import ConfigDict, Field
+from pydantic_settings import CliToggleFlag
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ccjax.cli.options import StartupError, flag, parse, subset
 from ccjax.cli.progress import Stages, bars
-from ccjax.cli.serving.options import add_document_arguments, document_options
-from ccjax.cli.values import check_writable, layer_list, num_bytes, positive_int
+from ccjax.cli.serving.options import ServedDtype, engine_settings
+from ccjax.cli.values import check_writable
+from ccjax.config import DocumentOptions, EngineConfig
+from ccjax.config.base import Described, SettingsModel
+from ccjax.config.values import FilePath, FolderPath
+from ccjax.loading.named import TOY
+from ccjax.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from ccjax.precompute.report import Report
 
-_ENGINE = (
-    *(
-        "dtype",
-        "quantization",
-        "tokenizer",
-        "attention",
-        "max_model_len",
-        "strategy",
-        "ranking_layers",
-        "store",
-        "host_cache_bytes",
-    ),
-    *(
-        "disk_cache_bytes",
-        "disk_kv_dtype",
-        "disk_compression",
-        "store_key_file",
-        "encrypt_store",
-        "tenant_salt",
-        "system_prompt",
-    ),
-)
+
+class WorkSettings(SettingsModel):
+    """What is computed and by whom."""
+
+    model_config = ConfigDict(title="work")
+
+    model: Annotated[str, Described(metavar="MODEL")] = TOY
+    """As with ccjax serve."""
+    documents: FolderPath | None = None
+    """Documents, as with ccjax serve --docs; model "demo" has some of its own."""
+    neighbours: int = Field(0, ge=0)
+    """Compute each passage also behind so many most similar ones."""
+    prune: CliToggleFlag[bool] = False
+    """Drop what is stored of passages that these documents do not have; those of other documents in the store, too."""
+    workers: int = Field(1, ge=1)
+    """Processes that compute."""
+    devices: Annotated[str, Described(metavar="LIST")] | None = None
+    """GPUs of the workers, one each, as CUDA_VISIBLE_DEVICES names them, such as 0,1."""
+    dry_run: CliToggleFlag[bool] = False
+    """Say what it would take, and end."""
+    force: CliToggleFlag[bool] = False
+    """Begin even if the store has no room for all."""
+    report: FilePath | None = None
+    """Write what came of it as JSON."""
+    compile_cache_dir: FolderPath | None = None
+    """Compiled steps; without it ~/.cache/ccjax/compile."""
+
+
+class QuestionSettings(SettingsModel):
+    """Questions to ask at the end, with full prefill and over the store."""
+
+    model_config = ConfigDict(title="questions")
+
+    questions: FilePath | None = None
+    """JSONL file of questions."""
+    top_k: int = Field(ServerSettings.model_fields["top_k"].default, ge=1)
+    """Passages for one that names none."""
+    limit: int | None = Field(None, ge=1)
+    """Ask so many; without it all."""
+    max_tokens: int = Field(32, ge=1)
+    """Of an answer."""
+
+
+class CommandSettings(SettingsModel):
+    """What the command does."""
+
+    config: FilePath | None = None
+    """Options in YAML, a line `name: value` each, also in groups; those of the command line go before them."""
+
+
+if TYPE_CHECKING:  # of which these are parts
+    from ccjax.config import DocumentOptions as _Documents
+    from ccjax.config import EngineConfig as _Engine
+else:
+    _Documents = subset(DocumentOptions, DocumentOptions.model_fields.keys() - {"docs", "no_docs"})
+    _Engine = subset(
+        EngineConfig,
+        {
+            *("dtype", "quantization", "tokenizer", "attention", "max_model_len", "system_prompt", "strategy", "frame"),
+            *("store", "host_cache_bytes", "disk_cache_bytes", "disk_kv_dtype", "disk_compression", "store_key_file"),
+            *("encrypt_store", "tenant_salt", "ranking_layers"),
+        },
+    )
+
+
+class PrecomputeOptions(_Engine, _Documents, QuestionSettings, WorkSettings, CommandSettings):
+    """All options of `ccjax precompute`; what is not as on the server finds nothing there, or embeds again."""
+
+    dtype: ServedDtype = "auto"
+    """Type of weights, activations and stored KV; auto is float32 on CPU, bfloat16 elsewhere."""
+    store: Annotated[str, Described("the URL of a chunk store", "URL")]
+    """URL of the chunk store, as with ccjax serve."""
+
+
 _STAGES = {
     "weights": "Loading weights",
     "read": "Reading documents",
@@ -120,30 +179,34 @@ class _Bars:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    try:
+        args = parse(PrecomputeOptions, argv, prog="ccjax precompute", description=__doc__)
+    except StartupError as error:
+        print(f"ccjax precompute: error: {error}", file=sys.stderr)
+        return 2
     signals, bars = _Signals(), _Bars()
     try:
         return _run(args, signals, bars)
     except (ValueError, OSError) as error:
         bars.close()
-        print(f"ccjax precompute: error: {_named(args, ' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"ccjax precompute: error: {_named(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # a second signal: at once, and without a report
         return 128 + (signals.number or signal.SIGINT)
 
 
-def _run(args: argparse.Namespace, signals: _Signals, bars: _Bars) -> int:
+def _run(args: PrecomputeOptions, signals: _Signals, bars: _Bars) -> int:
     from ccjax.precompute.compilation import Compilation, Options
 
-    check_writable("report", args.report)
-    if args.documents is not None and not args.documents.is_dir():
-        raise ValueError(f"documents: wanted a directory, got {str(args.documents)!r}")
+    report_file = None if args.report is None else Path(args.report)
+    check_writable("report", report_file)
+    if args.documents is not None and not Path(args.documents).is_dir():
+        raise ValueError(f"documents: wanted a directory, got {args.documents!r}")
     options = Options(
         is_dry_run=args.dry_run,
         is_forced=args.force,
         prunes=args.prune,
-        questions=args.questions,
+        questions=None if args.questions is None else Path(args.questions),
         top_k=args.top_k,
         limit=args.limit,
         max_new_tokens=args.max_tokens,
@@ -151,8 +214,8 @@ def _run(args: argparse.Namespace, signals: _Signals, bars: _Bars) -> int:
     compilation = Compilation(_settings(args), options, bars, signals.name)
     report = compilation.run()
     bars.close()
-    if args.report is not None:
-        args.report.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
+    if report_file is not None:
+        report_file.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
     _print(report)
     if signals.number is not None and report.interrupted is not None:
         print("ccjax precompute: ended early; run the same command again to go on", file=sys.stderr)
@@ -163,15 +226,15 @@ def _run(args: argparse.Namespace, signals: _Signals, bars: _Bars) -> int:
     return 0 if report.is_dry_run or (report.is_complete and not report.counts.failed) else 1
 
 
-def _settings(args: argparse.Namespace) -> list[Any]:
+def _settings(args: PrecomputeOptions) -> list[Any]:
     from ccjax.precompute.messages import Settings
     from ccjax.server.loading import user_cache
 
-    args.docs, args.no_docs = args.documents, False
+    documents = {name: getattr(args, name) for name in DocumentOptions.model_fields if hasattr(args, name)}
     settings = Settings(
         model=args.model,
-        engine={name: getattr(args, name) for name in _ENGINE if hasattr(args, name)},
-        documents=document_options(args),
+        engine=engine_settings(args),
+        documents=DocumentOptions(docs=args.documents, **documents),
         compile_cache=str(args.compile_cache_dir or user_cache() / "compile"),
         num_neighbours=args.neighbours,
     )
@@ -183,12 +246,12 @@ def _settings(args: argparse.Namespace) -> list[Any]:
     return [dataclasses.replace(settings, environment={"CUDA_VISIBLE_DEVICES": device}) for device in devices]
 
 
-def _named(args: argparse.Namespace, message: str) -> str:
+def _named(message: str) -> str:
     """The message with the option that its argument came from, where it names one."""
     argument, colon, rest = message.partition(": ")
     argument = {"docs": "documents", "docs_dir": "documents", "directory": "embedder"}.get(argument, argument)
-    if colon and (argument in vars(args) or argument in _ENGINE):
-        return f"--{argument.replace('_', '-')}: {rest}"
+    if colon and argument in PrecomputeOptions.model_fields:
+        return f"{flag(PrecomputeOptions, argument)}: {rest}"
     return message
 
 
@@ -251,70 +314,3 @@ def _time(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.1f} s"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"wanted an integer of at least 0, got {text!r}")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ccjax precompute",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument_group("what").add_argument
-    add("--model", default="demo", metavar="MODEL", help="as with ccjax serve (default demo)")
-    text = "documents, as with ccjax serve --docs (default with --model demo: its own corpus)"
-    add("--documents", type=Path, metavar="DIR", help=text)
-    add("--store", required=True, metavar="URL", help="URL of the chunk store, as with ccjax serve")
-    text = "compute each passage also behind its N most similar ones (default 0)"
-    add("--neighbours", type=_count, default=0, metavar="N", help=text)
-    text = (
-        "drop what is stored of passages that these documents do not have; those of other documents in the store, too"
-    )
-    add("--prune", action="store_true", help=text)
-
-    add = parser.add_argument_group("how").add_argument
-    add("--workers", type=positive_int, default=1, metavar="N", help="processes that compute (default 1)")
-    text = "GPUs of the workers, one each, as CUDA_VISIBLE_DEVICES names them, such as 0,1"
-    add("--devices", metavar="LIST", help=text)
-    add("--dry-run", action="store_true", help="say what it would take, and end")
-    add("--force", action="store_true", help="begin even if the store has no room for all")
-    add("--report", type=Path, metavar="FILE", help="write what came of it as JSON")
-    add("--compile-cache-dir", type=Path, metavar="DIR", help="compiled steps (default ~/.cache/ccjax/compile)")
-
-    add = parser.add_argument_group("questions").add_argument
-    text = "JSONL file of questions to ask at the end, with full prefill and over the store"
-    add("--questions", type=Path, metavar="FILE", help=text)
-    add("--top-k", type=positive_int, default=5, metavar="N", help="passages for one that names none (default 5)")
-    add("--limit", type=positive_int, metavar="N", help="ask so many (default all)")
-    add("--max-tokens", type=positive_int, default=32, metavar="N", help="of an answer (default 32)")
-
-    group = parser.add_argument_group("as the server", "What is not the same there finds nothing, or embeds again.")
-    add = group.add_argument
-    add_document_arguments(add)
-    for flag, kind, metavar, text in (
-        ("--dtype", str, "TEXT", "float32, bfloat16, or auto: float32 on CPU, bfloat16 elsewhere (default auto)"),
-        ("--quantization", str, "TEXT", "int8 or fp8: weights of products in 8 bits"),
-        ("--tokenizer", str, "DIR", "directory with other tokenizer files than the model's own"),
-        ("--attention", str, "TEXT", "implementation of the attention kernel (default: the platform's own)"),
-        ("--max-model-len", int, "N", "longest prompt plus answer in tokens"),
-        ("--strategy", str, "TEXT", "how chunks will be reused; auto and deviation use the frame"),
-        ("--frame", str, "TEXT", "what passages are prepared behind: default, none, or a text file"),
-        ("--ranking-layers", layer_list, "L,L", "layers that rank a passage's tokens, such as 0,1 (default: all)"),
-        ("--host-cache-bytes", num_bytes, "SIZE", "host memory of each worker for chunk-caches, such as 2GiB"),
-        ("--disk-cache-bytes", num_bytes, "SIZE", "room in the store"),
-        ("--disk-kv-dtype", str, "TEXT", "auto: stored as it is; int8 or fp8: less room, read back as approximate"),
-        ("--disk-compression", str, "TEXT", "none or zstd, which pays for a slow link only"),
-        ("--store-key-file", str, "FILE", "keys that the store is sealed with, as with ccjax serve"),
-        ("--tenant-salt", str, "TEXT", "separates the chunk-caches of tenants that share a store"),
-        ("--system-prompt", str, "TEXT", "used where a request brings no system message"),
-    ):
-        add(flag, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
-    text = "the store is encrypted, as with ccjax serve"
-    add("--encrypt-store", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-    return parser

@@ -6,7 +6,6 @@ Wrong arguments end it with one line on stderr and exit code 2.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import signal
@@ -17,14 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ccjax.cli.options import StartupError, config_lines, part
 from ccjax.cli.serving.cluster import check_no_cluster_flags, serve_cluster_of
-from ccjax.cli.serving.config_file import config_lines, parse_arguments
 from ccjax.cli.serving.hosts import check_host_flags, follow_of, join_hosts
 from ccjax.cli.serving.memory import memory_lines, print_memory_plan
-from ccjax.cli.serving.messages import Display, StartupError, Stopped, final_line, naming, stages, url_of
-from ccjax.cli.serving.options import document_options, engine_settings, parser, server_settings
-from ccjax.cli.values import AUTO
+from ccjax.cli.serving.messages import Display, Stopped, final_line, naming, stages, url_of
+from ccjax.cli.serving.options import AUTO, ServeOptions, engine_settings, serve_options
+from ccjax.config import DocumentOptions
 from ccjax.server.logs import configure_logging
+from ccjax.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     import uvicorn
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until SIGTERM or SIGINT; returns the exit code."""
-    options = parser(__doc__)
     try:
-        args = parse_arguments(options, argv)
+        args = serve_options(argv, __doc__)
         if args.print_config:
-            print(*config_lines(options, args), sep="\n")
+            print(*config_lines(args), sep="\n")
             return 0
         return _serve(args)
     except StartupError as error:
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: ServeOptions) -> int:
     if args.warmup_all and not args.warmup:
         raise StartupError("--warmup-all: wanted without --no-warmup")
     if args.print_memory_plan:
@@ -65,18 +64,18 @@ def _serve(args: argparse.Namespace) -> int:
         return _serve_on(listener, args)
 
 
-def _serve_on(listener: socket.socket, args: argparse.Namespace) -> int:
+def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
     from ccjax.server.keys import Keys
     from ccjax.server.quotas import Quotas
     from ccjax.server.tracing import check_installed
 
     with naming(args, ""):
-        settings = server_settings(args)
+        settings = part(args, ServerSettings)
         _ = Keys(settings), Quotas(settings.quota_file)  # files that cannot be used show at once
         if settings.otlp_traces_endpoint is not None:
             check_installed()
-    if args.docs is not None and not args.docs.is_dir():
-        raise StartupError(f"--docs: wanted a directory, got {str(args.docs)!r}")
+    if args.docs is not None and not Path(args.docs).is_dir():
+        raise StartupError(f"--docs: wanted a directory, got {args.docs!r}")
 
     configure_logging(args.log_level.upper(), args.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -112,7 +111,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> int:
 class _Loader(threading.Thread):
     """Loads model and documents beside the running server and hands them to the service."""
 
-    def __init__(self, args: argparse.Namespace, service: Service, server: uvicorn.Server, url: str) -> None:
+    def __init__(self, args: ServeOptions, service: Service, server: uvicorn.Server, url: str) -> None:
         super().__init__(name="ccjax-load", daemon=True)
         self.error: Exception | None = None
         self._args, self._service, self._server, self._url = args, service, server, url
@@ -162,7 +161,7 @@ class _Loader(threading.Thread):
                 raise StartupError(f"--num-processes: {error}") from error
         try:
             with naming(args, "--docs"):
-                retriever = open_documents(args.model, document_options(args), engine.tokenizer, progress)
+                retriever = open_documents(args.model, part(args, DocumentOptions), engine.tokenizer, progress)
             if args.warmup:
                 engine.warmup(progress, only_first=not args.warmup_all)
         except BaseException:
@@ -184,10 +183,10 @@ def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
         raise StartupError(f"--port: cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
-def _use_compile_cache(directory: Path | None) -> None:
+def _use_compile_cache(named: str | None) -> None:
     from ccjax.server.loading import use_compile_cache, user_cache
 
-    directory = directory or user_cache() / "compile"
+    directory = Path(named) if named else user_cache() / "compile"
     try:
         use_compile_cache(directory)
     except OSError as error:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from ccjax.errors import ConfigError
 
 
-class Settings(BaseModel):
+class SettingsModel(BaseModel):
     """Frozen settings, given by keyword; a bad one raises ConfigError. Fields without `repr` are secret."""
 
     model_config = ConfigDict(
@@ -56,12 +56,13 @@ class Described:
     metavar: str | None = None
 
 
-def explained(model: type[Settings], error: ErrorDetails) -> tuple[str, str]:
+def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str]:
     """The setting that an error is about, or "" where the message names it, and the message in our words."""
     if not error["loc"]:
         return "", error["msg"].removeprefix("Value error, ")
     name = str(error["loc"][0])
-    field = field_of(model, name)
+    name = next((one for one, field in model.model_fields.items() if name in names_of(one, field)), name)
+    field = model.model_fields.get(name)
     if field is None:
         near = difflib.get_close_matches(name, model.model_fields, n=1)
         return name, "no such setting" + (f", did you mean {near[0]}?" if near else "")
@@ -70,13 +71,6 @@ def explained(model: type[Settings], error: ErrorDetails) -> tuple[str, str]:
         message = error["msg"].removeprefix("Value error, ")
     value = repr(error["input"]) if field.repr else type(error["input"]).__name__
     return name, f"{message}, got {'none' if error['type'] == 'missing' else value}"
-
-
-def field_of(model: type[BaseModel], name: str) -> FieldInfo | None:
-    """The field of this name or alias."""
-    if name in model.model_fields:
-        return model.model_fields[name]
-    return next((field for field in model.model_fields.values() if name in names_of("", field)), None)
 
 
 def names_of(name: str, field: FieldInfo) -> list[str]:

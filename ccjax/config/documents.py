@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from ccjax.config.base import Settings
+from ccjax.config.base import SettingsModel
 from ccjax.config.values import FolderPath
 
 
-class DocumentOptions(Settings):
+class DocumentOptions(SettingsModel):
     """Documents that answers are from; whoever reads the same ones needs the same options."""
+
+    model_config = ConfigDict(title="documents")
 
     docs: FolderPath | None = None
     """Directory of documents; models "demo" and "smollm2" bring some of their own."""

@@ -1,12 +1,12 @@
-"""Settings of an engine, fixed for its life."""
+"""SettingsModel of an engine, fixed for its life."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from ccjax.config.base import Described, Settings
+from ccjax.config.base import Described, SettingsModel
 from ccjax.config.values import FilePath, FolderPath, Layers, NumBytes, OrNone, Share
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.focus import FOCUS_RULES
@@ -36,8 +36,10 @@ def _not_empty(text: str) -> str:
     return text
 
 
-class ModelSettings(Settings):
+class ModelSettings(SettingsModel):
     """The model and the devices that it is split over."""
+
+    model_config = ConfigDict(title="model")
 
     dtype: Dtype = "float32"
     """Type of weights, activations and stored KV."""
@@ -60,8 +62,10 @@ class ModelSettings(Settings):
     """System message of requests that bring none; without it the built-in one."""
 
 
-class ReuseSettings(Settings):
+class ReuseSettings(SettingsModel):
     """How stored KV is reused in a prompt."""
+
+    model_config = ConfigDict(title="reuse")
 
     strategy: Strategy = _PLANNER.strategy
     """How chunks are reused. "full": never; "prefix", "set": unchanged, as the longest exact prefix, in any order for
@@ -77,8 +81,10 @@ class ReuseSettings(Settings):
     passages), "none", or a text file in which blank lines separate passages."""
 
 
-class CacheSettings(Settings):
+class CacheSettings(SettingsModel):
     """Where chunk-caches are kept, for how long, and who shares them."""
+
+    model_config = ConfigDict(title="cache")
 
     device_cache_bytes: NumBytes = Field(0, ge=0)
     """Device memory for the KV of running requests and of chunk-caches, all of it taken at once, on all devices
@@ -91,8 +97,8 @@ class CacheSettings(Settings):
     """Host memory besides, for what queued requests will need from the store; 0 reads nothing ahead."""
     store: Annotated[str, Described("a URL such as 'file:///path'", "URL")] | None = None
     """URL of the lasting chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, with
-    ?endpoint=http://HOST:PORT&region=NAME elsewhere than on AWS; credentials as the clouds' own tools find them, such as
-    AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it chunk-caches are in memory only."""
+    ?endpoint=http://HOST:PORT&region=NAME elsewhere than on AWS; credentials as the clouds' own tools find them, such
+    as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it chunk-caches are in memory only."""
     store_index: Annotated[str, _INDEX_URL] | None = Field(None, repr=False)
     """URL of what the processes on one store share besides, so that each knows at once what others stored, erased and
     compute: sqlite:///PATH.db on one host, redis://[[USER]:PASSWORD@]HOST:PORT/DB or rediss:// on several. Without it
@@ -123,8 +129,10 @@ class CacheSettings(Settings):
     beside the model, if it is there."""
 
 
-class BatchSettings(Settings):
+class BatchSettings(SettingsModel):
     """How many requests run at once, and in which order."""
+
+    model_config = ConfigDict(title="batch")
 
     max_num_seqs: int = Field(_SCHEDULER.max_num_seqs, ge=1)
     """Requests that run at once; others are queued."""
@@ -144,8 +152,10 @@ class BatchSettings(Settings):
     """How often an answer whose step failed on the device is tried again, in steps of its own."""
 
 
-class QualitySettings(Settings):
+class QualitySettings(SettingsModel):
     """What keeps answers over reused KV close to those of a full prefill."""
+
+    model_config = ConfigDict(title="quality")
 
     calibration: FilePath | None = None
     """File that `ccjax calibrate` wrote: the least that mode bounded recomputes; without it `calibration.json` beside
@@ -156,8 +166,10 @@ class QualitySettings(Settings):
     """Share of these that should be the same; while fewer are, more is recomputed."""
 
 
-class PaperSettings(Settings):
+class PaperSettings(SettingsModel):
     """Knobs of the papers' experiments, which deployments can leave alone."""
+
+    model_config = ConfigDict(title="paper")
 
     alpha: float = Field(_PLANNER.alpha, ge=0)
     """CacheCraft eq. 12: scales the share of tokens that is recomputed."""
@@ -178,7 +190,7 @@ class PaperSettings(Settings):
     """Reused keys take their place in the new prompt; off for comparison only (CacheCraft table 3)."""
 
 
-class EngineConfig(ModelSettings, ReuseSettings, CacheSettings, BatchSettings, QualitySettings, PaperSettings):
+class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings, ReuseSettings, ModelSettings):
     """Everything that `Engine.from_pretrained` takes besides the model; each default suits a laptop."""
 
     @model_validator(mode="after")

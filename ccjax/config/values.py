@@ -34,7 +34,7 @@ def layers(value: Any) -> Any:
         value = value.split(",")
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         numbers = [one for text in value for one in text.split(",")]
-        if not all(re.fullmatch(r"\d+", one) for one in numbers):
+        if not all(re.fullmatch(r"0|[1-9]\d*", one) for one in numbers):
             raise ValueError("wanted layers such as 0,1")
         return tuple(map(int, numbers))
     return tuple(value) if isinstance(value, list) else value

@@ -1,12 +1,12 @@
-"""Settings of the HTTP side, fixed for the life of a server."""
+"""SettingsModel of the HTTP side, fixed for the life of a server."""
 
 from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, AliasChoices, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
 
-from ccjax.config.base import Described, Settings
+from ccjax.config.base import Described, SettingsModel
 from ccjax.config.values import FilePath, NumBytes, Seconds
 from ccjax.types import ReuseMode
 
@@ -29,8 +29,10 @@ def _http(url: str) -> str:
 Text = Annotated[str, AfterValidator(_not_blank)]
 
 
-class ServerSettings(Settings):
+class ServerSettings(SettingsModel):
     """What the server decides without the engine."""
+
+    model_config = ConfigDict(title="server")
 
     served_model_name: Annotated[Text, Described(metavar="NAME")] | None = None
     """The model's name in the API; without it that of its directory."""

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
     add("--data", type=Path, help="folder with rag_trace/, arrivals/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
-    add("--model", help="as with serve.py (default: random weights)")
+    add("--model", help="as with ccjax serve (default: random weights)")
     add("--layers", type=int, help="of the model with random weights (default 2)")
     add("--width", type=int, help=f"of that model, a multiple of {HEAD_DIM} (default 256)")
     add("--max-model-len", type=int, default=1024, help="longest prompt; passages are dropped beyond it (default 1024)")

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ccjax.cli.serving.config_file import parse_arguments
-from ccjax.cli.serving.messages import StartupError
-from ccjax.cli.serving.options import parser
+from ccjax.cli.options import StartupError
+from ccjax.cli.serving.options import serve_options
 from ccjax.engine.documents import DocumentRegistry
 from ccjax.engine.prefill_profile import PrefillProfile
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
@@ -129,7 +128,7 @@ def _notes(data: bytes) -> None:
 def _config_file(data: bytes) -> None:
     path = _FOLDER / "serve.yaml"
     path.write_bytes(data)
-    parse_arguments(parser(), ["--config", str(path)])
+    serve_options(["--config", str(path)])
 
 
 def _model_file(data: bytes, name: str, read: Callable[[Path], object]) -> None:

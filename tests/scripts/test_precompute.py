@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from ccjax.cli import precompute
-from ccjax.cli.serving import options
+from ccjax.cli.options import parse, part
+from ccjax.cli.serving.options import serve_options
 from ccjax.config import DocumentOptions
 from ccjax.engine import Engine
 from ccjax.engine.loading import DEMO_CORPUS
@@ -273,6 +274,7 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, tmp_path):
     ],
 )
 def test_documents_are_read_as_a_server_reads_them(given):
-    own = precompute._parser().parse_args(["--store", "file:///s", "--documents", "/d", *given])
-    (settings,) = precompute._settings(own)
-    assert settings.documents == options.document_options(options.parser().parse_args(["--docs", "/d", *given]))
+    flags = ["--store", "file:///s", "--documents", "/d", "--frame", "none", *given]
+    (settings,) = precompute._settings(parse(precompute.PrecomputeOptions, flags, prog="x"))
+    assert settings.documents == part(serve_options(["--docs", "/d", *given]), DocumentOptions)
+    assert settings.engine == {"dtype": "auto", "store": "file:///s", "frame": "none"}

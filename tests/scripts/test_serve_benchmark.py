@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ccjax.cli.serving.config_file import parse_arguments
-from ccjax.cli.serving.options import engine_settings, parser, server_settings
-from ccjax.server import Service
+from ccjax.cli.options import part
+from ccjax.cli.serving.options import engine_settings, serve_options
+from ccjax.server import ServerSettings, Service
 from ccjax.server.loading import load_engine
 from scripts import bench as bench_script
 from scripts.benchmarks import serve, serve_report, serve_soak
@@ -294,8 +294,8 @@ def bench(*arguments: object) -> in_process.Done:
 @contextlib.contextmanager
 def serving_here(flags: Sequence[str], on_progress: Any = None) -> Iterator[str]:
     """`serve_server.serving` with the server on a thread of this process."""
-    args = parse_arguments(parser(), flags)
-    service = Service(server_settings(args))
+    args = serve_options(flags)
+    service = Service(part(args, ServerSettings))
     with running(service) as url:
         service.open(load_engine(args.model, engine_settings(args), lambda stage, done, total: None), None)
         yield url
