@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.cli.progress import Stages, bars
+from ccjax.config.engine import DTYPES, QUANTIZATIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", help="as --model of ccjax serve")
     add("directory", type=Path, metavar="DIR", help="where to write; a checkpoint there stays whole until this one is")
     add("--to", default="orbax", choices=["orbax", "huggingface"], help="form to write (default orbax)")
-    add("--quantization", choices=["int8", "fp8"], help="weights of products in 8 bits (default: none)")
+    add("--quantization", choices=QUANTIZATIONS, help="weights of products in 8 bits (default: none)")
     text = "of the rest (default: the one that keeps every digit)"
-    add("--dtype", choices=["float32", "bfloat16"], help=text)
+    add("--dtype", choices=DTYPES, help=text)
     add("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer files of this directory")
     return parser

@@ -25,6 +25,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 
 from ccjax.cli.yaml_file import read_yaml
 from ccjax.config.base import Described, SettingsModel, explained, names_of, unpacked
+from ccjax.config.values import FilePath
 
 Options = TypeVar("Options", bound=SettingsModel)
 Part = TypeVar("Part", bound=SettingsModel)
@@ -36,6 +37,13 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 class StartupError(Exception):
     """A command cannot start; the message is one line that names the argument."""
+
+
+class CommandSettings(SettingsModel):
+    """What the command does."""
+
+    config: FilePath | None = None
+    """Options in YAML, a line `name: value` each, also in groups; those of the command line go before them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

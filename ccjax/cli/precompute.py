@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ccjax.cli.options import StartupError, flag, parse, subset
+from ccjax.cli.options import CommandSettings, StartupError, flag, parse, subset
 from ccjax.cli.progress import Stages, bars
 from ccjax.cli.serving.options import ServedDtype, engine_settings
 from ccjax.cli.values import check_writable
@@ -47,11 +47,11 @@ class WorkSettings(SettingsModel):
     """As with ccjax serve."""
     documents: FolderPath | None = None
     """Documents, as with ccjax serve --docs; model "demo" has some of its own."""
-    neighbours: int = Field(0, ge=0)
+    neighbours: int = Field(default=0, ge=0)
     """Compute each passage also behind so many most similar ones."""
     prune: CliToggleFlag[bool] = False
     """Drop what is stored of passages that these documents do not have; those of other documents in the store, too."""
-    workers: int = Field(1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """Processes that compute."""
     devices: Annotated[str, Described(metavar="LIST")] | None = None
     """GPUs of the workers, one each, as CUDA_VISIBLE_DEVICES names them, such as 0,1."""
@@ -72,19 +72,12 @@ class QuestionSettings(SettingsModel):
 
     questions: FilePath | None = None
     """JSONL file of questions."""
-    top_k: int = Field(ServerSettings.model_fields["top_k"].default, ge=1)
+    top_k: int = Field(default=ServerSettings.model_fields["top_k"].default, ge=1)
     """Passages for one that names none."""
-    limit: int | None = Field(None, ge=1)
+    limit: int | None = Field(default=None, ge=1)
     """Ask so many; without it all."""
-    max_tokens: int = Field(32, ge=1)
+    max_tokens: int = Field(default=32, ge=1)
     """Of an answer."""
-
-
-class CommandSettings(SettingsModel):
-    """What the command does."""
-
-    config: FilePath | None = None
-    """Options in YAML, a line `name: value` each, also in groups; those of the command line go before them."""
 
 
 if TYPE_CHECKING:  # of which these are parts
@@ -107,7 +100,7 @@ class PrecomputeOptions(_Engine, _Documents, QuestionSettings, WorkSettings, Com
 
     dtype: ServedDtype = "auto"
     """Type of weights, activations and stored KV; auto is float32 on CPU, bfloat16 elsewhere."""
-    store: Annotated[str, Described("the URL of a chunk store", "URL")]
+    store: Annotated[str, Described("the URL of a chunk store", "URL")]  # pyright: ignore[reportGeneralTypeIssues]
     """URL of the chunk store, as with ccjax serve."""
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
+from ccjax.config.engine import DTYPES, QUANTIZATIONS
 from ccjax.evaluation import squad5
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")
     parser.add_argument("--prompt", metavar="TEXT", help="system prompt (default: the built-in one)")
-    parser.add_argument("--quantization", choices=("int8", "fp8"), help="as it will be served")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="as it will be served")
     parser.add_argument("--tokenizer", metavar="DIR", help="directory with other tokenizer files than the model's own")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="as it will be served")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="as it will be served")
 
 
 def run(

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from ccjax.cli.progress import Stages, bars
 from ccjax.cli.values import num_bytes, positive_int
+from ccjax.config.engine import DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import ModelFiles
@@ -173,7 +174,6 @@ def _tokenizer(model: str | None, directory: str | None) -> Any:
 
 def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreIdentity]:
     """By dtype: a store never mixes them, so that one model is two."""
-    from ccjax.config.engine import DTYPES
     from ccjax.engine.identity import identity_of
 
     fingerprints = {dtype: files.fingerprint(dtype, args.quantization) for dtype in DTYPES}
@@ -259,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     def of_store(added: argparse.ArgumentParser) -> None:
         add = added.add_argument
         add("--model", default="demo", metavar="MODEL", help='as with ccjax serve (default "demo")')
-        add("--quantization", choices=["int8", "fp8"], help="as with ccjax serve")
+        add("--quantization", choices=QUANTIZATIONS, help="as with ccjax serve")
         add("--tokenizer", metavar="DIR", help="as with ccjax serve")
         add("--store", required=True, metavar="URL", help="URL of the chunk store, as with ccjax serve")
         add("--store-key-file", metavar="FILE", help="keys that the store is sealed with, as with ccjax serve")
@@ -272,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--to", required=True, metavar="PLACE", help=f"absent or empty: {place}")
     added.add_argument("--overwrite", action="store_true", help="take the place of a snapshot that is there")
     text = "float32, bfloat16, or auto: the one that the store holds (default auto)"
-    added.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help=text)
+    added.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help=text)
 
     added = command("restore", restore)
     of_store(added)

@@ -95,7 +95,8 @@ def wanted(field: FieldInfo) -> str:
 
 def unpacked(field: FieldInfo) -> tuple[Any, list[Any], bool]:
     """The type of a field that may be None without that, the metadata on both, and whether it may be None."""
-    kind, metadata, is_optional = field.annotation, list(field.metadata), False
+    kind: Any = field.annotation
+    metadata, is_optional = list(field.metadata), False
     while get_origin(kind) in (Union, types.UnionType) or hasattr(kind, "__metadata__"):
         if hasattr(kind, "__metadata__"):
             metadata += kind.__metadata__

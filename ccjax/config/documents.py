@@ -23,11 +23,11 @@ class DocumentOptions(SettingsModel):
     """Where the index is kept; without it below ~/.cache/ccjax/index."""
     index_kind: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
     """Kind of the vector index; auto is ivf for 50,000 passages and more, else flat."""
-    index_recall: float = Field(0.95, gt=0, lt=1)
+    index_recall: float = Field(default=0.95, gt=0, lt=1)
     """Share of the nearest passages that ivf and hnsw are to find."""
     embedder: str = "auto"
     """auto, lexical, or a directory of a sentence-transformers model."""
-    chunk_tokens: int = Field(200, ge=1)
+    chunk_tokens: int = Field(default=200, ge=1)
     """Longest passage, in tokens."""
-    overlap_tokens: int = Field(0, ge=0)
+    overlap_tokens: int = Field(default=0, ge=0)
     """Tokens that neighbouring passages may share."""

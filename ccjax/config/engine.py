@@ -23,6 +23,8 @@ else:
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+Quantization = Literal["int8", "fp8"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 Loading = Literal["layerwise", "alg2", "sync"]
 
 _UNLIMITED = 1 << 30
@@ -43,20 +45,20 @@ class ModelSettings(SettingsModel):
 
     dtype: Dtype = "float32"
     """Type of weights, activations and stored KV."""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that the model is split over, the first so many."""
-    quantization: Literal["int8", "fp8"] | None = None
+    quantization: Quantization | None = None
     """Weights of products in 8 bits with a scale per output channel, rounded as they load; KV stays in `dtype`."""
     tokenizer: FolderPath | None = None
     """Directory with other tokenizer files than the model's own."""
     attention: str | None = None
     """Implementation of attention, for prefill and decode; the platform's own where none is named."""
-    max_model_len: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt plus answer in tokens; without it the model's own limit, at most 8,192."""
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of each device's memory, TPUs included, that the model may take; what weights and steps leave of it becomes
     `device_cache_bytes`, unless that is given."""
-    device_memory_bytes: NumBytes | None = Field(None, ge=1)
+    device_memory_bytes: NumBytes | None = Field(default=None, ge=1)
     """Memory of each device, such as 80GB; without it what the device says or, for a CPU, the machine."""
     system_prompt: str | None = None
     """System message of requests that bring none; without it the built-in one."""
@@ -72,9 +74,9 @@ class ReuseSettings(SettingsModel):
     "set"; "reuse": all of it, as it is. The others recompute some tokens: as many as CacheCraft eq. 12 says, those that
     deviated most ("deviation"; "auto", the same within 15 % of the prompt), were attended most ("cachecraft", "h2o"),
     the head of each chunk ("legolink"), or drawn ones ("random"); or the 15 % whose KV deviates most ("cacheblend")."""
-    recompute_ratio: float | None = Field(None, ge=0, le=1)
+    recompute_ratio: float | None = Field(default=None, ge=0, le=1)
     """Share of tokens to recompute, in place of CacheCraft eq. 12."""
-    max_deviation: float | None = Field(None, ge=0)
+    max_deviation: float | None = Field(default=None, ge=0)
     """Strategy "auto": recompute the tokens whose KV was seen to deviate more, as many as these are."""
     frame: Annotated[str, AfterValidator(_not_empty), Described("'default', 'none' or a text file")] = "default"
     """What strategies "auto" and "deviation" prepare passages behind, besides the instructions: "default" (two fixed
@@ -86,20 +88,20 @@ class CacheSettings(SettingsModel):
 
     model_config = ConfigDict(title="cache")
 
-    device_cache_bytes: NumBytes = Field(0, ge=0)
+    device_cache_bytes: NumBytes = Field(default=0, ge=0)
     """Device memory for the KV of running requests and of chunk-caches, all of it taken at once, on all devices
     together; 0 takes what requests usually need and caches no chunk there."""
-    host_cache_bytes: NumBytes = Field(2 << 30, ge=1)
+    host_cache_bytes: NumBytes = Field(default=2 << 30, ge=1)
     """Host memory for chunk-caches, such as 2GiB."""
-    disk_cache_bytes: NumBytes | None = Field(None, ge=1)
+    disk_cache_bytes: NumBytes | None = Field(default=None, ge=1)
     """Room in the store; no limit where it is not given."""
-    preload_bytes: NumBytes = Field(256 << 20, ge=0)
+    preload_bytes: NumBytes = Field(default=256 << 20, ge=0)
     """Host memory besides, for what queued requests will need from the store; 0 reads nothing ahead."""
     store: Annotated[str, Described("a URL such as 'file:///path'", "URL")] | None = None
     """URL of the lasting chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, with
     ?endpoint=http://HOST:PORT&region=NAME elsewhere than on AWS; credentials as the clouds' own tools find them, such
     as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it chunk-caches are in memory only."""
-    store_index: Annotated[str, _INDEX_URL] | None = Field(None, repr=False)
+    store_index: Annotated[str, _INDEX_URL] | None = Field(default=None, repr=False)
     """URL of what the processes on one store share besides, so that each knows at once what others stored, erased and
     compute: sqlite:///PATH.db on one host, redis://[[USER]:PASSWORD@]HOST:PORT/DB or rediss:// on several. Without it
     they list the store now and then."""
@@ -111,14 +113,14 @@ class CacheSettings(SettingsModel):
     """File of secret keys, one a line: the first seals what is stored, and what none of them sealed is not read."""
     encrypt_store: bool = False
     """Encrypt what is stored, by keys made of those of `store_key_file`, in place of seals."""
-    tenant_salt: str = Field("", repr=False)
+    tenant_salt: str = Field(default="", repr=False)
     """Separates the chunk-caches of tenants that share a store."""
     read_only: bool = False
     """Reuse what the store holds and add nothing to it."""
     share_computation: bool = False
     """Wait for chunks that another process on the same store is computing, no longer than computing them here would
     take and a second, instead of computing them too."""
-    order_after_s: float | None = Field(None, ge=0)
+    order_after_s: float | None = Field(default=None, ge=0)
     """Order what requests that are queued for longer have to compute from whoever has time, by `store_index`."""
     eviction_policy: EvictionPolicy = DEFAULT_POLICY
     """Which chunk variants leave a full tier."""
@@ -134,21 +136,21 @@ class BatchSettings(SettingsModel):
 
     model_config = ConfigDict(title="batch")
 
-    max_num_seqs: int = Field(_SCHEDULER.max_num_seqs, ge=1)
+    max_num_seqs: int = Field(default=_SCHEDULER.max_num_seqs, ge=1)
     """Requests that run at once; others are queued."""
-    max_num_batched_tokens: int = Field(_SCHEDULER.max_num_batched_tokens, ge=1)
+    max_num_batched_tokens: int = Field(default=_SCHEDULER.max_num_batched_tokens, ge=1)
     """Tokens that prefills compute together; longer prompts are cut into pieces."""
-    max_queue: int | None = Field(None, ge=1)
+    max_queue: int | None = Field(default=None, ge=1)
     """Requests that may be queued; more are refused."""
-    reorder_window: int = Field(32, ge=1)
+    reorder_window: int = Field(default=32, ge=1)
     """Of so many queued requests of a user the one with most cached tokens per computed one goes first (RAGCache sec.
     5.2); 1 for the order of arrival."""
-    flow_share: float = Field(_SCHEDULER.flow_share, gt=0)
+    flow_share: float = Field(default=_SCHEDULER.flow_share, gt=0)
     """A user may have so many times as many queued requests as the queue has places left."""
-    max_decode_gap_ms: float | None = Field(None, ge=0)
+    max_decode_gap_ms: float | None = Field(default=None, ge=0)
     """Longest time between two tokens of an answer that another request's prefill may cause, at least one layer of it;
     without it 200, or three decode steps where that is longer."""
-    max_retries: int = Field(2, ge=0)
+    max_retries: int = Field(default=2, ge=0)
     """How often an answer whose step failed on the device is tried again, in steps of its own."""
 
 
@@ -171,17 +173,17 @@ class PaperSettings(SettingsModel):
 
     model_config = ConfigDict(title="paper")
 
-    alpha: float = Field(_PLANNER.alpha, ge=0)
+    alpha: float = Field(default=_PLANNER.alpha, ge=0)
     """CacheCraft eq. 12: scales the share of tokens that is recomputed."""
     ranking_layers: Layers | None = None
     """CacheCraft eq. 14: layers, such as 0,1, whose attention ranks a chunk's tokens; without it the mean of all."""
-    focus_window: Annotated[int | None, OrNone] = Field(_PLANNER.focus_window, ge=1)
+    focus_window: Annotated[int | None, OrNone] = Field(default=_PLANNER.focus_window, ge=1)
     """CacheCraft alg. 1: layers after which unfocused passages are dropped; none never drops them."""
     focus_rule: FocusRule = _PLANNER.focus_rule
     """CacheCraft alg. 1: the gap rule, "entropy" as printed."""
-    max_variants: int | None = Field(None, ge=1)
+    max_variants: int | None = Field(default=None, ge=1)
     """CacheCraft sec. 3.3: chunk variants kept, however much room there is; no limit where it is not given."""
-    cached_documents: int | None = Field(None, ge=1)
+    cached_documents: int | None = Field(default=None, ge=1)
     """RAGCache's top-k': only the first so many passages of a prompt are kept; all where it is not given."""
     loading: Loading = "layerwise"
     """When the first layer of a prefill may run: once its own KV is there, once that of CacheCraft alg. 2's first

@@ -36,9 +36,9 @@ class ServerSettings(SettingsModel):
 
     served_model_name: Annotated[Text, Described(metavar="NAME")] | None = None
     """The model's name in the API; without it that of its directory."""
-    api_key: Annotated[Text, Described(metavar="KEY")] | None = Field(None, repr=False)
+    api_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
     """Bearer token that all but health, readiness and metrics ask for; without any key they ask for none."""
-    admin_key: Annotated[Text, Described(metavar="KEY")] | None = Field(None, repr=False)
+    admin_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
     """Bearer token that opens /v1/cache/...; without any such key these endpoints are closed."""
     api_key_file: FilePath | None = None
     """File of such tokens, KEY or TENANT:KEY a line, read again when it changes; a tenant has caches of its own."""
@@ -48,22 +48,22 @@ class ServerSettings(SettingsModel):
     """TOML file of what each tenant may ask for, in each replica: requests at a time, tokens a minute."""
     reuse: ReuseMode = "bounded"
     """Mode of requests that name none."""
-    top_k: int = Field(5, ge=1, le=LARGEST_TOP_K)
+    top_k: int = Field(default=5, ge=1, le=LARGEST_TOP_K)
     """Passages retrieved where a request does not say how many."""
-    retrieval_stages: int = Field(1, ge=1)
+    retrieval_stages: int = Field(default=1, ge=1)
     """Parts of a search after each of which an answer may begin from what is found so far (RAGCache sec. 5.3); 1 begins
     once the search is through."""
-    max_prefill_bs: int = Field(4, ge=0)
+    max_prefill_bs: int = Field(default=4, ge=0)
     """No such answer begins while so many requests wait."""
     request_timeout_s: Seconds | None = None
     """Requests that name no timeout_s end with 504 after so long; without it never."""
-    max_body_bytes: NumBytes = Field(10_000_000, ge=1)
+    max_body_bytes: NumBytes = Field(default=10_000_000, ge=1)
     """Longest request body; more is refused with 413."""
     refresh_interval_s: Seconds | None = None
     """Pause between looks for changed documents; without it there are none."""
-    store_refresh_interval_s: Annotated[float, _OR_NEVER] | None = Field(10.0, ge=0)
+    store_refresh_interval_s: Annotated[float, _OR_NEVER] | None = Field(default=10.0, ge=0)
     """Pause between looks at what other processes did to the store; 0 for never."""
-    repair_when_idle: bool = Field(True, validation_alias=AliasChoices("repair", "repair_when_idle"))
+    repair_when_idle: bool = Field(default=True, validation_alias=AliasChoices("repair", "repair_when_idle"))
     """Compute approximate chunk variants anew while no request waits."""
     page: bool = True
     """Serve the page at /, and what it reads: `trace` in requests, which tells the text of passages, and the live

@@ -65,9 +65,8 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     add("--pool-bytes", type=num_bytes, help="for pages of requests (default: half of what the weights leave)")
     add("--loading", default="layerwise", choices=("layerwise", "sync"), help="(default layerwise)")
     add("--no-preload", action="store_true", help="do not read for waiting requests")
-    served = ServeOptions(model="none")
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "reorder_window"):
-        default = getattr(served, name)
+        default = ServeOptions.model_fields[name].default
         add(flag(ServeOptions, name), type=int, default=default, help=f"as with ccjax serve (default {default:,})")
 
     add = parser.add_argument_group("what is wanted").add_argument

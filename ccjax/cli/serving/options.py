@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic_settings import CliToggleFlag
 
-from ccjax.cli.options import parse
+from ccjax.cli.options import CommandSettings, parse
 from ccjax.config import DocumentOptions, EngineConfig
 from ccjax.config.base import Described, SettingsModel
-from ccjax.config.values import FilePath, FolderPath, Seconds
+from ccjax.config.values import FolderPath, Seconds
 from ccjax.loading.named import default_model
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.server.logs import LogFormat
@@ -67,11 +67,9 @@ Bounds = Annotated[
 Resource = Annotated[float, Field(ge=0)]
 
 
-class CommandSettings(SettingsModel):
+class ServeCommandSettings(CommandSettings):
     """What the command does."""
 
-    config: FilePath | None = None
-    """Options in YAML, a line `name: value` each, also in groups; those of the command line go before them."""
     print_config: CliToggleFlag[bool] = False
     """Print all options as they would be, as such a file, and end; keys and passwords are left out."""
     print_memory_plan: CliToggleFlag[bool] = False
@@ -88,9 +86,9 @@ class ProcessSettings(SettingsModel):
     installed), "demo" (else the default), or random:llama3-8b and the like: random weights."""
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Annotated[int, _PORT] = Field(8000, ge=0, le=65535)
+    port: Annotated[int, _PORT] = Field(default=8000, ge=0, le=65535)
     """Port to listen on, 0 for any free one."""
-    stall_timeout_s: Annotated[float, _SECONDS] = Field(60.0, gt=0, le=86_400)
+    stall_timeout_s: Annotated[float, _SECONDS] = Field(default=60.0, gt=0, le=86_400)
     """Connections end whose client takes nothing for so long."""
     warmup: bool = True
     """Compile some sizes at the start, the rest in idle time; or each when a request needs it."""
@@ -111,7 +109,7 @@ class HostSettings(SettingsModel):
 
     coordinator_address: Annotated[str, BeforeValidator(_address_or_auto), _ADDRESS] | None = None
     """Process 0's, which JAX meets at; auto where JAX finds the others itself (Cloud TPU, SLURM, Open MPI)."""
-    num_processes: int | None = Field(None, ge=0)
+    num_processes: int | None = Field(default=None, ge=0)
     """Processes that the model is split over; with --cluster ray those of each replica, on hosts of their own."""
     process_id: int | None = None
     """This one, from 0."""
@@ -134,11 +132,11 @@ class ClusterSettings(SettingsModel):
     """Join the cluster there, with this machine's accelerators; without it one is begun."""
     cluster_host: Annotated[str, Described(metavar="IP")] | None = None
     """Own address, by which the others reach this machine; without it 127.0.0.1, or the one that leads to them."""
-    cluster_port: Annotated[int, _PORT] = Field(0, ge=0, le=65535)
+    cluster_port: Annotated[int, _PORT] = Field(default=0, ge=0, le=65535)
     """Port of a new cluster, 0 for any free one."""
     replica_resources: Annotated[dict[str, Resource], BeforeValidator(_resources), _RESOURCES] | None = None
     """Ray's resources for one replica, such as GPU=1; without it the GPUs or TPUs that the model is split over."""
-    generators: int | None = Field(None, ge=0)
+    generators: int | None = Field(default=None, ge=0)
     """Engines that compute for requests that wait; without it 1 where there is a store and its index."""
     generator_device: Literal["cpu", "device"] = "cpu"
     """Where they do: cpu, or device, each on an accelerator of its own."""
@@ -147,13 +145,13 @@ class ClusterSettings(SettingsModel):
 
 
 class ServeOptions(
-    EngineConfig, ClusterSettings, HostSettings, DocumentOptions, ServerSettings, ProcessSettings, CommandSettings
+    EngineConfig, ClusterSettings, HostSettings, DocumentOptions, ServerSettings, ProcessSettings, ServeCommandSettings
 ):
     """All options of `ccjax serve`."""
 
     dtype: ServedDtype = "auto"
     """Type of weights, activations and stored KV; auto is float32 on CPU, bfloat16 elsewhere."""
-    max_queue: int = Field(SchedulerSettings(num_pages=1).max_queue, ge=1)
+    max_queue: int = Field(default=SchedulerSettings(num_pages=1).max_queue, ge=1)
     """Requests that may be queued; more get 429."""
     no_docs: CliToggleFlag[bool] = False
     """Retrieve nothing, with no model."""
