@@ -100,6 +100,7 @@ def is_ready(command: Sequence[str], folder: Path, environment: Mapping[str, str
             process.terminate()
 
 
+@pytest.mark.slow
 def test_wheels_of_checkout_and_sdist_are_the_same(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     sdist = build("build_sdist", checkout, tmp_path)
     with tarfile.open(sdist) as archive:
