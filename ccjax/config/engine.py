@@ -70,10 +70,10 @@ class ReuseSettings(SettingsModel):
     model_config = ConfigDict(title="reuse")
 
     strategy: Strategy = _PLANNER.strategy
-    """How chunks are reused. "full": never; "prefix", "set": unchanged, as the longest exact prefix, in any order for
-    "set"; "reuse": all of it, as it is. The others recompute some tokens: as many as CacheCraft eq. 12 says, those that
-    deviated most ("deviation"; "auto", the same within 15 % of the prompt), were attended most ("cachecraft", "h2o"),
-    the head of each chunk ("legolink"), or drawn ones ("random"); or the 15 % whose KV deviates most ("cacheblend")."""
+    """How chunks are reused: never ("full"), as the longest exact prefix ("prefix"), also in any order ("set"), as they
+    are ("reuse"), or with some tokens recomputed: those whose KV was seen to change ("deviation", "auto", the latter at
+    most 15 % of what a prompt reuses), those of CacheCraft eq. 14 ("cachecraft"), the 15 % that deviate most
+    ("cacheblend"), the head of each chunk ("legolink"), the most attended ("h2o"), or drawn ones ("random")."""
     recompute_ratio: float | None = Field(default=None, ge=0, le=1)
     """Share of tokens to recompute, in place of CacheCraft eq. 12."""
     max_deviation: float | None = Field(default=None, ge=0)

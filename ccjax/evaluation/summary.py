@@ -1,4 +1,4 @@
-"""Figures of an evaluation: means with intervals for every way, as plain JSON types. Knows no table and no plot."""
+"""Figures of an evaluation: means with intervals for every way, as plain JSON types."""
 
 from __future__ import annotations
 
