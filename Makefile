@@ -31,7 +31,7 @@ $(VENV)/.peers: $(VENV)/.test
 	touch $@
 
 serve: $(VENV)/.core  ## the server with SmolLM2 and some documents on http://127.0.0.1:8000
-	$(BIN)/python scripts/serve.py $(ARGS)
+	$(BIN)/ccjax serve $(ARGS)
 
 # More workers than cores: some tests wait for other processes. Compiled steps are kept in $(VENV) between runs.
 PYTEST := $(BIN)/python -m pytest --dist worksteal -n
@@ -113,15 +113,15 @@ QUALITY_WAYS = default prefix set reuse reuse/old cachecraft/old:0.3 map_rerank 
 
 # Twice: what the demo model answers, and how far from full prefill weights are that nobody trained to cope.
 evaluate: $(VENV)/.test  ## what reuse costs in answers, every strategy: docs/quality.md; needs the data folder (CCJAX_TEST_DATA)
-	$(BIN)/python scripts/evaluate.py --ways $(QUALITY_WAYS) --cached prepared --markdown docs/quality.md \
+	$(BIN)/ccjax evaluate --ways $(QUALITY_WAYS) --cached prepared --markdown docs/quality.md \
 	  --plot docs/quality.svg --title "What reuse costs in answers" $(ARGS)
-	$(BIN)/python scripts/evaluate.py --ways $(QUALITY_WAYS) --cached prepared --model random:12x512 \
+	$(BIN)/ccjax evaluate --ways $(QUALITY_WAYS) --cached prepared --model random:12x512 \
 	  --questions $(CCJAX_TEST_DATA)/qa/rag_top5_musique.jsonl --limit 24 --max-tokens 1 \
 	  --markdown docs/quality.md --append --title "Random weights, real passages"
 
 evaluate-real: $(VENV)/.test  ## the default options beside the published rules on SmolLM2, hours: build/quality-smollm2.md; needs the data folder
 	mkdir -p build
-	$(BIN)/python scripts/evaluate.py --model smollm2 --questions squad5 --limit 200 --json \
+	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --json \
 	  --prompt "Answer with the shortest words of the documents." --markdown build/quality-smollm2.md \
 	  --title "What reuse costs in answers: SmolLM2" $(ARGS)
 

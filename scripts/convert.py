@@ -1,68 +1,11 @@
-"""Converts a model to a checkpoint that loads fast, or back: python scripts/convert.py MODEL DIR [--quantization int8]
+"""Starts `ccjax convert` from a checkout, installed or not."""
 
-The checkpoint (Orbax, with tokenizer files and config.json) is a directory that every --model takes. Stored KV is
-shared between both forms of the same weights.
-"""
-
-from __future__ import annotations
-
-import argparse
-import contextlib
-import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.progress import Stages, bars
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        return _run(args)
-    except (ValueError, OSError) as error:
-        print(f"convert.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
-    from ccjax.engine.conversion import to_checkpoint, to_hugging_face
-
-    if args.to == "huggingface" and args.quantization is not None:
-        raise ValueError(f"--quantization: wanted none with --to huggingface, got {args.quantization!r}")
-    with contextlib.closing(Stages(bars())) as progress:
-        settings: dict[str, Any] = {"dtype": args.dtype, "tokenizer": args.tokenizer, "progress": progress}
-        if args.to == "huggingface":
-            to_hugging_face(args.model, args.directory, **settings)
-        else:
-            to_checkpoint(args.model, args.directory, quantization=args.quantization, **settings)
-    num_bytes = sum(path.stat().st_size for path in args.directory.rglob("*") if path.is_file())
-    print(f"{args.directory}: {num_bytes / 1e9:.2f} GB")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="convert.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="as serve.py's --model")
-    add("directory", type=Path, metavar="DIR", help="where to write; a checkpoint there stays whole until this one is")
-    add("--to", default="orbax", choices=["orbax", "huggingface"], help="form to write (default orbax)")
-    add("--quantization", choices=["int8", "fp8"], help="weights of products in 8 bits (default: none)")
-    text = "of the rest (default: the one that keeps every digit)"
-    add("--dtype", choices=["float32", "bfloat16"], help=text)
-    add("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer files of this directory")
-    return parser
-
+from ccjax.cli.convert import main  # noqa: E402
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX would take three quarters of a GPU, which has nothing to do here
     sys.exit(main())

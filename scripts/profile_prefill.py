@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from scripts.evaluation.run import check_writable
-from scripts.progress import bars
+from ccjax.cli.progress import bars
+from ccjax.cli.values import check_writable
 
 CACHED = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 NEW = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -78,9 +78,9 @@ def _within(values: Sequence[int], longest: int) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="as with serve.py (default demo)")
+    parser.add_argument("--model", default="demo", help="as with ccjax serve (default demo)")
     parser.add_argument("--quantization", choices=("int8", "fp8"), help="as it will be served")
-    parser.add_argument("--tokenizer", metavar="DIR", help="as with serve.py")
+    parser.add_argument("--tokenizer", metavar="DIR", help="as with ccjax serve")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="as it will be served")
     parser.add_argument("--attention", help="as it will be served (default: the platform's own)")
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from scripts.progress import bars
+from ccjax.cli.progress import bars
 from scripts.simulation.options import deployment_of, make_parser, workload_of
 from scripts.simulation.report import print_figures, print_sizes
 
@@ -100,7 +100,7 @@ def _size(args: argparse.Namespace) -> dict:
 
 
 def _paper(args: argparse.Namespace) -> dict:
-    from scripts.evaluation.run import check_writable
+    from ccjax.cli.values import check_writable
     from scripts.simulation import paper, paper_page
 
     check_writable("paper", args.paper)

@@ -16,17 +16,31 @@ ALLOWED = {
     # Runs the kernels' test cases, and a small engine, on a GPU.
     "scripts.gpucheck": {"ccjax.kernels", "scripts", "tests", "ccjax.engine", "ccjax.types", "ccjax.models"},
     "ccjax": {"ccjax.types", "ccjax.errors"},
-    "ccjax.server": {"ccjax.engine", "ccjax.loading", "ccjax.retrieval", "ccjax.types", "ccjax.errors", "ccjax.text"},
-    "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.retrieval", "ccjax.policy", "ccjax.text", "ccjax.types"}
+    "ccjax.__main__": {"ccjax.cli"},
+    "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation", "ccjax.demo"}
+    | {
+        "ccjax.config",
+        "ccjax.engine",
+        "ccjax.loading",
+        "ccjax.retrieval",
+        "ccjax.policy",
+        "ccjax.store",
+        "ccjax.types",
+        "ccjax.errors",
+    },
+    "ccjax.config": {"ccjax.policy", "ccjax.types", "ccjax.errors"},
+    "ccjax.server": {"ccjax.config", "ccjax.engine", "ccjax.loading", "ccjax.retrieval", "ccjax.text", "ccjax.types"}
     | {"ccjax.errors"},
-    "ccjax.engine": {"ccjax.policy", "ccjax.loading", "ccjax.text", "ccjax.types", "ccjax.errors"}
+    "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.retrieval", "ccjax.policy", "ccjax.text", "ccjax.types"}
+    | {"ccjax.config", "ccjax.errors"},
+    "ccjax.engine": {"ccjax.config", "ccjax.policy", "ccjax.loading", "ccjax.text", "ccjax.types", "ccjax.errors"}
     | {"ccjax.store", "ccjax.models", "ccjax.kernels"},
     "ccjax.loading": {"ccjax.text", "ccjax.errors", "ccjax.models.llama3"},
     "ccjax.retrieval": {"ccjax.models.minilm", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},
     "ccjax.demo": {"ccjax.engine", "ccjax.text", "ccjax.types", "ccjax.errors", "ccjax.models", "ccjax.kernels"},
-    "ccjax.evaluation": {"ccjax.engine", "ccjax.policy", "ccjax.demo", "ccjax.types", "ccjax.errors"},
+    "ccjax.evaluation": {"ccjax.config", "ccjax.engine", "ccjax.policy", "ccjax.demo", "ccjax.types", "ccjax.errors"},
     # Virtual time over the engine's index, placement and prompts; no batch loop, which has a device.
     "ccjax.simulation": {
         "ccjax.engine",
@@ -38,6 +52,7 @@ ALLOWED = {
     },
     "ccjax.precompute": {
         *(
+            "ccjax.config",
             "ccjax.engine",
             "ccjax.evaluation",
             "ccjax.policy",
@@ -112,6 +127,8 @@ def test_imports_follow_the_arrows(module, path):
         ("ccjax.engine.pool", "models.llama3.steps"),
         ("ccjax.models.llama3.steps", "ccjax.policy.focus"),
         ("ccjax.engine.engine", "ccjax.server.app"),
+        ("ccjax.server.app", "ccjax.cli.serve"),
+        ("ccjax.cli.serve", "scripts.bench"),
         ("ccjax.engine.engine", "ccjax.simulation.run"),
         ("ccjax.simulation.run", "ccjax.models.llama3.steps"),
     ],
@@ -123,7 +140,7 @@ def test_a_wrong_arrow_is_seen(module, imported):
 _LIGHT = """
 import importlib, sys
 # The strictest first: what one has imported is there for all that come behind it.
-for package in ("ccjax", "ccjax.types", "ccjax.policy.planner", "ccjax.text"):
+for package in ("ccjax", "ccjax.types", "ccjax.policy.planner", "ccjax.config", "ccjax.text"):
     importlib.import_module(package)
     heavy = ("jax", "faiss") if package == "ccjax.text" else ("jax", "numpy", "tensorstore", "faiss")
     found = [name for name in heavy if name in sys.modules]

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.cluster.calls import Answer, Call, Head, perform, perform_whole
+from ccjax.config import DocumentOptions
 from ccjax.policy.routing import PromptSummary
 from ccjax.server import ServerSettings, Service, create_app
-from ccjax.server.loading import DocumentOptions, load_engine, open_documents, use_compile_cache
+from ccjax.server.loading import load_engine, open_documents, use_compile_cache
 from ccjax.server.logs import LogFormat, configure_logging
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Runs a node of the cluster and the front on it: what `scripts/serve.py --cluster ray` does."""
+"""Runs a node of the cluster and the front on it: what `ccjax serve --cluster ray` does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The meeting point of policy, store and models: turns a request into an answer and a reuse report."""
 
-from ccjax.engine.config import EngineConfig
+from ccjax.config import EngineConfig
 from ccjax.engine.document_cache import CachedDocument, Removal, WarmedDocument, Warming
 from ccjax.engine.documents import Pin
 from ccjax.engine.engine import Engine

@@ -7,10 +7,10 @@ import dataclasses
 import logging
 import time
 
+from ccjax.config import EngineConfig
 from ccjax.engine.ahead import Ahead, needed
 from ccjax.engine.batch.doors import Doors
 from ccjax.engine.cached_prefill import CachedPrefill
-from ccjax.engine.config import EngineConfig
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.rates import Rates

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from ccjax.engine.config import EngineConfig
+from ccjax.config import EngineConfig
 from ccjax.engine.pool import PAGE_TOKENS, num_pages
 from ccjax.errors import ConfigError
 from ccjax.store.spec import KVSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from ccjax.config import EngineConfig
 from ccjax.engine.batch.doors import BatchCounts, Doors
-from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.loading import Progress

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from ccjax.config import EngineConfig
 from ccjax.engine.capture import ReadLayers, capture_variants, context_deviations
-from ccjax.engine.config import EngineConfig
 from ccjax.engine.contexts import LayerLoader, Pool
 from ccjax.engine.heavy_hitters import received_mass, with_received
 from ccjax.engine.load_plan import LoadPlanner

@@ -8,7 +8,7 @@ from ccjax.engine.model_files import model_file, read_model_file, write_model_fi
 from ccjax.policy.calibration import Calibration
 
 CALIBRATION_FILE = "calibration.json"
-_SCRIPT = "calibrate.py"
+_PROGRAM = "ccjax calibrate"
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -17,7 +17,7 @@ def read_calibration(path: Path) -> Calibration:
     Raises:
       ConfigError: it cannot be read, or is none.
     """
-    return read_model_file(path, "calibration", _SCRIPT, Calibration.from_json)
+    return read_model_file(path, "calibration", _PROGRAM, Calibration.from_json)
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
@@ -34,7 +34,7 @@ def calibration_of(model: str, beside: Path | None, named: str | None) -> Calibr
     """
     return model_file(
         "calibration",
-        _SCRIPT,
+        _PROGRAM,
         Calibration.from_json,
         lambda found: None if found.model == model else "is of other weights or another dtype",
         beside=None if beside is None else beside / CALIBRATION_FILE,

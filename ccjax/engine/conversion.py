@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ccjax.engine.config import DTYPES
+from ccjax.config.engine import DTYPES
 from ccjax.engine.loading import Progress, model_directory
 from ccjax.engine.weights import (
     RANDOM,

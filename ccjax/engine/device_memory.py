@@ -6,9 +6,9 @@ import dataclasses
 
 import jax
 
+from ccjax.config import EngineConfig
 from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.budgets import memory_bytes, usual_pool_bytes
-from ccjax.engine.config import EngineConfig
 from ccjax.engine.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, kv_shards, plain, plan_memory
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.config import LlamaConfig
@@ -80,7 +80,7 @@ def with_pool(model: LlamaConfig, config: EngineConfig) -> EngineConfig:
     check_fits(plan)
     if not is_asked or config.device_cache_bytes:
         return config
-    return dataclasses.replace(config, device_cache_bytes=plan.pool * kv_shards(plan.shapes))
+    return config.replace(device_cache_bytes=plan.pool * kv_shards(plan.shapes))
 
 
 def _device_bytes(config: EngineConfig) -> tuple[int, str]:

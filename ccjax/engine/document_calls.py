@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ccjax.engine.config import EngineConfig
+from ccjax.config import EngineConfig
 from ccjax.engine.document_cache import CachedDocument, DocumentCache, Removal, WarmedDocument, Warming
 from ccjax.engine.documents import Pin, check_id
 from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame

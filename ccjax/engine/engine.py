@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.config import EngineConfig
 from ccjax.engine.admission import Admission
 from ccjax.engine.ahead_calls import AheadCalls
 from ccjax.engine.alone import PrefillAlone
@@ -31,7 +32,6 @@ from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.calibration import calibration_of
 from ccjax.engine.compiled_sizes import CompiledSizes
-from ccjax.engine.config import EngineConfig
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.device_memory import longest, memory_plan, sizes_of, with_pool
 from ccjax.engine.devices import split_params
@@ -40,6 +40,7 @@ from ccjax.engine.document_calls import DocumentCalls
 from ccjax.engine.following import Following
 from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
 from ccjax.engine.hosts import lead
+from ccjax.engine.identity import identity_for
 from ccjax.engine.kernels import check_kernels
 from ccjax.engine.loading import LoadedModel, Progress, prompt_builder
 from ccjax.engine.maintenance import Maintenance
@@ -109,7 +110,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
         mesh = self._prefiller.mesh
         num_shards = 1 if mesh is None else num_kv_shards(mesh)
         check_budgets(config, num_shards)
-        identity = config.store_identity(model.fingerprint)
+        identity = identity_for(config, model.fingerprint)
         kv_spec = kv_spec_of(model.config, config.dtype)
         self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh, self._compiled)
         self._store = TieredStore.open(

@@ -128,7 +128,7 @@ def load_model(
     tensor_parallel_size: int = 1,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """The model in a directory (Hugging Face's, or a checkpoint of scripts/convert.py) or in a GGUF file, the embedded
+    """The model in a directory (Hugging Face's, or a checkpoint of `ccjax convert`) or in a GGUF file, the embedded
     one for "demo", one that comes in a package (`ccjax.loading.named`), or one with random weights.
 
     "random:NAME" or "random:NAME:SEED" is a preset of `ccjax.models.llama3.presets`, or LAYERSxWIDTH[xHEADS], filled at

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 Content = TypeVar("Content")
 
 
-def read_model_file(path: Path, argument: str, script: str, parse: Callable[[Any], Content]) -> Content:
+def read_model_file(path: Path, argument: str, program: str, parse: Callable[[Any], Content]) -> Content:
     """What `parse` makes of the JSON in a file.
 
     Raises:
@@ -24,7 +24,7 @@ def read_model_file(path: Path, argument: str, script: str, parse: Callable[[Any
     try:
         return parse(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{argument}: wanted a file that scripts/{script} wrote, got {path}: {error}") from error
+        raise ConfigError(f"{argument}: wanted a file that {program} wrote, got {path}: {error}") from error
 
 
 def write_model_file(path: Path, value: Any) -> None:
@@ -39,7 +39,7 @@ def write_model_file(path: Path, value: Any) -> None:
 
 def model_file(
     argument: str,
-    script: str,
+    program: str,
     parse: Callable[[Any], Content],
     why_not: Callable[[Content], str | None],
     *,
@@ -58,7 +58,7 @@ def model_file(
     path = beside if named is None else Path(named)
     if path is None or (named is None and not path.exists()):
         return None
-    found = read_model_file(path, argument, script, parse)
+    found = read_model_file(path, argument, program, parse)
     reason = why_not(found)
     if reason is None:
         return found

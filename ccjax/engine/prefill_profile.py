@@ -78,7 +78,7 @@ def profile_of(model: str, beside: Path | None, named: str | None) -> PrefillPro
 
     return model_file(
         "prefill_profile",
-        "profile_prefill.py",
+        "scripts/profile_prefill.py",
         PrefillProfile.from_json,
         why_not,
         beside=None if beside is None else beside / PROFILE_FILE,

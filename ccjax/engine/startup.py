@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ccjax.engine.config import EngineConfig
+from ccjax.config import EngineConfig
 from ccjax.engine.device_memory import with_pool
 from ccjax.engine.loading import LoadedModel, Progress, load_model, model_config
-from ccjax.errors import ConfigError
 
 
 def load_configured(
@@ -24,10 +22,6 @@ def load_configured(
     Raises:
       ConfigError, CheckpointError: as `Engine.from_pretrained`.
     """
-    known = {field.name for field in dataclasses.fields(EngineConfig)}
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise ConfigError(f"{unknown[0]}: no such setting; wanted one of {sorted(known)}")
     config = EngineConfig(**settings)
     with_pool(model_config(model, tokenizer=config.tokenizer), config)  # what does not fit is refused at once
     loaded = load_model(

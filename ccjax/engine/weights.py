@@ -97,7 +97,7 @@ class HuggingFaceWeights:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointWeights:
-    """Those of a checkpoint that scripts/convert.py wrote. Their bytes are verified when they load."""
+    """Those of a checkpoint that `ccjax convert` wrote. Their bytes are verified when they load."""
 
     directory: Path
     config: LlamaConfig

@@ -154,8 +154,8 @@ def measure_store(
         progress(done, 2 * len(questions))
 
     asked = _Asked(model, questions, max_new_tokens, with_forced=False)
-    full = asked.outcome(FULL, dataclasses.replace(config, store=None), None, tick)
-    return [full, asked.outcome(Way(config.strategy), dataclasses.replace(config, read_only=True), None, tick)]
+    full = asked.outcome(FULL, config.replace(store=None), None, tick)
+    return [full, asked.outcome(Way(config.strategy), config.replace(read_only=True), None, tick)]
 
 
 class _Asked:

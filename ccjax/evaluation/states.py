@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.loading import LoadedModel
 from ccjax.types import Document
+
+if TYPE_CHECKING:
+    from ccjax.engine import EngineConfig
+    from ccjax.engine.loading import LoadedModel
 
 State = Literal["empty", "alone", "prepared", "seen"]
 """Nothing is stored; each passage was computed directly behind the instructions; so, and behind the frame, as
@@ -40,8 +41,10 @@ def fill(
       prompts: the passages of each, in prompt order.
       tick: called after each of `steps`.
     """
+    from ccjax.engine import Engine
+
     frame = config.frame if state == "prepared" else "none"
-    with Engine(model, dataclasses.replace(config, frame=frame)) as engine:
+    with Engine(model, config.replace(frame=frame)) as engine:
         for documents in steps(state, prompts):
             if state == "seen":
                 engine.generate("?", documents, max_new_tokens=1, reuse="exact")

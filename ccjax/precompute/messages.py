@@ -10,7 +10,7 @@ from ccjax.precompute.plan import Plan
 from ccjax.types import Document
 
 if TYPE_CHECKING:
-    from ccjax.server.loading import DocumentOptions
+    from ccjax.config import DocumentOptions
 
 
 @dataclasses.dataclass(frozen=True)

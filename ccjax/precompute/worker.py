@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.frame import FRAMED_STRATEGIES
+from ccjax.engine.identity import identity_for
 from ccjax.engine.loading import LoadedModel, load_model
 from ccjax.engine.pruning import Pruned
 from ccjax.engine.shared_warming import SharedVariant
@@ -80,7 +80,7 @@ class Worker:
         passages = [one for document_id in retriever.document_ids for one in retriever.passages(document_id)]
         documents = tuple(one.as_document() for one in passages)
         # No store: an estimate leaves no trace of it.
-        with Engine(model, dataclasses.replace(config, store=None, store_key_file=None, encrypt_store=False)) as engine:
+        with Engine(model, config.replace(store=None, store_key_file=None, encrypt_store=False)) as engine:
             system, num_tokens = engine.prompt_overhead()
             frame = engine.frame
             around = Surroundings(system, num_tokens, engine.max_model_len, frame.chunks(""))
@@ -126,7 +126,7 @@ class Worker:
         for done in range(_ROUNDS):
             self._progress("sample", done, _ROUNDS)
             with tempfile.TemporaryDirectory(prefix=_SAMPLE, dir=place and place.directory) as directory:
-                config = dataclasses.replace(self._config, store=Path(directory).as_uri(), disk_cache_bytes=None)
+                config = self._config.replace(store=Path(directory).as_uri(), disk_cache_bytes=None)
                 with Engine(self._model, config) as engine:
                     # The system prompt and the frame are there in the real run.
                     frame = engine.frame.documents
@@ -185,7 +185,7 @@ class Worker:
 
     @property
     def _identity(self) -> StoreIdentity:
-        return self._config.store_identity(self._model.fingerprint)
+        return identity_for(self._config, self._model.fingerprint)
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._connection.send(("progress", (stage, done, total)))

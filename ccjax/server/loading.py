@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ccjax.config import DocumentOptions
 from ccjax.engine import Engine
 from ccjax.engine.loading import ASSETS, DEMO_CORPUS, Progress
 from ccjax.loading.named import DEFAULT, TOY
 from ccjax.retrieval import Retriever, default_embedder
-from ccjax.retrieval.index import IndexKind
 from ccjax.text import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
-class DocumentOptions:
-    """Which documents to answer from, and how they are cut and searched; `Retriever.open` says what the rest means.
-
-    Attributes:
-      docs: directory of documents; None for those that come with "demo" and "smollm2", with other models for none.
-      is_wanted: False for no documents at all.
-      index_dir: where the index is kept; None for a directory of the user's cache.
-      embedder: of `default_embedder`.
-    """
-
-    docs: str | None = None
-    is_wanted: bool = True
-    index_dir: str | None = None
-    embedder: str = "auto"
-    chunk_tokens: int = 200
-    overlap_tokens: int = 0
-    index_kind: IndexKind = "auto"
-    index_recall: float = 0.95
-
-    def directory(self, model: str) -> Path | None:
-        """Where the documents of a server of this model are; None for none."""
-        if not self.is_wanted:
-            return None
-        if self.docs is not None:
-            return Path(self.docs)
-        return {TOY: DEMO_CORPUS, DEFAULT: ASSETS / "handbook"}.get(model)
+def documents_directory(model: str, options: DocumentOptions) -> Path | None:
+    """Where the documents of a server of this model are; None for none."""
+    if options.no_docs:
+        return None
+    if options.docs is not None:
+        return Path(options.docs)
+    return {TOY: DEMO_CORPUS, DEFAULT: ASSETS / "handbook"}.get(model)
 
 
 def load_engine(model: str, settings: Mapping[str, Any], progress: Progress | None = None) -> Engine:
@@ -76,7 +55,7 @@ def open_documents(
     Raises:
       ValueError, OSError: a setting, the embedder or the directory cannot be used; the message names the argument.
     """
-    directory = options.directory(model)
+    directory = documents_directory(model, options)
     if directory is None:
         return None
     if tokenizer is None:

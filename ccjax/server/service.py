@@ -341,7 +341,7 @@ class Service:
         who waits for long, until cancelled."""
         await asyncio.gather(
             self._repeat(self.settings.refresh_interval_s, _refresh_documents),
-            self._repeat(self.settings.store_refresh_interval_s, _refresh_store),
+            self._repeat(self.settings.store_refresh_interval_s or None, _refresh_store),
             self._repeat(_ORDER_EVERY_S, _order_ahead),
         )
 

@@ -2,89 +2,87 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
+from typing import Annotated, Self
 
-from ccjax.errors import ConfigError
-from ccjax.types import REUSE_MODES, ReuseMode
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
+
+from ccjax.config.base import Described, SettingsModel
+from ccjax.config.values import FilePath, NumBytes, Seconds
+from ccjax.types import ReuseMode
 
 LARGEST_TOP_K = 100
+_OR_NEVER = Described("a positive number of seconds, or 0 for never", "S")
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerSettings:
-    """What the server decides without the engine.
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("wanted a non-empty text")
+    return text
 
-    Attributes:
-      served_model_name: the model's name in the API; None takes the engine's.
-      api_key: bearer token that all but health, readiness and metrics ask for; None asks for none.
-      admin_key: bearer token for what changes the cache; None keeps those endpoints closed.
-      api_key_file, admin_key_file: files of more such keys (`ccjax.server.keys.KeyRing`), read again when they change.
-      quota_file: what each tenant may ask for (`ccjax.server.quotas.Quotas`), in each replica; None for no limits.
-      reuse: mode of requests that name none.
-      top_k: passages retrieved where a request does not say how many.
-      retrieval_stages: parts of a search after each of which an answer may begin from what is found so far (RAGCache
-        sec. 5.3); 1 begins once the search is through.
-      max_prefill_bs: no such answer begins while so many requests wait.
-      request_timeout_s: `Request.timeout_s` of requests that name none; None for no limit.
-      max_body_bytes: longest request body; more is refused with 413.
-      refresh_interval_s: pause between looks for changed documents; None never looks.
-      store_refresh_interval_s: pause between looks at what other processes did to the store; None never looks.
-      repair_when_idle: replace approximate chunk variants by exact ones while no request waits.
-      prepare_when_idle: compute the server's own documents then, before anybody asks, as far as there is room.
-      otlp_traces_endpoint: URL that takes requests' spans as OTLP over HTTP (`ccjax.server.tracing`); None makes none.
-      page: serve the page at /, and what it reads: `trace` in requests, which tells the text of passages, and the live
-        view.
-      even_out_timing: hold every answer back as if its whole prompt had been computed, and tell nothing of what was
-        reused, so that nobody can see what others asked for; no page then (`shows_reuse`).
-    """
 
-    served_model_name: str | None = None
-    api_key: str | None = dataclasses.field(default=None, repr=False)
-    admin_key: str | None = dataclasses.field(default=None, repr=False)
-    api_key_file: str | None = None
-    admin_key_file: str | None = None
-    quota_file: str | None = None
+def _http(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("wanted a URL such as http://localhost:4318/v1/traces")
+    return url
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]
+
+
+class ServerSettings(SettingsModel):
+    """What the server decides without the engine."""
+
+    model_config = ConfigDict(title="server")
+
+    served_model_name: Annotated[Text, Described(metavar="NAME")] | None = None
+    """The model's name in the API; without it that of its directory."""
+    api_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
+    """Bearer token that all but health, readiness and metrics ask for; without any key they ask for none."""
+    admin_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
+    """Bearer token that opens /v1/cache/...; without any such key these endpoints are closed."""
+    api_key_file: FilePath | None = None
+    """File of such tokens, KEY or TENANT:KEY a line, read again when it changes; a tenant has caches of its own."""
+    admin_key_file: FilePath | None = None
+    """File of such tokens for /v1/cache/..., KEY a line, read again when it changes."""
+    quota_file: FilePath | None = None
+    """TOML file of what each tenant may ask for, in each replica: requests at a time, tokens a minute."""
     reuse: ReuseMode = "bounded"
-    top_k: int = 5
-    retrieval_stages: int = 1
-    max_prefill_bs: int = 4
-    request_timeout_s: float | None = None
-    max_body_bytes: int = 10_000_000
-    refresh_interval_s: float | None = None
-    store_refresh_interval_s: float | None = 10.0
-    repair_when_idle: bool = True
-    prepare_when_idle: bool = True
+    """Mode of requests that name none."""
+    top_k: int = Field(default=5, ge=1, le=LARGEST_TOP_K)
+    """Passages retrieved where a request does not say how many."""
+    retrieval_stages: int = Field(default=1, ge=1)
+    """Parts of a search after each of which an answer may begin from what is found so far (RAGCache sec. 5.3); 1 begins
+    once the search is through."""
+    max_prefill_bs: int = Field(default=4, ge=0)
+    """No such answer begins while so many requests wait."""
+    request_timeout_s: Seconds | None = None
+    """Requests that name no timeout_s end with 504 after so long; without it never."""
+    max_body_bytes: NumBytes = Field(default=10_000_000, ge=1)
+    """Longest request body; more is refused with 413."""
+    refresh_interval_s: Seconds | None = None
+    """Pause between looks for changed documents; without it there are none."""
+    store_refresh_interval_s: Annotated[float, _OR_NEVER] | None = Field(default=10.0, ge=0)
+    """Pause between looks at what other processes did to the store; 0 for never."""
+    repair_when_idle: bool = Field(default=True, validation_alias=AliasChoices("repair", "repair_when_idle"))
+    """Compute approximate chunk variants anew while no request waits."""
+    prepare_when_idle: bool = Field(default=True, validation_alias=AliasChoices("prepare", "prepare_when_idle"))
+    """Compute the server's own documents then, before anybody asks, as far as there is room."""
     page: bool = True
-    otlp_traces_endpoint: str | None = None
+    """Serve the page at /, and what it reads: `trace` in requests, which tells the text of passages, and the live
+    view."""
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_http), Described(metavar="URL")] | None = None
+    """URL that takes requests' spans by OTLP, such as http://localhost:4318/v1/traces; needs ccjax[tracing]."""
     even_out_timing: bool = False
+    """Hold every answer back as if its whole prompt had been computed, and tell nothing of what was reused, so that
+    nobody can see what others asked for; wants no page."""
 
-    def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "admin_key"):
-            if getattr(self, name) is not None and not getattr(self, name).strip():
-                raise ConfigError(f"{name}: wanted a non-empty text, got a blank one")
+    @model_validator(mode="after")
+    def _check_keys_and_page(self) -> Self:
         if self.admin_key is not None and self.admin_key == self.api_key:
-            raise ConfigError("admin_key: wanted another key than api_key: whoever may ask must not be able to erase")
-        if self.reuse not in REUSE_MODES:
-            raise ConfigError(f"reuse: wanted one of {REUSE_MODES}, got {self.reuse!r}")
-        if not 1 <= self.top_k <= LARGEST_TOP_K:
-            raise ConfigError(f"top_k: wanted 1 to {LARGEST_TOP_K}, got {self.top_k}")
-        for name, least in (("retrieval_stages", 1), ("max_prefill_bs", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: wanted an integer of at least {least}, got {getattr(self, name)}")
-        endpoint = self.otlp_traces_endpoint
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"otlp_traces_endpoint: wanted a URL such as http://localhost:4318/v1/traces, got {endpoint!r}"
-            )
+            raise ValueError("admin_key: wanted another key than api_key: whoever may ask must not be able to erase")
         if self.even_out_timing and self.page:
-            raise ConfigError("page: wanted it off (--no-page) with even_out_timing: it shows what was reused")
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes: wanted a positive number of bytes, got {self.max_body_bytes}")
-        for name in ("request_timeout_s", "refresh_interval_s", "store_refresh_interval_s"):
-            interval = getattr(self, name)
-            if interval is not None and not (math.isfinite(interval) and interval > 0):
-                raise ConfigError(f"{name}: wanted a positive number of seconds, got {interval}")
+            raise ValueError("page: wanted it off (--no-page) with even_out_timing: it shows what was reused")
+        return self
 
     @property
     def shows_reuse(self) -> bool:

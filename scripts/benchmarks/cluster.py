@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ccjax.cli.progress import bars
 from scripts.benchmarks import cluster_report
 from scripts.benchmarks.common import BenchmarkError, environment
 from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
@@ -27,7 +28,6 @@ from scripts.benchmarks.serve_figures import spread
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_server import scrape, serving
 from scripts.benchmarks.serve_workload import arrival_times, poisson_gaps
-from scripts.progress import bars
 
 SYSTEMS = ("none", "shared", "generator")
 TIMEOUT_S = 1800.0

@@ -2,60 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-_PACKAGES = ("ccjax", "jax", "jaxlib", "numpy", "torch", "transformers")
+from ccjax.evaluation.environment import environment as environment
 
 
 class BenchmarkError(Exception):
     """A benchmark cannot be carried out; the message is one line for the user."""
 
 
-def environment() -> dict[str, Any]:
-    """Date, commit, machine and versions of a run; read after jax is up, so that the device is known."""
-    import jax
-
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
-        "device": jax.devices()[0].device_kind,
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
 def median(seconds: Sequence[float]) -> float:
     """Median of repeated timings."""
     return statistics.median(seconds)
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -18,14 +18,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ccjax.cli.progress import bars
+from ccjax.cli.values import positive_int
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.prefill import Prefiller
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from ccjax.models.llama3.steps import embed_step, logits_step, sample_step
 from scripts.benchmarks.common import environment, median
-from scripts.progress import bars
-from scripts.serving.values import positive_int
 
 WAYS = ("one by one", "rope-free", "rotated")
 _NUM_ALONE = 4

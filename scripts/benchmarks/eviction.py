@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ccjax.cli.progress import bars
 from ccjax.models.llama3 import LLAMA3_8B, LlamaConfig
 from ccjax.policy.eviction import (
     DEFAULT_POLICY,
@@ -36,7 +37,6 @@ from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead, chunk_conte
 from ccjax.text import load_tokenizer
 from ccjax.types import ChunkId
 from scripts.benchmarks.common import environment
-from scripts.progress import bars
 
 SIZE_PERCENTS = (1, 2, 5, 10, 20, 30, 50, 80)
 """Tier sizes, in percent of the bytes of all distinct passages."""

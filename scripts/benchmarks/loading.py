@@ -23,6 +23,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ccjax.cli.progress import bars
+from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.engine.loading import LoadedModel
 from ccjax.engine.pool import PAGE_TOKENS
@@ -33,8 +35,6 @@ from ccjax.policy.preload import preload_depth
 from ccjax.store.throttle import Link
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 from scripts.benchmarks.common import environment, median
-from scripts.progress import bars
-from scripts.serving.values import positive_int
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 5
 RATIOS = (0.5, 1.0, 2.0, 4.0)

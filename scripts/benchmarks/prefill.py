@@ -16,6 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ccjax.cli.progress import bars
+from ccjax.cli.values import positive_int
 from ccjax.engine import EngineConfig
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.plan_rows import padded_to
@@ -26,8 +28,6 @@ from ccjax.models.llama3.paged_steps import paged_layer_step, rotation_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
 from scripts.benchmarks import transformers_peer
 from scripts.benchmarks.common import BenchmarkError, environment, median
-from scripts.progress import bars
-from scripts.serving.values import positive_int
 
 SHARES = (1.0, 0.15, 0.3)
 _NUM_SEGMENTS = 10

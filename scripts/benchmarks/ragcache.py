@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ccjax.cli.progress import bars
 from scripts.benchmarks import ragcache_order, ragcache_policies, ragcache_report, ragcache_scheduling
 from scripts.benchmarks.common import BenchmarkError, environment
 from scripts.benchmarks.ragcache_replay import (
@@ -28,7 +29,6 @@ from scripts.benchmarks.ragcache_replay import (
 )
 from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import Question, load_trace, recorded_gaps
-from scripts.progress import bars
 
 PARTS = ("policies", "order", "speculation", "scheduling")
 STRATEGIES = ("prefix", "cachecraft")
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
     add("--data", type=Path, help="folder with rag_trace/, arrivals/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
-    add("--model", help="as with serve.py (default: random weights)")
+    add("--model", help="as with ccjax serve (default: random weights)")
     add("--layers", type=int, help="of the model with random weights (default 2)")
     add("--width", type=int, help=f"of that model, a multiple of {HEAD_DIM} (default 256)")
     add("--max-model-len", type=int, default=1024, help="longest prompt; passages are dropped beyond it (default 1024)")
@@ -87,7 +87,7 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     Raises:
       BenchmarkError: one is out of range.
     """
-    from scripts.evaluation.run import check_writable
+    from ccjax.cli.values import check_writable
 
     options = copy.copy(arguments)
     for name, value in (_QUICK if options.quick else _USUAL).items():

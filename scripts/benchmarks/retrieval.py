@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ccjax.cli.progress import bars
 from ccjax.retrieval import default_embedder
 from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
 from ccjax.retrieval.index import IndexKind, PassageIndex
 from scripts.benchmarks.common import environment
-from scripts.progress import bars
 
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 PASSAGES_PER_DOCUMENT = 10

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
+from ccjax.cli.progress import bars
 from scripts.benchmarks import serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
 from scripts.benchmarks.common import BenchmarkError, environment
@@ -26,7 +27,6 @@ from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, sa
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_options import add_arguments, data_folder, resolve
 from scripts.benchmarks.serve_server import scrape, serving
-from scripts.progress import bars
 
 __all__ = ["add_arguments", "run"]
 

@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark. Defaults that --quick changes are set by `resolve`."""
     add = parser.add_argument
     add("--data", type=Path, help="folder with rag_trace/, arrivals/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
-    add("--model", help="as with serve.py (default: random weights)")
+    add("--model", help="as with ccjax serve (default: random weights)")
     add("--layers", type=int, help="of the model with random weights (default 16)")
     add("--width", type=int, help="of that model, a multiple of 32 (default 1024)")
     add("--strategies", nargs="+", help=f"the first one sets rates and bound (default {' '.join(STRATEGIES)})")
     add("--sequential", action="store_true", help="one server at a time, where memory has no room for all")
     add("--recompute-ratio", type=float, default=0.3, help="share of each reused passage to recompute (default 0.3)")
-    add("--serve-args", help="more flags for scripts/serve.py, as one string")
+    add("--serve-args", help="more flags for ccjax serve, as one string")
     add("--host-cache-bytes", default="4GiB", help="memory for chunk-caches (default 4GiB)")
     add("--max-model-len", type=int, help="longest prompt; passages are dropped beyond it (default 1024)")
     add("--trace", choices=TRACES, default="musique", help="retrieval trace (default musique)")

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ccjax.cli.progress import bars
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.rates import Rates
 from ccjax.engine.variants import VariantIndex
@@ -32,7 +33,6 @@ from ccjax.store.formats import AS_IT_IS, expected_layout
 from ccjax.store.records import encode_record
 from ccjax.types import ChunkId
 from scripts.benchmarks.common import environment
-from scripts.progress import bars
 
 LLAMA3_8B = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 IDENTITY = StoreIdentity("benchmark")

@@ -20,10 +20,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ccjax.cli.progress import bars
+from ccjax.cli.values import positive_int
 from ccjax.store import KVSpec, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
 from scripts.benchmarks.common import environment, median
-from scripts.progress import bars
-from scripts.serving.values import positive_int
 
 SHAPES = {"8 MB": (KVSpec(16, 8, 128, "bfloat16"), 128), "64 MB": (KVSpec(32, 8, 128, "bfloat16"), 512)}
 """Variant -> KV shape and tokens: 16 layers of half a megabyte; Llama-3-8B's 32 layers of two."""

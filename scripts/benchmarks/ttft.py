@@ -18,6 +18,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from ccjax.cli.progress import bars
+from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.buckets import slot_bucket
@@ -27,8 +29,6 @@ from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.types import ReuseMode
 from scripts.benchmarks import transformers_peer, ttft_default
 from scripts.benchmarks.common import environment, median
-from scripts.progress import bars
-from scripts.serving.values import positive_int
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 8
 

@@ -14,7 +14,6 @@ INSTRUMENTED = [
     "ccjax",
     "ccjax.models.llama3",
     "ccjax.store",
-    "scripts.serving",
     "gguf",
     "yaml",
     "bs4",

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ccjax.cli.options import StartupError
+from ccjax.cli.serving.options import serve_options
 from ccjax.engine.documents import DocumentRegistry
 from ccjax.engine.prefill_profile import PrefillProfile
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
@@ -33,9 +35,6 @@ from ccjax.store.spec import KVSpec, ShardRecord, StoreIdentity
 from ccjax.text.tokenizer import read_settings
 from scripts.fuzzing.gguf_seeds import gguf_seeds
 from scripts.fuzzing.target import Target
-from scripts.serving.config_file import parse_arguments
-from scripts.serving.messages import StartupError
-from scripts.serving.options import parser
 
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="ccjax-fuzz-")
 _FOLDER = Path(_TEMPORARY.name)
@@ -129,7 +128,7 @@ def _notes(data: bytes) -> None:
 def _config_file(data: bytes) -> None:
     path = _FOLDER / "serve.yaml"
     path.write_bytes(data)
-    parse_arguments(parser(), ["--config", str(path)])
+    serve_options(["--config", str(path)])
 
 
 def _model_file(data: bytes, name: str, read: Callable[[Path], object]) -> None:

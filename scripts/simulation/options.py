@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.serving.values import num_bytes
+from ccjax.cli.options import flag
+from ccjax.cli.serving.options import ServeOptions
+from ccjax.cli.values import num_bytes
 
 if TYPE_CHECKING:
     from ccjax.simulation.run import Deployment
@@ -55,18 +57,17 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     add("--strategy", default="cachecraft", help="of ccjax.policy.strategies; full for none (default cachecraft)")
     add("--reuse", default="bounded", choices=("off", "exact", "bounded", "fast"), help="(default bounded)")
     add("--recompute-ratio", type=float, help="of each passage reused behind another prefix (default: eq. 12)")
-    add("--eviction-policy", help="as with serve.py")
-    add("--max-variants", type=int, help="as with serve.py")
+    add("--eviction-policy", help="as with ccjax serve")
+    add("--max-variants", type=int, help="as with ccjax serve")
     add("--device-cache-bytes", type=num_bytes, default=0, help="of a replica (default 0)")
     add("--host-cache-bytes", type=num_bytes, default=64 * 2**30, help="of a replica (default 64GiB)")
     add("--disk-cache-bytes", type=num_bytes, default=0, help="of a replica (default 0)")
     add("--pool-bytes", type=num_bytes, help="for pages of requests (default: half of what the weights leave)")
     add("--loading", default="layerwise", choices=("layerwise", "sync"), help="(default layerwise)")
     add("--no-preload", action="store_true", help="do not read for waiting requests")
-    add("--max-num-seqs", type=int, default=32, help="as with serve.py (default 32)")
-    add("--max-num-batched-tokens", type=int, default=1024, help="as with serve.py (default 1,024)")
-    add("--max-queue", type=int, default=128, help="as with serve.py (default 128)")
-    add("--reorder-window", type=int, default=32, help="as with serve.py (default 32)")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "reorder_window"):
+        default = ServeOptions.model_fields[name].default
+        add(flag(ServeOptions, name), type=int, default=default, help=f"as with ccjax serve (default {default:,})")
 
     add = parser.add_argument_group("what is wanted").add_argument
     add("--size-for", metavar="GOAL", help="budgets and replicas for such as 'p99 TTFT < 1 s at 20 req/s'")

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ccjax.cli.progress import bars
 from ccjax.engine import Engine
 from ccjax.engine.loading import LoadedModel, load_model
 from ccjax.engine.pool import PAGE_TOKENS
@@ -50,7 +51,6 @@ from scripts.benchmarks.ragcache_replay import (
 from scripts.benchmarks.ragcache_replay import distinct_bytes as bytes_of_all
 from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import Question, load_trace
-from scripts.progress import bars
 from scripts.simulation.observed import Prefill, fit
 
 STRATEGIES = ("prefix", "cachecraft")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import re
 
@@ -151,7 +150,7 @@ def test_the_front_knows_chunks_as_replicas_name_them_for_each_tenant(servers, t
     keys = tmp_path / "keys"
     keys.write_text("anna:anna-key-0123456789\nbob:bob-key-0123456789\n")
     keys.chmod(0o600)
-    settings = dataclasses.replace(SETTINGS, api_key_file=str(keys))
+    settings = SETTINGS.replace(api_key_file=str(keys))
     replicas = LocalReplicas(_answer_nothing)
     front = Front(replicas, PromptReader(load_prompt_builder(tiny_model), None, settings), settings)
     engine, named = servers[0].engine, {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
@@ -85,7 +84,7 @@ def test_a_request_is_refused_once_its_time_is_over(begin, time, more):
 @pytest.mark.parametrize("of_server", [False, True], ids=["of the request", "of the server"])
 def test_a_timeout_goes_before_the_fronts_own(begin, time, of_server, no_replica_s):
     more = {} if of_server else {"timeout_s": 2.0}
-    settings = dataclasses.replace(SETTINGS, request_timeout_s=2.0 if of_server else 50.0)
+    settings = SETTINGS.replace(request_timeout_s=2.0 if of_server else 50.0)
     with begin(no_replica_s, settings) as cluster:
         assert refused_after(cluster.post(CHAT, {**BODY, **more}), time) == pytest.approx(2.0)
 

@@ -106,7 +106,7 @@ def test_a_file_may_be_named(directory, tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{", json.dumps({**CALIBRATION.to_json(), "version": 9})])
 def test_a_damaged_file_refuses_to_start(directory, text):
     (directory / CALIBRATION_FILE).write_text(text)
-    with pytest.raises(ConfigError, match="calibration: wanted a file that scripts/calibrate.py wrote"):
+    with pytest.raises(ConfigError, match="calibration: wanted a file that ccjax calibrate wrote"):
         report(directory)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine import EngineConfig, Request
+from ccjax.engine.identity import identity_for
 from ccjax.engine.requests import SamplingParams
 from ccjax.engine.snapshot import save_snapshot
 from ccjax.errors import ConfigError, SnapshotError
@@ -62,7 +63,8 @@ def test_settings_that_do_not_fit(tmp_path, keys):
     with pytest.raises(ConfigError, match="encrypt_store: wanted True or False, got 'yes'"):
         EngineConfig(store=store, store_key_file=keys, encrypt_store="yes")
     with pytest.raises(ConfigError, match="disk_compression: wanted 'none' with encrypt_store, got 'zstd'"):
-        EngineConfig(store=store, store_key_file=keys, encrypt_store=True, disk_compression="zstd").store_identity("m")
+        config = EngineConfig(store=store, store_key_file=keys, encrypt_store=True, disk_compression="zstd")
+        identity_for(config, "m")
 
 
 def test_no_snapshot_is_taken_of_it(tmp_path):

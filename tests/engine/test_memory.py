@@ -266,7 +266,7 @@ def test_without_the_share_a_cpu_is_asked_for_nothing(monkeypatch):
     monkeypatch.setattr(device_memory, "memory_plan", refuse)
     assert with_pool(MODEL.config, config) is config
     with pytest.raises(AssertionError, match="planned"):
-        with_pool(MODEL.config, dataclasses.replace(config, gpu_memory_utilization=0.9))
+        with_pool(MODEL.config, config.replace(gpu_memory_utilization=0.9))
 
 
 def test_a_device_with_memory_of_its_own_is_asked_always(monkeypatch):

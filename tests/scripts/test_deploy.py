@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from ccjax.cli.options import config_lines
+from ccjax.cli.serving.options import serve_options
 from ccjax.server.metrics import ServerMetrics
-from scripts.serving.config_file import config_lines, parse_arguments
-from scripts.serving.options import parser
 from tests.engine.helpers import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,9 +20,8 @@ DEPLOY = ROOT / "deploy"
 def checked(tmp_path: Path, text: str):
     file = tmp_path / "serve.yaml"
     file.write_text(text)
-    options = parser()
-    args = parse_arguments(options, ["--config", str(file)])
-    assert config_lines(options, args)  # refuses what the server would
+    args = serve_options(["--config", str(file)])  # refuses what the server would
+    assert config_lines(args)
     return args
 
 
@@ -33,9 +32,9 @@ def test_kubernetes(tmp_path):
     assert args.share_computation and args.store == "s3://bucket/kv"
     pod = by_kind["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
-    assert parser().parse_args(container["args"]).config == Path("/etc/ccjax/serve.yaml")
+    assert container["args"] == ["--config=/etc/ccjax/serve.yaml"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    for path in (args.api_key_file, Path(args.store_key_file), Path(args.model), args.compile_cache_dir):
+    for path in (args.api_key_file, args.store_key_file, args.model, args.compile_cache_dir):
         assert any(str(path).startswith(f"{mount}/") for mount in mounts), path
     names = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == names
@@ -47,7 +46,7 @@ def test_kubernetes(tmp_path):
 def test_compose():
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     for name in ("first", "second"):
-        args = parser().parse_args(services[name]["command"])
+        args = serve_options(services[name]["command"])
         assert args.store.startswith("file:///") and args.store_index.startswith("redis://index:")
         assert services[name]["depends_on"].keys() <= services.keys()
 
@@ -60,7 +59,6 @@ def test_dockerfile_copies_what_there_is():
         "models",
         "pallas_kernels",
         "store",
-        "scripts",
     }
     assert all((ROOT / name).exists() for line in copied for name in line.split())
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ccjax.cli import calibrate, evaluate
+from ccjax.evaluation import tables
 from ccjax.evaluation.measure import Answered, Forced, Outcome
 from ccjax.evaluation.questions import QAQuestion
+from ccjax.evaluation.summary import figures
 from ccjax.evaluation.ways import DEFAULT, FULL, Way
 from ccjax.types import Document
-from scripts import calibrate, evaluate
-from scripts.evaluation import tables
-from scripts.evaluation.summary import figures
 from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,7 +191,7 @@ def test_bad_arguments_are_named(script, options, message, capsys, monkeypatch):
 def test_each_is_a_command(script):
     command = [sys.executable, f"scripts/{script}.py", "--model", "/absent"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"{script}.py: error: model: wanted")
+    assert done.returncode == 2 and done.stderr.startswith(f"ccjax {script}: error: model: wanted")
 
 
 class TestTrials:

@@ -20,12 +20,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ccjax.cli import precompute
+from ccjax.cli.options import parse, part
+from ccjax.cli.serving.options import serve_options
+from ccjax.config import DocumentOptions
 from ccjax.engine import Engine
 from ccjax.engine.loading import DEMO_CORPUS
 from ccjax.precompute import worker, workers
-from ccjax.server.loading import DocumentOptions, open_documents
-from scripts import precompute
-from scripts.serving import options
+from ccjax.server.loading import open_documents
 from tests.polling import wait_until
 from tests.scripts import in_process
 from tests.server.tiny_model import write_tiny_model
@@ -263,7 +265,7 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
         return done.stderr.splitlines()[-1]
 
     text = refusal("--disk-cache-bytes", "1kB")
-    wanted = re.match(r"precompute.py: error: --store: wanted room for (\d+)", text)
+    wanted = re.match(r"ccjax precompute: error: --store: wanted room for (\d+)", text)
     assert wanted is not None and "1000 left of" in text
     assert not (tmp_path / "store").exists()
     assert run_here("dry", "--documents", docs, "--dry-run", "--disk-kv-dtype", "int8").returncode == 0
@@ -284,6 +286,7 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
     ],
 )
 def test_documents_are_read_as_a_server_reads_them(given):
-    own = precompute._parser().parse_args(["--store", "file:///s", "--documents", "/d", *given])
-    (settings,) = precompute._settings(own)
-    assert settings.documents == options.document_options(options.parser().parse_args(["--docs", "/d", *given]))
+    flags = ["--store", "file:///s", "--documents", "/d", "--frame", "none", *given]
+    (settings,) = precompute._settings(parse(precompute.PrecomputeOptions, flags, prog="x"))
+    assert settings.documents == part(serve_options(["--docs", "/d", *given]), DocumentOptions)
+    assert settings.engine == {"dtype": "auto", "store": "file:///s", "frame": "none"}

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.progress import Progress
 
-from scripts.progress import EVERY_S, Lines, Stages, bars
+from ccjax.cli.progress import EVERY_S, Lines, Stages, bars
 
 
 class Log:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ccjax.server import Service
+from ccjax.cli.options import part
+from ccjax.cli.serving.options import engine_settings, serve_options
+from ccjax.server import ServerSettings, Service
 from ccjax.server.loading import load_engine
 from scripts import bench as bench_script
 from scripts.benchmarks import serve, serve_report, serve_soak
@@ -22,8 +24,6 @@ from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.serve_client import Record
 from scripts.benchmarks.serve_figures import Saturation, bracket, figures, is_bounded, saturation, spread
 from scripts.benchmarks.serve_soak import changed_answers, lost_pages, trend
-from scripts.serving.config_file import parse_arguments
-from scripts.serving.options import engine_settings, parser, server_settings
 from tests.data import data_path
 from tests.scripts import in_process
 from tests.server.conftest import running
@@ -294,8 +294,8 @@ def bench(*arguments: object) -> in_process.Done:
 @contextlib.contextmanager
 def serving_here(flags: Sequence[str], on_progress: Any = None) -> Iterator[str]:
     """`serve_server.serving` with the server on a thread of this process."""
-    args = parse_arguments(parser(), flags)
-    service = Service(server_settings(args))
+    args = serve_options(flags)
+    service = Service(part(args, ServerSettings))
     with running(service) as url:
         service.open(load_engine(args.model, engine_settings(args), lambda stage, done, total: None), None)
         yield url

@@ -40,7 +40,7 @@ def refusal(capsys, *arguments):
     capsys.readouterr()
     assert main([*map(str, arguments)]) == 2
     output, errors = capsys.readouterr()
-    assert output == "" and errors.startswith("snapshot.py: error: ") and errors.count("\n") == 1
+    assert output == "" and errors.startswith("ccjax snapshot: error: ") and errors.count("\n") == 1
     return errors
 
 

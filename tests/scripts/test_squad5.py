@@ -8,8 +8,8 @@ import json
 import pytest
 
 from ccjax.evaluation.questions import QAQuestion, read_questions
+from ccjax.evaluation.squad5 import MAX_CHARACTERS, main, squad5
 from ccjax.types import Document
-from scripts.evaluation.squad5 import MAX_CHARACTERS, main, squad5
 from tests.data import data_path
 
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from ccjax.cli.progress import bars
 from scripts.benchmarks import llama_cpp_peer, transformers_peer, ttft_default
 from scripts.benchmarks.common import BenchmarkError
-from scripts.progress import bars
 
 
 def measured(**options):

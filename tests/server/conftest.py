@@ -77,7 +77,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.A
     def start(
         settings: ServerSettings | None = None, *, prepares: bool = False, **engine_settings: Any
     ) -> Iterator[Server]:
-        settings = dataclasses.replace(settings or ServerSettings(top_k=2), prepare_when_idle=prepares)
+        settings = (settings or ServerSettings(top_k=2)).model_copy(update={"prepare_when_idle": prepares})
         engine = Engine.from_pretrained(
             tiny_model, **({"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house"} | engine_settings)
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import math
 import socket
@@ -205,7 +204,7 @@ def test_a_body_says_who_asks_how_urgently_and_for_how_long() -> None:
 
 
 def test_the_server_has_a_limit_of_its_own(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow.service, "settings", dataclasses.replace(narrow.service.settings, request_timeout_s=0.2))
+    monkeypatch.setattr(narrow.service, "settings", narrow.service.settings.replace(request_timeout_s=0.2))
     with busy(narrow):
         assert ask(narrow).status_code == 504
 

@@ -22,10 +22,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ccjax.cli.values import num_bytes
 from ccjax.engine import Engine
 from ccjax.engine.loading import DEMO_CORPUS, DEMO_MODEL
 from scripts.serve import main
-from scripts.serving.values import num_bytes
 from tests.conftest import ROOT
 from tests.polling import wait_until
 from tests.server import patience
@@ -138,8 +138,8 @@ def test_help_is_quick_and_names_every_flag(environment: dict[str, str]) -> None
         "--api-key",
     ):
         assert flag in output
-    code = (  # importing jax alone would take seconds
-        "import sys; import scripts.serve as s; s.parser(); sys.exit('jax' in sys.modules or 'fastapi' in sys.modules)"
+    code = (
+        "import sys, ccjax.cli.serve as s; s.serve_options([]); sys.exit({'jax', 'fastapi'} & {*sys.modules} != set())"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0
 
@@ -195,7 +195,7 @@ def test_bad_arguments_end_with_one_line(
     tiny_model: Path, refusal: Refusal, arguments: list[str], words: list[str]
 ) -> None:
     line = refusal(["--model", str(tiny_model), "--port", "0", "--no-warmup", *arguments])
-    assert line.startswith("serve.py: error: ")
+    assert line.startswith("ccjax serve: error: ")
     for word in words:
         assert word in line
 
@@ -222,7 +222,7 @@ def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, r
     (docs / "blank.txt").write_text(" ")
     arguments = ["--model", str(tiny_model), "--port", "0", "--embedder", "lexical", "--docs", str(docs)]
     line = refusal([*arguments, "--log-level", "error"])
-    assert re.search(r"serve.py: error: --docs: .*blank.txt.*empty", line)
+    assert re.search(r"ccjax serve: error: --docs: .*blank.txt.*empty", line)
 
 
 def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path, environment: dict[str, str]) -> None:
@@ -408,5 +408,5 @@ def test_the_memory_plan_alone_needs_no_weights_and_no_port(capsys: pytest.Captu
     assert main([*model, "random:llama3-70b"]) == 2
     output, errors = capsys.readouterr()
     assert "left             -" in output
-    assert errors.startswith("serve.py: error: --model: wanted 147.2 GB of each device")
+    assert errors.startswith("ccjax serve: error: --model: wanted 147.2 GB of each device")
     assert "what fits: tensor_parallel_size 2" in errors

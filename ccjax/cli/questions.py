@@ -1,20 +1,29 @@
-"""The questions of an evaluation."""
+"""What `ccjax evaluate` and `ccjax calibrate` share: options of questions and answers, and a run with its progress."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.evaluation import squad5
+from rich.progress import Progress
+
+from ccjax.config.engine import DTYPES, QUANTIZATIONS
+from ccjax.evaluation import squad5
 
 if TYPE_CHECKING:
+    from ccjax.engine.loading import LoadedModel
+    from ccjax.evaluation.measure import Outcome
     from ccjax.evaluation.questions import QAQuestion
+    from ccjax.evaluation.states import State
+    from ccjax.evaluation.ways import Way
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> None:
+def add_question_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> None:
     """Options that choose questions, of the demo's towns those of a seed."""
     data = os.environ.get("CCJAX_TEST_DATA")
     parser.add_argument(
@@ -81,3 +90,48 @@ def _of_file(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
         raise ValueError(f"--data: wanted a folder with {squad5.SOURCE} for squad5, got none")
     found = squad5.squad5(read_questions(args.data / squad5.SOURCE))[: args.limit]
     return tuple(dataclasses.replace(one, documents=one.documents[:count]) for one in found)
+
+
+def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of how questions are answered."""
+    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")
+    parser.add_argument("--prompt", metavar="TEXT", help="system prompt (default: the built-in one)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="as it will be served")
+    parser.add_argument("--tokenizer", metavar="DIR", help="directory with other tokenizer files than the model's own")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="as it will be served")
+
+
+def run(
+    args: argparse.Namespace,
+    model: LoadedModel,
+    questions: Sequence[QAQuestion],
+    ways: Sequence[Way],
+    states: Sequence[State],
+    progress: Progress,
+    description: str = "",
+    *,
+    with_forced: bool = False,
+) -> list[Outcome]:
+    """`ccjax.evaluation.measure.measure`, with stores in a directory that goes away."""
+    from ccjax.evaluation.measure import measure
+
+    task = progress.add_task(description, total=None)
+
+    def show(stage: str, done: int, total: int) -> None:
+        progress.update(task, description=description or stage, completed=done, total=total)
+
+    with tempfile.TemporaryDirectory() as directory:
+        outcomes = measure(
+            model,
+            questions,
+            ways,
+            Path(directory),
+            states=states,
+            max_new_tokens=args.max_tokens,
+            with_forced=with_forced,
+            settings={"max_model_len": args.max_model_len, "system_prompt": args.prompt},
+            progress=show,
+        )
+    progress.remove_task(task)
+    return outcomes

@@ -1,4 +1,4 @@
-"""Shows the figures of an evaluation: tables for the terminal and for a page, and the plot. Computes none of them."""
+"""Shows the figures of an evaluation: tables for the terminal and for a page, and the plot."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from scripts.serving.messages import naming
-from scripts.serving.options import engine_settings
+from ccjax.cli.serving.messages import naming
+from ccjax.cli.serving.options import ServeOptions, engine_settings
 
 if TYPE_CHECKING:
     from ccjax.engine.memory import MemoryPlan
@@ -22,7 +21,7 @@ def memory_lines(plan: MemoryPlan) -> Iterator[str]:
         yield f"    {name:<14}{num_bytes / 1e6:>12,.1f}  {what}"
 
 
-def print_memory_plan(args: argparse.Namespace) -> int:
+def print_memory_plan(args: ServeOptions) -> int:
     """Prints the plan of a server with these options; returns the exit code.
 
     Raises:

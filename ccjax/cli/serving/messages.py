@@ -1,8 +1,7 @@
-"""What `scripts/serve.py` says: progress, the line when it is ready, and why it cannot start."""
+"""What `ccjax serve` says: progress, the line when it is ready, and why it cannot start."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shlex
@@ -11,11 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from scripts.serving.options import engine_fields
+from ccjax.cli.options import StartupError, flag
+from ccjax.cli.serving.options import ServeOptions
 
 if TYPE_CHECKING:
+    from ccjax.cli.progress import Stages
     from ccjax.server import ServerSettings, Service
-    from scripts.progress import Stages
 
 _STAGES = {
     "hosts": "Waiting for the other processes",
@@ -30,10 +30,6 @@ _STAGES = {
 }
 
 
-class StartupError(Exception):
-    """The server cannot start; the message is one line that names the argument."""
-
-
 class Stopped(Exception):
     """The server is told to end while it still loads."""
 
@@ -41,7 +37,7 @@ class Stopped(Exception):
 def stages() -> Stages:
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    from scripts.progress import Stages, bars
+    from ccjax.cli.progress import Stages, bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Stages(bars(*columns), _STAGES)
@@ -65,7 +61,7 @@ class Display:
 
 
 @contextlib.contextmanager
-def naming(args: argparse.Namespace, default: str) -> Iterator[None]:
+def naming(args: ServeOptions, default: str) -> Iterator[None]:
     """Turns a refusal into a `StartupError` that names the command-line argument: the one the message begins with,
     else `default`."""
     from ccjax.store.errors import StoreError
@@ -76,18 +72,18 @@ def naming(args: argparse.Namespace, default: str) -> Iterator[None]:
         message = " ".join(str(error).split()) or type(error).__name__
         argument, colon, rest = message.partition(": ")
         renamed = {"docs_dir": "docs"}.get(argument, argument)
-        if colon and (renamed in vars(args) or renamed in engine_fields()):
-            message = f"--{renamed.replace('_', '-')}: {rest}"
+        if colon and renamed in ServeOptions.model_fields:
+            message = f"{flag(ServeOptions, renamed)}: {rest}"
         else:
             message = f"{'--store' if isinstance(error, StoreError) else default}: {message}"
         raise StartupError(message) from error
 
 
-def url_of(args: argparse.Namespace, listener: socket.socket) -> str:
+def url_of(args: ServeOptions, listener: socket.socket) -> str:
     return f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{listener.getsockname()[1]}"
 
 
-def final_line(args: argparse.Namespace, service: Service, url: str) -> str:
+def final_line(args: ServeOptions, service: Service, url: str) -> str:
     backend = service.backend
     documents = ""
     if backend.retriever is not None:
@@ -95,7 +91,7 @@ def final_line(args: argparse.Namespace, service: Service, url: str) -> str:
     return ready_line(args, service.settings, f"{backend.model}{documents}", url)
 
 
-def ready_line(args: argparse.Namespace, settings: ServerSettings, what: str, url: str) -> str:
+def ready_line(args: ServeOptions, settings: ServerSettings, what: str, url: str) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key or settings.api_key_file else ""
     body = json.dumps({"messages": [{"role": "user", "content": _example_question(args)}], "max_tokens": 64})
     return (
@@ -104,7 +100,7 @@ def ready_line(args: argparse.Namespace, settings: ServerSettings, what: str, ur
     )
 
 
-def _example_question(args: argparse.Namespace) -> str:
+def _example_question(args: ServeOptions) -> str:
     from ccjax.engine.loading import ASSETS
     from ccjax.loading.named import DEFAULT, TOY
 

@@ -1,9 +1,9 @@
-"""Questions of SQuAD over five passages each: python scripts/evaluation/squad5.py SOURCE OUTPUT
+"""Questions of SQuAD over five passages each: python -m ccjax.evaluation.squad5 SOURCE OUTPUT
 
 SOURCE has a question with its right paragraph a line, as `qa/squad_xquad_en.jsonl` in the data folder. Each is asked
 over that paragraph, up to two others of the same article and some of other articles, in a drawn order; those whose
 passages are long are left out. The questions of an article stand together in SOURCE, so they are shuffled: the first so
-many are about all articles. evaluate.py --questions squad5 asks the same without a file.
+many are about all articles. ccjax evaluate --questions squad5 asks the same without a file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 if TYPE_CHECKING:
     from ccjax.evaluation.questions import QAQuestion
@@ -80,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         args.output.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     except (ValueError, OSError) as error:
-        sys.exit(f"squad5.py: error: {error}")
+        sys.exit(f"squad5: error: {error}")
 
 
 if __name__ == "__main__":

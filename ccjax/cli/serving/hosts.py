@@ -1,34 +1,33 @@
-"""`scripts/serve.py --coordinator-address ...`: one model over the devices of several processes."""
+"""`ccjax serve --coordinator-address ...`: one model over the devices of several processes."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
 import threading
 
-from scripts.serving.messages import Display, StartupError, naming, stages
-from scripts.serving.options import engine_settings
-from scripts.serving.values import AUTO
+from ccjax.cli.options import StartupError, flag
+from ccjax.cli.serving.messages import Display, naming, stages
+from ccjax.cli.serving.options import AUTO, ServeOptions, engine_settings
 
 
-def check_host_flags(args: argparse.Namespace) -> None:
+def check_host_flags(args: ServeOptions) -> None:
     """Raises StartupError where they do not fit together."""
     number, process = args.num_processes, args.process_id
     if args.cluster is not None:
         for name in ("coordinator_address", "process_id"):
             if getattr(args, name) is not None:
-                raise StartupError(f"--{name.replace('_', '-')}: wanted none with --cluster ray, which finds hosts")
+                raise StartupError(f"{flag(ServeOptions, name)}: wanted none with --cluster ray, which finds hosts")
     elif args.coordinator_address in (None, AUTO):
         for name in ("num_processes", "process_id"):
             if getattr(args, name) is not None:
-                raise StartupError(f"--{name.replace('_', '-')}: wanted only with --coordinator-address HOST:PORT")
+                raise StartupError(f"{flag(ServeOptions, name)}: wanted only with --coordinator-address HOST:PORT")
     elif number is None or process is None or not 0 <= process < number:
         raise StartupError(f"--process-id: wanted 0 to --num-processes - 1, got {process} of {number}")
 
 
-def join_hosts(args: argparse.Namespace) -> bool:
+def join_hosts(args: ServeOptions) -> bool:
     """Makes this process one of the group that it is to be in, if any; True where it follows.
 
     Raises:
@@ -50,7 +49,7 @@ def join_hosts(args: argparse.Namespace) -> bool:
     return not found.is_leader
 
 
-def follow_of(args: argparse.Namespace) -> int:
+def follow_of(args: ServeOptions) -> int:
     """Computes what process 0 does, until that ends; returns the exit code."""
     from ccjax.engine.hosts import LostHostError, follow
     from ccjax.server.loading import with_dtype
@@ -61,6 +60,6 @@ def follow_of(args: argparse.Namespace) -> int:
         try:
             follow(args.model, progress=display, **settings)
         except LostHostError as error:
-            print(f"serve.py: {error}", file=sys.stderr)
+            print(f"ccjax serve: {error}", file=sys.stderr)
             return 1
     return 0

@@ -1,8 +1,7 @@
-"""`scripts/serve.py --cluster ray`: from options to replicas."""
+"""`ccjax serve --cluster ray`: from options to replicas."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import socket
@@ -10,15 +9,17 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from scripts.serving.messages import Display, StartupError, naming, ready_line, stages, url_of
-from scripts.serving.options import document_options, engine_settings
+from ccjax.cli.options import StartupError, flag, part
+from ccjax.cli.serving.messages import Display, naming, ready_line, stages, url_of
+from ccjax.cli.serving.options import ServeOptions, engine_settings
+from ccjax.config import DocumentOptions
 
 if TYPE_CHECKING:
     from ccjax.cluster.serving import ClusterOptions
     from ccjax.server import ServerSettings
 
 
-def serve_cluster_of(args: argparse.Namespace, settings: ServerSettings, listener: socket.socket) -> int:
+def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: socket.socket) -> int:
     """Replicas on Ray, and the front that passes requests on to them."""
     try:
         from ccjax.cluster.nodes import NodeError
@@ -49,7 +50,7 @@ def serve_cluster_of(args: argparse.Namespace, settings: ServerSettings, listene
     return 0
 
 
-def _cluster_options(args: argparse.Namespace, settings: ServerSettings) -> ClusterOptions:
+def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOptions:
     from ccjax.cluster.replica import ReplicaOptions, Scale
     from ccjax.cluster.serving import ClusterOptions
     from ccjax.server.loading import user_cache
@@ -78,7 +79,7 @@ def _cluster_options(args: argparse.Namespace, settings: ServerSettings) -> Clus
     replica = ReplicaOptions(
         model=args.model,
         engine=engine,
-        documents=document_options(args),
+        documents=part(args, DocumentOptions),
         server=settings,
         compile_cache_dir=str(args.compile_cache_dir or user_cache() / "compile"),
         num_processes=processes,
@@ -99,7 +100,7 @@ def _cluster_options(args: argparse.Namespace, settings: ServerSettings) -> Clus
     )
 
 
-def check_no_cluster_flags(args: argparse.Namespace) -> None:
+def check_no_cluster_flags(args: ServeOptions) -> None:
     for name in ("replicas", "generators", "cluster_host", "cluster_address", "replica_resources"):
         if getattr(args, name) is not None:
-            raise StartupError(f"--{name.replace('_', '-')}: wanted only together with --cluster ray")
+            raise StartupError(f"{flag(ServeOptions, name)}: wanted only together with --cluster ray")

@@ -1,0 +1,255 @@
+"""Finds how much reuse must recompute: ccjax calibrate --model DIR --questions FILE
+
+Answers the questions with full prefill and with each strategy at several shares and alphas, with and without the focus
+cut, and writes what was kept to calibration.json beside the model. Servers then recompute no less than that in mode
+bounded, and serve a strategy that cannot keep the target with exact reuse only.
+
+Exit codes: 0 done; 1 done, but some strategy cannot keep the target; 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ccjax.cli.progress import bars
+from ccjax.cli.questions import add_answer_arguments, add_question_arguments, questions_of, run
+from ccjax.cli.values import check_writable
+
+if TYPE_CHECKING:
+    from ccjax.engine.loading import LoadedModel
+    from ccjax.evaluation.measure import Outcome
+    from ccjax.evaluation.questions import QAQuestion
+    from ccjax.evaluation.ways import Way
+    from ccjax.policy.calibration import Calibration, Trial
+
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
+ALPHAS = (0.1, 0.2, 0.35, 0.5, 1.0)
+DEVIATIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+BY_ALPHA = ("auto", "deviation", "cachecraft", "legolink", "h2o", "random")
+"""Strategies that recompute what CacheCraft eq. 12 says unless a share is forced."""
+ANSWERED = 0.5
+"""A question that full prefill scores less on is one that it did not answer."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"ccjax calibrate: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ccjax.engine.calibration import CALIBRATION_FILE, write_calibration
+    from ccjax.engine.loading import load_model
+    from ccjax.policy.calibration import Calibration
+
+    if args.worlds and args.questions != "demo":
+        raise ValueError(f"--worlds: wanted the demo's questions, which there are any number of, got {args.questions}")
+    questions = questions_of(args)
+    model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=args.tokenizer)
+    calibration = Calibration(
+        model=model.fingerprint,
+        questions=fingerprint(questions),
+        score=args.score,
+        target=args.target,
+        confidence=args.confidence,
+        trials={},
+        settings={"cached": args.cached, "max_tokens": args.max_tokens, "num_questions": len(questions)},
+    )
+    output = args.output or (model.directory or Path()) / CALIBRATION_FILE
+    check_writable("output", output)
+    with bars() as progress:
+        ways = ways_of(args.strategies, args.focus_windows, args.focus_rule)
+        outcomes = run(args, model, questions, ways, [args.cached], progress, "calibrating")
+        calibration = dataclasses.replace(
+            calibration,
+            trials={name: trials(name, outcomes, args.score) for name in args.strategies},
+            settings={**calibration.settings, "focus_cut_layers": focus_cut_layers(outcomes)},
+        )
+        worlds = _fresh_worlds(args, model, calibration, progress)
+    _print(calibration, worlds)
+    if args.json:
+        print(json.dumps({**calibration.to_json(), "worlds": worlds}))
+    write_calibration(output, calibration)
+    print(f"written to {output}", file=sys.stderr)
+    return 0 if all(calibration.choose(name) is not None for name in args.strategies) else 1
+
+
+def _fresh_worlds(
+    args: argparse.Namespace, model: LoadedModel, calibration: Calibration, progress: Progress
+) -> dict[str, list[float]]:
+    """What the chosen settings keep in towns that were not calibrated on, strategy -> a share for each town."""
+    chosen = {name: trial for name in args.strategies if (trial := calibration.choose(name)) is not None}
+    kept: dict[str, list[float]] = {name: [] for name in chosen}
+    for number in range(args.worlds if chosen else 0):
+        fresh = argparse.Namespace(**{**vars(args), "seed": f"{args.seed}/{number}"})
+        questions = questions_of(fresh)
+        ways = [way_of(name, trial) for name, trial in chosen.items()]
+        outcomes = run(args, model, questions, ways, [args.cached], progress, f"town {number + 1} of {args.worlds}")
+        for name, shares in kept.items():
+            (trial,) = trials(name, outcomes, args.score)
+            shares.append(trial.num_kept / trial.num_answers)
+    return kept
+
+
+def way_of(strategy: str, trial: Trial) -> Way:
+    """The way that a trial tried."""
+    from ccjax.evaluation.ways import FIXED, Way
+
+    if strategy in FIXED:
+        return Way(strategy)
+    return Way(
+        strategy,
+        trial.recompute_ratio,
+        alpha=trial.alpha,
+        max_deviation=trial.max_deviation,
+        focus_window=trial.focus_window,
+        focus_rule=trial.focus_rule,
+    )
+
+
+def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_rule: str = "entropy") -> list[Way]:
+    """What is tried of each strategy: shares, alphas and deviations without the focus cut, shares with it."""
+    from ccjax.evaluation.ways import FIXED, PASSAGE_BY_PASSAGE, Way, parse_way
+    from ccjax.policy._checks import check_count
+
+    ways = []
+    for name in strategies:
+        way = parse_way(name)
+        for window in focus_windows:
+            check_count("--focus-windows", window)
+        if way != Way(name) or name in ("default", "full", "prefix", *PASSAGE_BY_PASSAGE):
+            raise ValueError(f"--strategies: wanted names of strategies that reuse approximately, got {name!r}")
+        ways += [way] if name in FIXED else [Way(name, ratio) for ratio in RATIOS]
+        ways += [Way(name, alpha=alpha) for alpha in ALPHAS if name in BY_ALPHA]
+        ways += [Way(name, max_deviation=deviation) for deviation in DEVIATIONS if name == "auto"]
+        if name in BY_ALPHA:
+            cuts = ((ratio, window) for window in focus_windows for ratio in RATIOS)
+            ways += [Way(name, ratio, focus_window=window, focus_rule=focus_rule) for ratio, window in cuts]
+    return ways
+
+
+def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Trial, ...]:
+    """What each setting of a strategy kept of full prefill's answers, which are the first outcome.
+
+    An answer counts as kept if its score against the right answers is no lower than full prefill's; with the score
+    `agreement`, if its tokens are the same.
+
+    Raises:
+      ValueError: full prefill answers none of the questions.
+    """
+    from ccjax.evaluation.scores import TEXT_SCORES, best
+    from ccjax.policy.calibration import Trial
+
+    def scored(outcome: Outcome) -> list[float]:
+        if score == "agreement":
+            return [float(one.is_same) for one in outcome.answers]
+        rated = (one for one in outcome.answers if one.question.answers)
+        return [best(TEXT_SCORES[score], one.text, one.question.answers) for one in rated]
+
+    full = scored(outcomes[0])
+    answered = [index for index, value in enumerate(full) if value >= ANSWERED]
+    if not answered:
+        raise ValueError(f"--questions: wanted some that full prefill answers, by {score}, got {len(full)} it does not")
+    found = []
+    for outcome in outcomes[1:]:
+        if outcome.way.strategy == strategy:
+            own = scored(outcome)
+            found.append(
+                Trial(
+                    computed_share=sum(one.computed_ratio for one in outcome.answers) / len(outcome.answers),
+                    num_answers=len(answered),
+                    num_kept=sum(own[index] >= full[index] for index in answered),
+                    alpha=outcome.way.alpha,
+                    max_deviation=outcome.way.max_deviation,
+                    recompute_ratio=0.0 if strategy in ("reuse", "set") else outcome.way.recompute_ratio,
+                    focus_window=outcome.way.focus_window,
+                    focus_rule=outcome.way.focus_rule,
+                )
+            )
+    return tuple(found)
+
+
+def focus_cut_layers(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+    """For each way with a focus cut, the first layer that ran without the unfocused passages -> how many questions."""
+    found = {}
+    for outcome in outcomes:
+        if outcome.way.focus_window is not None:
+            layers = collections.Counter(one.focus_cut_layer for one in outcome.answers)
+            ordered = sorted(layers.items(), key=lambda item: (item[0] is None, item[0]))
+            found[str(outcome.way)] = {"none" if layer is None else str(layer): n for layer, n in ordered}
+    return found
+
+
+def fingerprint(questions: Sequence[QAQuestion]) -> str:
+    """sha256 (hex) of the questions with their passages and right answers."""
+    return hashlib.sha256(json.dumps([dataclasses.asdict(one) for one in questions]).encode()).hexdigest()
+
+
+def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> None:
+    from ccjax.evaluation.ways import parse_way
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for name, found in calibration.trials.items():
+        chosen = calibration.choose(name)
+        table = Table("recomputed", "computed", "kept", "kept at least", "", title=name)
+        for trial in sorted(found, key=lambda one: one.computed_share):
+            setting = f"alpha {trial.alpha:g}" if trial.recompute_ratio is None else f"{trial.recompute_ratio:.0%}"
+            setting = setting if trial.max_deviation is None else f"deviations above {trial.max_deviation:g}"
+            setting += "" if trial.focus_window is None else f", focus cut ({trial.focus_rule}, {trial.focus_window})"
+            bound = calibration.bound(name, trial)
+            cells = f"{trial.computed_share:.1%}", f"{trial.num_kept} of {trial.num_answers}", f"{bound:.1%}"
+            table.add_row(setting, *cells, "chosen" if trial == chosen else "")
+        console.print(table)
+        if chosen is None:
+            console.print(f"{name}: no setting keeps {calibration.target:.1%}; it will be served with exact reuse only")
+        for way, layers in calibration.settings["focus_cut_layers"].items():
+            if parse_way(way).strategy == name:
+                counts = ", ".join(f"{layer} ({count})" for layer, count in layers.items())
+                console.print(f"{way}: first layer behind the cut (questions): {counts}")
+        shares = worlds.get(name)
+        if shares:
+            missed = sum(share < calibration.target for share in shares)
+            console.print(f"{name}: of {len(shares)} fresh towns {missed} kept less; the least {min(shares):.1%}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ccjax calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="as with ccjax serve (default demo)")
+    add_question_arguments(parser, seed="validation")
+    add_answer_arguments(parser)
+    text = "how passages were computed before, as with ccjax evaluate (default prepared)"
+    parser.add_argument("--cached", choices=("alone", "prepared", "seen"), default="prepared", help=text)
+    parser.add_argument("--strategies", nargs="+", default=["auto", "cachecraft"], help="default: auto cachecraft")
+    text = "of CacheCraft alg. 1, tried besides no focus cut (default 3; none: no cut is tried)"
+    parser.add_argument("--focus-windows", type=int, nargs="*", default=[3], metavar="LAYERS", help=text)
+    parser.add_argument("--focus-rule", choices=("entropy", "largest_gap"), default="entropy", help="of alg. 1")
+    parser.add_argument("--target", type=float, default=0.95, help="share of full prefill's answers to keep (0.95)")
+    parser.add_argument("--confidence", type=float, default=0.95, help="with which that has to be (0.95)")
+    parser.add_argument(
+        "--score",
+        choices=("exact_match", "contains", "f1", "jaccard", "rouge_l", "agreement"),
+        default="exact_match",
+        help="by which an answer is kept; agreement needs no right answers (default exact_match)",
+    )
+    parser.add_argument("--worlds", type=int, default=0, help="fresh towns of the demo to check the choice on (0)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: calibration.json beside the model")
+    parser.add_argument("--json", action="store_true", help="print the calibration as one JSON object on the last line")
+    return parser

@@ -1,0 +1,243 @@
+"""The options of a command, made of its settings: command line, `--config` file and environment, and what they say.
+
+A field `max_queue` is the flag --max-queue and the line `max-queue: 5` of a file, alone or below the name of its group;
+what is secret, such as `api_key`, is also the variable CCJAX_API_KEY. The command line goes before the file, the file
+before the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import ValidationError, create_model
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliSettingsSource
+
+from ccjax.cli.yaml_file import read_yaml
+from ccjax.config.base import Described, SettingsModel, explained, names_of, unpacked
+from ccjax.config.values import FilePath
+
+Options = TypeVar("Options", bound=SettingsModel)
+Part = TypeVar("Part", bound=SettingsModel)
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
+_NO_DEFAULT = re.compile(r" \(default(: (None|null)?| factory: \w+)\)")
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class StartupError(Exception):
+    """A command cannot start; the message is one line that names the argument."""
+
+
+class CommandSettings(SettingsModel):
+    """What the command does."""
+
+    config: FilePath | None = None
+    """Options in YAML, a line `name: value` each, also in groups; those of the command line go before them."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Option:
+    """A field as users see it.
+
+    Attributes:
+      name: of the field.
+      key: in files and, behind dashes, on the command line.
+      group: its class, by whose title it is grouped; one without a title is not for files and variables.
+    """
+
+    name: str
+    key: str
+    field: FieldInfo
+    group: type[SettingsModel]
+
+    @property
+    def title(self) -> str | None:
+        """The name of the group."""
+        return self.group.model_config.get("title")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return f"CCJAX_{self.name.upper()}"
+
+    @property
+    def metavar(self) -> str:
+        """What stands for a value."""
+        kind, metadata, _ = unpacked(self.field)
+        described = [one.metavar for one in metadata if isinstance(one, Described) and one.metavar]
+        return (described or [_METAVARS.get(kind) or "{" + ",".join(map(str, get_args(kind))) + "}"])[0]
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether the whole value is; of a URL only the password is."""
+        return not self.field.repr and self.metavar != "URL"
+
+
+def parse(model: type[Options], argv: Sequence[str] | None, *, prog: str, description: str | None = None) -> Options:
+    """The options that are given in any way, over their defaults. Ends the process for --help and unknown flags.
+
+    Args:
+      argv: the command line; None takes the process's own.
+
+    Raises:
+      StartupError: the file cannot be read, a name is unknown or a value is not as wanted; names where it stands.
+    """
+    options = _options(model)
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    flags = _flags(model, argv, prog, description)
+    path = flags.get("config")
+    for option in {*options.values()}:
+        # The others have no variable: Kubernetes sets CCJAX_PORT for a service of that name.
+        value = None if option.field.repr else os.environ.get(option.variable)
+        if value or (value is not None and option.is_secret):  # whoever sets an empty key wanted one
+            values[option.name], places[option.name] = value, option.variable
+    if path is not None:
+        for name, (key, value) in _file(options, Path(path)).items():
+            values[name], places[name] = value, f"--config: {path}: {key}"
+    for name, value in flags.items():
+        values[name], places[name] = value, flag(model, name)
+    try:
+        return model.model_validate(values, strict=False)
+    except ValidationError as error:
+        name, message = explained(model, error.errors()[0])
+        if not name:
+            name, _, message = message.partition(": ")
+        place = places.get(name) or flag(model, name)
+        raise StartupError(f"{place}: {message}") from None
+
+
+def flag(model: type[SettingsModel], name: str) -> str:
+    """The flag of a field."""
+    return f"--{_options(model)[name.replace('_', '-')].key}"
+
+
+def part(options: SettingsModel, model: type[Part]) -> Part:
+    """The options that are settings of `model`."""
+    return model(**{name: getattr(options, name) for name in model.model_fields})
+
+
+def subset(model: type[SettingsModel], names: set[str]) -> type[SettingsModel]:
+    """A model with these settings of another one, in the same groups."""
+    groups = []
+    for group in model.__mro__:
+        own = [name for name in group.__dict__.get("__annotations__", {}) if name in names]
+        fields: Any = {name: (model.model_fields[name].annotation, model.model_fields[name]) for name in own}
+        if fields:
+            groups.append(create_model(group.__name__, __base__=SettingsModel, __doc__=group.__doc__, **fields))
+            groups[-1].model_config["title"] = group.model_config.get("title")
+    return create_model(model.__name__, __base__=tuple(groups))
+
+
+def config_lines(options: SettingsModel) -> list[str]:
+    """What `--print-config` prints: YAML that as a `--config` file comes to the same, but for what is secret. Comments
+    are options that are not set and have no default."""
+    lines = []
+    values = options.model_dump(mode="json")
+    for option in dict.fromkeys(_options(type(options)).values()):
+        key, value = option.key, values[option.name]
+        if option.title is None:
+            continue
+        if value is None or value == "":
+            lines.append(f"# {key}:")
+        elif option.is_secret:
+            lines.append(f"# {key}: set, not shown")
+        elif isinstance(value, str) and _CREDENTIALS.search(value):
+            lines.append(f"# {key}: {_CREDENTIALS.sub('...@', value)} (what is secret is not shown)")
+        else:
+            lines.append(yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 16).rstrip("\n"))
+    return lines
+
+
+@functools.cache
+def _options(model: type[SettingsModel]) -> dict[str, _Option]:
+    """By each of the names that users may use, in kebab case."""
+    found = {}
+    for name, field in model.model_fields.items():
+        group = next(one for one in reversed(model.__mro__) if name in one.__dict__.get("__annotations__", {}))
+        names = [one.replace("_", "-") for one in names_of(name, field)]
+        found |= dict.fromkeys(names, _Option(name, names[0], field, group))
+    return found
+
+
+def _flags(
+    model: type[SettingsModel], argv: Sequence[str] | None, prog: str, description: str | None
+) -> dict[str, Any]:
+    """Field -> the text that the command line gives it."""
+    options = _options(model)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    groups: dict[str | None, argparse._ActionsContainer] = {None: parser}
+
+    def add(_: Any, *names: str, **how: Any) -> Any:
+        option = options.get(how["dest"].replace("_", "-"))
+        if option is None:  # --help
+            return parser.add_argument(*names, **how)
+        if option.title not in groups:
+            groups[option.title] = parser.add_argument_group(option.title, option.group.__doc__)
+        how["help"] = _NO_DEFAULT.sub("", how["help"]).replace("`", "")
+        if "metavar" in how:
+            how["metavar"] = option.metavar
+        return groups[option.title].add_argument(names[0], **how)
+
+    source = CliSettingsSource(
+        create_model("Flags", __base__=BaseSettings, **{one.name: _as_text(one.field) for one in options.values()}),
+        root_parser=parser,
+        add_argument_method=add,
+        cli_kebab_case=True,
+        cli_implicit_flags="dual",
+    )
+    given = source(args=True if argv is None else [*argv])()
+    return {options[name.replace("_", "-")].name: value for name, value in given.items()}
+
+
+def _as_text(field: FieldInfo) -> Any:
+    """The field with any text as its value, unless it is a switch: what texts mean the settings themselves say."""
+    if unpacked(field)[0] is bool:
+        return field.annotation, field
+    text = copy.copy(field)
+    text.metadata = []
+    return str, text
+
+
+def _file(options: Mapping[str, _Option], path: Path) -> dict[str, tuple[str, Any]]:
+    """Field -> its key in a file, and its value."""
+    found: dict[str, tuple[str, Any]] = {}
+    titles = {option.title for option in options.values()}
+
+    def put(key: str, value: Any, group: str | None = None) -> None:
+        known = {name: one for name, one in options.items() if one.title is not None and group in (None, one.title)}
+        name, shown = key.replace("_", "-"), key if group is None else f"{group}: {key}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            elsewhere = options[name].title if group is not None and name in options else None
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{shown}: no such option" + (f", it belongs to {elsewhere}" if elsewhere else hint))
+        earlier, _ = found.setdefault(known[name].name, (shown, value))
+        if earlier != shown:
+            raise ValueError(f"{shown}: comes twice, first as {earlier}")
+
+    try:
+        for key, value in read_yaml(path).items():
+            if isinstance(value, Mapping) and key in titles:
+                for inner, its in value.items():
+                    put(inner, its, key)
+            else:
+                put(key, value)
+    except OSError as error:
+        raise StartupError(f"--config: cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise StartupError(f"--config: {path}: {error}") from None
+    return found

@@ -1,0 +1,193 @@
+"""Serves a model over an OpenAI-compatible HTTP API: `ccjax serve --model demo`.
+
+Listens at once: /health answers while everything loads, /ready turns from 503 to 200 when requests can be answered.
+Wrong arguments end it with one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ccjax.cli.options import StartupError, config_lines, part
+from ccjax.cli.serving.cluster import check_no_cluster_flags, serve_cluster_of
+from ccjax.cli.serving.hosts import check_host_flags, follow_of, join_hosts
+from ccjax.cli.serving.memory import memory_lines, print_memory_plan
+from ccjax.cli.serving.messages import Display, Stopped, final_line, naming, stages, url_of
+from ccjax.cli.serving.options import AUTO, ServeOptions, engine_settings, serve_options
+from ccjax.config import DocumentOptions
+from ccjax.server.logs import configure_logging
+from ccjax.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from ccjax.engine import Engine
+    from ccjax.retrieval import Retriever
+    from ccjax.server import Service
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until SIGTERM or SIGINT; returns the exit code."""
+    try:
+        args = serve_options(argv, __doc__)
+        if args.print_config:
+            print(*config_lines(args), sep="\n")
+            return 0
+        return _serve(args)
+    except StartupError as error:
+        print(f"ccjax serve: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(args: ServeOptions) -> int:
+    if args.warmup_all and not args.warmup:
+        raise StartupError("--warmup-all: wanted without --no-warmup")
+    if args.print_memory_plan:
+        return print_memory_plan(args)
+    check_host_flags(args)
+    is_auto = args.coordinator_address == AUTO  # who this process is shows once it has joined
+    if args.process_id or (is_auto and join_hosts(args)):
+        configure_logging(args.log_level.upper(), args.log_format)
+        _use_compile_cache(args.compile_cache_dir)
+        join_hosts(args)
+        return follow_of(args)
+    # Before the slow imports: a port in use shows at once.
+    with _listen(args.host, args.port, args.stall_timeout_s) as listener:
+        return _serve_on(listener, args)
+
+
+def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
+    from ccjax.server.keys import Keys
+    from ccjax.server.quotas import Quotas
+    from ccjax.server.tracing import check_installed
+
+    with naming(args, ""):
+        settings = part(args, ServerSettings)
+        _ = Keys(settings), Quotas(settings.quota_file)  # files that cannot be used show at once
+        if settings.otlp_traces_endpoint is not None:
+            check_installed()
+    if args.docs is not None and not Path(args.docs).is_dir():
+        raise StartupError(f"--docs: wanted a directory, got {args.docs!r}")
+
+    configure_logging(args.log_level.upper(), args.log_format)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if args.cluster is not None:
+        return serve_cluster_of(args, settings, listener)
+    check_no_cluster_flags(args)
+
+    import uvicorn
+
+    from ccjax.server import Service, create_app
+    from ccjax.server.draining import DrainingServer
+
+    _use_compile_cache(args.compile_cache_dir)
+    service = Service(settings)
+    config = uvicorn.Config(
+        create_app(service), log_config=None, access_log=False, ws="none", server_header=False, timeout_keep_alive=30
+    )
+    server = DrainingServer(config, service)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn puts these back when it is done
+        signal.signal(number, server.handle_exit)
+    loader = _Loader(args, service, server, url_of(args, listener))
+    loader.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        loader.stop()
+        service.close(drain=False)  # nothing is left unless a second Ctrl-C cut the shutdown short
+    if loader.error is not None:
+        raise loader.error
+    return 0
+
+
+class _Loader(threading.Thread):
+    """Loads model and documents beside the running server and hands them to the service."""
+
+    def __init__(self, args: ServeOptions, service: Service, server: uvicorn.Server, url: str) -> None:
+        super().__init__(name="ccjax-load", daemon=True)
+        self.error: Exception | None = None
+        self._args, self._service, self._server, self._url = args, service, server, url
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Loads; on failure keeps the error and ends the server."""
+        display = Display(stages(), self._service.progress, self._stopping)
+        try:
+            with contextlib.closing(display):
+                engine, retriever = self._load(display)
+            try:
+                self._service.open(engine, retriever)
+            except RuntimeError:  # ended in the meantime
+                engine.close()
+                raise Stopped from None
+            for line in memory_lines(engine.memory_plan()):
+                print(line, file=sys.stderr)
+            print(final_line(self._args, self._service, self._url), flush=True)
+        except Stopped:
+            pass
+        except Exception as error:
+            self.error = error
+            self._server.should_exit = True
+
+    def stop(self) -> None:
+        """Ends the loading at its next step, and waits for that."""
+        self._stopping.set()
+        self.join()
+
+    def _load(self, progress: Display) -> tuple[Engine, Retriever | None]:
+        from ccjax.engine.hosts import LostHostError
+        from ccjax.loading.named import TOY, default_model, how_to_get_a_real_model
+        from ccjax.server.loading import load_engine, open_documents
+
+        args = self._args
+        if args.model == default_model() == TOY:
+            print(f"ccjax serve: {how_to_get_a_real_model()}", file=sys.stderr)
+        if args.coordinator_address is not None:
+            progress("hosts", 0, 1)
+            join_hosts(args)
+            progress("hosts", 1, 1)
+        with naming(args, "--model"):
+            try:
+                engine = load_engine(args.model, engine_settings(args), progress)
+            except LostHostError as error:
+                raise StartupError(f"--num-processes: {error}") from error
+        try:
+            with naming(args, "--docs"):
+                retriever = open_documents(args.model, part(args, DocumentOptions), engine.tokenizer, progress)
+            if args.warmup:
+                engine.warmup(progress, only_first=not args.warmup_all)
+        except BaseException:
+            engine.close()
+            raise
+        return engine, retriever
+
+
+def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
+    from ccjax.server.listening import listen
+
+    try:
+        return listen(host, port, stall_timeout_s=stall_timeout_s)
+    except ValueError as error:
+        raise StartupError(f"--stall-timeout-s: {error}") from error
+    except socket.gaierror as error:
+        raise StartupError(f"--host: cannot use {host!r}: {error.strerror or error}") from error
+    except OSError as error:
+        raise StartupError(f"--port: cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def _use_compile_cache(named: str | None) -> None:
+    from ccjax.server.loading import use_compile_cache, user_cache
+
+    directory = Path(named) if named else user_cache() / "compile"
+    try:
+        use_compile_cache(directory)
+    except OSError as error:
+        raise StartupError(f"--compile-cache-dir: cannot use {directory}: {error.strerror or error}") from error

@@ -1,0 +1,1 @@
+"""What `ccjax serve` is made of: its options, what it says, and how it runs a cluster."""

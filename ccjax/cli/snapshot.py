@@ -1,0 +1,289 @@
+"""Moves a whole chunk-cache: ccjax snapshot save|restore|inspect
+
+save writes the store of a model to a directory or bucket, restore brings that, or its hottest part, into a store, and
+inspect shows what is in it. None loads the weights; their bytes are read once to tell models apart. A server may use
+the store meanwhile; it finds what was restored at its next look.
+
+Exit codes: 0 done; 1 done, but variants were damaged or could not be written, and are left out; 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from ccjax.cli.progress import Stages, bars
+from ccjax.cli.values import num_bytes, positive_int
+from ccjax.config.engine import DTYPES, QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from ccjax.engine.loading import ModelFiles
+    from ccjax.engine.snapshot import ChunkCache, SnapshotIndex
+    from ccjax.store.spec import StoreIdentity
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX would take three quarters of a GPU, which has nothing to do here
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    from ccjax.store.errors import StoreError
+
+    try:
+        return args.run(args)
+    except (ValueError, OSError, StoreError) as error:
+        print(f"ccjax snapshot: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def save(args: argparse.Namespace) -> int:
+    """Takes a snapshot of a store."""
+    from ccjax.engine.loading import read_model_files
+    from ccjax.engine.snapshot import save_snapshot
+
+    files = read_model_files(args.model, tokenizer=args.tokenizer)
+    identities = _identities(files, args)
+    dtype = _stored_dtype(args, identities)
+    with _open(args, files, dtype) as cache, _progress() as progress:
+        report = save_snapshot(cache, args.to, overwrite=args.overwrite, progress=progress)
+    _print(
+        args,
+        dataclasses.asdict(report),
+        f"Saved {report.num_variants} variants, {_size(report.num_bytes)}, to {report.url}"
+        + _also((report.num_evicted, "evicted meanwhile"), (report.num_damaged, "damaged, left out")),
+    )
+    return 1 if report.num_damaged else 0
+
+
+def restore(args: argparse.Namespace) -> int:
+    """Brings a snapshot into a store."""
+    from ccjax.engine.loading import read_model_files
+    from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot
+
+    dtype = inspect_snapshot(args.source).kv_spec.dtype  # before the model, whose weights may take a minute
+    files = read_model_files(args.model, tokenizer=args.tokenizer)
+    with _open(args, files, dtype) as cache, _progress() as progress:
+        report = restore_snapshot(cache, args.source, max_bytes=args.max_bytes, progress=progress)
+        cache.store.flush()
+        num_failed = cache.store.usage()["disk"].failed_writes
+    _print(
+        args,
+        {**dataclasses.asdict(report), "failed_writes": num_failed},
+        f"Restored {report.num_restored - num_failed} variants, {_size(report.restored_bytes)}, into {args.store}"
+        + _also(
+            (report.num_present, "there already"),
+            (report.num_left_out, "beyond --max-bytes"),
+            (report.num_no_room, "without room"),
+            (report.num_damaged, "damaged, left out"),
+            (report.num_erased, "of erased documents, left out"),
+            (num_failed, "could not be written"),
+        ),
+    )
+    return 1 if report.num_damaged or num_failed else 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Shows what a snapshot holds."""
+    from ccjax.engine.snapshot import inspect_snapshot
+
+    index = inspect_snapshot(args.source)
+    chunks = _hottest_chunks(index, args.top)
+    tokenizer = _tokenizer(args.model, args.tokenizer)
+    for chunk in chunks:
+        token_ids = chunk.pop("token_ids")
+        if tokenizer is not None:
+            chunk["text"] = tokenizer.decode(token_ids)
+    facts = {
+        "model": index.model,
+        "model_fingerprint": index.model_fingerprint,
+        "dtype": index.kv_spec.dtype,
+        "num_variants": len(index.variants),
+        "num_chunks": len({variant.record.chunk_id for variant in index.variants}),
+        "num_tokens": index.num_tokens,
+        "num_bytes": index.num_bytes,
+        "age_s": max(0.0, time.time() - index.created_s),
+        "ccjax_version": index.ccjax_version,
+        "hottest": chunks,
+    }
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 118)
+    table = Table("", "", title=str(args.source), show_header=False)
+    spec = index.kv_spec
+    table.add_row("model", f"{index.model} ({index.model_fingerprint[:12]})")
+    table.add_row("KV", f"{spec.dtype}, {spec.num_layers} layers, {spec.num_kv_heads} KV heads of {spec.head_dim}")
+    table.add_row("variants", f"{facts['num_variants']} of {facts['num_chunks']} chunks")
+    table.add_row("tokens", str(index.num_tokens))
+    table.add_row("bytes", _size(index.num_bytes))
+    table.add_row("age", f"{_age(facts['age_s'])}, ccjax {index.ccjax_version}")
+    console.print(table)
+    hottest = Table("chunk", "variants", "tokens", "bytes", "f_r", "text" if tokenizer else "", title="Hottest chunks")
+    for chunk in chunks:
+        text = " ".join(chunk.get("text", "").split())
+        numbers = (str(chunk["num_variants"]), str(chunk["num_tokens"]), _size(chunk["num_bytes"]))
+        hottest.add_row(chunk["chunk_id"][:12], *numbers, f"{chunk['frequency_reuse']:.1f}", text[:56])
+    console.print(hottest, markup=False)
+    return 0
+
+
+def _hottest_chunks(index: SnapshotIndex, top: int) -> list[dict[str, Any]]:
+    """Chunks by the sum of their variants' `f_r`, then bytes."""
+    chunks: dict[str, dict[str, Any]] = {}
+    for variant in index.variants:
+        record = variant.record
+        chunk = chunks.setdefault(
+            record.chunk_id,
+            {
+                "chunk_id": record.chunk_id,
+                "num_tokens": record.num_tokens,
+                "num_variants": 0,
+                "num_bytes": 0,
+                "frequency_reuse": 0.0,
+                "token_ids": record.meta.get("token_ids") or [],
+            },
+        )
+        chunk["num_variants"] += 1
+        chunk["num_bytes"] += record.num_bytes
+        chunk["frequency_reuse"] += variant.frequency_reuse
+    return sorted(chunks.values(), key=lambda chunk: (-chunk["frequency_reuse"], -chunk["num_bytes"]))[:top]
+
+
+def _tokenizer(model: str | None, directory: str | None) -> Any:
+    from ccjax.engine.loading import model_tokenizer
+
+    if model is None:
+        return None
+    tokenizer = model_tokenizer(model, directory)
+    if tokenizer is None:
+        raise ValueError(f"--model: wanted a model with a tokenizer, got {model!r}")
+    return tokenizer
+
+
+def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreIdentity]:
+    """By dtype: a store never mixes them, so that one model is two."""
+    from ccjax.engine.identity import identity_of
+
+    fingerprints = {dtype: files.fingerprint(dtype, args.quantization) for dtype in DTYPES}
+    return {dtype: identity_of(one, args.tenant_salt, args.store_key_file) for dtype, one in fingerprints.items()}
+
+
+def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]) -> str:
+    """The dtype that the store has KV of this model in."""
+    from ccjax.store.objects import open_root
+
+    root = open_root(args.store, read_only=True)
+    held = [dtype for dtype, identity in identities.items() if root.names(f"{identity.namespace}/records")]
+    if args.dtype != "auto":
+        held = [dtype for dtype in held if dtype == args.dtype]
+    if not held:
+        what = "" if args.dtype == "auto" else f" in {args.dtype}"
+        raise ValueError(f"--store: {args.store} holds no KV of {args.model}{what} (under this tenant salt)")
+    if len(held) > 1:
+        raise ValueError(f"--dtype: wanted one of {held}, since {args.store} holds both")
+    return held[0]
+
+
+@contextlib.contextmanager
+def _open(args: argparse.Namespace, files: ModelFiles, dtype: str) -> Iterator[ChunkCache]:
+    from ccjax.engine.snapshot import open_cache
+    from ccjax.engine.snapshot.cache import kv_spec_of
+
+    with open_cache(
+        args.store,
+        kv_spec=kv_spec_of(files.config, dtype),
+        identity=_identities(files, args)[dtype],
+        model=files.name,
+        disk_bytes=getattr(args, "disk_cache_bytes", None),
+    ) as cache:
+        yield cache
+
+
+def _progress() -> contextlib.closing[Stages]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    names = {"save": "Saving", "restore": "Restoring"}
+    return contextlib.closing(Stages(bars(*columns, TimeRemainingColumn(), in_bytes=True), names))
+
+
+def _print(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
+    print(json.dumps(facts) if args.json else text)
+
+
+def _also(*counts: tuple[int, str]) -> str:
+    return "".join(f"; {number} {what}" for number, what in counts if number)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ccjax snapshot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="save|restore|inspect")
+    place = "a path, or a URL: file:///path, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, as with ccjax serve --store"
+
+    def command(name: str, run: Any) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
+        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+        added.set_defaults(run=run)
+        return added
+
+    def of_store(added: argparse.ArgumentParser) -> None:
+        add = added.add_argument
+        add("--model", default="demo", metavar="MODEL", help='as with ccjax serve (default "demo")')
+        add("--quantization", choices=QUANTIZATIONS, help="as with ccjax serve")
+        add("--tokenizer", metavar="DIR", help="as with ccjax serve")
+        add("--store", required=True, metavar="URL", help="URL of the chunk store, as with ccjax serve")
+        add("--store-key-file", metavar="FILE", help="keys that the store is sealed with, as with ccjax serve")
+        add(
+            "--tenant-salt", default="", metavar="TEXT", help="tenant whose chunk-caches these are, as with ccjax serve"
+        )
+
+    added = command("save", save)
+    of_store(added)
+    added.add_argument("--to", required=True, metavar="PLACE", help=f"absent or empty: {place}")
+    added.add_argument("--overwrite", action="store_true", help="take the place of a snapshot that is there")
+    text = "float32, bfloat16, or auto: the one that the store holds (default auto)"
+    added.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help=text)
+
+    added = command("restore", restore)
+    of_store(added)
+    added.add_argument("--from", dest="source", required=True, metavar="PLACE", help=place)
+    text = "only the hottest variants, up to this size, such as 2GiB (default all)"
+    added.add_argument("--max-bytes", type=num_bytes, metavar="SIZE", help=text)
+    added.add_argument("--disk-cache-bytes", type=num_bytes, metavar="SIZE", help="room in the store (no limit)")
+
+    added = command("inspect", inspect)
+    added.add_argument("source", metavar="PLACE", help=place)
+    added.add_argument("--model", metavar="MODEL", help="shows the chunks' text with this model's tokenizer")
+    added.add_argument("--tokenizer", metavar="DIR", help="or with this one")
+    added.add_argument("--top", type=positive_int, default=10, metavar="N", help="hottest chunks to show (default 10)")
+    return parser

@@ -1,0 +1,34 @@
+"""Values of command-line options that are no settings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ccjax.config import values
+
+
+def num_bytes(text: str) -> int:
+    """The number in "2GiB", "500MB" or "1073741824"; the type of arguments that are sizes."""
+    try:
+        return values.num_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+
+
+def positive_int(text: str) -> int:
+    """A number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted an integer above 0, got {text!r}")
+    return int(text)
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """Nothing, unless a file could not be written there: then a long run would end without it.
+
+    Raises:
+      ValueError: names the option.
+    """
+    if path is not None and not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
+        raise ValueError(f"--{name}: wanted a file in a directory that can be written to, got {path}")

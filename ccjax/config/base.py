@@ -1,0 +1,137 @@
+"""The base of all settings, and the words of its errors: which setting, what was wanted, what came."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Self, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from ccjax.errors import ConfigError
+
+
+class SettingsModel(BaseModel):
+    """Frozen settings, given by keyword; a bad one raises ConfigError. Fields without `repr` are secret."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        validate_by_name=True,
+        validate_by_alias=True,
+        use_attribute_docstrings=True,
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            name, message = explained(type(self), error.errors()[0])
+            raise ConfigError(f"{name}: {message}" if name else message) from None  # its own text has the values
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # `model_validate` need not go through it
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values, checked like new ones."""
+        return type(self)(**{**dict(self), **changes})
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """Metadata of a type.
+
+    Attributes:
+      wanted: what an error says is wanted, such as "a URL such as redis://HOST:PORT/DB".
+      metavar: what stands for a value in the help of the command line, such as URL.
+    """
+
+    wanted: str | None = None
+    metavar: str | None = None
+
+
+def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str]:
+    """The setting that an error is about, or "" where the message names it, and the message in our words."""
+    if not error["loc"]:
+        return "", error["msg"].removeprefix("Value error, ")
+    name = str(error["loc"][0])
+    name = next((one for one, field in model.model_fields.items() if name in names_of(one, field)), name)
+    field = model.model_fields.get(name)
+    if field is None:
+        near = difflib.get_close_matches(name, model.model_fields, n=1)
+        return name, "no such setting" + (f", did you mean {near[0]}?" if near else "")
+    message = f"wanted {wanted(field)}"
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+    value = repr(error["input"]) if field.repr else type(error["input"]).__name__
+    return name, f"{message}, got {'none' if error['type'] == 'missing' else value}"
+
+
+def names_of(name: str, field: FieldInfo) -> list[str]:
+    """What a field may be called, its aliases first."""
+    alias = field.validation_alias
+    aliases = [] if alias is None else [alias] if isinstance(alias, str) else list(getattr(alias, "choices", ()))
+    return [*(one for one in aliases if isinstance(one, str) and one != name), name]
+
+
+def wanted(field: FieldInfo) -> str:
+    """The values that a field takes, as a phrase."""
+    kind, metadata, is_optional = unpacked(field)
+    for found in metadata:
+        if isinstance(found, Described) and found.wanted is not None:
+            return found.wanted
+    if get_origin(kind) is Literal:
+        return f"one of {get_args(kind)}" + (" or None" if is_optional else "")
+    if kind in (int, float):
+        return _number(kind is int, metadata)
+    return {bool: "True or False", str: "a text"}.get(kind, "another value")
+
+
+def unpacked(field: FieldInfo) -> tuple[Any, list[Any], bool]:
+    """The type of a field that may be None without that, the metadata on both, and whether it may be None."""
+    kind: Any = field.annotation
+    metadata, is_optional = list(field.metadata), False
+    while get_origin(kind) in (Union, types.UnionType) or hasattr(kind, "__metadata__"):
+        if hasattr(kind, "__metadata__"):
+            metadata += kind.__metadata__
+            kind = get_args(kind)[0]
+        else:
+            others = [one for one in get_args(kind) if one is not type(None)]
+            is_optional = is_optional or len(others) < len(get_args(kind))
+            kind = others[0]
+    return kind, metadata, is_optional
+
+
+def _number(is_int: bool, metadata: list[Any]) -> str:
+    bounds: Mapping[str, float] = {
+        name: getattr(one, name)
+        for one in metadata
+        for name, kind in (
+            ("gt", annotated_types.Gt),
+            ("ge", annotated_types.Ge),
+            ("le", annotated_types.Le),
+            ("lt", annotated_types.Lt),
+        )
+        if isinstance(one, kind)
+    }
+    noun = "an integer" if is_int else "a share" if bounds.get("le") == 1 else "a number"
+    match bounds:
+        case {"ge": least, "le": most}:
+            return f"{noun} from {least:g} to {most:g}"
+        case {"gt": least, "le": most}:
+            return f"{noun} above {least:g}, at most {most:g}"
+        case {"gt": least, "lt": most}:
+            return f"{noun} above {least:g} and below {most:g}"
+        case {"ge": 1} if is_int:
+            return "a positive integer"
+        case {"ge": least}:
+            return f"{noun} of at least {least:g}"
+        case {"gt": least}:
+            return f"{noun} above {least:g}"
+    return noun

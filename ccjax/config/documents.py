@@ -1,0 +1,33 @@
+"""Which documents a server answers from, and how they are cut into passages and searched."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from ccjax.config.base import SettingsModel
+from ccjax.config.values import FolderPath
+
+
+class DocumentOptions(SettingsModel):
+    """Documents that answers are from; whoever reads the same ones needs the same options."""
+
+    model_config = ConfigDict(title="documents")
+
+    docs: FolderPath | None = None
+    """Directory of documents; models "demo" and "smollm2" bring some of their own."""
+    no_docs: bool = False
+    """Retrieve nothing, with no model."""
+    index_dir: FolderPath | None = None
+    """Where the index is kept; without it below ~/.cache/ccjax/index."""
+    index_kind: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
+    """Kind of the vector index; auto is ivf for 50,000 passages and more, else flat."""
+    index_recall: float = Field(default=0.95, gt=0, lt=1)
+    """Share of the nearest passages that ivf and hnsw are to find."""
+    embedder: str = "auto"
+    """auto, lexical, or a directory of a sentence-transformers model."""
+    chunk_tokens: int = Field(default=200, ge=1)
+    """Longest passage, in tokens."""
+    overlap_tokens: int = Field(default=0, ge=0)
+    """Tokens that neighbouring passages may share."""

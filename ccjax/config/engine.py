@@ -1,0 +1,238 @@
+"""SettingsModel of an engine, fixed for its life."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from ccjax.config.base import Described, SettingsModel
+from ccjax.config.values import FilePath, FolderPath, Layers, NumBytes, OrNone, Share
+from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
+from ccjax.policy.focus import FOCUS_RULES
+from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.scheduling import SchedulerSettings
+from ccjax.policy.strategies import STRATEGIES
+
+if TYPE_CHECKING:  # type checkers do not know what is registered
+    EvictionPolicy = FocusRule = Strategy = str
+else:
+    EvictionPolicy = Literal[tuple(sorted(POLICIES))]
+    FocusRule = Literal[tuple(FOCUS_RULES)]
+    Strategy = Literal[tuple(STRATEGIES)]
+
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+Quantization = Literal["int8", "fp8"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+Loading = Literal["layerwise", "alg2", "sync"]
+
+_UNLIMITED = 1 << 30
+_PLANNER, _SCHEDULER = PlannerSettings(), SchedulerSettings(num_pages=1)  # for their defaults
+_INDEX_URL = Described("a URL such as 'redis://HOST:PORT/DB'", "URL")
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("wanted 'default', 'none' or a text file")
+    return text
+
+
+class ModelSettings(SettingsModel):
+    """The model and the devices that it is split over."""
+
+    model_config = ConfigDict(title="model")
+
+    dtype: Dtype = "float32"
+    """Type of weights, activations and stored KV."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that the model is split over, the first so many."""
+    quantization: Quantization | None = None
+    """Weights of products in 8 bits with a scale per output channel, rounded as they load; KV stays in `dtype`."""
+    tokenizer: FolderPath | None = None
+    """Directory with other tokenizer files than the model's own."""
+    attention: str | None = None
+    """Implementation of attention, for prefill and decode; the platform's own where none is named."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Longest prompt plus answer in tokens; without it the model's own limit, at most 8,192."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of each device's memory, TPUs included, that the model may take; what weights and steps leave of it becomes
+    `device_cache_bytes`, unless that is given."""
+    device_memory_bytes: NumBytes | None = Field(default=None, ge=1)
+    """Memory of each device, such as 80GB; without it what the device says or, for a CPU, the machine."""
+    system_prompt: str | None = None
+    """System message of requests that bring none; without it the built-in one."""
+
+
+class ReuseSettings(SettingsModel):
+    """How stored KV is reused in a prompt."""
+
+    model_config = ConfigDict(title="reuse")
+
+    strategy: Strategy = _PLANNER.strategy
+    """How chunks are reused: never ("full"), as the longest exact prefix ("prefix"), also in any order ("set"), as they
+    are ("reuse"), or with some tokens recomputed: those whose KV was seen to change ("deviation", "auto", the latter at
+    most 15 % of what a prompt reuses), those of CacheCraft eq. 14 ("cachecraft"), the 15 % that deviate most
+    ("cacheblend"), the head of each chunk ("legolink"), the most attended ("h2o"), or drawn ones ("random")."""
+    recompute_ratio: float | None = Field(default=None, ge=0, le=1)
+    """Share of tokens to recompute, in place of CacheCraft eq. 12."""
+    max_deviation: float | None = Field(default=None, ge=0)
+    """Strategy "auto": recompute the tokens whose KV was seen to deviate more, as many as these are."""
+    frame: Annotated[str, AfterValidator(_not_empty), Described("'default', 'none' or a text file")] = "default"
+    """What strategies "auto" and "deviation" prepare passages behind, besides the instructions: "default" (two fixed
+    passages), "none", or a text file in which blank lines separate passages."""
+
+
+class CacheSettings(SettingsModel):
+    """Where chunk-caches are kept, for how long, and who shares them."""
+
+    model_config = ConfigDict(title="cache")
+
+    device_cache_bytes: NumBytes = Field(default=0, ge=0)
+    """Device memory for the KV of running requests and of chunk-caches, all of it taken at once, on all devices
+    together; 0 takes what requests usually need and caches no chunk there."""
+    host_cache_bytes: NumBytes = Field(default=2 << 30, ge=1)
+    """Host memory for chunk-caches, such as 2GiB."""
+    disk_cache_bytes: NumBytes | None = Field(default=None, ge=1)
+    """Room in the store; no limit where it is not given."""
+    preload_bytes: NumBytes = Field(default=256 << 20, ge=0)
+    """Host memory besides, for what queued requests will need from the store; 0 reads nothing ahead."""
+    store: Annotated[str, Described("a URL such as 'file:///path'", "URL")] | None = None
+    """URL of the lasting chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, with
+    ?endpoint=http://HOST:PORT&region=NAME elsewhere than on AWS; credentials as the clouds' own tools find them, such
+    as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it chunk-caches are in memory only."""
+    store_index: Annotated[str, _INDEX_URL] | None = Field(default=None, repr=False)
+    """URL of what the processes on one store share besides, so that each knows at once what others stored, erased and
+    compute: sqlite:///PATH.db on one host, redis://[[USER]:PASSWORD@]HOST:PORT/DB or rediss:// on several. Without it
+    they list the store now and then."""
+    disk_kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """How the store keeps KV: as it is, or in 8 bits, which is read back as approximate and never serves mode exact."""
+    disk_compression: Literal["none", "zstd"] = "none"
+    """Compression of the store; changes no bit, and pays for a slow link only."""
+    store_key_file: FilePath | None = None
+    """File of secret keys, one a line: the first seals what is stored, and what none of them sealed is not read."""
+    encrypt_store: bool = False
+    """Encrypt what is stored, by keys made of those of `store_key_file`, in place of seals."""
+    tenant_salt: str = Field(default="", repr=False)
+    """Separates the chunk-caches of tenants that share a store."""
+    read_only: bool = False
+    """Reuse what the store holds and add nothing to it."""
+    share_computation: bool = False
+    """Wait for chunks that another process on the same store is computing, no longer than computing them here would
+    take and a second, instead of computing them too."""
+    order_after_s: float | None = Field(default=None, ge=0)
+    """Order what requests that are queued for longer have to compute from whoever has time, by `store_index`."""
+    eviction_policy: EvictionPolicy = DEFAULT_POLICY
+    """Which chunk variants leave a full tier."""
+    pin_share: Share = 0.5
+    """Share of each tier's budget, and of `max_variants`, that pinned documents may keep."""
+    prefill_profile: FilePath | None = None
+    """File that scripts/profile_prefill.py wrote, whose times eviction goes by; without it `prefill_profile.json`
+    beside the model, if it is there."""
+
+
+class BatchSettings(SettingsModel):
+    """How many requests run at once, and in which order."""
+
+    model_config = ConfigDict(title="batch")
+
+    max_num_seqs: int = Field(default=_SCHEDULER.max_num_seqs, ge=1)
+    """Requests that run at once; others are queued."""
+    max_num_batched_tokens: int = Field(default=_SCHEDULER.max_num_batched_tokens, ge=1)
+    """Tokens that prefills compute together; longer prompts are cut into pieces."""
+    max_queue: int | None = Field(default=None, ge=1)
+    """Requests that may be queued; more are refused."""
+    reorder_window: int = Field(default=32, ge=1)
+    """Of so many queued requests of a user the one with most cached tokens per computed one goes first (RAGCache sec.
+    5.2); 1 for the order of arrival."""
+    flow_share: float = Field(default=_SCHEDULER.flow_share, gt=0)
+    """A user may have so many times as many queued requests as the queue has places left."""
+    max_decode_gap_ms: float | None = Field(default=None, ge=0)
+    """Longest time between two tokens of an answer that another request's prefill may cause, at least one layer of it;
+    without it 200, or three decode steps where that is longer."""
+    max_retries: int = Field(default=2, ge=0)
+    """How often an answer whose step failed on the device is tried again, in steps of its own."""
+
+
+class QualitySettings(SettingsModel):
+    """What keeps answers over reused KV close to those of a full prefill."""
+
+    model_config = ConfigDict(title="quality")
+
+    calibration: FilePath | None = None
+    """File that `ccjax calibrate` wrote: the least that mode bounded recomputes; without it `calibration.json` beside
+    the model, if it is there."""
+    shadow_ratio: Share = 0.0
+    """Share of the answers over approximate reuse to compare with a full prefill in idle time."""
+    shadow_target: Share = 0.9
+    """Share of these that should be the same; while fewer are, more is recomputed."""
+
+
+class PaperSettings(SettingsModel):
+    """Knobs of the papers' experiments, which deployments can leave alone."""
+
+    model_config = ConfigDict(title="paper")
+
+    alpha: float = Field(default=_PLANNER.alpha, ge=0)
+    """CacheCraft eq. 12: scales the share of tokens that is recomputed."""
+    ranking_layers: Layers | None = None
+    """CacheCraft eq. 14: layers, such as 0,1, whose attention ranks a chunk's tokens; without it the mean of all."""
+    focus_window: Annotated[int | None, OrNone] = Field(default=_PLANNER.focus_window, ge=1)
+    """CacheCraft alg. 1: layers after which unfocused passages are dropped; none never drops them."""
+    focus_rule: FocusRule = _PLANNER.focus_rule
+    """CacheCraft alg. 1: the gap rule, "entropy" as printed."""
+    max_variants: int | None = Field(default=None, ge=1)
+    """CacheCraft sec. 3.3: chunk variants kept, however much room there is; no limit where it is not given."""
+    cached_documents: int | None = Field(default=None, ge=1)
+    """RAGCache's top-k': only the first so many passages of a prompt are kept; all where it is not given."""
+    loading: Loading = "layerwise"
+    """When the first layer of a prefill may run: once its own KV is there, once that of CacheCraft alg. 2's first
+    layers is ("alg2"), or once all is ("sync")."""
+    fixes_positions: bool = _PLANNER.fixes_positions
+    """Reused keys take their place in the new prompt; off for comparison only (CacheCraft table 3)."""
+
+
+class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings, ReuseSettings, ModelSettings):
+    """Everything that `Engine.from_pretrained` takes besides the model; each default suits a laptop."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.device_cache_bytes and not self.fixes_positions:
+            raise ValueError(f"fixes_positions: wanted True with device_cache_bytes, got {self.fixes_positions!r}")
+        if self.store_index is not None and self.store is None:
+            raise ValueError("store_index: wanted a store that it is the index of, got none")
+        if self.store_key_file is not None and self.store is None:
+            raise ValueError("store_key_file: wanted a store whose entries its keys seal, got none")
+        if self.encrypt_store and self.store_key_file is None:
+            raise ValueError("encrypt_store: wanted a store_key_file, of whose keys it makes its own, got none")
+        if self.order_after_s is not None and self.store_index is None:
+            raise ValueError("order_after_s: wanted a store_index, by which orders are placed, got none")
+        return self
+
+    def planner_settings(self, num_layers: int = 1) -> PlannerSettings:
+        """The part of the settings that policy decides by, for a model of so many layers."""
+        return PlannerSettings(
+            strategy=self.strategy,
+            alpha=self.alpha,
+            recompute_ratio=self.recompute_ratio,
+            max_deviation=self.max_deviation,
+            focus_window=self.focus_window,
+            focus_rule=self.focus_rule,
+            num_layers=num_layers,
+            fixes_positions=self.fixes_positions,
+        )
+
+    def scheduler_settings(self, num_pages: int, page_tokens: int, context_tokens: int) -> SchedulerSettings:
+        """The part of the settings that requests are scheduled by, over a pool of so many pages and packs of so long
+        contexts."""
+        return SchedulerSettings(
+            num_pages=num_pages,
+            page_tokens=page_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_context_tokens=context_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_decode_gap_s=None if self.max_decode_gap_ms is None else self.max_decode_gap_ms / 1e3,
+            max_queue=_UNLIMITED if self.max_queue is None else self.max_queue,
+            flow_share=self.flow_share,
+            reorder_window=self.reorder_window,
+        )

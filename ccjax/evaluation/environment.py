@@ -1,0 +1,54 @@
+"""Machine and versions that a table of figures is from."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("ccjax", "jax", "jaxlib", "numpy", "torch", "transformers")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, Any]:
+    """Date, commit, machine and versions of a run; read after jax is up, so that the device is known."""
+    import jax
+
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _commit() -> str:
+    """Of the checkout; an installed package may lie in the repository of something else."""
+    if not (_ROOT / ".git").exists():
+        return "unknown"
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

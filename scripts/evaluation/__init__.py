@@ -1,1 +1,0 @@
-"""What `scripts/evaluate.py` asks and how it shows what came of it."""

@@ -1,0 +1,109 @@
+"""Where options come from besides flags and flat files: groups of a file, the environment; and the help of them all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ccjax.cli.options import StartupError, config_lines, parse
+from ccjax.cli.precompute import PrecomputeOptions
+from ccjax.cli.serving.options import ServeOptions, engine_settings, serve_options
+from ccjax.config import EngineConfig
+from ccjax.models.llama3.quantized import WEIGHT_FORMATS
+from ccjax.policy.eviction import POLICIES
+from ccjax.policy.strategies import STRATEGIES
+from ccjax.retrieval.index import INDEX_KINDS
+from ccjax.store.formats import COMPRESSIONS, KV_DTYPES
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    """`file(content)` is the flag that names a file of that content."""
+
+    def written(content: str) -> list[str]:
+        (tmp_path / "serve.yaml").write_text(content)
+        return ["--config", str(tmp_path / "serve.yaml")]
+
+    return written
+
+
+def test_groups_of_a_file_mean_what_flat_lines_mean(file) -> None:
+    grouped = "model: demo\nreuse: {strategy: h2o}\ncache: {host_cache_bytes: 3GB, store: file:///x}\npaper: {alpha: 2}"
+    flat = "model: demo\nstrategy: h2o\nhost-cache-bytes: 3GB\nstore: file:///x\nalpha: 2"
+    options = serve_options(file(grouped))
+    assert options.model_dump() == serve_options(file(flat)).model_dump()
+    assert engine_settings(options) == {
+        "dtype": "auto",
+        "max_queue": 128,
+        "strategy": "h2o",
+        "host_cache_bytes": 3 * 10**9,
+        "store": "file:///x",
+        "alpha": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("cache: {strategy: h2o}", "cache: strategy: no such option, it belongs to reuse"),
+        ("cache: {stor: x}", "cache: stor: no such option, did you mean store?"),
+        ("cache: {pin-share: 2}", "cache: pin-share: wanted a share from 0 to 1, got '2'"),
+        ("store: file:///x\ncache: {store: file:///y}", "cache: store: comes twice, first as store"),
+        ("index-kind: {a: b}", "index-kind: wanted one of ('auto', 'flat', 'ivf', 'hnsw'), got {'a': 'b'}"),
+    ],
+)
+def test_what_is_wrong_in_a_group_is_named(file, content: str, message: str) -> None:
+    with pytest.raises(StartupError, match=f"^--config: .*serve.yaml: {re.escape(message)}$"):
+        serve_options(file(content))
+
+
+def test_the_environment_says_what_is_secret_and_comes_last(file, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CCJAX_PORT", "tcp://10.0.0.1:80")  # as Kubernetes sets it
+    monkeypatch.setenv("CCJAX_CONFIG", "no-such-file.yaml")
+    monkeypatch.setenv("CCJAX_STORE_INDEX", "")
+    monkeypatch.setenv("CCJAX_ADMIN_KEY", "first")
+    options = serve_options([])
+    assert (options.admin_key, options.port, options.store_index) == ("first", 8000, None)
+    assert serve_options(file("admin-key: second")).admin_key == "second"
+    assert serve_options([*file("admin-key: second"), "--admin-key", "third"]).admin_key == "third"
+
+
+def test_an_empty_key_is_refused_and_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CCJAX_API_KEY", "")
+    with pytest.raises(StartupError, match="^CCJAX_API_KEY: wanted a non-empty text"):
+        serve_options([])
+    monkeypatch.setenv("CCJAX_API_KEY", "hidden")
+    monkeypatch.setenv("CCJAX_STORE_INDEX", "redis://user:hidden@host/1")
+    with pytest.raises(StartupError, match="^CCJAX_STORE_INDEX: wanted a store") as caught:
+        serve_options([])
+    options = serve_options(["--store", "file:///x", "--tenant-salt", "hidden"])
+    assert "hidden" not in f"{caught.value} {options!r} {config_lines(options)}"
+    assert options.api_key == "hidden"
+
+
+def test_help_has_every_option_with_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_options(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for names in (STRATEGIES, sorted(POLICIES), INDEX_KINDS, WEIGHT_FORMATS, KV_DTYPES, COMPRESSIONS):
+        assert "{" + ",".join(names) + "}" in text
+    for name, field in ServeOptions.model_fields.items():
+        assert field.description, name
+    assert "Requests that may be queued; more get 429. (default: 128)" in text
+    assert "Requests that run at once; others are queued. (default: 32)" in text
+
+
+def test_what_documents_are_computed_with_is_what_a_server_takes() -> None:
+    ours, its = PrecomputeOptions.model_fields, ServeOptions.model_fields
+    for name in ours.keys() & its.keys() - {"model", "store", "top_k"}:
+        assert (ours[name].annotation, ours[name].default) == (its[name].annotation, its[name].default), name
+    options = parse(PrecomputeOptions, ["--store", "file:///x", "--strategy", "h2o"], prog="x")
+    assert engine_settings(options) == {"dtype": "auto", "store": "file:///x", "strategy": "h2o"}
+
+
+def test_a_setting_of_the_library_takes_text_too() -> None:
+    config = EngineConfig(host_cache_bytes="2GiB", ranking_layers=[0, 2])
+    assert config.host_cache_bytes == 2 << 30 and config.ranking_layers == (0, 2)
+    assert config.replace(alpha=2).alpha == 2 and config.alpha == 1
