@@ -106,7 +106,7 @@ class ServerMetrics:
         model: str,
         engine: Engine,
         retriever: Retriever | None,
-        preparation: DocumentPreparation | None,
+        preparation: DocumentPreparation | None = None,
     ) -> None:
         """Adds what is read at scrape time; once per server."""
         self._info.labels(version, model).set(1)

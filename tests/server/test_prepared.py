@@ -103,7 +103,8 @@ def test_the_servers_own_documents_are_prepared_before_anybody_asks(start_server
         first, *others = parts = ask(server, None)
         assert len(parts) == 5 and share(parts, "computed") == 0.0
         assert first["exact"] and all(one["framed"] for one in others)
-    assert "documents: all documents are prepared; 5 passages were computed in idle time" in caplog.messages
+        text = "documents: all documents are prepared; 5 passages were computed in idle time"
+        wait_until(lambda: text in caplog.messages)
 
 
 def test_changed_documents_are_prepared_anew(start_server, frame, docs_dir) -> None:
@@ -126,7 +127,7 @@ def test_preparing_stops_where_the_room_ends_and_evicts_nothing(start_server, ca
             wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
             usage = server.engine.store_usage()["host"]
             assert 2 < usage.num_variants < 1 + 5 and usage.evicted == 0, usage
-    assert any("left unprepared, for want of room" in message for message in caplog.messages)
+            wait_until(lambda: any("left unprepared, for want of room" in message for message in caplog.messages))
 
 
 def test_nothing_is_prepared_where_that_is_switched_off_or_nothing_may_be_stored(start_server) -> None:

@@ -416,7 +416,7 @@ def test_an_unusable_part_is_logged_and_written_anew(place, reads, caplog, chang
     before = place.read(key)
     place.write(key, change(before))
     reads.clear()
-    with caplog.at_level(logging.WARNING, logger="store"):
+    with caplog.at_level(logging.WARNING, logger="ccjax.store"):
         tier = tier_at(place)
     assert message in caplog.text and key.rpartition("/")[2] in caplog.text
     assert 0 < len(reads) < len(IDS)  # the variants of this part, no others
@@ -476,7 +476,7 @@ def test_a_copy_that_fails_while_its_original_is_gone_is_a_miss(place):
 def test_a_disk_that_refuses_is_logged_and_asked_again_when_more_changed(tmp_path, monkeypatch, caplog):
     tier = TensorStoreTier(url_of(tmp_path), SPEC, OURS)
     tier.write(make_record("a"), make_kv("a"))
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="store"):
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="ccjax.store"):
 
         def refuse(*_):
             raise OSError(28, "No space left on device")

@@ -81,7 +81,7 @@ def test_failing_disk_is_counted_logged_once_per_change_and_recovers(broken, cap
     store, break_it, repair = broken
     put(store, "before")
     break_it()
-    with caplog.at_level(logging.INFO, logger="store"):
+    with caplog.at_level(logging.INFO, logger="ccjax.store"):
         for variant_id in ("a", "b", "c"):
             put(store, variant_id)
             assert store.tier_of(variant_id) == "host"

@@ -54,7 +54,7 @@ def test_a_disk_that_refuses_is_logged_and_the_old_hints_stay(tmp_path, monkeypa
         def refuse(*_):
             raise OSError(28, "No space left on device")
 
-        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="store"):
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="ccjax.store"):
             patch.setattr("os.replace", refuse)
             store.write_hints({"a": 2})
         assert "cannot write the hints" in caplog.text and "No space left" in caplog.text

@@ -63,7 +63,7 @@ def fail(request, gate):
 
 
 def test_serving_goes_on_without_the_bucket_and_with_it_again(place, gate, fail, caplog):
-    with open_store(place.url) as store, caplog.at_level(logging.INFO, logger="store"):
+    with open_store(place.url) as store, caplog.at_level(logging.INFO, logger="ccjax.store"):
         put(store, "before")
         put(store, "cold")
         store.evict("host", ["cold"])

@@ -105,7 +105,7 @@ def _report(path: Path, make_space) -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("store").addHandler(handler)
+    logging.getLogger("ccjax.store").addHandler(handler)
     with open_store(path, kv_spec=WIDE, host_bytes=0) as store:
         ids = [f"v{number}" for number in range(6)]
         for variant_id in ids:
