@@ -91,8 +91,8 @@ class CacheSettings(SettingsModel):
     device_cache_bytes: NumBytes = Field(default=0, ge=0)
     """Device memory for the KV of running requests and of chunk-caches, all of it taken at once, on all devices
     together; 0 takes what requests usually need and caches no chunk there."""
-    host_cache_bytes: NumBytes = Field(default=2 << 30, ge=1)
-    """Host memory for chunk-caches, such as 2GiB."""
+    host_cache_bytes: NumBytes | None = Field(default=None, ge=1)
+    """Host memory for chunk-caches, such as 2GiB; without it a quarter of the machine's."""
     disk_cache_bytes: NumBytes | None = Field(default=None, ge=1)
     """Room in the store; no limit where it is not given."""
     preload_bytes: NumBytes = Field(default=256 << 20, ge=0)

@@ -21,6 +21,18 @@ _SPARE_PAGES = 64
 """Pages of a request that may be part full: one for each segment of its prompt."""
 
 
+_USUAL_HOST_BYTES = 2 << 30
+_USUAL_HOST_SHARE = 4
+
+
+def host_cache_bytes(config: EngineConfig) -> int:
+    """What `config` says, or a quarter of the memory that this process may use; 2 GiB where the system does not say."""
+    if config.host_cache_bytes is not None:
+        return config.host_cache_bytes
+    memory = memory_bytes()
+    return _USUAL_HOST_BYTES if memory is None else memory // _USUAL_HOST_SHARE
+
+
 def check_budgets(config: EngineConfig, num_shards: int = 1) -> None:
     """Nothing, unless a budget is larger than what it is a share of: then it would end in a killed process or a full
     disk, long after the start.
@@ -32,19 +44,19 @@ def check_budgets(config: EngineConfig, num_shards: int = 1) -> None:
       ConfigError: names the budget, what there is, and what was asked for.
     """
     device, memory = free_device_bytes(num_shards), memory_bytes()
+    host = host_cache_bytes(config)
     if device is not None and config.device_cache_bytes > device:
         raise ConfigError(
             f"device_cache_bytes: wanted at most {device} (what the model leaves free on devices), "
             f"got {config.device_cache_bytes}"
         )
-    if memory is not None and config.host_cache_bytes > memory:
+    if memory is not None and host > memory:
         raise ConfigError(
-            f"host_cache_bytes: wanted at most {memory} (the memory that this process may use), "
-            f"got {config.host_cache_bytes}"
+            f"host_cache_bytes: wanted at most {memory} (the memory that this process may use), got {host}"
         )
-    if device is None and memory is not None and config.device_cache_bytes + config.host_cache_bytes > memory:
+    if device is None and memory is not None and config.device_cache_bytes + host > memory:
         raise ConfigError(
-            f"device_cache_bytes: wanted at most {memory - config.host_cache_bytes} (the memory that this process may "
+            f"device_cache_bytes: wanted at most {memory - host} (the memory that this process may "
             f"use, less host_cache_bytes: the device has none of its own), got {config.device_cache_bytes}"
         )
     disk = None if config.store is None else disk_bytes(config.store)

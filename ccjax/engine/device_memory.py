@@ -8,7 +8,7 @@ import jax
 
 from ccjax.config import EngineConfig
 from ccjax.engine.batch_sizes import BatchSizes
-from ccjax.engine.budgets import memory_bytes, usual_pool_bytes
+from ccjax.engine.budgets import host_cache_bytes, memory_bytes, usual_pool_bytes
 from ccjax.engine.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, kv_shards, plain, plan_memory
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.config import LlamaConfig
@@ -93,7 +93,7 @@ def _device_bytes(config: EngineConfig) -> tuple[int, str]:
     machine = memory_bytes()
     if machine is None:
         raise ConfigError("device_memory_bytes: wanted a size, for neither device nor system says one, got None")
-    left = max(0, machine - config.host_cache_bytes) // config.tensor_parallel_size
+    left = max(0, machine - host_cache_bytes(config)) // config.tensor_parallel_size
     return left, "the machine's memory without host_cache_bytes, for a CPU has none of its own"
 
 

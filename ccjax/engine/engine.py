@@ -27,7 +27,7 @@ from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.batch.serving import Serving
 from ccjax.engine.batch.siblings import Emit, Siblings
-from ccjax.engine.budgets import check_budgets, pool_bytes
+from ccjax.engine.budgets import check_budgets, host_cache_bytes, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.calibration import calibration_of
@@ -117,7 +117,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             config.store,
             kv_spec=kv_spec,
             identity=identity,
-            host_bytes=config.host_cache_bytes,
+            host_bytes=host_cache_bytes(config),
             disk_bytes=config.disk_cache_bytes,
             device=self._pool if config.device_cache_bytes else None,
             kv_dtype=config.disk_kv_dtype,

@@ -33,6 +33,16 @@ def test_a_container_may_allow_less(tmp_path, monkeypatch, limit, memory):
     assert memory_bytes() == memory or (memory is None and memory_bytes() >= whole)
 
 
+def test_chunk_caches_get_a_quarter_of_the_memory_unless_told(monkeypatch):
+    memory = memory_bytes()
+    with MODEL.engine() as engine:
+        assert engine.store_usage()["host"].budget_bytes == memory // 4
+    with MODEL.engine(host_cache_bytes="3MiB") as engine:
+        assert engine.store_usage()["host"].budget_bytes == 3 << 20
+    monkeypatch.setattr(budgets, "memory_bytes", lambda: None)
+    assert budgets.host_cache_bytes(EngineConfig()) == 2 << 30
+
+
 def test_budgets_above_the_machine_are_refused(tmp_path):
     memory, disk = memory_bytes(), disk_bytes(f"file://{tmp_path}")
     with pytest.raises(ConfigError, match=rf"host_cache_bytes: wanted at most {memory} .*got {memory + 1}"):

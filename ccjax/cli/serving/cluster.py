@@ -16,6 +16,8 @@ from ccjax.config import DocumentOptions
 
 if TYPE_CHECKING:
     from ccjax.cluster.serving import ClusterOptions
+    from ccjax.config import EngineConfig
+    from ccjax.engine.budgets import host_cache_bytes
     from ccjax.server import ServerSettings
 
 
@@ -61,6 +63,8 @@ def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpt
         if args.cluster_address is None and args.cluster_host is None:  # one machine
             name = hashlib.sha256(engine["store"].encode()).hexdigest()[:16]
             engine.setdefault("store_index", f"sqlite://{user_cache()}/store-index/{name}.db")
+    if args.replicas is not None and "host_cache_bytes" not in engine:  # they may all stand on one machine
+        engine["host_cache_bytes"] = host_cache_bytes(EngineConfig()) // max(args.replicas)
     generators = args.generators if args.generators is not None else int("store_index" in engine)
     if generators:
         if "store_index" not in engine:
