@@ -379,7 +379,7 @@ def test_what_only_the_device_had_is_computed_again(monkeypatch):
 @pytest.mark.parametrize("policy", ["pgdsf", "lru", "cost"])
 def test_what_is_in_use_on_the_device_is_copied_to_host_memory_and_outlives_it(monkeypatch, policy):
     """RAGCache sec. 6: the hot upper nodes of the device have a replica."""
-    policy = EngineConfig.eviction_policy if policy == "cost" else policy
+    policy = EngineConfig().eviction_policy if policy == "cost" else policy
     with build(eviction_policy=policy) as engine:
         wanted = engine.run(ask(SEGMENTS, "exact"))
         for victim in reversed(engine._store.ids(HOST)):  # from the leaf to the root

@@ -406,7 +406,7 @@ one_layer = dataclasses.replace(quick.config, num_layers=1)
 gpu_plan.QUICK_SCALE = dataclasses.replace(quick, config=one_layer, contexts=(128,), long=128)
 """
 NOT_NEEDED = (
-    *("faiss", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "semantic_text_splitter", "bs4"),
+    *("faiss", "fastapi", "starlette", "uvicorn", "prometheus_client", "semantic_text_splitter", "bs4"),
     *("yaml", "pypdf", "ray", "redis", "optax", "transformers", "matplotlib", "httpx"),
 )
 

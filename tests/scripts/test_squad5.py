@@ -62,6 +62,6 @@ def test_a_file_of_real_ones_is_read_back(tmp_path):
     found = read_questions(path)
     assert 900 < len(found) < 1190 and found == squad5(read_questions(source))
     assert len({one.documents[0].title for one in found[:100]}) > 20
-    with pytest.raises(SystemExit, match=r"squad5.py: error: questions: wanted a JSONL file"):
+    with pytest.raises(SystemExit, match=r"squad5: error: questions: wanted a JSONL file"):
         main([str(tmp_path / "absent"), str(path)])
     assert json.loads(path.read_text().splitlines()[0])["answers"]
