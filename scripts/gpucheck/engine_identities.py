@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ccjax.config.engine import Dtype
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
 from ccjax.engine.loading import LoadedModel
 from ccjax.models.llama3 import LlamaConfig, init_params
@@ -42,7 +43,7 @@ def run(record: Record) -> None:
     system, *passages, question = ([draw.randrange(512) for _ in range(size)] for size in (17, *_LENGTHS, 19))
     prompt, other = [system, *passages, question], [system, *passages[::-1], question]
 
-    def engine(model: LoadedModel = model, dtype: str = "bfloat16", **settings: Any) -> Engine:
+    def engine(model: LoadedModel = model, dtype: Dtype = "bfloat16", **settings: Any) -> Engine:
         return Engine(model, EngineConfig(dtype=dtype, max_model_len=512, **settings))
 
     with engine() as one:
