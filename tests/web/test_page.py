@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 COUNTS = ("reused", "recomputed", "computed")
 QUESTIONS = (
     "Which animal does Petra Dunn look after?",
-    "What prize did Petra Dunn win?",
     "Where does Petra Dunn live?",
+    "What prize did Petra Dunn win?",
 )
 Shoot = Callable[["Page", str], None]
 
