@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jaxtyping
@@ -59,8 +60,17 @@ _memory_folder()
 # Each process that a test starts would else compile all our sources, half a second of its three.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Each client of httpx else reads the certificates of all authorities: 40 ms for each request of a test.
-ssl.create_default_context = functools.cache(ssl.create_default_context)
+_own_context = ssl.create_default_context
+_shared_context = functools.cache(_own_context)
+
+
+def _context_of_httpx(*args: Any, **how: Any) -> ssl.SSLContext:
+    """One context for all clients of httpx: each else reads the certificates of all authorities, 40 ms a request."""
+    is_httpx = sys._getframe(1).f_globals.get("__name__", "").startswith("httpx.")
+    return (_shared_context if is_httpx else _own_context)(*args, **how)
+
+
+ssl.create_default_context = _context_of_httpx
 gc.set_threshold(50_000, 20, 20)  # what is imported is looked through less often
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")

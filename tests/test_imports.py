@@ -14,7 +14,15 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
     # Runs the kernels' test cases, and a small engine, on a GPU.
-    "scripts.gpucheck": {"ccjax.kernels", "scripts", "tests", "ccjax.engine", "ccjax.config", "ccjax.types", "ccjax.models"},
+    "scripts.gpucheck": {
+        "ccjax.kernels",
+        "scripts",
+        "tests",
+        "ccjax.engine",
+        "ccjax.config",
+        "ccjax.types",
+        "ccjax.models",
+    },
     "ccjax": {"ccjax.types", "ccjax.errors"},
     "ccjax.__main__": {"ccjax.cli"},
     "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation", "ccjax.demo"}

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 from ccjax.cli.options import StartupError, flag, part
 from ccjax.cli.serving.messages import Display, naming, ready_line, stages, url_of
 from ccjax.cli.serving.options import ServeOptions, engine_settings
-from ccjax.config import DocumentOptions
+from ccjax.config import DocumentOptions, EngineConfig
 
 if TYPE_CHECKING:
     from ccjax.cluster.serving import ClusterOptions
-    from ccjax.config import EngineConfig
-    from ccjax.engine.budgets import host_cache_bytes
     from ccjax.server import ServerSettings
 
 
@@ -55,6 +53,7 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
 def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOptions:
     from ccjax.cluster.replica import ReplicaOptions, Scale
     from ccjax.cluster.serving import ClusterOptions
+    from ccjax.engine.budgets import host_cache_bytes
     from ccjax.server.loading import user_cache
 
     engine = engine_settings(args)
