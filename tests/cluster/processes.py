@@ -95,7 +95,7 @@ class Serving:
         wait_until(lambda: self.running() == num_replicas, timeout_s=READY_S)
 
 
-QUICK = ("--no-warmup", "--port", "0")
+QUICK = ("--no-warmup", "--no-prepare", "--port", "0")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from tests.polling import wait_until
 from tests.store.servers import free_port
 
 pytestmark = pytest.mark.cluster
-LONG = {"max_tokens": 250, "ignore_eos": True, "reuse": "exact"}
+LONG = {"max_tokens": 120, "ignore_eos": True, "reuse": "exact"}
 QUESTIONS = ["Which tool does Yara Ames own?", "What colour is the boat of Dora Vance?", "Who owns a lemon boat?"]
 
 
@@ -87,7 +87,7 @@ def test_answers_are_those_of_one_server(cluster: Serving, folder: Path) -> None
         pieces = "".join(one["choices"][0]["delta"].get("content") or "" for one in streamed if one["choices"])
         return [choice["message"]["content"], [token["token"] for token in choice["logprobs"]["content"]], pieces]
 
-    with serving(folder, "--no-repair", "--no-prepare") as single:
+    with serving(folder, "--no-repair") as single:
         wanted = [ask(single, question) for question in QUESTIONS]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert list(pool.map(lambda question: ask(cluster, question), QUESTIONS * 2)) == wanted * 2
