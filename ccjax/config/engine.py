@@ -1,4 +1,4 @@
-"""SettingsModel of an engine, fixed for its life."""
+"""Settings of an engine, fixed for its life."""
 
 from __future__ import annotations
 

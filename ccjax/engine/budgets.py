@@ -119,6 +119,17 @@ def memory_bytes() -> int | None:
 
 def disk_bytes(url: str) -> int | None:
     """Size of the file system that a `file://` URL is on; None for other URLs."""
+    usage = _file_system(url)
+    return None if usage is None else usage.total
+
+
+def file_system_used(url: str) -> float | None:
+    """Share of the file system that a `file://` URL is on that is taken, by whatever; None for other URLs."""
+    usage = _file_system(url)
+    return None if usage is None else 1.0 - usage.free / usage.total
+
+
+def _file_system(url: str) -> shutil._ntuple_diskusage | None:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "file":
         return None
@@ -126,7 +137,7 @@ def disk_bytes(url: str) -> int | None:
     while not path.exists() and path != path.parent:
         path = path.parent
     try:
-        return shutil.disk_usage(path).total
+        return shutil.disk_usage(path)
     except OSError:
         return None  # opening the store will say what is wrong
 

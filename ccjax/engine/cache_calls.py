@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ccjax.config import EngineConfig
 from ccjax.engine.batch.doors import BatchCounts, Doors
+from ccjax.engine.budgets import file_system_used
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.loading import Progress
@@ -46,11 +47,15 @@ class CacheCalls:
         return self._store.usage()
 
     @property
-    def share_of_room_used(self) -> float:
-        """Of the last tier's budget, what its variants take; 0 where that tier has no limit."""
+    def capacity_used(self) -> float:
+        """Share of the last tier's budget that is taken; of its file system where it has no budget of its own, and all
+        of it where nothing says how much there is, as of a bucket."""
         usage = self._store.usage()
         last = usage.get(DISK) or usage[HOST]
-        return last.used_bytes / last.budget_bytes if last.budget_bytes else float(last.budget_bytes == 0)
+        if last.budget_bytes is not None:
+            return last.used_bytes / last.budget_bytes if last.budget_bytes else 1.0
+        used = None if self.config.store is None else file_system_used(self.config.store)
+        return 1.0 if used is None else used
 
     @property
     def batch_counts(self) -> BatchCounts:

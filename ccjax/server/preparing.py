@@ -51,6 +51,7 @@ class DocumentPreparation:
             return
         documents = self._retriever.document_ids
         with self._lock:
+            self._passages.clear()
             self._documents = collections.deque(documents)
             if self._engine.config.store is not None and documents:
                 self._documents.rotate(os.getpid() % len(documents))
@@ -83,28 +84,24 @@ class DocumentPreparation:
 
     def _next(self) -> Warming | None:
         while True:
-            if not self._passages:
-                with self._lock:
-                    if self._documents:
-                        found = self._retriever.passages(self._documents.popleft())
-                        self._passages.extend(one.as_document() for one in found)
-                        continue
-                self._report("all documents are prepared")
-                return None
-            if self._is_full():
-                self._report(f"{self.num_documents_left} documents are left unprepared, for want of room")
+            if self._engine.capacity_used > _MOST_USED and self.num_documents_left:
+                self._report(f"{self.num_documents_left} documents stay unprepared, for the cache is nearly full")
                 with self._lock:
                     self._documents.clear()
-                self._passages.clear()
+                    self._passages.clear()
                 return None
-            passage = self._passages.popleft()
+            with self._lock:
+                while not self._passages and self._documents:
+                    found = self._retriever.passages(self._documents.popleft())
+                    self._passages.extend(one.as_document() for one in found)
+                passage = self._passages.popleft() if self._passages else None
+            if passage is None:
+                self._report("all documents are prepared")
+                return None
             try:
                 return self._engine.begin_warming([passage])
             except RequestError as error:
                 logger.warning("documents: passage %s cannot be prepared: %s", passage.id, error)
-
-    def _is_full(self) -> bool:
-        return self._engine.share_of_room_used > _MOST_USED
 
     def _report(self, what: str) -> None:
         if self._num_prepared:

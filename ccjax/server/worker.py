@@ -200,6 +200,7 @@ class EngineWorker:
         finally:
             with self._changed:
                 self._num_expected -= 1
+                self._is_idle_work_left = self._idle_work is not None  # what broke off goes on, also if none came
                 self._changed.notify_all()
 
     def submit(

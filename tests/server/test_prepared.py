@@ -127,7 +127,9 @@ def test_preparing_stops_where_the_room_ends_and_evicts_nothing(start_server, ca
             wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
             usage = server.engine.store_usage()["host"]
             assert 2 < usage.num_variants < 1 + 5 and usage.evicted == 0, usage
-            wait_until(lambda: any("left unprepared, for want of room" in message for message in caplog.messages))
+            wait_until(
+                lambda: any("stay unprepared, for the cache is nearly full" in message for message in caplog.messages)
+            )
 
 
 def test_nothing_is_prepared_where_that_is_switched_off_or_nothing_may_be_stored(start_server) -> None:

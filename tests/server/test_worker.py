@@ -302,6 +302,29 @@ def test_idle_work_gives_way_to_a_request_that_is_being_made_ready(monkeypatch: 
     run(scenario, idle_work=endless)
 
 
+def test_idle_work_that_broke_off_goes_on_though_the_expected_request_never_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "_IDLE_AFTER_S", 0.0)
+    begun, broken_off = threading.Event(), threading.Event()
+
+    def endless(is_wanted: Callable[[], bool]) -> bool:
+        begun.set()
+        while not is_wanted():
+            threading.Event().wait(0.001)
+        broken_off.set()
+        return False  # as the engine says of what it broke off
+
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        await until(begun.is_set)
+        with worker.expecting():
+            await until(broken_off.is_set)
+            begun.clear()
+        await until(begun.is_set)
+
+    run(scenario, idle_work=endless)
+
+
 def test_idle_work_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     begun = threading.Event()
 

@@ -167,7 +167,7 @@ def serve_options(argv: Sequence[str] | None = None, description: str | None = N
 
 
 def engine_settings(options: SettingsModel) -> dict[str, Any]:
-    """SettingsModel of the engine, without those that are left to their defaults there."""
+    """Settings of the engine, without those that are left to their defaults there."""
     given = options.model_fields_set | type(options).__annotations__.keys()
     settings = {name: getattr(options, name) for name in EngineConfig.model_fields if name in given}
     if getattr(options, "even_out_timing", False):
