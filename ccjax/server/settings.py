@@ -66,8 +66,8 @@ class ServerSettings(SettingsModel):
     repair_when_idle: bool = Field(default=True, validation_alias=AliasChoices("repair", "repair_when_idle"))
     """Compute approximate chunk variants anew while no request waits."""
     prepare_when_idle: bool = Field(default=True, validation_alias=AliasChoices("prepare", "prepare_when_idle"))
-    """Compute the server's own documents then, before anybody asks, until the store or, without one, host memory is 80 %
-    full; in a bucket only with disk_cache_bytes."""
+    """Compute the server's own documents then, until the store or, without one, host memory is 80 % full; in a bucket
+    only with disk_cache_bytes."""
     page: bool = True
     """Serve the page at /, and what it reads: `trace` in requests, which tells the text of passages, and the live
     view."""
