@@ -410,8 +410,7 @@ class Service:
 
 
 def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation | None, repair: bool) -> IdleWork:
-    """Warm jobs first: somebody asked for them. Then what makes the next request faster, the most first: passages that
-    are there make a first answer several times faster, sizes of their own for steps by some percent."""
+    """Warm jobs first: somebody asked for them. Then what makes the next request faster, KV before compiled sizes."""
     return lambda is_wanted: (
         jobs.step(is_wanted)
         or (preparation is not None and preparation.step(is_wanted))
