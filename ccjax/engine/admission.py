@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
+from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.contexts import LayerLoader
 from ccjax.engine.plan_rows import PrefillOutcome
-from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.policy.planner import PlannerSettings

@@ -11,8 +11,8 @@ from ccjax.config import EngineConfig
 from ccjax.engine.ahead import Ahead, needed
 from ccjax.engine.batch.doors import Doors
 from ccjax.engine.cached_prefill import CachedPrefill
+from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.document_cache import DocumentCache
-from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.rates import Rates
 from ccjax.engine.shared_warming import SharedVariant, SharedWarming
 from ccjax.engine.variants import VariantIndex
@@ -107,9 +107,7 @@ class AheadCalls:
             ahead = Ahead.decode(order.value)
             vocab_size = self.model_config.vocab_size
             warming = ahead.warming(max_model_len=self.max_model_len, vocab_size=vocab_size)
-            shared = SharedWarming(
-                self._documents, self._variants, self._store, self.rates, warming, lambda: self._exclusive()
-            )
+            shared = SharedWarming(self._documents, self._variants, self._store, self.rates, warming, self._exclusive)
             results = shared.run(is_cancelled)
         except ValueError as error:  # made by another version of this program, or not by it
             logger.warning("an order cannot be carried out: %s", error)

@@ -8,11 +8,11 @@ from pathlib import Path
 from ccjax.config import EngineConfig
 from ccjax.engine.batch.doors import BatchCounts, Doors
 from ccjax.engine.budgets import file_system_used
+from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.loading import Progress
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
-from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.rates import Rates
 from ccjax.engine.shadow import ShadowChecks, ShadowCounts
 from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
@@ -100,13 +100,10 @@ class CacheCalls:
         """
         if self.config.read_only or self.config.strategy == "full":
             return False
-        with self._exclusive(wait=False) as is_ours:
-            if not is_ours:
-                return False
-            if self._documents.prepare_one(is_cancelled):
-                self._maintenance.count(prepared=1)
-                return True
-            return self._maintenance.repair_one(is_cancelled)
+        if self._documents.prepare_one(is_cancelled):
+            self._maintenance.count(prepared=1)
+            return True
+        return self._maintenance.repair_one(is_cancelled)
 
     @property
     def shadow_counts(self) -> ShadowCounts:
@@ -129,7 +126,9 @@ class CacheCalls:
         if not self._shadow.num_waiting:
             return False
         with self._exclusive(wait=False) as is_ours:
-            return is_ours and self._shadow.check_one(is_cancelled)
+            if not is_ours:
+                return False
+        return self._shadow.check_one(is_cancelled)
 
     def refresh(self) -> None:
         """Takes in what other processes stored in and took out of the same store since the last look.

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.config import EngineConfig
+from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.capture import ReadLayers, capture_variants, context_deviations
 from ccjax.engine.contexts import LayerLoader, Pool
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.heavy_hitters import received_mass, with_received
 from ccjax.engine.load_plan import LoadPlanner
 from ccjax.engine.plan_rows import PrefillOutcome, computed_offsets, recomputed_share
-from ccjax.engine.prefill import IsCancelled, Prefiller
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError, Patience
@@ -73,24 +74,24 @@ class CachedPrefill:
 
     def __init__(
         self,
-        prefiller: Prefiller,
+        model: DeviceModel,
         store: TieredStore,
         variants: VariantIndex,
         rates: Rates,
         config: EngineConfig,
         pool: Pool | None = None,
     ) -> None:
-        self._prefiller = prefiller
+        self._model = model
         self._pool = pool
         self._store = store
         self._variants = variants
-        self.settings = config.planner_settings(prefiller.config.num_layers)
+        self.settings = config.planner_settings(model.config.num_layers)
         self.read_only = config.read_only
         self._ranking_layers = config.ranking_layers
         self._cached_documents = config.cached_documents
         self.rates = rates
         self._loading = config.loading
-        self.loads = LoadPlanner(store, rates, prefiller.config.num_layers)
+        self.loads = LoadPlanner(store, rates, model.config.num_layers)
         self._loaders: list[weakref.ref[LayerLoader]] = []
         self.reused_out_of_context: collections.OrderedDict[ChunkId, Prompt] = collections.OrderedDict()
 
@@ -136,12 +137,12 @@ class CachedPrefill:
         on_layer: Callable[[int, float, float], None] | None = None,
     ) -> LayerLoader:
         """What loads a plan's variants layer by layer, once it is entered; without the segments in `skip`."""
-        num_layers = self._prefiller.config.num_layers
+        num_layers = self._model.config.num_layers
         loader = LayerLoader(
             ticket,
             plan,
-            shape=self._prefiller.context_shape(plan),
-            dtype=self._prefiller.dtype,
+            shape=self._model.context_shape(plan),
+            dtype=self._model.dtype,
             num_layers=num_layers,
             patience=patience,
             pool=self._pool,
@@ -149,8 +150,8 @@ class CachedPrefill:
             is_cancelled=is_cancelled,
             lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
             on_merge=self.rates.tiers[HOST].add,
-            turn=self._prefiller.turned,
-            placement=self._prefiller.context_placement,
+            turn=self._model.turned,
+            placement=self._model.context_placement,
             on_layer=on_layer,
         )
         self._loaders = [
@@ -178,7 +179,7 @@ class CachedPrefill:
         try:
             plan = prefilled.plan
             self._describe(plan)
-            num_layers = self._prefiller.config.num_layers
+            num_layers = self._model.config.num_layers
             self._variants.credit(
                 [
                     (segment.variant_id, recomputed_share(plan, prefilled.result, index, num_layers))
@@ -194,13 +195,9 @@ class CachedPrefill:
             logger.exception("the chunk-caches of a prompt could not be stored")
 
     def replace_approximate(self, prefilled: Prefilled) -> int:
-        """Of the computed chunks, stores those that take the place of an approximate variant or of a lossy copy, and
-        unpins; how many."""
-        assert prefilled.ticket is not None
-        try:
-            return self._capture(prefilled, only_replacing=True)
-        finally:
-            self._variants.complete_load(prefilled.ticket)
+        """Of the computed chunks, stores those that take the place of an approximate variant or of a lossy copy; how
+        many."""
+        return self._capture(prefilled, only_replacing=True)
 
     def store_new(
         self,
@@ -211,20 +208,16 @@ class CachedPrefill:
         only_last: bool = False,
         wait: bool = False,
     ) -> None:
-        """Stores what is new of a prefill ahead of any question and unpins; nothing is credited. None of `kept` goes
-        for it, and what is stored joins them.
+        """Stores what is new of a prefill ahead of any question; nothing is credited. None of `kept` goes for it, and
+        what is stored joins them.
 
         Args:
           other: KV of its last chunk behind another prefix, to compare with.
           only_last: of its chunks, store the last alone.
           wait: for the disk's queue where that is full, instead of leaving the disk out.
         """
-        assert prefilled.ticket is not None
-        try:
-            self._variants.documents.learn(prefilled.prompt.chunks)
-            self._capture(prefilled, only_replacing=False, kept=kept, other=other, only_last=only_last, wait=wait)
-        finally:
-            self._variants.complete_load(prefilled.ticket)
+        self._variants.documents.learn(prefilled.prompt.chunks)
+        self._capture(prefilled, only_replacing=False, kept=kept, other=other, only_last=only_last, wait=wait)
 
     def stored_kv(self, variant_id: VariantId) -> np.ndarray | None:
         """KV [L, 2, T, K, H] of a stored variant, to compare with; None where it cannot be read."""
@@ -254,7 +247,7 @@ class CachedPrefill:
         kept = set() if kept is None else kept
         kept.update(plan.pin)  # nor do the new variants of one prompt push each other out
         count = 0
-        received = received_mass(self._prefiller, prompt.token_ids) if self.settings.strategy == "h2o" else None
+        received = received_mass(self._model, prompt.token_ids) if self.settings.strategy == "h2o" else None
         found = capture_variants(
             plan, prefilled.result, known, prefilled.read_layers, ranking_layers=self._ranking_layers
         )
@@ -303,7 +296,7 @@ class CachedPrefill:
     def _read(self, variant_id: VariantId) -> np.ndarray:
         ticket = self._store.prepare_load((variant_id,), counted=False)
         try:
-            return ticket.read_layers(variant_id, 0, self._prefiller.config.num_layers)
+            return ticket.read_layers(variant_id, 0, self._model.config.num_layers)
         finally:
             self._store.complete_load(ticket, ok=False)
 
@@ -341,7 +334,7 @@ class CachedPrefill:
 
         def seen(meta: VariantMeta) -> VariantMeta:
             is_lossy = meta.variant_id in lossy or self._store.is_lossy(meta.variant_id)
-            is_foreign = meta.platform not in (None, platform) and self._prefiller.dtype == jnp.float32
+            is_foreign = meta.platform not in (None, platform) and self._model.dtype == jnp.float32
             is_approx = (is_lossy or is_foreign) and meta.variant_id not in as_stored
             return dataclasses.replace(meta, fidelity="approx") if is_approx else meta
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
+from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.engine.reads import LoadFailedError, Patience
 from ccjax.models.lockstep import put
 from ccjax.store.errors import StoreError

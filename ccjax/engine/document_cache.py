@@ -13,16 +13,16 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from ccjax.engine.alone import PrefillAlone
+from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
+from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.engine.documents import Erasure, Link
+from ccjax.engine.exclusive import Exclusive
 from ccjax.engine.frame import PassageFrame
 from ccjax.engine.plan_rows import computed_offsets
-from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.variant_records import origin_of_record
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import BackgroundCompiler
 from ccjax.errors import EraseIncompleteError
 from ccjax.store.spec import ShardRecord
 from ccjax.store.tiered import TieredStore
@@ -137,7 +137,8 @@ class Warming:
 
 
 class DocumentCache:
-    """Works on one engine's variants; not thread-safe, the batch loop and its guests use it.
+    """Works on one engine's variants. `warm_one`, `compute` and `prepare_one` wait for prefills in the batch loop; all
+    else wants the engine for itself (`Exclusive`).
 
     Whatever has to do with erasures asks where each variant's KV came from, so it reads the records of all variants
     that no request asked for yet: some 50 us each.
@@ -146,11 +147,11 @@ class DocumentCache:
     def __init__(
         self,
         prefill: CachedPrefill,
-        alone: PrefillAlone,
+        background: BackgroundPrefills,
         variants: VariantIndex,
         store: TieredStore,
-        compiler: BackgroundCompiler,
         frame: PassageFrame,
+        exclusive: Exclusive,
         *,
         max_model_len: int,
     ) -> None:
@@ -158,10 +159,10 @@ class DocumentCache:
         self._max_model_len = max_model_len
         self.frame = frame
         self._prefill = prefill
-        self._alone = alone
+        self._background = background
         self._variants = variants
         self._store = store
-        self._compiler = compiler
+        self._exclusive = exclusive
         self._next_tend = 0.0
 
     def warm_one(self, warming: Warming, is_cancelled: IsCancelled | None) -> None:
@@ -171,13 +172,14 @@ class DocumentCache:
           PrefillCancelledError: `is_cancelled` returned True; the variant is still to be done.
         """
         prompt = warming.next_prompt
-        status: WarmStatus = "present"
-        if self.held_id(prompt) is None:
-            self.compute(warming, is_cancelled)
-            status = "no_room" if self.held_id(prompt) is None else "computed"
-        else:
-            self.registry.learn(prompt.chunks)
-        self.pass_over(warming, status)
+        with self._exclusive():
+            if self.held_id(prompt) is not None:
+                self.registry.learn(prompt.chunks)
+                self.pass_over(warming, "present")
+                return
+        self.compute(warming, is_cancelled)
+        with self._exclusive():
+            self.pass_over(warming, "no_room" if self.held_id(prompt) is None else "computed")
 
     def compute(self, warming: Warming, is_cancelled: IsCancelled | None, *, wait: bool = False) -> int:
         """Computes the next variant and stores it where there is room; how many tokens were computed.
@@ -189,40 +191,51 @@ class DocumentCache:
           PrefillCancelledError: as `warm_one`.
         """
         prompt = warming.next_prompt
-        other = None
         is_alone = len(prompt.chunks) == 1 + prompt.has_system
-        if warming.compares and not is_alone:
-            alone_id = self.held_id(dataclasses.replace(prompt, chunks=_without_others(prompt)))
-            other = None if alone_id is None else self._prefill.stored_kv(alone_id)
-        prefilled = self._computed(prompt, is_cancelled)
         only_last = not is_alone and not self.frame.stands_in(prompt)
-        self._prefill.store_new(prefilled, warming._kept, other, only_last=only_last, wait=wait)
-        return len(computed_offsets(prefilled.plan))
+        num_computed = 0
+
+        def keep(prefilled: Prefilled) -> None:
+            nonlocal num_computed
+            num_computed = len(computed_offsets(prefilled.plan))
+            other = None
+            if warming.compares and not is_alone:
+                alone_id = self.held_id(dataclasses.replace(prompt, chunks=_without_others(prompt)))
+                other = None if alone_id is None else self._prefill.stored_kv(alone_id)
+            self._prefill.store_new(prefilled, warming._kept, other, only_last=only_last, wait=wait)
+
+        self._background.run(prompt, "exact", keep, is_cancelled=is_cancelled)
+        return num_computed
 
     def prepare_one(self, is_cancelled: IsCancelled | None) -> bool:
-        """Computes the passage behind the frame that was last reused out of context; False where there is none, or
-        `is_cancelled` returned True first."""
+        """Computes the passage behind the frame that was last reused out of context; False where there is none, the
+        engine is in use, or `is_cancelled` returned True first."""
+        with self._exclusive(wait=False) as is_ours:
+            found = self._next_to_prepare() if is_ours else None
+        if found is None:
+            return False
+        alone, framed = found
+        try:
+            self.compute(Warming([Document("")], [(framed,)], compares=True), is_cancelled)
+        except PrefillCancelledError:
+            with self._exclusive():
+                self._prefill.reused_out_of_context[alone.chunks[-1].chunk_id] = alone
+            return False
+        return True
+
+    def _next_to_prepare(self) -> tuple[Prompt, Prompt] | None:
+        """The prompt of a passage that was reused out of context, and the same with the frame around it."""
         waiting = self._prefill.reused_out_of_context
         while waiting:
-            chunk_id, alone = waiting.popitem()
+            _, alone = waiting.popitem()
             framed = self.frame.around(alone)
-            if framed is None or framed.num_tokens > self._max_model_len or self.held_id(framed) is not None:
-                continue
-            try:
-                self.compute(Warming([Document("")], [(framed,)], compares=True), is_cancelled)
-            except PrefillCancelledError:
-                waiting[chunk_id] = alone
-                return False
-            return True
-        return False
+            if framed is not None and framed.num_tokens <= self._max_model_len and self.held_id(framed) is None:
+                return alone, framed
+        return None
 
     def pass_over(self, warming: Warming, status: WarmStatus) -> None:
         """Ends the next variant of a warming, which came to that."""
         warming._pass_over(status, self.held_id(warming.next_prompt))
-
-    def _computed(self, prompt: Prompt, is_cancelled: IsCancelled | None) -> Prefilled:
-        self._compiler.wait_for(self._alone.size_of(prompt, "exact"), is_cancelled)
-        return self._alone.run(prompt, "exact", is_cancelled=is_cancelled)
 
     def remove(self, document_id: str, version: str | None, *, whole: bool, keep: Sequence[Chunk] = ()) -> Removal:
         """Takes a document's variants out of use and out of every tier, except those of chunks in `keep`, which belong

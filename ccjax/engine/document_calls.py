@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ccjax.config import EngineConfig
+from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.engine.document_cache import CachedDocument, DocumentCache, Removal, WarmedDocument, Warming
 from ccjax.engine.documents import Pin, check_id
 from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame
 from ccjax.engine.pins import DocumentPins
-from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
 from ccjax.engine.prompts import Prompt, as_chunk
 from ccjax.engine.pruning import Pruned, prune
 from ccjax.engine.rates import Rates
@@ -165,9 +165,7 @@ class DocumentCalls:
           ValueError: the engine has no store.
         """
         warming = self.begin_warming(documents, behind=behind or [()] * len(documents), system_prompt=system_prompt)
-        shared = SharedWarming(
-            self._documents, self._variants, self._store, self.rates, warming, lambda: self._exclusive()
-        )
+        shared = SharedWarming(self._documents, self._variants, self._store, self.rates, warming, self._exclusive)
         return shared.run(is_cancelled)
 
     def note_passages(self, chunks: Sequence[Chunk]) -> None:
@@ -194,11 +192,10 @@ class DocumentCalls:
 
     def warm_one(self, warming: Warming, *, is_cancelled: IsCancelled | None = None) -> bool:
         """Deals with the next variant of a warming; False if `is_cancelled` returned True first."""
-        with self._exclusive():
-            try:
-                self._documents.warm_one(warming, is_cancelled)
-            except PrefillCancelledError:
-                return False
+        try:
+            self._documents.warm_one(warming, is_cancelled)
+        except PrefillCancelledError:
+            return False
         return True
 
     def pin(self, document_id: str, version: str | None = None, *, ttl_s: float = 3600.0, host: bool = False) -> Pin:

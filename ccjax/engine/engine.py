@@ -21,8 +21,8 @@ import numpy as np
 from ccjax.config import EngineConfig
 from ccjax.engine.admission import Admission
 from ccjax.engine.ahead_calls import AheadCalls
-from ccjax.engine.alone import PrefillAlone
 from ccjax.engine.answer import Answer
+from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.batch.serving import Serving
@@ -31,9 +31,11 @@ from ccjax.engine.budgets import check_budgets, host_cache_bytes, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.calibration import calibration_of
+from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.compiled_sizes import CompiledSizes
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.device_memory import longest, memory_plan, sizes_of, with_pool
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.devices import split_params
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.document_calls import DocumentCalls
@@ -47,7 +49,6 @@ from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.memory import MemoryPlan, kv_shards
 from ccjax.engine.pins import DocumentPins
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
-from ccjax.engine.prefill import IsCancelled, Prefiller
 from ccjax.engine.prefill_profile import profile_of
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.queue_preload import Preload, Preloader
@@ -100,14 +101,14 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")
         params = split_params(model.params, model.config, config.tensor_parallel_size)
         self._compiled = CompiledSizes()
-        self._prefiller = Prefiller(params, model.config, implementation=config.attention, sizes=self._compiled)
-        self._group = lead(self._prefiller)
+        self._model = DeviceModel(params, model.config, implementation=config.attention, sizes=self._compiled)
+        self._group = lead(self._model)
         self._settings = config.planner_settings(model.config.num_layers)
         self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
         self._expected = reuse_contract("bounded", None, self._settings, self.calibration).settings
         profile = profile_of(model.fingerprint, model.directory, config.prefill_profile)
         self._costs = MeasuredCosts(self.rates, None if profile is None else profile.grid)
-        mesh = self._prefiller.mesh
+        mesh = self._model.mesh
         num_shards = 1 if mesh is None else num_kv_shards(mesh)
         check_budgets(config, num_shards)
         identity = identity_for(config, model.fingerprint)
@@ -132,43 +133,21 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             max_variants=config.max_variants,
             expected_share=lambda cci: expected_share(self._expected, cci),
         )
-        self._prefill = CachedPrefill(self._prefiller, self._store, self._variants, self.rates, config, self._pool)
+        self._prefill = CachedPrefill(self._model, self._store, self._variants, self.rates, config, self._pool)
         self._preloader = Preloader(
             self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._prefill.is_reading
         )
         self._sizes = sizes_of(model.config, config)
         self._steps = StepCompiler(
-            self._prefiller,
+            self._model,
             self._pool,
             self._sizes,
             with_deviation=self._settings.strategy == "cacheblend",
             with_tier=bool(config.device_cache_bytes),
         )
-        self._compiler = compiler = BackgroundCompiler(self._prefiller, self._steps)
-        alone = PrefillAlone(self._prefiller, self._prefill)
-        self._maintenance = Maintenance(self._prefill, alone, self._variants, compiler, max_model_len=limit)
-        self._shadow = ShadowChecks(
-            self._prefiller, alone, compiler, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target
-        )
-        self._cache = ChunkCache(
-            self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
-        )
-        self._documents = DocumentCache(
-            self._prefill,
-            alone,
-            self._variants,
-            self._store,
-            compiler,
-            PassageFrame(frame, self._builder),
-            max_model_len=limit,
-        )
-        self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
-        self._variants.spare(self._pins)
-        if not config.read_only:
-            self._documents.tend_erasures()
+        self._compiler = BackgroundCompiler(self._model, self._steps)
         self._loop = BatchLoop(
-            self._prefiller,
-            self._prefill,
+            self._model,
             self._variants,
             self._store,
             self._pool,
@@ -178,6 +157,31 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             with_mass=self._sizes.with_mass,
             take_in_news=lambda: self._following.take_in(),
         )
+        self._background = background = BackgroundPrefills(
+            self._loop,
+            self._prefill,
+            lambda prefilled, mode: self._report(
+                prefilled, reuse_contract(mode, None, self._settings, self.calibration), mode
+            ),
+        )
+        self._maintenance = Maintenance(self._prefill, background, self._variants, self._exclusive, max_model_len=limit)
+        self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
+        self._cache = ChunkCache(
+            self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
+        )
+        self._documents = DocumentCache(
+            self._prefill,
+            background,
+            self._variants,
+            self._store,
+            PassageFrame(frame, self._builder),
+            self._exclusive,
+            max_model_len=limit,
+        )
+        self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
+        self._variants.spare(self._pins)
+        if not config.read_only:
+            self._documents.tend_erasures()
         self._following = Following(self._store.news, self._maintenance, self._exclusive, self.refresh)
         self._closed = False
         self._following.start()
@@ -362,6 +366,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             ),
             new_answer=lambda index: Answer(sampling, self.tokenizer, self._eos_ids, prompt.question, index=index),
             report=lambda prefilled: self._report(prefilled, contract, request.reuse),
+            keep=self._prefill.keep,
             tracer=tracer,
         )
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
@@ -412,9 +417,10 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             raise RequestError("token_ids", "wanted at least one token")
         sampling = SamplingParams(max_new_tokens=None)
         prompt = self._assemble(Request(segments=[(), token_ids], sampling=sampling), answer=False)
-        with self._exclusive():
-            result = self._prefiller.run(prompt.token_ids, self._prefill.plan(prompt, "off", {}))
-            return self._prefiller.all_logits(result)
+        prompt = dataclasses.replace(prompt, max_new_tokens=1)
+        logits = self._background.run(prompt, "off", num_logits=len(token_ids)).prompt_logits
+        assert logits is not None
+        return logits
 
     def memory_plan(self) -> MemoryPlan:
         """What of a device's memory goes where, by the shapes of model and steps."""

@@ -6,9 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
 
+from ccjax.engine.exclusive import Exclusive
 from ccjax.engine.maintenance import Maintenance
 from ccjax.store.news import POLL_S, News
 
@@ -16,12 +15,6 @@ logger = logging.getLogger(__name__)
 
 _LISTING_PAUSE_S = 1.0
 """After a listing that news made necessary, before the next one."""
-
-
-class LetIn(Protocol):
-    """`ccjax.engine.engine.Engine._exclusive`."""
-
-    def __call__(self, *, wait: bool) -> AbstractContextManager[bool]: ...
 
 
 class Following:
@@ -35,7 +28,9 @@ class Following:
       refresh: lists the store and takes in what it finds, as a guest.
     """
 
-    def __init__(self, news: News | None, maintenance: Maintenance, let_in: LetIn, refresh: Callable[[], None]) -> None:
+    def __init__(
+        self, news: News | None, maintenance: Maintenance, let_in: Exclusive, refresh: Callable[[], None]
+    ) -> None:
         self._news = news
         self._maintenance = maintenance
         self._let_in = let_in

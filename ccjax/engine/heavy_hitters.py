@@ -11,14 +11,14 @@ import dataclasses
 import numpy as np
 
 from ccjax.engine.buckets import token_bucket
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.plan_rows import padded_to
-from ccjax.engine.prefill import Prefiller
 from ccjax.models.llama3.steps import embed_step, received_step
 from ccjax.models.lockstep import fetch
 from ccjax.types import VariantMeta
 
 
-def received_mass(model: Prefiller, token_ids: np.ndarray) -> np.ndarray:
+def received_mass(model: DeviceModel, token_ids: np.ndarray) -> np.ndarray:
     """Softmax mass [n], float64, that each token of a prompt draws from all its tokens, mean over layers and heads."""
     count = len(token_ids)
     x = embed_step(model.top, padded_to(token_ids, token_bucket(count), 0))

@@ -14,8 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.loading import Progress
-from ccjax.engine.prefill import Prefiller
 from ccjax.engine.startup import load_configured
 from ccjax.errors import ConfigError
 from ccjax.models.lockstep import Group, LostHostError, group, join
@@ -23,7 +23,7 @@ from ccjax.models.lockstep import Group, LostHostError, group, join
 __all__ = ["Group", "LostHostError", "follow", "group", "join", "lead"]
 
 
-def lead(prefiller: Prefiller) -> Group | None:
+def lead(model: DeviceModel) -> Group | None:
     """Everything on the model's mesh goes through the group of this process from now on; None where it has no other
     process.
 
@@ -36,7 +36,7 @@ def lead(prefiller: Prefiller) -> Group | None:
         return None
     if not found.is_leader:
         raise ConfigError(f"process_id: wanted 0 for the one with the engine, got {found.process}; others follow")
-    found.lead(_shared(prefiller))
+    found.lead(_shared(model))
     return found
 
 
@@ -52,10 +52,10 @@ def follow(model: str | Path, *, progress: Progress | None = None, **settings: A
     found = group()
     assert found is not None, "follow: wanted a process that has joined a group"
     loaded, _ = load_configured(model, settings, progress)
-    found.follow(_shared(Prefiller(loaded.params, loaded.config)))
+    found.follow(_shared(DeviceModel(loaded.params, loaded.config)))
 
 
-def _shared(prefiller: Prefiller) -> dict[str, Any]:
+def _shared(model: DeviceModel) -> dict[str, Any]:
     """What operations name instead of sending it."""
-    layers = {f"layer {number}": layer for number, layer in enumerate(prefiller.params.layers)}
-    return {"mesh": prefiller.mesh, "config": prefiller.config, "top": prefiller.top, **layers}
+    layers = {f"layer {number}": layer for number, layer in enumerate(model.params.layers)}
+    return {"mesh": model.mesh, "config": model.config, "top": model.top, **layers}

@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from ccjax.engine.alone import PrefillAlone
-from ccjax.engine.cached_prefill import CachedPrefill
-from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
+from ccjax.engine.background import BackgroundPrefills
+from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
+from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
+from ccjax.engine.exclusive import Exclusive
 from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import BackgroundCompiler
 from ccjax.policy.variants import choose_repair
 from ccjax.types import VariantId, VariantMeta
 
@@ -36,7 +36,7 @@ class MaintenanceCounts:
 
 
 class Maintenance:
-    """Tends the variants of one engine; not thread-safe, the batch loop and its guests use it.
+    """Repairs the variants of one engine; one thread at a time.
 
     Attributes:
       counts: a new value after each change.
@@ -45,16 +45,16 @@ class Maintenance:
     def __init__(
         self,
         prefill: CachedPrefill,
-        alone: PrefillAlone,
+        background: BackgroundPrefills,
         variants: VariantIndex,
-        compiler: BackgroundCompiler,
+        exclusive: Exclusive,
         *,
         max_model_len: int,
     ) -> None:
         self.counts = MaintenanceCounts()
         self._prefill = prefill
-        self._alone = alone
-        self._compiler = compiler
+        self._background = background
+        self._exclusive = exclusive
         self._variants = variants
         self._max_model_len = max_model_len
         self._given_up: set[VariantId] = set()
@@ -63,13 +63,17 @@ class Maintenance:
         """Computes the most useful approximate variant behind its own prefix and puts the exact one in its place.
 
         Approximate variants of chunks in that prefix are replaced along the way. A variant whose repair fails is not
-        tried again. False if there was nothing to do or `is_cancelled` returned True.
+        tried again. False if there was nothing to do, the engine is in use, or `is_cancelled` returned True.
         """
-        meta = self._choose(is_cancelled)
-        if meta is None:
-            return False
+        with self._exclusive(wait=False) as is_ours:
+            meta = self._choose(is_cancelled) if is_ours else None
+            if meta is None:
+                return False
+            if self._variants.drop_if_replaced(meta):
+                self.count(repaired=1)
+                return True
         try:
-            repaired = self._repair(meta, is_cancelled)
+            repaired = self._compute(meta, is_cancelled)
         except PrefillCancelledError:
             return False
         except Exception:
@@ -97,14 +101,17 @@ class Maintenance:
         prefix = self._variants.tokens.num_tokens(meta.prefix_ids)
         return prefix + meta.num_tokens + 1 <= self._max_model_len
 
-    def _repair(self, meta: VariantMeta, is_cancelled: IsCancelled | None) -> int:
-        if self._variants.drop_if_replaced(meta):
-            return 1
-        prompt = self._variants.prompt_of(meta)
-        self._compiler.wait_for(self._alone.size_of(prompt, "exact"), is_cancelled)
-        prefilled = self._alone.run(prompt, "exact", is_cancelled=is_cancelled)
-        repaired = self._prefill.replace_approximate(prefilled)
-        assert meta.variant_id not in self._variants
+    def _compute(self, meta: VariantMeta, is_cancelled: IsCancelled | None) -> int:
+        """Computes a variant's chunk behind its prefix; how many approximate variants were replaced."""
+        repaired = 0
+
+        def keep(prefilled: Prefilled) -> None:
+            nonlocal repaired
+            repaired = self._prefill.replace_approximate(prefilled)
+
+        with self._exclusive():
+            prompt = self._variants.prompt_of(meta)
+        self._background.run(prompt, "exact", keep, is_cancelled=is_cancelled)
         return repaired
 
     def count(self, **more: int) -> None:

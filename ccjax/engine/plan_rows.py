@@ -40,7 +40,6 @@ class PrefillOutcome:
       repaired_tokens: of the segments where deviation chose, how many tokens it kept first.
       not_repaired: where deviation chose, prompt offsets of the tokens that it left as they were.
       last_logits: [n, V] float32, behind the last n tokens, where they were asked for.
-      has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
     """
 
     layers: list[LayerRows] = dataclasses.field(default_factory=list)
@@ -51,7 +50,6 @@ class PrefillOutcome:
     repaired_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
     not_repaired: list[np.ndarray] = dataclasses.field(default_factory=list)
     last_logits: np.ndarray | None = None
-    has_new_sizes: bool = False
     loaded_bytes: int = 0
     load_wait_s: float = 0.0
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.store.arrays import OnRead
 from ccjax.store.usage import DISK, HOST
 
@@ -90,11 +89,6 @@ class ComputeRate:
         """Seconds of a run of so many tokens, judged by those of half to twice as many alone, as `cost` is not: runs of
         11 tokens told a server eight times what one of 250 took. None where there was none lately."""
         return self._samples.like(num_tokens)
-
-    def observe(self, result: PrefillOutcome, num_layers: int, seconds: float) -> None:
-        """Takes in a finished run of `seconds`, waits for KV left out; one that may have compiled says nothing."""
-        if not result.has_new_sizes:
-            self.add(max(1, round(result.computed_token_layers / num_layers)), seconds)
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Takes in a run of so many tokens through all layers."""

@@ -9,16 +9,12 @@ import threading
 
 import numpy as np
 
-from ccjax.engine.alone import PrefillAlone
+from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.batch.siblings import Emit
+from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.engine.divergence import kl_divergence
-from ccjax.engine.plan_rows import padded_to
-from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, PrefillResult
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.requests import Delta, Response, SamplingParams
-from ccjax.engine.warmup import BackgroundCompiler
-from ccjax.models.llama3.steps import logits_step, select_step
-from ccjax.models.lockstep import fetch
 from ccjax.policy.shadow import ShareControl
 
 MOST_WAITING = 32
@@ -58,9 +54,7 @@ class ShadowChecks:
 
     def __init__(
         self,
-        model: Prefiller,
-        alone: PrefillAlone,
-        compiler: BackgroundCompiler,
+        background: BackgroundPrefills,
         eos_ids: frozenset[int],
         *,
         ratio: float,
@@ -73,9 +67,7 @@ class ShadowChecks:
         """
         self.counts = ShadowCounts()
         self.control = ShareControl(target)
-        self._model = model
-        self._alone = alone
-        self._compiler = compiler
+        self._background = background
         self._eos_ids = eos_ids
         self._ratio = ratio
         self._lock = threading.Lock()
@@ -126,14 +118,11 @@ class ShadowChecks:
 
     def _full_logits(self, prompt: Prompt, response: Response, is_cancelled: IsCancelled | None) -> np.ndarray:
         """Logits [tokens of the answer + 1, V] behind the prompt and behind every token of the answer."""
-        whole = dataclasses.replace(prompt, question=(*prompt.question, *response.token_ids))
-        self._compiler.wait_for(self._alone.size_of(whole, "off"), is_cancelled)
-        result = self._alone.run(whole, "off", is_cancelled=is_cancelled).result
-        assert isinstance(result, PrefillResult)
-        rows = np.arange(prompt.num_tokens - 1, whole.num_tokens, dtype=np.int32)
-        padded = padded_to(rows, 1 << (len(rows) - 1).bit_length(), int(rows[0]))
-        logits = logits_step(self._model.top, select_step(result.hidden, padded), config=self._model.config)
-        return fetch(logits)[: len(rows)]
+        whole = dataclasses.replace(prompt, question=(*prompt.question, *response.token_ids), max_new_tokens=1)
+        num_logits = len(response.token_ids) + 1
+        logits = self._background.run(whole, "off", num_logits=num_logits, is_cancelled=is_cancelled).prompt_logits
+        assert logits is not None
+        return logits
 
     def _note(self, sampling: SamplingParams, response: Response, logits: np.ndarray) -> None:
         assert response.first_logits is not None

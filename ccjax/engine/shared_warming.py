@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
+from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.engine.document_cache import DocumentCache, Warming, WarmStatus
-from ccjax.engine.prefill import IsCancelled, PrefillCancelledError
+from ccjax.engine.exclusive import Exclusive
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.rates import Rates
 from ccjax.engine.variants import VariantIndex
@@ -47,11 +47,7 @@ class SharedVariant:
 
 
 class SharedWarming:
-    """One warming; `run` once.
-
-    Args:
-      exclusive: `with exclusive():` nobody else uses the index and the model.
-    """
+    """One warming; `run` once."""
 
     def __init__(
         self,
@@ -60,7 +56,7 @@ class SharedWarming:
         store: TieredStore,
         rates: Rates,
         warming: Warming,
-        exclusive: Callable[[], AbstractContextManager[Any]],
+        exclusive: Exclusive,
     ) -> None:
         if store.claims is None:
             raise ValueError("store: wanted an engine with a store that outlasts it, to share work on")
@@ -82,8 +78,7 @@ class SharedWarming:
             with self._exclusive():
                 self._agree()
             while not self._warming.is_finished:
-                with self._exclusive():
-                    results.append(self._next(is_cancelled))
+                results.append(self._next(is_cancelled))
         except PrefillCancelledError:
             pass
         finally:
@@ -122,14 +117,17 @@ class SharedWarming:
         variant_id = _variant_id(prompt.chunks)
         status: WarmStatus = "present"
         result = SharedVariant("present")
-        if self._documents.held_id(prompt) is not None:
-            self._documents.registry.learn(prompt.chunks)
-        elif variant_id in self._elsewhere:
+        with self._exclusive():
+            is_held = self._documents.held_id(prompt) is not None
+            if is_held:
+                self._documents.registry.learn(prompt.chunks)
+        if variant_id in self._elsewhere and not is_held:
             result = SharedVariant("elsewhere", reason="another process computes it")
-        else:
+        elif not is_held:
             try:
                 num_tokens = self._documents.compute(self._warming, is_cancelled, wait=True)
-                status = "no_room" if self._documents.held_id(prompt) is None else "computed"
+                with self._exclusive():
+                    status = "no_room" if self._documents.held_id(prompt) is None else "computed"
                 why = "the store has no room for it" if status == "no_room" else ""
                 result = SharedVariant(status, num_tokens, reason=why)
             except PrefillCancelledError:
@@ -139,7 +137,8 @@ class SharedWarming:
                 result = SharedVariant("failed", reason=f"{type(error).__name__}: {error}")
             finally:
                 self._claims.release((variant_id,))
-        self._documents.pass_over(self._warming, status)
+        with self._exclusive():
+            self._documents.pass_over(self._warming, status)
         return variant_id, result
 
     def _confirmed(self, variant_id: VariantId, result: SharedVariant) -> SharedVariant:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
+from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.compiled_sizes import CompiledSizes
 from ccjax.engine.loading import Progress
-from ccjax.engine.prefill import IsCancelled
 from ccjax.engine.warmup import BackgroundCompiler, StepCompiler
 
 

@@ -13,11 +13,12 @@ import jax
 import numpy as np
 
 from ccjax.engine.batch_sizes import BatchSizes, spread
+from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.compilations import compilations
 from ccjax.engine.compiled_sizes import Key
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.loading import Progress
 from ccjax.engine.pool import DevicePool
-from ccjax.engine.prefill import IsCancelled, PrefillCancelledError, Prefiller, Size
 from ccjax.engine.sampling import draw
 from ccjax.models.llama3.paged_steps import (
     deviation_step,
@@ -27,8 +28,8 @@ from ccjax.models.llama3.paged_steps import (
     rotation_step,
     write_rows_step,
 )
-from ccjax.models.llama3.steps import embed_step, layer_step, logits_step, rotate_step, select_step
-from ccjax.models.lockstep import put, zeros
+from ccjax.models.llama3.steps import embed_step, logits_step, select_step
+from ccjax.models.lockstep import put
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +49,20 @@ class StepCompiler:
 
     def __init__(
         self,
-        prefiller: Prefiller,
+        model: DeviceModel,
         pool: DevicePool,
         sizes: BatchSizes,
         *,
         with_deviation: bool = False,
         with_tier: bool = True,
     ) -> None:
-        self._prefiller, self._pool, self._sizes = prefiller, pool, sizes
+        self._model, self._pool, self._sizes = model, pool, sizes
         self._with_deviation, self._with_tier = with_deviation, with_tier
 
     @property
     def is_apart(self) -> bool:
         """True where it may compile while requests run."""
-        return self._prefiller.mesh is None
+        return self._model.mesh is None
 
     def all(self) -> list[Key]:
         """Every size that is listed, those of `first` in front."""
@@ -89,23 +90,23 @@ class StepCompiler:
         kind, size = key
         if kind == "pack":
             num_rows, num_slots, num_segments = size
-            compile_pack(self._prefiller, self._pool, (num_rows, num_slots, num_segments))
+            compile_pack(self._model, self._pool, (num_rows, num_slots, num_segments))
             self._compile_ends(num_rows)
             if self._with_deviation:
-                _compile_deviation(self._prefiller, self._pool, num_rows)
+                _compile_deviation(self._model, self._pool, num_rows)
         elif kind == "decode":
             batch, num_entries = size
-            _compile_decode(self._prefiller, self._pool, (batch, num_entries))
+            _compile_decode(self._model, self._pool, (batch, num_entries))
             self._compile_logits(batch)
         elif kind == "batch":
             self._compile_logits(*size)
         elif kind == "context":
-            _compile_context(self._prefiller, self._pool, *size)
+            _compile_context(self._model, self._pool, *size)
             if self._with_tier:
                 self._pool.compile_gather(*size)
         else:
             self._pool.compile_write(*size)
-        self._prefiller.sizes.note(kind, size)
+        self._model.sizes.note(kind, size)
 
     def warm_up(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
         """Compiles all of these, on all cores."""
@@ -120,30 +121,30 @@ class StepCompiler:
                 threads.shutdown(cancel_futures=True)
 
     def _compile_ends(self, num_rows: int) -> None:
-        x = embed_step(self._prefiller.top, self._prefiller.put(np.zeros(num_rows, np.int32)))
+        x = embed_step(self._model.top, self._model.put(np.zeros(num_rows, np.int32)))
         for count in self._sizes.ends():
-            jax.block_until_ready(select_step(x, self._prefiller.put(np.zeros(count, np.int32))))
+            jax.block_until_ready(select_step(x, self._model.put(np.zeros(count, np.int32))))
 
     def _compile_logits(self, batch: int) -> None:
         """What follows the last layer."""
-        x = embed_step(self._prefiller.top, self._prefiller.put(np.zeros(batch, np.int32)))
-        draw(logits_step(self._prefiller.top, x, config=self._prefiller.config), [])
-        self._prefiller.sizes.note("batch", (batch,))
+        x = embed_step(self._model.top, self._model.put(np.zeros(batch, np.int32)))
+        draw(logits_step(self._model.top, x, config=self._model.config), [])
+        self._model.sizes.note("batch", (batch,))
 
 
-def compile_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
+def compile_pack(model: DeviceModel, pool: DevicePool, size: tuple[int, int, int]) -> None:
     """Compiles a layer of a pack, with what comes before it."""
     num_rows, num_slots, num_segments = size
-    x = embed_step(prefiller.top, prefiller.put(np.zeros(num_rows, np.int32)))
-    rows, nowhere = prefiller.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
-    slots, context = prefiller.put((np.full(num_slots, pool.num_slots, np.int32), np.zeros(num_slots, np.int32)))
-    settings = {"config": prefiller.config, "mesh": prefiller.mesh}
+    x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
+    rows, nowhere = model.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
+    slots, context = model.put((np.full(num_slots, pool.num_slots, np.int32), np.zeros(num_slots, np.int32)))
+    settings = {"config": model.config, "mesh": model.mesh}
     rotations = rotation_step(rows, **settings), rotation_step(context, **settings)
     _compile_update(
-        prefiller,
+        model,
         pool,
         lambda step, k_pages, v_pages: step(
-            prefiller.params.layers[0],
+            model.params.layers[0],
             x,
             k_pages,
             v_pages,
@@ -155,50 +156,50 @@ def compile_pack(prefiller: Prefiller, pool: DevicePool, size: Size) -> None:
             context,
             context if num_segments else None,
             *rotations,
-            config=prefiller.config,
+            config=model.config,
             num_segments=num_segments,
-            implementation=prefiller.implementation,
-            mesh=prefiller.mesh,
+            implementation=model.implementation,
+            mesh=model.mesh,
         ),
         paged_layer_step,
     )
 
 
-def _compile_context(prefiller: Prefiller, pool: DevicePool, num_slots: int) -> None:
-    shape = (num_slots, prefiller.config.num_kv_heads, prefiller.config.head_dim)
-    none = put(np.zeros(shape, prefiller.dtype), prefiller.context_placement)  # as `LayerLoader` does it
-    slots = prefiller.put(np.full(num_slots, pool.num_slots, np.int32))
+def _compile_context(model: DeviceModel, pool: DevicePool, num_slots: int) -> None:
+    shape = (num_slots, model.config.num_kv_heads, model.config.head_dim)
+    none = put(np.zeros(shape, model.dtype), model.context_placement)  # as `LayerLoader` does it
+    slots = model.put(np.full(num_slots, pool.num_slots, np.int32))
     _compile_update(
-        prefiller,
+        model,
         pool,
-        lambda step, k_pages, v_pages: step(k_pages, v_pages, slots, none, none, mesh=prefiller.mesh),
+        lambda step, k_pages, v_pages: step(k_pages, v_pages, slots, none, none, mesh=model.mesh),
         write_rows_step,
     )
 
 
-def _compile_deviation(prefiller: Prefiller, pool: DevicePool, num_rows: int) -> None:
-    x = embed_step(prefiller.top, prefiller.put(np.zeros(num_rows, np.int32)))
-    nowhere = prefiller.put(np.full(num_rows, pool.num_slots, np.int32))
-    layer, config = prefiller.params.layers[0], prefiller.config
-    if prefiller.mesh is None:
+def _compile_deviation(model: DeviceModel, pool: DevicePool, num_rows: int) -> None:
+    x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
+    nowhere = model.put(np.full(num_rows, pool.num_slots, np.int32))
+    layer, config = model.params.layers[0], model.config
+    if model.mesh is None:
         deviation_step.compile(layer, x, *pool.pages(0), nowhere, config=config)
         return
     out = pool.read(0, lambda k_pages, v_pages: deviation_step(layer, x, k_pages, v_pages, nowhere, config=config))
     jax.block_until_ready(out)
 
 
-def _compile_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int]) -> None:
+def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int]) -> None:
     """Compiles a layer of a decode step, with what comes before it."""
     batch, num_entries = size
-    x = embed_step(prefiller.top, prefiller.put(np.zeros(batch, np.int32)))
-    rows, nowhere = prefiller.put((np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)))
-    table = prefiller.put(np.zeros((batch, num_entries), np.int32))
-    rotation = page_rotation_step(table, config=prefiller.config, mesh=prefiller.mesh)
+    x = embed_step(model.top, model.put(np.zeros(batch, np.int32)))
+    rows, nowhere = model.put((np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)))
+    table = model.put(np.zeros((batch, num_entries), np.int32))
+    rotation = page_rotation_step(table, config=model.config, mesh=model.mesh)
     _compile_update(
-        prefiller,
+        model,
         pool,
         lambda step, k_pages, v_pages: step(
-            prefiller.params.layers[0],
+            model.params.layers[0],
             x,
             k_pages,
             v_pages,
@@ -208,18 +209,18 @@ def _compile_decode(prefiller: Prefiller, pool: DevicePool, size: tuple[int, int
             table,
             table,
             rotation,
-            config=prefiller.config,
-            implementation=prefiller.decode_implementation,
-            mesh=prefiller.mesh,
+            config=model.config,
+            implementation=model.decode_implementation,
+            mesh=model.mesh,
         ),
         paged_decode_step,
     )
 
 
-def _compile_update(prefiller: Prefiller, pool: DevicePool, call: Callable[..., Any], step: Any) -> None:
+def _compile_update(model: DeviceModel, pool: DevicePool, call: Callable[..., Any], step: Any) -> None:
     """Compiles a step that takes pages, as `call(step, k_pages, v_pages)` calls it: with rows that are written nowhere
     and see nothing."""
-    if prefiller.mesh is None:
+    if model.mesh is None:
         call(step.compile, *pool.pages(0))
         return
     out = pool.update(0, functools.partial(call, step))
@@ -229,33 +230,18 @@ def _compile_update(prefiller: Prefiller, pool: DevicePool, call: Callable[..., 
 class BackgroundCompiler:
     """Compiles on a thread of its own: a compilation cannot be stopped, but need not be waited for."""
 
-    def __init__(self, prefiller: Prefiller, steps: StepCompiler) -> None:
-        self._prefiller, self._steps = prefiller, steps
+    def __init__(self, model: DeviceModel, steps: StepCompiler) -> None:
+        self._model, self._steps = model, steps
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ccjax-compile")
-        self._runs: dict[Size, concurrent.futures.Future[None]] = {}
         self._next: concurrent.futures.Future[None] | None = None
         self._is_closed = False
-
-    def wait_for(self, size: Size, is_cancelled: IsCancelled | None) -> None:
-        """Returns once the steps of a size are compiled.
-
-        Raises:
-          PrefillCancelledError: `is_cancelled` returned True first; the compilation goes on.
-        """
-        if self._prefiller.has_run(size):
-            return
-        if size not in self._runs:
-            self._runs[size] = self._pool.submit(self._run, size)
-        if not _is_done(self._runs[size], is_cancelled):
-            raise PrefillCancelledError
-        self._runs[size].result()
 
     def compile_next(self, is_cancelled: IsCancelled | None) -> bool:
         """Compiles one size of those that are wanted or left. False where there was none; True also where
         `is_cancelled` returned True first, and the compilation goes on."""
         run = self._next
         if run is None:
-            key = self._prefiller.sizes.next()
+            key = self._model.sizes.next()
             if key is None:
                 return False
             run = self._next = self._pool.submit(self._compile, key)
@@ -268,10 +254,6 @@ class BackgroundCompiler:
         self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, size: Size) -> None:
-        with compilations().in_background():
-            _run_steps(self._prefiller, size)
-
     def _compile(self, key: Key) -> None:
         try:
             with compilations().in_background():
@@ -279,7 +261,7 @@ class BackgroundCompiler:
         except Exception:
             if not self._is_closed:  # the pool is gone then
                 logger.exception("%s: could not be compiled ahead", key)
-            self._prefiller.sizes.give_up(key)
+            self._model.sizes.give_up(key)
 
 
 def _is_done(run: concurrent.futures.Future[None], is_cancelled: IsCancelled | None) -> bool:
@@ -288,30 +270,3 @@ def _is_done(run: concurrent.futures.Future[None], is_cancelled: IsCancelled | N
         if is_cancelled is not None and is_cancelled():
             return False
     return True
-
-
-def _run_steps(prefiller: Prefiller, size: Size) -> None:
-    num_rows, num_slots, num_segments = size
-    config = prefiller.config
-    x = embed_step(prefiller.top, prefiller.put(np.zeros(num_rows, np.int32)))
-    shape = (num_slots, config.num_kv_heads, config.head_dim)
-    positions = prefiller.put(np.arange(num_slots, dtype=np.int32))
-    rows = prefiller.put(np.zeros(num_rows, np.int32))
-    empty = functools.partial(zeros, shape, prefiller.dtype, prefiller.context_placement)
-    rotated = rotate_step(empty(), positions, config=config)
-    out = layer_step(
-        prefiller.params.layers[0],
-        x,
-        rotated,
-        empty(),
-        rows,
-        rows,
-        positions,
-        positions if num_segments else None,
-        config=config,
-        num_segments=num_segments,
-        implementation=prefiller.implementation,
-        mesh=prefiller.mesh,
-    )
-    last = select_step(out.x, prefiller.put(np.zeros(1, np.int32)))
-    jax.block_until_ready(logits_step(prefiller.top, last, config=config))

@@ -1,12 +1,10 @@
-"""The jitted steps that a prefill or decode is driven with, one layer at a time; `paged_steps.py` has those of a batch.
+"""The jitted steps around the layers of a prefill or decode; `paged_steps.py` has the layers.
 
-Each step takes arrays and static sizes; which tokens are computed, merged or dropped is the caller's business.
-Callers pad computed tokens and context slots to listed buckets, so that few shapes are ever compiled.
+Each step takes arrays and static sizes. Callers pad rows and slots to listed buckets, so that few shapes are ever
+compiled.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,36 +12,14 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, UInt
 
-from ccjax.kernels.attention import attention
 from ccjax.kernels.rope import apply_rope
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies, unembed
+from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
 from ccjax.models.llama3.pages import read_slots, write_slots
 from ccjax.models.llama3.params import LayerParams, Params
 from ccjax.models.llama3.products import einsum
 from ccjax.models.llama3.sampling import SampleOutput, sample
-from ccjax.models.llama3.sharding import ATTENTION_OUTPUT, EVERYWHERE, HEADS, KV_ROWS, constrain, over_heads
 from ccjax.models.lockstep import step
-
-
-class LayerOutput(NamedTuple):
-    """What one layer step returns.
-
-    Attributes:
-      x: [N, D], hidden states after the layer.
-      k_context, v_context: [S, K, H], the context with the computed rows written; keys rotated.
-      k, v: [N, K, H], the computed rows, keys BEFORE RoPE: what a chunk variant stores.
-      mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not asked for.
-      self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not asked for.
-    """
-
-    x: Float[Array, "N D"]
-    k_context: Float[Array, "S K H"]
-    v_context: Float[Array, "S K H"]
-    k: Float[Array, "N K H"]
-    v: Float[Array, "N K H"]
-    mass: Float[Array, "N C"] | None
-    self_mass: Float[Array, "N"] | None
 
 
 @step()
@@ -69,7 +45,7 @@ def write_pages_step(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "K P T H"], Float[Array, "K P T H"]]:
     """The pages of one layer, donated, with rows of `kv[layer]` written to `slots` (page * T + offset); slots past the
-    end are dropped. `mesh` as of `layer_step`."""
+    end are dropped. `mesh` as of `paged_layer_step`."""
     k, v = kv[layer]
     return write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh)
 
@@ -89,73 +65,6 @@ def read_pages_step(
         return k, v
     is_paged = (slots < k_pages.shape[1] * k_pages.shape[2])[:, None, None]
     return jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
-
-
-@step(
-    static_argnames=("config", "num_segments", "implementation", "mesh"),
-    donate_argnames=("k_context", "v_context"),
-)
-def layer_step(
-    layer: LayerParams,
-    x: Float[Array, "N D"],
-    k_context: Float[Array, "S K H"],
-    v_context: Float[Array, "S K H"],
-    q_pos: Int[Array, "N"],
-    q_slot: Int[Array, "N"],
-    k_pos: Int[Array, "S"],
-    k_segment: Int[Array, "S"] | None,
-    *,
-    config: LlamaConfig,
-    num_segments: int,
-    implementation: str | None,
-    mesh: Mesh | None,
-) -> LayerOutput:
-    """One transformer layer for the computed tokens, over the merged context.
-
-    Nothing has a default: a call that leaves an argument out would be compiled apart from one that names it.
-
-    Args:
-      k_context, v_context: context of this layer, keys rotated; donated.
-      q_pos: ascending positions of the computed tokens; padding rows repeat the last one.
-      q_slot: context slot that each computed token is written to; padding rows point past the end and are dropped.
-      k_pos: position of every context slot; a slot that is still empty lies behind every query, so none sees it.
-      k_segment, num_segments: segment of every slot, to get the mass per segment; None and 0 to leave it out.
-      implementation: of `ccjax.kernels.attention.attention`.
-      mesh: that weights and context lie on, as `ccjax.models.llama3.sharding` has it; None for a single device.
-    """
-    q, k, v = project_qkv(x, layer, config.rms_norm_eps)
-    frequencies = rope_frequencies(config)
-    q, rotated = apply_rope(q, q_pos, frequencies), apply_rope(k, q_pos, frequencies)
-    k_context = k_context.at[q_slot].set(rotated, mode="drop")
-    v_context = v_context.at[q_slot].set(v, mode="drop")
-    scale = config.head_dim**-0.5
-
-    def attend(q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, k_segment: Array | None) -> Any:
-        return tuple(
-            attention(
-                q,
-                k,
-                v,
-                q_pos=q_pos,
-                k_pos=k_pos,
-                scale=scale,
-                k_segment=k_segment,
-                num_segments=num_segments,
-                implementation=implementation,
-            )
-        )
-
-    specs = (HEADS, KV_ROWS, KV_ROWS, EVERYWHERE, EVERYWHERE, EVERYWHERE)
-    attended, mass, lse = over_heads(attend, mesh, specs, ATTENTION_OUTPUT)(
-        q, k_context, v_context, q_pos, k_pos, k_segment
-    )
-    self_mass = None
-    if mass is not None:
-        self_mass = constrain(own_mass(q, rotated, lse, scale), mesh, EVERYWHERE)
-        mass = constrain(mass.mean(1), mesh, EVERYWHERE)
-    x = constrain(finish_layer(x, attended, layer, config.rms_norm_eps), mesh, EVERYWHERE)
-    k_context, v_context, k, v = constrain((k_context, v_context, k, v), mesh, KV_ROWS)
-    return LayerOutput(x, k_context, v_context, k, v, mass, self_mass)
 
 
 @step(static_argnames=("config",))

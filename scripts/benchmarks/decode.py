@@ -20,8 +20,8 @@ from rich.table import Table
 
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.prefill import Prefiller
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from ccjax.models.llama3.steps import embed_step, logits_step, sample_step
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     repetitions = 2 if arguments.quick else arguments.repetitions
     layers, width = (2, 256) if arguments.quick else (16, 1024)
     config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
-    model = Prefiller(init_params(config, jax.random.key(0)), config)
+    model = DeviceModel(init_params(config, jax.random.key(0)), config)
     rows = []
     with bars() as progress:
         task = progress.add_task("compile, then measure", total=len(lengths) * len(batches) * (repetitions + 1))
@@ -97,7 +97,7 @@ class _Batch:
     """Sequences of the same length that decode together."""
 
     def __init__(
-        self, model: Prefiller, pool: _Pool, table: np.ndarray, length: int, steps: int, *, rotates: bool
+        self, model: DeviceModel, pool: _Pool, table: np.ndarray, length: int, steps: int, *, rotates: bool
     ) -> None:
         """`table`: the pages of each sequence."""
         self._model, self._pool = model, pool

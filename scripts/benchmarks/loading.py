@@ -26,9 +26,12 @@ from rich.table import Table
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
+from ccjax.engine.batch.job import PrefillJob
+from ccjax.engine.batch.pack import Pack, Piece
+from ccjax.engine.batch.pages import RequestPages
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.loading import LoadedModel
-from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.prefill import Prefiller, PrefillResult
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.policy.preload import preload_depth
@@ -82,19 +85,28 @@ class Ideal:
     """The same prefill with every layer's context on the device before it begins."""
 
     def __init__(self, params: Params, config: LlamaConfig, lengths: Sequence[int], recompute_ratio: float) -> None:
-        self._prefiller = Prefiller(params, config)
+        self._model = DeviceModel(params, config)
         self._plan = _plan(lengths, recompute_ratio)
         self._token_ids = np.zeros(self._plan.num_tokens, np.int32)
+        spec = kv_spec_of(config, str(self._model.dtype))
+        pages = sum(num_pages(segment.num_tokens) for segment in self._plan.segments)
+        self._pool = DevicePool(spec, spec.num_bytes(pages * PAGE_TOKENS))
         self.runs_s: list[float] = []
-        self.result: PrefillResult | None = None
+        self.num_computed = 0
 
     def measure(self) -> None:
         """Runs it once."""
-        contexts = _Held(self._prefiller.context_shape(self._plan), self._prefiller.config.num_layers)
+        contexts = _Held(self._model.context_shape(self._plan), self._model.config.num_layers)
+        pages = RequestPages(self._pool, self._plan, {})
         started = time.perf_counter()
-        self.result = self._prefiller.run(self._token_ids, self._plan, contexts=contexts)
-        self._prefiller.last_logits(self.result)
+        job = PrefillJob(self._token_ids, self._plan, pages, contexts=contexts)
+        pack = Pack(self._model, self._pool, [Piece(job, 0, len(job.offsets))])
+        while not pack.is_done:
+            pack.run_layer()
+        jax.block_until_ready(pack.logits()[1])
         self.runs_s.append(time.perf_counter() - started)
+        self.num_computed = len(job.offsets)
+        pages.release()
 
 
 class _Held:
@@ -139,8 +151,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 pages = 2 * (length // PAGE_TOKENS + NUM_PASSAGES + 2) + 64
                 budgets = {"device_cache_bytes": kv_spec_of(config, "float32").num_bytes(pages * PAGE_TOKENS)}
             engine = Engine(model, EngineConfig(store=url, loading=loading, **budgets, **settings), disk_link=link)
-            if ideal.result is not None:  # else nothing is known of computing, and a slow load is soon given up
-                engine.rates.compute.observe(ideal.result, layers, ideal.runs_s[-1])
+            if ideal.runs_s:  # else nothing is known of computing, and a slow load is soon given up
+                engine.rates.compute.add(ideal.num_computed, ideal.runs_s[-1])
             return Case(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_in_line else 0.0)
 
         ratios = (2.0,) if arguments.quick else RATIOS

@@ -20,9 +20,9 @@ from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine import EngineConfig
 from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.plan_rows import padded_to
 from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.prefill import Prefiller
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.models.llama3.paged_steps import paged_layer_step, rotation_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     repetitions = 2 if arguments.quick else arguments.repetitions
     layers, width = (2, 256) if arguments.quick else (16, 1024)
     config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
-    model = Prefiller(init_params(config, jax.random.key(0)), config)
+    model = DeviceModel(init_params(config, jax.random.key(0)), config)
     has_peer = transformers_peer.is_installed() and not arguments.no_peers
     peer = transformers_peer.full_prefill(config) if has_peer else None
     rows: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ class Prompt:
       pages: [K, P, T, H] of keys before RoPE and of values, for each layer.
     """
 
-    def __init__(self, model: Prefiller, length: int) -> None:
+    def __init__(self, model: DeviceModel, length: int) -> None:
         self._model, self._length = model, length
         config = model.config
         self._random = np.random.default_rng(length)

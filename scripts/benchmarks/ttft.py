@@ -156,7 +156,7 @@ def _compile_packs(engine: Engine, length: int) -> None:
     sizes = BatchSizes(length)
     for count, slots in sizes.packs():
         if slots == slot_bucket(length):
-            compile_pack(engine._prefiller, engine._pool, (count, slots, sizes.num_segments))
+            compile_pack(engine._model, engine._pool, (count, slots, sizes.num_segments))
 
 
 def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]], skipped: list[str]) -> None:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.models.llama3 import LLAMA3_8B, abstract_params
-from ccjax.models.llama3.steps import layer_step
+from ccjax.models.llama3.paged_steps import paged_layer_step
 from scripts.kernels.cases import Case, DecodeCase
 
 
@@ -56,16 +57,17 @@ def compile_layer_step(
 
     params = jax.tree.map(lambda x: array(*x.shape, dtype=jnp.bfloat16), abstract_params(config))
     layer = params.layers[0]
-    arrays = case.arrays(sharding)
-    traced = layer_step.trace(
+    n, s, h = case.num_queries, case.num_slots, case.head_dim
+    pages = array(case.num_kv_heads, s // PAGE_TOKENS, PAGE_TOKENS, h, dtype=jnp.bfloat16)
+    rotations = array(n, h, dtype=jnp.float32), array(s, h, dtype=jnp.float32)
+    traced = paged_layer_step.trace(
         layer,
-        array(case.num_queries, config.d_model, dtype=jnp.bfloat16),
-        arrays["k"],
-        arrays["v"],
-        arrays["q_pos"],
-        arrays["q_pos"],
-        arrays["k_pos"],
-        arrays["k_segment"],
+        array(n, config.d_model, dtype=jnp.bfloat16),
+        pages,
+        pages,
+        *(array(n), array(n), array(n)),
+        *(array(s), array(s), array(s), array(s)),
+        *rotations,
         config=config,
         num_segments=case.num_segments,
         implementation=implementation,
@@ -75,7 +77,7 @@ def compile_layer_step(
     used = executable.memory_analysis()
     if used is None:
         raise ValueError("the compiler gives no memory analysis of the layer step")
-    kept = _num_bytes((layer, arrays["k"], arrays["v"]))
+    kept = _num_bytes((layer, pages, pages))
     step = used.argument_size_in_bytes - kept + used.temp_size_in_bytes
     step += used.output_size_in_bytes - used.alias_size_in_bytes
     embeddings = (_num_bytes(params) - _num_bytes(layer)) // share

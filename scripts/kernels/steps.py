@@ -21,7 +21,7 @@ from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
 from ccjax.models.llama3.params import LayerParams, Params, layer_table, top_table
 from ccjax.models.llama3.sharding import axes_sharding, make_mesh
-from ccjax.models.llama3.steps import layer_step, logits_step, rotate_step
+from ccjax.models.llama3.steps import logits_step, rotate_step
 
 Axes = tuple[str | None, ...]
 Place = Callable[[Axes, tuple[int, ...]], Sharding | None]
@@ -112,18 +112,6 @@ def _statics(case: StepCase, implementation: str, **more: Any) -> dict[str, Any]
     return {"config": case.config, "implementation": implementation, "mesh": None, **more}
 
 
-def _layer(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    a, n, s = _Arrays(case, place), case.rows, case.slots
-    segments = a.ints(s) if case.num_segments else None
-    arrays = (a.layer(), a.hidden(), a.context(s), a.context(s), a.ints(n), a.ints(n), a.ints(s), segments)
-    return arrays, {
-        "config": case.config,
-        "num_segments": case.num_segments,
-        "implementation": implementation,
-        "mesh": None,
-    }
-
-
 def _paged_layer(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     a, n, s = _Arrays(case, place), case.rows, case.slots
     rows, slots = (a.ints(n), a.ints(n), a.ints(n)), (a.ints(s), a.ints(s), a.ints(s))
@@ -155,7 +143,6 @@ def _rotate(case: StepCase, place: Place, implementation: str) -> tuple[tuple[An
 
 
 _CALLS: dict[Any, Callable[[StepCase, Place, str], tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    layer_step: _layer,
     paged_layer_step: _paged_layer,
     paged_decode_step: _paged_decode,
     logits_step: _logits,
@@ -163,8 +150,6 @@ _CALLS: dict[Any, Callable[[StepCase, Place, str], tuple[tuple[Any, ...], dict[s
 }
 
 STEP_CASES = (
-    StepCase("step: layer, 8B, 8k of 8k", layer_step, 8192, 8192),
-    StepCase("step: layer, 8B, 15 % of 8k", layer_step, 1280, 8192, num_segments=16),
     StepCase("step: paged layer, 8B, 8k of 8k", paged_layer_step, 8192, 8192),
     StepCase("step: paged layer, 8B, 15 % of 8k", paged_layer_step, 1280, 8192, num_segments=16),
     StepCase("step: paged decode, 8B, 1 request of 8k", paged_decode_step, 1, 8192),
@@ -181,7 +166,7 @@ STEP_CASES = (
     StepCase("4 devices: paged decode, 70B, 16 of 8k", paged_decode_step, 16, 8192, num_devices=4, config=LLAMA3_70B),
 )
 
-QUICK_STEPS = frozenset({STEP_CASES[4].name})
+QUICK_STEPS = frozenset({STEP_CASES[2].name})
 """Names of the steps that every push compiles; the others take minutes for TPUs."""
 
 
@@ -232,8 +217,8 @@ def step_figures(executable: Any) -> dict[str, int]:
 
 def step_controls(implementation: str) -> Iterator[tuple[str, StepCase, str, str]]:
     """(name, case, implementation, what the gate must say): steps that must not pass for the case of the same name."""
-    dense, paged, split = STEP_CASES[1], STEP_CASES[4], STEP_CASES[9]
-    yield "attention that writes all scores out", dense, "reference", "temp_bytes rose|(?i:memory)"
+    prefill, paged, split = STEP_CASES[1], STEP_CASES[2], STEP_CASES[7]
+    yield "attention that writes all scores out", prefill, "reference", "temp_bytes rose|(?i:memory)"
     kept = jax.jit(inspect.unwrap(paged_decode_step), static_argnames=("config", "implementation", "mesh"))
     _CALLS[kept] = _paged_decode
     yield "pages that are not donated", dataclasses.replace(paged, step=kept), implementation, "result_bytes rose"

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ccjax.engine import prefill
+from ccjax.engine.batch.pack import Pack
 from ccjax.engine.snapshot import save as save_module
-from ccjax.models.llama3.steps import LayerOutput, layer_step
 from tests.engine import few_shapes as sizes
 from tests.engine.snapshots import BYTES
 
@@ -40,25 +39,27 @@ def place(tmp_path: Path) -> Path:
 class _Pending:
     """Hidden states of a layer that tell when they are waited for."""
 
-    def __init__(self, array, number: int, events: list[str]) -> None:
-        self.array, self.number, self.events = array, number, events
+    def __init__(self, pack: Pack, events: list[str]) -> None:
+        self._array, self._layer, self._events = pack._x, pack.layer - 1, events
 
-    def block_until_ready(self):
-        self.events.append(f"wait{self.number}")
-        return self.array.block_until_ready()
+    def block_until_ready(self) -> None:
+        if self._layer >= 0:
+            self._events.append(f"wait{self._layer}")
+        self._array.block_until_ready()
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the host does during prefills, in order: "run0" when layer 0 is handed to the device, "wait0" when the host
-    waits for it. Layers are counted through, over all prefills; logits cannot be computed meanwhile."""
+    waits for it."""
     seen: list[str] = []
+    run_layer = Pack.run_layer
 
-    def step(layer, x, *args, **kwargs) -> LayerOutput:
-        number = sum(event.startswith("run") for event in seen)
-        seen.append(f"run{number}")
-        out = layer_step(layer, x.array if isinstance(x, _Pending) else x, *args, **kwargs)
-        return out._replace(x=_Pending(out.x, number, seen))
+    def run(pack: Pack) -> None:
+        seen.append(f"run{pack.layer}")
+        run_layer(pack)
 
-    monkeypatch.setattr(prefill, "layer_step", step)
+    monkeypatch.setattr(Pack, "run_layer", run)
+    monkeypatch.setattr(Pack, "hidden", property(lambda pack: _Pending(pack, seen)))
+    monkeypatch.setattr(Pack, "wait", lambda pack: pack.hidden.block_until_ready())
     return seen

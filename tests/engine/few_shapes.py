@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ccjax.engine import batch_sizes, compiled_sizes, engine, heavy_hitters, kernels, pool, prefill
+from ccjax.engine import batch_sizes, compiled_sizes, device_model, engine, heavy_hitters, kernels, pool
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
 from ccjax.kernels import dispatch
 from ccjax.models.llama3 import LlamaConfig
 
-_MODULES = (batch_sizes, compiled_sizes, heavy_hitters, pool, prefill)
+_MODULES = (batch_sizes, compiled_sizes, device_model, heavy_hitters, pool)
 _PAGES = (1024, 8192)
 """Pages that a pool's arrays have; those past its budget are given to nobody."""
 

@@ -11,11 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.batch.job import Contexts, PrefillJob
+from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
+from ccjax.engine.batch.pages import RequestPages
 from ccjax.engine.capture import ReadLayers
 from ccjax.engine.contexts import LayerLoader
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.loading import LoadedModel
-from ccjax.engine.prefill import Prefiller, PrefillResult
+from ccjax.engine.plan_rows import PrefillOutcome
+from ccjax.engine.pool import PAGE_TOKENS, DevicePool
 from ccjax.engine.reads import Patience
+from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.models.llama3 import LlamaConfig
 from ccjax.models.llama3.params import Params, build_params
 from ccjax.store.throttle import Link
@@ -102,20 +108,44 @@ class Memory:
         return self._read_layers(variant_id, first, last)
 
 
-def loader(prefiller: Prefiller, plan: PrefillPlan, ticket: Any, **settings: Any) -> LayerLoader:
-    """A loader of a plan's variants for `Prefiller.run`; nothing is waited for longer than a chunk's 5 s."""
+def loader(model: DeviceModel, plan: PrefillPlan, ticket: Any, **settings: Any) -> LayerLoader:
+    """A loader of a plan's variants for `run_plan`; nothing is waited for longer than a chunk's 5 s."""
     patience = Patience(None)
     patience.expect({segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id})
-    settings = {"patience": patience, "num_layers": prefiller.config.num_layers, **settings}
-    return LayerLoader(ticket, plan, shape=prefiller.context_shape(plan), dtype=prefiller.dtype, **settings)
+    settings = {"patience": patience, "num_layers": model.config.num_layers, **settings}
+    return LayerLoader(ticket, plan, shape=model.context_shape(plan), dtype=model.dtype, **settings)
+
+
+def run_plan(
+    model: DeviceModel,
+    token_ids: np.ndarray,
+    plan: PrefillPlan,
+    *,
+    contexts: Contexts | None = None,
+    collect: bool = False,
+) -> PrefillOutcome:
+    """A plan carried out in one pack, over pages of its own; with the logits of all rows that left the last layer."""
+    spec = kv_spec_of(model.config, str(model.dtype))
+    pool = DevicePool(spec, spec.num_bytes(64 * PAGE_TOKENS), model.mesh, model.sizes)
+    pages = RequestPages(pool, plan, {})
+    job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect, num_logits=plan.num_tokens)
+    pack = Pack(model, pool, [Piece(job, 0, len(job.offsets))])
+    try:
+        while not pack.is_done:
+            pack.run_layer()
+    except JobFailedError as error:
+        assert error.__cause__ is not None
+        raise error.__cause__ from None
+    pack.logits()
+    return job.result
 
 
 def run_reusing(
-    prefiller: Prefiller, token_ids: np.ndarray, plan: PrefillPlan, read_layers: ReadLayers, **settings: Any
-) -> PrefillResult:
-    """`Prefiller.run` over variants in memory."""
-    with loader(prefiller, plan, Memory(read_layers)) as contexts:
-        return prefiller.run(token_ids, plan, contexts=contexts, **settings)
+    model: DeviceModel, token_ids: np.ndarray, plan: PrefillPlan, read_layers: ReadLayers, *, collect: bool = False
+) -> PrefillOutcome:
+    """`run_plan` over variants in memory."""
+    with loader(model, plan, Memory(read_layers)) as contexts:
+        return run_plan(model, token_ids, plan, contexts=contexts, collect=collect)
 
 
 def selective_oracle(

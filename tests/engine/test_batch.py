@@ -41,7 +41,7 @@ class Batch:
 
     def __init__(self, engine, pool=None):
         self.engine, self.pool = engine, engine._pool if pool is None else pool
-        self.decoder = DecodeBatch(engine._prefiller, self.pool)
+        self.decoder = DecodeBatch(engine._model, self.pool)
 
     def begin(self, segments, reuse="bounded", answered=()):
         """The request with its plan, pages and loads; `answered`: tokens that it drew before it was preempted."""
@@ -58,13 +58,13 @@ class Batch:
         if any(s.action == "reuse" and n not in pages.shared for n, s in enumerate(plan.segments)):
             patience = Patience(None)
             patience.expect({one.variant_id: one.num_tokens for one in plan.segments if one.variant_id})
-            prefiller = engine._prefiller
+            model = engine._model
             contexts = LayerLoader(
                 ticket,
                 plan,
-                shape=prefiller.context_shape(plan),
-                dtype=prefiller.dtype,
-                num_layers=prefiller.config.num_layers,
+                shape=model.context_shape(plan),
+                dtype=model.dtype,
+                num_layers=model.config.num_layers,
                 patience=patience,
                 pool=self.pool,
                 skip=pages.shared,
@@ -78,7 +78,7 @@ class Batch:
         work = [Piece(one.job, one.done, one.done + count) for one, count in pieces]
         for one, count in pieces:
             one.done += count
-        pack = Pack(self.engine._prefiller, self.pool, work)
+        pack = Pack(self.engine._model, self.pool, work)
         while not pack.is_done:
             pack.run_layer()
         jobs, logits = pack.logits()
@@ -235,7 +235,7 @@ def test_a_pack_goes_on_without_a_job_that_was_dropped():
         wanted = [alone(engine, segments, "off") for segments in asked]
         batch = Batch(engine)
         running = [batch.begin(segments, "off") for segments in asked]
-        pack = Pack(engine._prefiller, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running])
+        pack = Pack(engine._model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running])
         pack.run_layer()
         pack.drop(running[1].job)
         while not pack.is_done:
@@ -284,7 +284,7 @@ def test_a_load_that_fails_costs_its_own_request_and_is_asked_of_no_other_twice(
         for number, one in enumerate(running):
             assert not one.job.pages.shared and one.job.contexts is not None
             one.job.contexts = Steered(one.job.contexts, failing=1 if number == 1 else None)
-        pack = Pack(host._prefiller, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running])
+        pack = Pack(host._model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running])
         pack.run_layer()
         with pytest.raises(JobFailedError) as failure:
             pack.run_layer()

@@ -6,51 +6,33 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Request, SamplingParams
-from ccjax.engine.prefill import PrefillCancelledError, Prefiller
-from ccjax.types import PrefillPlan, Segment
 from tests.engine.helpers import After, TinyModel, draw_segments, permuted
 
 MODEL = TinyModel(seed=4, num_hidden_layers=5)
-TOKENS = np.arange(12, dtype=np.int32)
-PLAN = PrefillPlan("test", (Segment(role="question", action="compute", start=0, num_tokens=12),))
+SEGMENTS = draw_segments(np.random.default_rng(1), [30, 20, 40])
 
 
-@pytest.mark.parametrize(
-    ("queued_layers", "wanted"),
-    [
-        (0, "ask run0 wait0 ask run1 wait1 ask run2 wait2 ask run3 wait3 ask run4"),
-        (1, "ask run0 ask run1 wait0 ask run2 wait1 ask run3 wait2 ask run4"),
-    ],
-)
-def test_it_is_asked_before_every_layer_and_the_host_does_not_run_ahead(events, queued_layers, wanted):
-    def ask() -> bool:
-        events.append("ask")
-        return False
-
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    prefiller.run(TOKENS, PLAN, is_cancelled=ask, queued_layers=queued_layers)
-    assert events == wanted.split()
+def test_the_host_is_one_layer_ahead_of_the_device(events):
+    with MODEL.engine() as engine:
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+    assert events == "run0 run1 wait0 run2 wait1 run3 wait2 run4".split()
 
 
 @pytest.mark.parametrize("num_layers", range(5))
 def test_no_layer_runs_once_it_is_cancelled(events, num_layers):
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    with pytest.raises(PrefillCancelledError):
-        prefiller.run(TOKENS, PLAN, is_cancelled=After(num_layers))
-    assert [event for event in events if event.startswith("run")] == [f"run{layer}" for layer in range(num_layers)]
+    request = Request(segments=SEGMENTS)
+    with MODEL.engine() as engine:
+        assert list(engine.stream(request, is_cancelled=lambda: len(runs(events)) >= num_layers)) == []
+    assert runs(events) == [f"run{layer}" for layer in range(num_layers)]
 
 
-def test_being_asked_changes_no_result():
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    plain = prefiller.run(TOKENS, PLAN)
-    asked = prefiller.run(TOKENS, PLAN, is_cancelled=After(5))
-    np.testing.assert_array_equal(prefiller.last_logits(asked), prefiller.last_logits(plain))
+def runs(events):
+    return [event for event in events if event.startswith("run")]
 
 
 @pytest.mark.parametrize("reuse", ["off", "bounded"])
 def test_a_cancelled_prefill_ends_the_stream_and_keeps_nothing(reuse):
-    segments = draw_segments(np.random.default_rng(1), [30, 20, 40])
-    request = Request(segments=segments, sampling=SamplingParams(max_new_tokens=3), reuse=reuse)
+    request = Request(segments=SEGMENTS, sampling=SamplingParams(max_new_tokens=3), reuse=reuse)
     with MODEL.engine() as engine:
         for num_asked in range(6):  # before the first layer and after each
             assert list(engine.stream(request, is_cancelled=After(num_asked))) == []
@@ -59,7 +41,7 @@ def test_a_cancelled_prefill_ends_the_stream_and_keeps_nothing(reuse):
 
 
 def test_a_cancelled_reuse_leaves_variants_credit_and_pins_as_they_were():
-    segments = draw_segments(np.random.default_rng(1), [30, 20, 40])
+    segments = SEGMENTS
     with MODEL.engine() as engine:
         wanted = engine.generate_from_tokens(segments, max_new_tokens=3, reuse="off").token_ids
         engine.generate_from_tokens(segments, max_new_tokens=1)

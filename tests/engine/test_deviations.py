@@ -11,7 +11,7 @@ from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.capture import capture_variants, context_deviations
 from ccjax.engine.loading import load_model
 from ccjax.errors import ConfigError
-from tests.engine.helpers import TinyModel, draw_segments, permuted
+from tests.engine.helpers import TinyModel, draw_segments, permuted, run_plan
 from tests.oracles import llama_forward
 
 MODEL = TinyModel(seed=4, num_hidden_layers=3)
@@ -133,7 +133,7 @@ def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_
 def kv_of(engine, prompt):
     """Keys before RoPE and values of the last chunk, from a full prefill."""
     plan = engine._prefill.plan(prompt, "exact", {})
-    result = engine._prefiller.run(prompt.token_ids, plan, collect=True)
+    result = run_plan(engine._model, prompt.token_ids, plan, collect=True)
     *_, (_, kv) = capture_variants(plan, result, {}, None)
     return kv
 

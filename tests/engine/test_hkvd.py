@@ -9,8 +9,8 @@ from ccjax.engine import Request
 from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.batch.pack import Pack, Piece
 from ccjax.engine.batch.pages import RequestPages
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
-from ccjax.engine.prefill import Prefiller
 from ccjax.engine.snapshot.cache import kv_spec_of
 from tests.engine.helpers import TOLERANCE, Memory, TinyModel, draw_segments, loader, permuted, selective_oracle
 from tests.engine.test_selective import MODEL, World, computed_offsets
@@ -28,7 +28,7 @@ def blended(world):
 def run(world, plan, *, mutate=lambda kv: kv, cuts=()):
     """Logits of the last token, and the job: of packs that end at `cuts` of the computed tokens."""
     pool = DevicePool(SPEC, SPEC.num_bytes(40 * PAGE_TOKENS))
-    model = Prefiller(MODEL.loaded.params, MODEL.config)
+    model = DeviceModel(MODEL.loaded.params, MODEL.config)
     ticket = Memory(lambda variant, first, last: mutate(world.read_layers(variant, first, last)))
     with loader(model, plan, ticket) as contexts:
         job = PrefillJob(world.prompt, plan, RequestPages(pool, plan, {}), contexts=contexts)

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Request, SamplingParams
+from ccjax.engine.cancellation import PrefillCancelledError
 from ccjax.engine.contexts import LayerLoader, _zeros
-from ccjax.engine.prefill import PrefillCancelledError, Prefiller
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.reads import LoadFailedError
 from ccjax.store.arrays import ShardReader
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.throttle import Link
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
-from tests.engine.helpers import After, Memory, TinyModel, draw_segments, loader, permuted, run_reusing
+from tests.engine.helpers import After, Memory, TinyModel, draw_segments, loader, permuted, run_plan, run_reusing
 
 NUM_LAYERS = 6
 MODEL = TinyModel(seed=8, num_hidden_layers=NUM_LAYERS)
@@ -101,8 +102,8 @@ class SteeredTicket(Memory):
 
 @pytest.mark.parametrize("depth", [1, 2, NUM_LAYERS])
 def test_reads_stay_so_many_layers_ahead_of_the_one_that_is_merged(depth):
-    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
-    with loader(prefiller, plan(depth), ticket) as contexts:
+    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
+    with loader(model, plan(depth), ticket) as contexts:
         for there in range(NUM_LAYERS):
             first_behind = min(there + 1 + depth, NUM_LAYERS)
             ticket.wait_for(lambda first_behind=first_behind: ("b", first_behind - 1) in ticket.started)
@@ -125,9 +126,9 @@ def test_no_more_than_two_contexts_stand_ready():
         if len(merged) == 2:
             two.set()
 
-    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     ticket.arrive(NUM_LAYERS)
-    with loader(prefiller, plan(1), ticket, on_merge=on_merge) as contexts:
+    with loader(model, plan(1), ticket, on_merge=on_merge) as contexts:
         assert two.wait(120)
         contexts._thread.join(0.05)
         assert len(merged) == 2 and {layer for _, layer in ticket.started} == {0, 1, 2}
@@ -138,8 +139,8 @@ def test_no_more_than_two_contexts_stand_ready():
 
 @pytest.mark.parametrize(("lead", "num_layers"), [(1, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS), (99, NUM_LAYERS)])
 def test_the_first_context_waits_for_so_many_layers(lead, num_layers):
-    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
-    with loader(prefiller, plan(1), ticket, lead=lead) as contexts:
+    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
+    with loader(model, plan(1), ticket, lead=lead) as contexts:
         if num_layers > 1:
             ticket.arrive(num_layers - 1)
             ticket.wait_for(lambda: ("b", num_layers - 1) in ticket.started)
@@ -151,7 +152,7 @@ def test_the_first_context_waits_for_so_many_layers(lead, num_layers):
 
 @pytest.mark.parametrize(("depth", "lead"), [(1, 1), (3, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS)])
 def test_every_way_to_load_gives_the_same_bits(depth, lead):
-    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     ticket.arrive(NUM_LAYERS)
     tokens = np.random.default_rng(1).integers(0, 97, plan().num_tokens).astype(np.int32)
 
@@ -164,21 +165,21 @@ def test_every_way_to_load_gives_the_same_bits(depth, lead):
             return True
 
         def take(self, layer):
-            merged = np.zeros((2, *prefiller.context_shape(plan())), np.float32)
+            merged = np.zeros((2, *model.context_shape(plan())), np.float32)
             for segment in plan().segments:
                 if segment.variant_id is not None:
                     kv = ticket.kv[segment.variant_id][layer]
                     merged[:, segment.start : segment.start + segment.num_tokens] = kv
             return tuple(np.array(part) for part in merged)
 
-    wanted = prefiller.run(tokens, plan(), contexts=_on_device(AllAtOnce()))
-    with loader(prefiller, plan(depth), ticket, lead=lead) as contexts:
-        got = prefiller.run(tokens, plan(depth), contexts=contexts)
-    np.testing.assert_array_equal(prefiller.all_logits(got), prefiller.all_logits(wanted))
+    wanted = run_plan(model, tokens, plan(), contexts=_on_device(AllAtOnce()))
+    with loader(model, plan(depth), ticket, lead=lead) as contexts:
+        got = run_plan(model, tokens, plan(depth), contexts=contexts)
+    np.testing.assert_array_equal(got.last_logits, wanted.last_logits)
     # The mutant: one row of one layer off.
     ticket.kv["b"][3, 1, 5] += 1e-3
-    wrong = run_reusing(prefiller, tokens, plan(), lambda variant, first, last: ticket.kv[variant][first:last])
-    assert (prefiller.all_logits(wrong) != prefiller.all_logits(wanted)).any()
+    wrong = run_reusing(model, tokens, plan(), lambda variant, first, last: ticket.kv[variant][first:last])
+    assert (wrong.last_logits != wanted.last_logits).any()
 
 
 def _on_device(contexts):
@@ -188,10 +189,10 @@ def _on_device(contexts):
 
 
 def test_a_failing_read_ends_the_prefill_before_its_layer_runs():
-    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     error = ShardCorruptError("bit flip")
     ticket.arrive(2)
-    with loader(prefiller, plan(), ticket) as contexts:
+    with loader(model, plan(), ticket) as contexts:
         contexts.take(0)
         contexts.take(1)
         ticket.fail(error)
@@ -204,37 +205,19 @@ def test_whatever_the_thread_stumbles_over_reaches_the_prefill():
     def read_layers(variant, first, last):
         raise MemoryError("no room")
 
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
+    model = DeviceModel(MODEL.loaded.params, MODEL.config)
     with pytest.raises(MemoryError, match="no room"):
-        run_reusing(prefiller, np.zeros(plan().num_tokens, np.int32), plan(), read_layers)
+        run_reusing(model, np.zeros(plan().num_tokens, np.int32), plan(), read_layers)
     assert not load_threads()
 
 
 def test_a_wait_ends_when_the_request_is_cancelled_and_so_does_the_thread():
-    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     ticket.arrive(1)
-    with pytest.raises(PrefillCancelledError), loader(prefiller, plan(), ticket, is_cancelled=After(2)) as contexts:
+    with pytest.raises(PrefillCancelledError), loader(model, plan(), ticket, is_cancelled=After(2)) as contexts:
         contexts.take(0)
         contexts.take(1)
     assert not load_threads()
-
-
-def test_waiting_is_measured_while_the_device_has_nothing_to_do(events):
-    """Before it waits for KV, the host waits for the layer that runs."""
-    ticket, prefiller = SteeredTicket(), Prefiller(MODEL.loaded.params, MODEL.config)
-    ticket.arrive(2)
-    take = LayerLoader.take
-
-    def noted(contexts, layer):
-        if layer == 2:
-            events.append("take2")
-            ticket.arrive(NUM_LAYERS)
-        return take(contexts, layer)
-
-    with loader(prefiller, plan(1), ticket) as contexts:
-        contexts.take = noted.__get__(contexts)  # type: ignore[method-assign]
-        prefiller.run(np.zeros(plan().num_tokens, np.int32), plan(1), contexts=contexts, queued_layers=9)
-    assert events[events.index("run1") + 1 : events.index("take2")] == ["wait1"]
 
 
 # -- through the engine ---------------------------------------------------------------------------------------------
@@ -247,6 +230,22 @@ def url(tmp_path_factory):
     with MODEL.engine(store=place) as engine:
         engine.run(Request(segments=SEGMENTS, sampling=ANSWER))
     return place
+
+
+def test_waiting_is_measured_while_the_device_has_nothing_to_do(url, events, monkeypatch):
+    """Before it waits for KV, the host waits for the layer that runs."""
+    take = LayerLoader.take
+
+    def noted(contexts, layer):
+        if layer == 2:
+            events.append("take2")
+        return take(contexts, layer)
+
+    monkeypatch.setattr(LayerLoader, "take", noted)
+    monkeypatch.setattr(LayerLoader, "is_ready", lambda _, layer: layer != 2)
+    with MODEL.engine(store=url, read_only=True) as engine:
+        engine.run(Request(segments=SEGMENTS, sampling=SamplingParams(max_new_tokens=1)))
+    assert events[events.index("run1") + 1 : events.index("take2")][:1] == ["wait1"]
 
 
 @pytest.mark.parametrize("loading", ["layerwise", "alg2", "sync"])

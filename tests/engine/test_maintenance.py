@@ -1,6 +1,5 @@
 """Idle time: approximate variants become exact ones, what other processes did is followed, `f_r` outlives a restart."""
 
-import itertools
 import json
 import logging
 import threading
@@ -8,9 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from ccjax.engine import Request, warmup
+from ccjax.engine import Request
 from ccjax.engine import variants as variants_module
-from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.chunk_tokens import ChunkTokens
 from ccjax.engine.maintenance import MaintenanceCounts
 from ccjax.engine.prompts import chunk_id
@@ -158,58 +156,23 @@ def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers, request
         assert engine.repair_one(is_cancelled=lambda: False)
 
 
-def test_nothing_waits_behind_the_layer_that_runs(request):
-    """A request that comes waits for one layer at most: none is handed over before the one before it is done."""
+def test_it_compiles_nothing_for_a_warmed_up_engine():
+    """Requests would have to wait for that."""
     with MODEL.engine() as engine:
+        engine.warmup(only_first=True)
         fill(engine)
-        events = request.getfixturevalue("events")  # from here on
-        assert engine.repair_one(is_cancelled=lambda: False)
-        once = [event for event, _ in itertools.groupby(events)]  # a layer is also waited for where KV is late
-        assert once == ["run0", "wait0", "run1", "wait1", "run2", "wait2"]
-
-
-def test_a_compilation_is_not_waited_for_when_a_request_comes(monkeypatch):
-    """A step cannot be stopped while it compiles; requests are answered meanwhile, and it is not begun twice."""
-    compiling, done, sizes = threading.Event(), threading.Event(), []
-
-    def hang(prefiller, size):
-        sizes.append(size)
-        compiling.set()
-        assert done.wait(120)
-
-    monkeypatch.setattr(warmup, "_run_steps", hang)
-    with MODEL.engine() as engine:
-        fill(engine)
-        last = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
-        engine._variants.credit([(last.variant_id, 1.0)])
-        for _ in range(2):
-            assert not engine.repair_one(is_cancelled=compiling.is_set)
-            assert len(approximate(engine)) == 3 and not engine._store._pins
-            assert engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="off").token_ids
-        done.set()
-        assert engine.repair_one() and approximate(engine) == []
-        # 50 + 30 + 40 tokens and one in place of a question, behind a reused system prompt of 7
-        assert sizes == [(token_bucket(121), slot_bucket(128), segment_bucket(5))]
-
-
-def test_a_failed_compilation_is_a_failed_repair(monkeypatch, caplog):
-    def fail(*_):
-        raise MemoryError("no room to compile")
-
-    monkeypatch.setattr(warmup, "_run_steps", fail)
-    with MODEL.engine() as engine:
-        fill(engine)
-        assert repair_all(engine) == 3
-        assert engine.maintenance_counts == MaintenanceCounts(repair_failed=3)
-        assert caplog.text.count("could not be computed anew") == 3
+        before = engine._compiled.compiled("pack")
+        assert repair_all(engine) and approximate(engine) == []
+        assert engine._compiled.compiled("pack") == before
+        assert engine.maintenance_counts.repaired > 0
 
 
 def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
     with MODEL.engine() as engine:
         fill(engine)
         doomed = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
-        alone = engine._maintenance._alone
-        run, tried = alone.run, []
+        background = engine._maintenance._background
+        run, tried = background.run, []
 
         def fail(prompt, *args, **kwargs):
             tried.append(prompt.chunks[-1].chunk_id)
@@ -219,7 +182,7 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
 
         engine._variants.credit([(doomed.variant_id, 1.0)])  # it is tried first
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr(alone, "run", fail)
+            patch.setattr(background, "run", fail)
             assert engine.repair_one()
             assert len(approximate(engine)) == 3 and doomed.variant_id in caplog.text
             repair_all(engine)

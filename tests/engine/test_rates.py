@@ -8,7 +8,6 @@ from concurrent.futures import Future
 import pytest
 
 from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.rates import Cost, LoadRate, Rates, fit
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.store.throttle import Link
@@ -121,17 +120,11 @@ def test_it_measures_what_a_throttled_link_was_set_to():
     assert rate.cost.fixed_s == pytest.approx(0.25) and rate.cost.unit_s == pytest.approx(1 / 2000)
 
 
-def run(num_tokens: int, *, has_new_sizes: bool = False) -> PrefillOutcome:
-    return PrefillOutcome(computed_token_layers=4 * num_tokens, has_new_sizes=has_new_sizes)
-
-
 def test_computing_has_a_fixed_part_and_one_by_token():
     rates = Rates(Clock())
     assert rates.compute_s(5) is None and rates.seconds_per_token is None and rates.load_s("disk", 5) is None
-    rates.compute.observe(run(400, has_new_sizes=True), 4, 99.0)  # may have compiled
-    assert rates.compute_s(5) is None
     for tokens in (10, 200, 1000):
-        rates.compute.observe(run(tokens), 4, 0.1 + 0.002 * tokens)
+        rates.compute.add(tokens, 0.1 + 0.002 * tokens)
     assert rates.compute_s(500) == pytest.approx(1.1) and rates.seconds_per_token == pytest.approx(0.002)
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from ccjax.engine.capture import capture_variants
-from ccjax.engine.prefill import Prefiller
+from ccjax.engine.device_model import DeviceModel
 from ccjax.policy.focus import FocusState, observe
 from ccjax.types import ChunkId, LayerStats, PrefillPlan, Segment, VariantId, VariantMeta
-from tests.engine.helpers import TOLERANCE, TinyModel, run_reusing, selective_oracle
+from tests.engine.helpers import TOLERANCE, TinyModel, run_plan, run_reusing, selective_oracle
 from tests.oracles import llama_forward
 
 MODEL = TinyModel(seed=1, num_hidden_layers=5)
@@ -69,11 +69,11 @@ def computed_offsets(plan, dropped=()):
 def test_selective_recompute_is_the_oracle(share):
     world = World(seed=round(share * 100))
     plan = world.plan(share)
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    result = run_reusing(prefiller, world.prompt, plan, world.read_layers)
+    model = DeviceModel(MODEL.loaded.params, MODEL.config)
+    result = run_reusing(model, world.prompt, plan, world.read_layers)
     rows = [computed_offsets(plan)] * 5
     wanted, _ = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows)
-    np.testing.assert_allclose(prefiller.last_logits(result), wanted, atol=TOLERANCE)
+    np.testing.assert_allclose(result.last_logits[-1], wanted, atol=TOLERANCE)
     assert result.computed_token_layers == 5 * len(rows[0])
     full = llama_forward(MODEL.weights, MODEL.raw, world.prompt)[0][-1]
     assert np.abs(full - wanted).max() > 100 * TOLERANCE  # the plan matters: this is not full prefill
@@ -83,8 +83,8 @@ def test_one_recomputed_token_more_or_less_exceeds_the_tolerance():
     world = World(seed=2)
     plan = world.plan(0.3)
     rows = computed_offsets(plan)
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    got = prefiller.last_logits(run_reusing(prefiller, world.prompt, plan, world.read_layers))
+    model = DeviceModel(MODEL.loaded.params, MODEL.config)
+    got = run_reusing(model, world.prompt, plan, world.read_layers).last_logits[-1]
     fewer = [np.delete(rows, 3)] * 5  # a token of d
     wrong, _ = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), fewer)
     assert np.abs(got - wrong).max() > 10 * TOLERANCE
@@ -94,8 +94,8 @@ def test_one_recomputed_token_more_or_less_exceeds_the_tolerance():
 def test_focus_cut_is_the_oracle(window, rule):
     world = World(seed=10 + window)
     plan = world.plan(0.5, focus_window=window, focus_rule=rule)
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    result = run_reusing(prefiller, world.prompt, plan, world.read_layers, collect=True)
+    model = DeviceModel(MODEL.loaded.params, MODEL.config)
+    result = run_reusing(model, world.prompt, plan, world.read_layers, collect=True)
 
     # The oracle's own attention, layer by layer, decides the cut; then the oracle runs with it.
     documents = [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
@@ -123,7 +123,7 @@ def test_focus_cut_is_the_oracle(window, rule):
     assert result.focus_cut_layer == (cut if unfocused else None)
     assert result.computed_token_layers == sum(map(len, rows))
     assert len(after) < len(rows[0]), "a case without any cut would prove nothing"
-    np.testing.assert_allclose(prefiller.last_logits(result), wanted, atol=TOLERANCE)
+    np.testing.assert_allclose(result.last_logits[-1], wanted, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("ranking_layers", [None, (0,), (1, 2)])
@@ -138,11 +138,11 @@ def test_captured_kv_and_metadata_are_the_oracles(ranking_layers):
         segments.append(Segment(role=role, action="compute", start=start, num_tokens=LENGTHS[name], chunk_id=chunk))
         start += LENGTHS[name]
     plan = PrefillPlan("test", tuple(segments))
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
+    model = DeviceModel(MODEL.loaded.params, MODEL.config)
     captured = dict(
         (meta.chunk_id, (meta, kv))
         for meta, kv in capture_variants(
-            plan, prefiller.run(prompt, plan, collect=True), {}, None, ranking_layers=ranking_layers
+            plan, run_plan(model, prompt, plan, collect=True), {}, None, ranking_layers=ranking_layers
         )
     )
     assert list(captured) == list("sabcd")
@@ -180,8 +180,8 @@ def test_captured_kv_and_metadata_are_the_oracles(ranking_layers):
 def test_repaired_kv_is_captured_as_the_oracle_repairs_it(window):
     world = World(seed=30)
     plan = world.plan(0.4, focus_window=window)
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config)
-    result = run_reusing(prefiller, world.prompt, plan, world.read_layers, collect=True)
+    model = DeviceModel(MODEL.loaded.params, MODEL.config)
+    result = run_reusing(model, world.prompt, plan, world.read_layers, collect=True)
     parents = {name: [_parent(name, world)] for name in "sabcd"}
     captured = {meta.chunk_id: (meta, kv) for meta, kv in capture_variants(plan, result, parents, world.read_layers)}
     whole = [str(s.chunk_id) for i, s in enumerate(plan.segments[:-1]) if i not in result.unrepaired]

@@ -16,7 +16,7 @@ from ccjax.errors import ReadOnlyError, RequestError
 from ccjax.policy.capture import make_variant_id
 from ccjax.store.errors import StoreUnavailableError
 from ccjax.types import Document
-from tests.engine.helpers import After
+from tests.engine.helpers import After, run_plan
 
 ANNA, BOB, CARLA, DINO = (
     Document(f"{name} sings in the {name} choir.", f"{name}.md#0", name, "1", source_id=f"{name}.md")
@@ -181,7 +181,7 @@ def test_behind_neighbours_only_the_document_itself_is_stored_and_compared_with_
 def kv_of(engine, prompt):
     """Keys before RoPE and values of the last chunk, from a full prefill."""
     plan = engine._prefill.plan(prompt, "exact", {})
-    result = engine._prefiller.run(prompt.token_ids, plan, collect=True)
+    result = run_plan(engine._model, prompt.token_ids, plan, collect=True)
     *_, (_, kv) = capture_variants(plan, result, {}, None)
     return kv
 

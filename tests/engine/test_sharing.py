@@ -16,7 +16,7 @@ import pytest
 
 from ccjax.engine import EngineConfig, admission, contexts, sharing
 from ccjax.engine.batch import loop, seating, siblings
-from ccjax.engine.prefill import PrefillCancelledError
+from ccjax.engine.cancellation import PrefillCancelledError
 from ccjax.engine.sharing import SharedPrefill
 from ccjax.errors import ConfigError
 from ccjax.policy.capture import variants_to_compute

@@ -6,14 +6,19 @@ Pages are taken in random order and begin as NaN: whoever reads a slot that nobo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ccjax.kernels.attention import attention
+from ccjax.kernels.rope import apply_rope
 from ccjax.models.llama3 import LlamaConfig, Params, paged_steps
-from ccjax.models.llama3.steps import embed_step, layer_step, logits_step
+from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
+from ccjax.models.llama3.steps import embed_step, logits_step
 from tests.data import data_path
 from tests.engine.helpers import params_from_hf
 from tests.oracles import random_llama, read_llama2c
@@ -229,13 +234,27 @@ def run_packed(
     return computed
 
 
+@functools.partial(jax.jit, static_argnames=("config", "num_segments"))
+def dense_layer(layer, x, k_context, v_context, q_pos, q_slot, k_pos, k_segment, *, config, num_segments):
+    """One layer over a context [S, K, H] whose keys are rotated: k before RoPE, v, mass and own mass of the rows."""
+    q, k, v = project_qkv(x, layer, config.rms_norm_eps)
+    frequencies, scale = rope_frequencies(config), config.head_dim**-0.5
+    q, rotated = apply_rope(q, q_pos, frequencies), apply_rope(k, q_pos, frequencies)
+    k_context = k_context.at[q_slot].set(rotated, mode="drop")
+    v_context = v_context.at[q_slot].set(v, mode="drop")
+    where = {"q_pos": q_pos, "k_pos": k_pos, "k_segment": k_segment, "num_segments": num_segments}
+    attended, mass, lse = attention(q, k_context, v_context, scale=scale, **where)
+    x = finish_layer(x, attended, layer, config.rms_norm_eps)
+    return x, (k, v, mass.mean(1), own_mass(q, rotated, lse, scale))
+
+
 def run_alone(
     model: Model,
     token_ids: Sequence[int],
     positions: np.ndarray | None = None,
     contexts: Sequence[tuple[Any, Any]] | None = None,
 ) -> Computed:
-    """The same of one request through `layer_step`: all of `token_ids`, or some positions over contexts [S, K, H] per
+    """The same of one request through `dense_layer`: all of `token_ids`, or some positions over contexts [S, K, H] per
     layer, keys rotated."""
     config, num_tokens = model.config, len(token_ids)
     where = np.arange(num_tokens) if positions is None else positions
@@ -244,16 +263,14 @@ def run_alone(
     q_slot = np.concatenate([where, np.full(ALONE - len(where), ALONE)]).astype(np.int32)
     x = embed_step(model.params, jnp.asarray(np.asarray(token_ids, np.int32)[q_pos]))
     every = jnp.arange(ALONE, dtype=jnp.int32)
-    settings = dict(config=config, num_segments=8, implementation=None, mesh=None)
     layers = []
     for number, layer in enumerate(model.params.layers):
         k, v = np.zeros((2, ALONE, config.num_kv_heads, config.head_dim), np.float32)
         if contexts is not None:
             k[:num_tokens], v[:num_tokens] = contexts[number]
         arguments = map(jnp.asarray, (k, v, q_pos, q_slot, every, every // SEGMENT))
-        out = layer_step(layer, x, *arguments, **settings)
-        x = out.x
-        layers.append(tuple(np.asarray(part)[: len(where)] for part in (out.k, out.v, out.mass, out.self_mass)))
+        x, rows = dense_layer(layer, x, *arguments, config=config, num_segments=8)
+        layers.append(tuple(np.asarray(part)[: len(where)] for part in rows))
     return Computed(np.asarray(logits_step(model.params, x, config=config))[: len(where)], layers)
 
 

@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
-from ccjax.engine.prefill import Prefiller
+from ccjax.engine.device_model import DeviceModel
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
-from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_reusing
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_plan, run_reusing
 from tests.oracles import llama_forward
 from tests.pallas_kernels.cases import KERNELS
 
@@ -33,10 +33,10 @@ def plan(*actions):
 def test_full_prefill_reuse_and_recompute_are_the_oracle(implementation):
     prompt = np.random.default_rng(0).integers(0, 97, sum(LENGTHS)).astype(np.int32)
     wanted, oracles = llama_forward(MODEL.weights, MODEL.raw, prompt)
-    prefiller = Prefiller(MODEL.loaded.params, MODEL.config, implementation=implementation)
+    model = DeviceModel(MODEL.loaded.params, MODEL.config, implementation=implementation)
 
-    full = prefiller.run(prompt, plan(None, None, None), collect=True)
-    np.testing.assert_allclose(prefiller.all_logits(full), wanted, atol=TOLERANCE)
+    full = run_plan(model, prompt, plan(None, None, None), collect=True)
+    np.testing.assert_allclose(full.last_logits, wanted, atol=TOLERANCE)
     for layer, oracle in zip(full.layers, oracles, strict=True):
         # Segment bounds are 0, 41, 61, 70: a token's mass lies on its own segment and those before it; what lies on the
         # first four tokens, the attention sink, counts nowhere.
@@ -49,12 +49,12 @@ def test_full_prefill_reuse_and_recompute_are_the_oracle(implementation):
     first = np.stack([np.stack([np.asarray(layer.k)[:41], np.asarray(layer.v)[:41]]) for layer in full.layers])
     stored = {"v0": first, "v1": np.full_like(first[:, :, :20], np.nan)}
     reuse = plan((), range(20), None)
-    merged = run_reusing(prefiller, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
-    np.testing.assert_allclose(prefiller.last_logits(merged), wanted[-1], atol=TOLERANCE)
+    merged = run_reusing(model, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
+    np.testing.assert_allclose(merged.last_logits[-1], wanted[-1], atol=TOLERANCE)
 
     stored["v0"] = np.roll(first, 1, axis=2)  # the mutant: one position off
-    wrong = run_reusing(prefiller, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
-    assert np.abs(prefiller.last_logits(wrong) - wanted[-1]).max() > 100 * TOLERANCE
+    wrong = run_reusing(model, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
+    assert np.abs(wrong.last_logits[-1] - wanted[-1]).max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

@@ -12,10 +12,8 @@ import httpx
 import pytest
 
 from ccjax.engine import Engine, Request, SamplingParams
-from ccjax.engine import prefill as prefill_module
 from ccjax.engine.batch import pack as pack_module
 from ccjax.models.llama3.paged_steps import paged_layer_step
-from ccjax.models.llama3.steps import layer_step
 from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.polling import wait_until
@@ -65,7 +63,7 @@ class Gate:
 
         def held(run):
             def step(*args, **kwargs):
-                if threading.current_thread().name in ("ccjax-idle", "ccjax-batch"):
+                if threading.current_thread().name == "ccjax-batch":
                     self.num_layers += 1
                     self.held.set()
                     assert self.open.wait(300)
@@ -73,7 +71,6 @@ class Gate:
 
             return step
 
-        monkeypatch.setattr(prefill_module, "layer_step", held(layer_step))
         monkeypatch.setattr(pack_module, "paged_layer_step", held(paged_layer_step))
 
 

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from ccjax.engine.batch.pages import RequestPages
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.plan_rows import padded_to
 from ccjax.engine.pool import DevicePool
-from ccjax.engine.prefill import Prefiller
 from ccjax.models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from ccjax.models.llama3.steps import embed_step, logits_step
 
@@ -18,7 +18,7 @@ from ccjax.models.llama3.steps import embed_step, logits_step
 class DecodeBatch:
     """Runs decode steps of one model over one pool."""
 
-    def __init__(self, model: Prefiller, pool: DevicePool) -> None:
+    def __init__(self, model: DeviceModel, pool: DevicePool) -> None:
         self._model = model
         self._pool = pool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from ccjax.engine.prefill import PrefillCancelledError
+from ccjax.engine.cancellation import PrefillCancelledError
 from ccjax.errors import ContextLengthError, DeadlineError, DeviceMemoryError
 from ccjax.policy.scheduling import NeverFitsError
 

@@ -4,7 +4,9 @@ on with."""
 from __future__ import annotations
 
 import collections
+from typing import Protocol
 
+import jax
 import numpy as np
 
 from ccjax.engine.batch.pages import RequestPages
@@ -17,10 +19,27 @@ from ccjax.engine.plan_rows import (
     segment_of_tokens,
     unfocused,
 )
-from ccjax.engine.prefill import Contexts
 from ccjax.policy.focus import FocusState, observe
 from ccjax.policy.hkvd import most_deviating
 from ccjax.types import PrefillPlan
+
+
+class Contexts(Protocol):
+    """Source of the reused variants' KV, merged layer by layer.
+
+    Attributes:
+      waited_s: seconds that `take` has waited so far.
+    """
+
+    waited_s: float
+
+    def is_ready(self, layer: int) -> bool:
+        """True when `take` of the layer would not wait."""
+        ...
+
+    def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """Keys before RoPE and values [S, K, H] of a layer, zeros elsewhere; called once for each, in order."""
+        ...
 
 
 class PrefillJob:

@@ -13,9 +13,8 @@ from ccjax.engine.batch.decode import DecodeBatch
 from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
 from ccjax.engine.batch.seating import Seating
 from ccjax.engine.batch.serving import Serving
-from ccjax.engine.cached_prefill import CachedPrefill
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.pool import DevicePool
-from ccjax.engine.prefill import Prefiller
 from ccjax.engine.rates import Rates
 from ccjax.engine.sampling import Drawn, draw
 from ccjax.engine.variants import VariantIndex
@@ -36,8 +35,7 @@ class BatchLoop(Seating):
 
     def __init__(
         self,
-        model: Prefiller,
-        prefill: CachedPrefill,
+        model: DeviceModel,
         variants: VariantIndex,
         store: TieredStore,
         pool: DevicePool,
@@ -56,7 +54,6 @@ class BatchLoop(Seating):
         """
         super().__init__(variants, store, pool, rates, settings, max_retries=max_retries, take_in_news=take_in_news)
         self._model = model
-        self._prefill = prefill
         self._with_mass = with_mass
         self._decoder = DecodeBatch(model, pool)
 
@@ -133,16 +130,16 @@ class BatchLoop(Seating):
         kept = []
         for serving, one in done:
             try:
-                kept.append((serving.admission, serving.note_prefill()))
+                kept.append((serving.siblings.keep, serving.admission, serving.note_prefill()))
                 self._share(serving)
             except Exception as error:
                 logger.exception("a request failed behind its prefill")
                 self._fail(serving, error)
             else:
                 self._take_in(serving, one)
-        for admission, prefilled in kept:  # once the first tokens are out
+        for keep, admission, prefilled in kept:  # once the first tokens are out
             if prefilled is not None:
-                self._prefill.keep(prefilled)
+                keep(prefilled)
             admission.release()
         self._end()
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from ccjax.engine.batch.job import PrefillJob
+from ccjax.engine.batch.job import Contexts, PrefillJob
+from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.plan_rows import LayerRows, padded_to, without_sink
 from ccjax.engine.pool import DevicePool
-from ccjax.engine.prefill import Contexts, Prefiller
 from ccjax.models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step, write_rows_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
 from ccjax.models.lockstep import fetch
@@ -60,7 +60,9 @@ class Pack:
       has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
     """
 
-    def __init__(self, model: Prefiller, pool: DevicePool, pieces: Sequence[Piece], *, with_mass: bool = True) -> None:
+    def __init__(
+        self, model: DeviceModel, pool: DevicePool, pieces: Sequence[Piece], *, with_mass: bool = True
+    ) -> None:
         """
         Args:
           with_mass: take the masses that capture and CacheCraft alg. 1 need, also while no job needs them: whether one

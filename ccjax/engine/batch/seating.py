@@ -15,8 +15,8 @@ from ccjax.engine.batch.pack import Pack
 from ccjax.engine.batch.room import Room
 from ccjax.engine.batch.serving import Serving
 from ccjax.engine.batch.siblings import SharedPrompt, Siblings
+from ccjax.engine.cancellation import PrefillCancelledError
 from ccjax.engine.pool import DevicePool
-from ccjax.engine.prefill import PrefillCancelledError
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError
 from ccjax.engine.variants import VariantIndex

@@ -97,6 +97,8 @@ class Siblings:
         new_admission: Callable[[], Admission],
         new_answer: Callable[[int], Answer],
         report: Callable[[Prefilled], ReuseReport],
+        keep: Callable[[Prefilled], None],
+        priority: int | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         """
@@ -105,12 +107,15 @@ class Siblings:
           emit: gets the deltas of all answers, the last of which has the response.
           new_answer: the answer of an index.
           report: of what a prefill reused.
+          keep: called on the loop's thread when the prefill is through and the first tokens are out, while what it
+            reused is pinned.
+          priority: None for that of the request.
           tracer: notes what happens, where the request asked for that.
         """
         self.num_answers = request.sampling.n
         self.num_begun = 0
         self.open: list[Serving] = []
-        self.priority = request.priority
+        self.priority = request.priority if priority is None else priority
         self.flow = request.flow
         self.arrived_s = time.perf_counter() - assemble_s
         self.deadline_s = None if request.timeout_s is None else self.arrived_s + request.timeout_s
@@ -127,6 +132,7 @@ class Siblings:
         self._assemble_s = assemble_s
         self._on_start = on_start
         self._report = report
+        self.keep = keep
         self.tracer = tracer
         self._ttft_s = self._total_s = 0.0
         self._choices: dict[int, Choice] = {}

@@ -1,0 +1,106 @@
+"""Prefills that no client waits for: requests of the lowest priority in the batch loop."""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from collections.abc import Callable
+
+from ccjax.engine.admission import Admission
+from ccjax.engine.answer import Answer
+from ccjax.engine.batch.failures import CancelledError
+from ccjax.engine.batch.loop import BatchLoop
+from ccjax.engine.batch.serving import Serving
+from ccjax.engine.batch.siblings import Siblings
+from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
+from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
+from ccjax.engine.prompts import Prompt
+from ccjax.engine.requests import MOST_PRIORITY, Delta, Request, Response, SamplingParams
+from ccjax.errors import OverloadError
+from ccjax.types import ReuseMode, ReuseReport
+
+PRIORITY = MOST_PRIORITY + 1
+"""Behind every request that a client can send."""
+
+_QUEUE_LOOK_S = 0.05
+
+
+class BackgroundPrefills:
+    """Runs prefills for warming, preparing, repair and shadow checks. Thread-safe; each call waits for its prefill, so
+    none may come from the batch loop's thread or while the loop is paused."""
+
+    def __init__(
+        self, loop: BatchLoop, prefill: CachedPrefill, report: Callable[[Prefilled, ReuseMode], ReuseReport]
+    ) -> None:
+        self._loop = loop
+        self._prefill = prefill
+        self._report = report
+
+    def run(
+        self,
+        prompt: Prompt,
+        mode: ReuseMode,
+        keep: Callable[[Prefilled], None] = lambda _: None,
+        *,
+        num_logits: int = 0,
+        is_cancelled: IsCancelled | None = None,
+    ) -> Response:
+        """Prefills a prompt.
+
+        Args:
+          keep: called on the batch loop's thread when the prefill is through, while what it reused is pinned.
+          num_logits: `Response.prompt_logits` is to have the logits of the last so many tokens.
+          is_cancelled: asked between layers, and while the queue is full.
+
+        Raises:
+          PrefillCancelledError: `is_cancelled` returned True; `keep` was not called.
+          RuntimeError: the engine is closed.
+          Exception: whatever `keep` raised, or made the prefill fail.
+        """
+        asked = is_cancelled or (lambda: False)
+        sampling = SamplingParams(max_new_tokens=1, prompt_logits=num_logits)
+        events: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
+        failures: list[Exception] = []
+
+        def kept(prefilled: Prefilled) -> None:
+            try:
+                keep(prefilled)
+            except Exception as error:  # for the caller; the loop goes on
+                failures.append(error)
+
+        answers = Siblings(
+            Request(segments=(), sampling=sampling, reuse=mode),
+            prompt,
+            assemble_s=0.0,
+            emit=events.put,
+            on_start=lambda: None,
+            is_cancelled=asked,
+            new_admission=lambda: Admission(self._prefill, prompt, mode, is_cancelled=asked),
+            new_answer=lambda index: Answer(sampling, None, frozenset(), (), index=index),
+            report=lambda prefilled: self._report(prefilled, mode),
+            keep=kept,
+            priority=PRIORITY,
+        )
+        self._submit(Serving(uuid.uuid4().hex, answers, seed=0), asked)
+        while True:
+            event = events.get()
+            if isinstance(event, CancelledError):
+                raise PrefillCancelledError
+            if isinstance(event, Exception):
+                raise event
+            if event.response is not None:
+                break
+        if failures:
+            raise failures[0]
+        return event.response
+
+    def _submit(self, serving: Serving, is_cancelled: IsCancelled) -> None:
+        while True:
+            if is_cancelled():
+                raise PrefillCancelledError
+            try:
+                self._loop.submit(serving)
+                return
+            except OverloadError:
+                time.sleep(_QUEUE_LOOK_S)
