@@ -9,7 +9,7 @@ import time
 
 from ccjax.config import EngineConfig
 from ccjax.engine.ahead import Ahead, needed
-from ccjax.engine.batch.doors import Doors
+from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.cached_prefill import CachedPrefill
 from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.document_cache import DocumentCache
@@ -57,7 +57,7 @@ class AheadCalls:
     _variants: VariantIndex
     _prefill: CachedPrefill
     _documents: DocumentCache
-    _loop: Doors
+    _loop: BatchLoop
     order_counts = OrderCounts()
     _looked_at: frozenset[str] = frozenset()
 
@@ -71,12 +71,12 @@ class AheadCalls:
         if orders is None or after_s is None:
             return 0
         now_s, num_placed = time.perf_counter(), 0
-        late = [one for one in self._loop.in_line() if now_s - one.siblings.arrived_s >= after_s]
+        late = [one for one in self._loop.waiting() if now_s - one.group.arrived_s >= after_s]
         new = [one for one in late if one.request_id not in self._looked_at]
         self._looked_at = frozenset(one.request_id for one in late)
-        for serving in sorted(new, key=lambda one: one.siblings.arrived_s):
+        for sequence in sorted(new, key=lambda one: one.group.arrived_s):
             try:
-                way = serving.admission
+                way = sequence.admission
                 ahead = needed(self._prefill, self._variants, way.prompt, way.mode, way.settings)
                 if ahead is not None:
                     num_placed += orders.place(ahead.key, ahead.encode(), ORDER_S)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from ccjax.engine.admission import Admission
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.failures import CancelledError
+from ccjax.engine.batch.group import SequenceGroup
 from ccjax.engine.batch.loop import BatchLoop
-from ccjax.engine.batch.serving import Serving
-from ccjax.engine.batch.siblings import Siblings
+from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.engine.prompts import Prompt
@@ -69,7 +69,7 @@ class BackgroundPrefills:
             except Exception as error:  # for the caller; the loop goes on
                 failures.append(error)
 
-        answers = Siblings(
+        answers = SequenceGroup(
             Request(segments=(), sampling=sampling, reuse=mode),
             prompt,
             assemble_s=0.0,
@@ -82,7 +82,7 @@ class BackgroundPrefills:
             keep=kept,
             priority=PRIORITY,
         )
-        self._submit(Serving(uuid.uuid4().hex, answers, seed=0), asked)
+        self._submit(TokenSequence(uuid.uuid4().hex, answers, seed=0), asked)
         while True:
             event = events.get()
             if isinstance(event, CancelledError):
@@ -95,12 +95,12 @@ class BackgroundPrefills:
             raise failures[0]
         return event.response
 
-    def _submit(self, serving: Serving, is_cancelled: IsCancelled) -> None:
+    def _submit(self, sequence: TokenSequence, is_cancelled: IsCancelled) -> None:
         while True:
             if is_cancelled():
                 raise PrefillCancelledError
             try:
-                self._loop.submit(serving)
+                self._loop.submit(sequence)
                 return
             except OverloadError:
                 time.sleep(_QUEUE_LOOK_S)

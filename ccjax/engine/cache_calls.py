@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from ccjax.config import EngineConfig
-from ccjax.engine.batch.doors import BatchCounts, Doors
+from ccjax.engine.batch.loop import BatchCounts, BatchLoop
 from ccjax.engine.budgets import file_system_used
 from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.costs import MeasuredCosts
@@ -37,7 +37,7 @@ class CacheCalls:
     _maintenance: Maintenance
     _shadow: ShadowChecks
     _cache: ChunkCache
-    _loop: Doors
+    _loop: BatchLoop
 
     def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
         raise NotImplementedError

@@ -24,9 +24,9 @@ from ccjax.engine.ahead_calls import AheadCalls
 from ccjax.engine.answer import Answer
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.batch.failures import CancelledError
+from ccjax.engine.batch.group import Emit, SequenceGroup
 from ccjax.engine.batch.loop import BatchLoop
-from ccjax.engine.batch.serving import Serving
-from ccjax.engine.batch.siblings import Emit, Siblings
+from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.budgets import check_budgets, host_cache_bytes, pool_bytes
 from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
@@ -155,7 +155,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS, self._sizes.context_tokens),
             max_retries=config.max_retries,
             with_mass=self._sizes.with_mass,
-            take_in_news=lambda: self._following.take_in(),
+            apply_changes=lambda: self._following.take_in(),
         )
         self._background = background = BackgroundPrefills(
             self._loop,
@@ -348,7 +348,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
         tracer = None
         if request.trace:
             tracer = Tracer(self.model_config.num_layers, self._variants.peek, self._costs.full_prefill_s)
-        siblings = Siblings(
+        group = SequenceGroup(
             request,
             prompt,
             assemble_s=assemble_s,
@@ -370,8 +370,8 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             tracer=tracer,
         )
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        serving = Serving(uuid.uuid4().hex, siblings, seed=seed)
-        self._loop.submit(serving)
+        sequence = TokenSequence(uuid.uuid4().hex, group, seed=seed)
+        self._loop.submit(sequence)
 
         def cancel() -> None:
             is_given_up.set()

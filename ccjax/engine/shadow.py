@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from ccjax.engine.background import BackgroundPrefills
-from ccjax.engine.batch.siblings import Emit
+from ccjax.engine.batch.group import Emit
 from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.engine.divergence import kl_divergence
 from ccjax.engine.prompts import Prompt

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ccjax.engine.batch.siblings import Emit
+from ccjax.engine.batch.group import Emit
 from ccjax.engine.requests import Delta, Request
 from ccjax.errors import DeadlineError, OverloadError, RequestError
 from ccjax.policy.speculation import Speculation
@@ -66,7 +66,7 @@ class SpeculativeAnswer:
     order, only the rest is left to compute.
 
     Attributes:
-      num_begun: answers that were begun before the search was through.
+      num_started: answers that were begun before the search was through.
       was_right: the last of them was from the passages that `start` was given; None before that.
     """
 
@@ -91,7 +91,7 @@ class SpeculativeAnswer:
         self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
         self._is_closed = False
-        self.num_begun = 0
+        self.num_started = 0
         self.was_right: bool | None = None
 
     def offer(self, documents: Sequence[Document]) -> None:
@@ -108,7 +108,7 @@ class SpeculativeAnswer:
             except (RequestError, OverloadError, DeadlineError):  # the final passages may fit, and find a place
                 self._policy.refused()
                 return
-            self.num_begun += 1
+            self.num_started += 1
             with self._lock:
                 self._attempt = attempt
             if self._is_closed:  # meanwhile: nobody else will end it

@@ -17,7 +17,7 @@ import faiss
 import numpy as np
 
 from ccjax.engine import Engine
-from ccjax.engine.batch.siblings import Emit
+from ccjax.engine.batch.group import Emit
 from ccjax.engine.requests import Delta, Request
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.evaluation.scores import mean_interval, ratio_interval
@@ -43,7 +43,7 @@ class Searched:
       exposed_s: the part of it that did not overlap with an answer from the final passages.
       known_s: from its start until the final passages were first found and stayed; nobody knows that then.
       is_early: they were known before the last stage.
-      num_begun: answers that were begun before the search was through. was_right: the last of them was the one.
+      num_started: answers that were begun before the search was through. was_right: the last of them was the one.
       ttft_s: from the start of the search to the first token.
     """
 
@@ -51,7 +51,7 @@ class Searched:
     exposed_s: float
     known_s: float
     is_early: bool
-    num_begun: int
+    num_started: int
     was_right: bool
     ttft_s: float
 
@@ -165,7 +165,7 @@ def search(engine: Engine, corpus: Corpus, text: str, vector: np.ndarray, option
         exposed_s=exposed_until(begun_s, ended_s, was_right=bool(answer.was_right)) - started_s,
         known_s=known_s - started_s,
         is_early=is_early,
-        num_begun=answer.num_begun,
+        num_started=answer.num_started,
         was_right=bool(answer.was_right),
         ttft_s=first_s - started_s,
     )
@@ -198,7 +198,7 @@ def figures(off: Sequence[Searched], on: Sequence[Searched]) -> dict[str, Any]:
         "known_ms": _mean([1e3 * one.known_s for one in on]),
         "known_early_share": _mean([one.is_early for one in on]),
         "right_share": _mean([one.was_right for one in on]),
-        "wrong_per_request": _mean([one.num_begun - one.was_right for one in on]),
+        "wrong_per_request": _mean([one.num_started - one.was_right for one in on]),
         "ttft_ms": {name: dataclasses.asdict(mean_interval(values)) for name, values in ttft.items()},
         "ttft_gain": None if ttft_gain is None else dataclasses.asdict(ttft_gain),
     }

@@ -49,7 +49,7 @@ def in_line(engine, *requests):
     with ThreadPoolExecutor() as pool:
         with engine._exclusive():
             futures = [pool.submit(engine.run, one) for one in requests]
-            wait_until(lambda: len(engine._loop.in_line()) == len(requests), timeout_s=120)
+            wait_until(lambda: len(engine._loop.waiting()) == len(requests), timeout_s=120)
             yield futures
 
 
@@ -117,8 +117,8 @@ def test_nothing_is_ordered_twice_or_that_is_there(engines):
 def test_who_did_not_wait_long_enough_orders_nothing(tmp_path, monkeypatch):
     shared = {"store": f"file://{tmp_path}/store", "store_index": f"sqlite://{tmp_path}/index.db"}
     with MODEL.engine(**shared, order_after_s=3600.0) as replica, in_line(replica, request(SEGMENTS)):
-        (waiting,) = replica._loop.in_line()
-        clock = [waiting.siblings.arrived_s + 3599.0]
+        (waiting,) = replica._loop.waiting()
+        clock = [waiting.group.arrived_s + 3599.0]
         monkeypatch.setattr(ahead_calls, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         assert replica.order_ahead() == 0
         clock[0] += 2.0

@@ -10,9 +10,9 @@ import pytest
 
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.batch import loop as loop_module
+from ccjax.engine.batch.available_pages import AvailablePages
 from ccjax.engine.batch.failures import CancelledError
-from ccjax.engine.batch.room import Room
-from ccjax.engine.batch.serving import Serving
+from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.pool import PAGE_TOKENS, num_pages
 from ccjax.engine.sampling import seed_of
 from ccjax.engine.snapshot.cache import kv_spec_of
@@ -161,7 +161,7 @@ class Prompt:
 
 
 class Cache:
-    """A pool and a cache of chunks in it, for `Room`: pages are counted, and of 10 bytes each."""
+    """A pool and a cache of chunks in it, for `AvailablePages`: pages are counted, and of 10 bytes each."""
 
     page_bytes, memory_tiers = 10, ("device",)
 
@@ -176,13 +176,13 @@ class Cache:
             self.num_free, self.evictable = self.num_free + 1, self.evictable - 1
 
 
-def room_with(free, evictable, prompts):
+def pages_with(free, evictable, prompts):
     """Prompts are (pages, whether an admitted answer reads it)."""
     cache = Cache(free, evictable)
-    room = Room(cache, cache, cache)
-    for pages, is_read in prompts:
-        room.shared.append(SimpleNamespace(prompt=Prompt(cache, pages), is_parked=not is_read))
-    return cache, room
+    pages = AvailablePages(cache, cache, cache)
+    for count, is_read in prompts:
+        pages.shared.append(SimpleNamespace(prompt=Prompt(cache, count), is_unread=not is_read))
+    return cache, pages
 
 
 @pytest.mark.parametrize(
@@ -197,14 +197,14 @@ def room_with(free, evictable, prompts):
     ],
 )
 def test_prompts_that_nobody_reads_go_after_cached_chunks_and_oldest_first(wanted, dropped, free, evictable):
-    cache, room = room_with(2, 3, [(4, False), (5, True), (7, False)])
-    parked = [one.prompt.num_pages for one in room.shared if one.is_parked]
-    assert room.num_pages == 2 + 3 + sum(parked)
-    gone = room.make(wanted)
+    cache, pages = pages_with(2, 3, [(4, False), (5, True), (7, False)])
+    unread = [one.prompt.num_pages for one in pages.shared if one.is_unread]
+    assert pages.num_pages == 2 + 3 + sum(unread)
+    gone = pages.reclaim(wanted)
     assert [prompt.num_pages for _, prompt in gone] == dropped
-    assert all(siblings.prompt is None and siblings not in room.shared for siblings, _ in gone)
+    assert all(group.prompt is None and group not in pages.shared for group, _ in gone)
     assert (cache.num_free, cache.evictable) == (free, evictable)
-    assert room.num_pages == 2 + 3 + sum(parked)
+    assert pages.num_pages == 2 + 3 + sum(unread)
 
 
 def test_answers_of_one_token_each(computed):
@@ -270,18 +270,18 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
         requests = [ask(one, n=3, tokens=70, seed=number, temperature=1.0) for number, one in enumerate(asked)]
         wanted = [alone(engine, request) for request in requests]
         preempted = []
-        preempt = engine._loop._preempt
+        preempt = engine._loop._sequences._preempt
 
-        def noted(serving: Serving):
-            siblings = serving.siblings
-            preempt(serving)
-            if siblings.prompt is not None:
-                record = engine._loop._scheduler._record(serving.request_id)
-                assert (record.work.prefill_tokens, record.own_pages) == (1, serving.num_own_pages)
-            others = sum(one.is_decoding for one in siblings.open)
-            preempted.append((serving.request_id, others, siblings.prompt is not None))
+        def noted(sequence: TokenSequence):
+            group = sequence.group
+            preempt(sequence)
+            if group.prompt is not None:
+                record = engine._loop._scheduler._scheduler._record(sequence.request_id)
+                assert (record.work.prefill_tokens, record.own_pages) == (1, sequence.num_own_pages)
+            others = sum(one.is_decoding for one in group.open)
+            preempted.append((sequence.request_id, others, group.prompt is not None))
 
-        monkeypatch.setattr(engine._loop, "_preempt", noted)
+        monkeypatch.setattr(engine._loop._sequences, "_preempt", noted)
         held = engine._pool.allocate([(LEAST - 41) * PAGE_TOKENS])  # three first answers need 3 x (11 + 4)
         clients = [Client(engine, request) for request in requests]
         for client, answers in zip(clients, wanted, strict=True):
@@ -290,7 +290,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
         assert any(name.endswith("/0") for name, *_ in preempted)
         settled(engine)
         del held
-        assert engine._pool.num_free == LEAST and not engine._loop._room.shared
+        assert engine._pool.num_free == LEAST and not engine._loop._sequences.pages.shared
 
 
 def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monkeypatch, computed):
@@ -301,28 +301,28 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
         request = ask(segments, n=4, tokens=30, seed=1, temperature=1.0)
         wanted = alone(engine, request)
         dropped = []
-        drop = engine._loop._room.drop
+        drop = engine._loop._sequences.pages.drop
 
-        def noted(siblings):
-            dropped.append(len(siblings.open))
-            return drop(siblings)
+        def noted(group):
+            dropped.append(len(group.open))
+            return drop(group)
 
-        monkeypatch.setattr(engine._loop._room, "drop", noted)
+        monkeypatch.setattr(engine._loop._sequences.pages, "drop", noted)
         starved = []
         decode = engine._loop._decode
 
         def starve():
             """In the middle of the answers: all that is free is taken, and both of those that run are preempted."""
             if not starved and len(client.deltas) > 20:
-                loop = engine._loop
-                for serving in [one for one in loop._servings.values() if one.is_decoding]:
-                    loop._scheduler._preempt(loop._scheduler._record(serving.request_id))
-                    loop._preempt(serving)
+                scheduler, sequences = engine._loop._scheduler._scheduler, engine._loop._sequences
+                for sequence in [one for one in sequences.all() if one.is_decoding]:
+                    scheduler._preempt(scheduler._record(sequence.request_id))
+                    sequences._preempt(sequence)
                 held = engine._pool.allocate([PAGE_TOKENS] * engine._pool.num_free)
-                loop._make_room(1)
+                sequences.reclaim(1)
                 starved.append(engine._pool.num_free)
-                for name in loop._servings:  # in line with all of the prompt to compute
-                    assert loop._scheduler._record(name).work.prefill_tokens == sum(map(len, segments))
+                for sequence in sequences.all():  # they wait with all of the prompt to compute
+                    assert scheduler._record(sequence.request_id).work.prefill_tokens == sum(map(len, segments))
                 del held
             return decode()
 
@@ -348,7 +348,7 @@ def test_cancelling_ends_all_answers_once_and_frees_all_pages(num_deltas):
         with pytest.raises(CancelledError):
             client.response()
         settled(engine)
-        assert engine._pool.num_free == engine._pool.num_pages and not engine._loop._room.shared
+        assert engine._pool.num_free == engine._pool.num_pages and not engine._loop._sequences.pages.shared
         count = len(client.deltas)
         engine.run(ask(segments, n=2))
         assert len(client.deltas) == count and all(delta.response is None for delta in client.deltas)

@@ -12,7 +12,7 @@ import pytest
 from ccjax.engine import EngineConfig
 from ccjax.engine.batch import decode as decode_module
 from ccjax.engine.batch import pack as pack_module
-from ccjax.engine.batch import serving as serving_module
+from ccjax.engine.batch import sequence as sequence_module
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError, DeviceMemoryError
@@ -91,12 +91,12 @@ def jobs(monkeypatch):
     """All prefills that begin from now on."""
     begun = []
 
-    class Noted(serving_module.PrefillJob):
+    class Noted(sequence_module.PrefillJob):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             begun.append(self)
 
-    monkeypatch.setattr(serving_module, "PrefillJob", Noted)
+    monkeypatch.setattr(sequence_module, "PrefillJob", Noted)
     return begun
 
 
@@ -432,7 +432,7 @@ def test_answers_that_share_a_prompt_share_it_again(engine, monkeypatch):
     got = engine.run(request)
     assert step.left <= 0
     assert [one.token_ids for one in got.choices] == [one.token_ids for one in wanted.choices]
-    assert not engine._loop._room.shared
+    assert not engine._loop._sequences.pages.shared
     check_pages(engine)
 
 
@@ -461,9 +461,9 @@ def test_requests_wait_for_whoever_still_reads_what_is_lost(engine, monkeypatch)
     before = engine.batch_counts.retries
     ticket = engine._store.prepare_load(engine._store.ids(DEVICE))
     assert DEVICE in ticket.tiers.values()
-    looks, look = [], engine._loop._look_later
-    monkeypatch.setattr(engine._loop, "_look_later", lambda: looks.append(look()))
-    monkeypatch.setattr("ccjax.engine.batch.seating._RENEW_S", 3600.0)
+    looks, look = [], engine._loop._wait_briefly
+    monkeypatch.setattr(engine._loop, "_wait_briefly", lambda: looks.append(look()))
+    monkeypatch.setattr("ccjax.engine.batch.sequences._RENEW_S", 3600.0)
     lose(engine._pool)
     client = Client(engine, ask(SEGMENTS, "exact"))
     wait_until(lambda: engine.batch_counts.retries == before + 1, timeout_s=120)
@@ -477,7 +477,7 @@ def test_requests_wait_for_whoever_still_reads_what_is_lost(engine, monkeypatch)
 
 def test_requests_are_told_when_there_are_no_pages_for_long(engine, monkeypatch):
     wanted = engine.run(ask(SEGMENTS, "exact"))
-    monkeypatch.setattr("ccjax.engine.batch.seating._RENEW_S", 0.1)
+    monkeypatch.setattr("ccjax.engine.batch.sequences._RENEW_S", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(DevicePool, "_empty_layers", out_of_memory)
         lose(engine._pool)

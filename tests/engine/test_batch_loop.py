@@ -97,7 +97,7 @@ def settled(engine):
     """Waits until nothing runs; what is left then was leaked."""
     with engine._exclusive():
         pass
-    wait_until(lambda: not engine._loop._servings, timeout_s=120)
+    wait_until(lambda: not len(engine._loop._sequences), timeout_s=120)
     with engine._exclusive():
         assert engine.batch_counts.running == engine.batch_counts.waiting == 0
         assert not engine._store._pins
@@ -261,8 +261,8 @@ def test_when_pages_run_out_requests_are_preempted_and_answer_all_the_same():
     least = 512 // PAGE_TOKENS + 64
     with MODEL.engine(max_model_len=512, device_cache_bytes=least * PAGE, max_num_seqs=8) as engine:
         preempted = []
-        preempt = engine._loop._preempt
-        engine._loop._preempt = lambda serving: preempted.append(serving.request_id) or preempt(serving)
+        sequences, preempt = engine._loop._sequences, engine._loop._sequences._preempt
+        sequences._preempt = lambda sequence: preempted.append(sequence.request_id) or preempt(sequence)
         filled(engine, asked, 0)
         wanted = [engine.run(ask(one, "off", tokens=80)) for one in asked]
         assert not preempted
@@ -313,7 +313,7 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind():
             check(client.response(), alone)
         settled(engine)
         assert engine.batch_counts.free_pages == free
-        scheduler = engine._loop._scheduler
+        scheduler = engine._loop._scheduler._scheduler
         assert not scheduler._places.num_taken and not scheduler._records and not scheduler._queue._lines
         assert scheduler._deadlines.least() is None
     assert all(client.done.is_set() for client in gone)

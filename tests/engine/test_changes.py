@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.engine import changes as changes_module
-from ccjax.engine.batch.serving import Serving
+from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.changes import Changes
 from ccjax.engine.requests import Delta, Request, SamplingParams
 from ccjax.types import ChunkId
@@ -47,15 +47,15 @@ def test_requests_in_line_are_planned_again_for_changes_of_their_own_chunks_only
     model = TinyModel(seed=5)
     own, others = (draw_segments(np.random.default_rng(seed), (24, 20)) for seed in (1, 2))
     planned: list[str] = []
-    plan = Serving.plan
+    plan = TokenSequence.plan
 
-    def counted(serving: Serving, at: int) -> None:
-        planned.append(serving.request_id)
-        plan(serving, at)
+    def counted(sequence: TokenSequence, at: int) -> None:
+        planned.append(sequence.request_id)
+        plan(sequence, at)
 
     with model.engine(max_num_seqs=1, reorder_window=8) as engine:
         engine.generate_from_tokens(own, max_new_tokens=1)
-        monkeypatch.setattr(Serving, "plan", counted)
+        monkeypatch.setattr(TokenSequence, "plan", counted)
         ended = [threading.Event() for _ in range(5)]
         with engine._loop.paused() as is_paused:
             assert is_paused

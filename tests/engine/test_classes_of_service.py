@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import time
 import types
@@ -11,8 +12,8 @@ import pytest
 
 from ccjax.engine import EngineConfig, Request
 from ccjax.engine.batch import loop as loop_module
-from ccjax.engine.batch import seating as seating_module
-from ccjax.engine.batch.line import SharedScheduler, likely_order
+from ccjax.engine.batch import sequences as sequences_module
+from ccjax.engine.batch.locked_scheduler import LockedScheduler, planning_order
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.requests import LONGEST_FLOW, MOST_PRIORITY
 from ccjax.engine.snapshot.cache import kv_spec_of
@@ -50,7 +51,7 @@ def engine(shared_engine):
     settled(shared_engine)
     after = shared_engine.batch_counts
     assert after.free_pages == before.free_pages
-    places = shared_engine._loop._scheduler._places
+    places = shared_engine._loop._scheduler._scheduler._places
     assert places.num_taken == places.num_tokens == 0 and not places._by_flow
 
 
@@ -133,8 +134,8 @@ def test_a_bad_limit_is_named(field, value):
         EngineConfig(**{field: value})
 
 
-def test_every_verb_of_the_scheduler_holds_the_lock():
-    holds = []
+def test_every_method_of_the_scheduler_holds_the_lock():
+    holds, seen = [], {}
 
     class Lock:
         def __enter__(self):
@@ -143,20 +144,27 @@ def test_every_verb_of_the_scheduler_holds_the_lock():
         def __exit__(self, *_):
             holds.pop()
 
-    verbs = [name for name, verb in vars(Scheduler).items() if callable(verb) and not name.startswith("_")]
-    assert {"add", "remove", "expire", "next_pack", "next_decode", "retry_after_s", "check_place"} <= set(verbs)
-    scheduler = SharedScheduler(SchedulerSettings(num_pages=8), Lock())
-    seen = {}
+    class Recorder:
+        def __getattr__(self, name):
+            seen[name] = bool(holds)
+            return lambda *_, **__: seen.update({name: bool(holds)})
 
-    class Places:
-        def check(self, flow):
-            seen[flow] = bool(holds)
+        def __contains__(self, _):
+            seen["__contains__"] = bool(holds)
+            return True
 
-    scheduler._places = Places()
-    scheduler.check_place("a")
-    assert seen == {"a": True} and not holds
-    for name in verbs:
-        assert vars(SharedScheduler)[name] is not vars(Scheduler)[name], name
+    public = {name for name in vars(Scheduler) if not name.startswith("_")} | {"__contains__"}
+    assert {"add", "remove", "expire", "next_pack", "next_decode", "retry_after_s", "num_waiting"} <= public
+    scheduler = LockedScheduler(SchedulerSettings(num_pages=8), Lock())
+    scheduler._scheduler = Recorder()
+    for name in public:
+        member = inspect.getattr_static(LockedScheduler, name)  # it has them all
+        if isinstance(member, property):
+            getattr(scheduler, name)
+        else:
+            needed = [one for one in inspect.signature(member).parameters.values() if one.default is one.empty]
+            getattr(scheduler, name)(*([None] * (len(needed) - 1)))
+    assert seen == dict.fromkeys(public, True) and not holds
 
 
 def test_the_more_important_start_first_and_equals_as_they_came(engine):
@@ -174,10 +182,10 @@ def test_who_asks_a_lot_does_not_keep_others_waiting(engine):
 def test_those_likely_next_are_planned_first():
     class One:
         def __init__(self, flow, priority):
-            self.siblings = types.SimpleNamespace(flow=flow, priority=priority)
+            self.group = types.SimpleNamespace(flow=flow, priority=priority)
 
     line = [One("a", 0), One("a", 0), One("a", 0), One("b", 0), One("c", -1), One("a", -1)]
-    assert likely_order(line) == [line[number] for number in (4, 5, 0, 3, 1, 2)]
+    assert planning_order(line) == [line[number] for number in (4, 5, 0, 3, 1, 2)]
 
 
 def test_an_urgent_request_takes_the_seat_and_both_get_their_answers(engine):
@@ -221,7 +229,8 @@ class Clock:
     def __init__(self, monkeypatch):
         self.ahead_s = 0.0
         now = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + self.ahead_s)
-        monkeypatch.setattr(seating_module, "time", now)
+        for module in (loop_module, sequences_module):
+            monkeypatch.setattr(module, "time", now)
 
 
 def test_a_deadline_ends_an_answer_and_frees_its_pages_at_once(engine, monkeypatch):
@@ -322,5 +331,5 @@ def test_more_are_planned_than_the_usual_few_where_more_wait_than_find_a_seat():
     requests = [ask(draw_segments(np.random.default_rng(seed), [20]), "exact", tokens=1) for seed in range(40, 51)]
     with MODEL.engine(max_model_len=512, max_num_seqs=1) as engine:
         engine.run(requests[-1])
-        assert seating_module._PLANNED_AHEAD < len(requests)
+        assert sequences_module._PLANNED_AHEAD < len(requests)
         assert started(engine, requests)[0] == len(requests) - 1

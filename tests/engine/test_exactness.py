@@ -263,6 +263,6 @@ def run(engine: Engine, wave: Sequence[Asked], reuse: str, seen: collections.Cou
                 seen[f"from {document.tier}"] += 1
         if answer.search is not None:
             seen["right"] += answer.search.was_right is True
-            seen["wrong"] += answer.search.num_begun - (answer.search.was_right is True)
+            seen["wrong"] += answer.search.num_started - (answer.search.was_right is True)
     late = [number for number in started if answers[number].search is None]  # who was not begun before the line was
     seen["reordered"] += late != sorted(late)

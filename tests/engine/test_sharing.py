@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine import EngineConfig, admission, contexts, sharing
-from ccjax.engine.batch import loop, seating, siblings
+from ccjax.engine.batch import group, loop, sequences
 from ccjax.engine.cancellation import PrefillCancelledError
 from ccjax.engine.sharing import SharedPrefill
 from ccjax.errors import ConfigError
@@ -181,7 +181,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loop, seating, siblings, admission, contexts):
+    for module in (loop, sequences, group, admission, contexts):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(sharing, "time", SimpleNamespace(perf_counter=clock.look))
     return clock

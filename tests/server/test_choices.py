@@ -134,5 +134,5 @@ def test_a_client_that_hangs_up_ends_all_choices(server: Server) -> None:
     asyncio.run(ask())
     with server.engine._exclusive():
         pass
-    wait_until(lambda: not server.engine._loop._servings, timeout_s=60)
-    assert not server.engine._loop._room.shared
+    wait_until(lambda: not len(server.engine._loop._sequences), timeout_s=60)
+    assert not server.engine._loop._sequences.pages.shared

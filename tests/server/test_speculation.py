@@ -212,7 +212,7 @@ def test_pieces_are_held_back_until_the_passages_are_known_to_be_right() -> None
     one.offer(DOCUMENTS)
     submit.on_starts[0]()
     submit.emits[0](first := Delta("x", (1,)))
-    assert got == [] and one.num_begun == 1
+    assert got == [] and one.num_started == 1
     final = request_of([Document("a", score=0.75), DOCUMENTS[1]])  # scores are no part of the prompt
     cancel = one.start(final, got.append, on_start=lambda: starts.append(1))
     assert got == [first] and starts == [1] and one.was_right
@@ -242,7 +242,7 @@ def test_what_the_engine_refuses_is_tried_again_and_fails_only_in_the_end(error)
     one = begun(submit)
     one.offer(DOCUMENTS)
     one.offer(DOCUMENTS)
-    assert len(submit.asked) == 2 and one.num_begun == 0
+    assert len(submit.asked) == 2 and one.num_started == 0
     with pytest.raises(type(error)):
         one.start(request_of(DOCUMENTS), lambda event: None, on_start=lambda: None)
 

@@ -1,36 +1,66 @@
-"""The thread that runs all requests of an engine: carries out what `ccjax.policy.scheduling` decides, step by step."""
+"""The thread that runs all requests of an engine, step by step.
+
+How data flows: a request's prompt is planned (`Admission`: which chunks are reused, which tokens computed), and its
+`TokenSequence` waits in the queue until the scheduler (`ccjax.policy.scheduling`) admits it; it then draws pages of the
+pool and starts to load. A `Pack` of pieces of several prompts runs through the layers, with decode steps between them;
+the last piece of a prompt gives logits, from which the first token is drawn. A decode step gives one more token to each
+sequence that has its first. Tokens go to whoever asked; computed chunks are stored once the first tokens are out.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 
 from ccjax.engine.batch.decode import DecodeBatch
+from ccjax.engine.batch.failures import as_request_error
+from ccjax.engine.batch.locked_scheduler import LockedScheduler
 from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
-from ccjax.engine.batch.seating import Seating
-from ccjax.engine.batch.serving import Serving
+from ccjax.engine.batch.sequence import TokenSequence
+from ccjax.engine.batch.sequences import Sequences
 from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.pool import DevicePool
 from ccjax.engine.rates import Rates
 from ccjax.engine.sampling import Drawn, draw
 from ccjax.engine.variants import VariantIndex
-from ccjax.policy.scheduling import SchedulerSettings
+from ccjax.errors import OverloadError
+from ccjax.policy.scheduling import Costs, LineFullError, NeverFitsError, SchedulerSettings
 from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
+_UNMEASURED_S_PER_TOKEN = 1e-3
 _LOOK_S = 0.002
+_PAUSED_LOOK_S = 0.05
+"""How often cancelled requests are looked for while another thread has paused the loop."""
 
 
-class BatchLoop(Seating):
-    """Runs requests until `close`; what is public may be called from any thread.
+@dataclasses.dataclass(frozen=True)
+class BatchCounts:
+    """How a loop stands: requests that run and that wait, prompt tokens that are to be computed for them, preemptions
+    and retries behind failed steps so far, pages of the pool."""
 
-    The thread that is let in by `paused` may use everything that the loop uses: between two steps of the loop, when no
-    prefill is under way; answers may be.
+    running: int
+    waiting: int
+    unserved_tokens: int
+    preemptions: int
+    retries: int
+    free_pages: int
+    num_pages: int
+
+
+class BatchLoop:
+    """Runs requests until `close`. What is public may be called from any thread.
+
+    `_changed` guards what several threads use: the scheduler, `_new` and the pauses. `_sequences` belong to the loop's
+    thread; what `submit` queued waits in `_new` for it.
     """
 
     def __init__(
@@ -44,119 +74,260 @@ class BatchLoop(Seating):
         *,
         max_retries: int,
         with_mass: bool = True,
-        take_in_news: Callable[[], None] = lambda: None,
+        apply_changes: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
-          max_retries: how often an answer is tried again whose step failed.
+          max_retries: how often a sequence is tried again whose step failed.
           with_mass: of `Pack`.
-          take_in_news: see `Seating`.
+          apply_changes: of `Sequences`.
         """
-        super().__init__(variants, store, pool, rates, settings, max_retries=max_retries, take_in_news=take_in_news)
         self._model = model
+        self._pool = pool
+        self._rates = rates
         self._with_mass = with_mass
+        self._changed = threading.Condition()
+        self._scheduler = LockedScheduler(settings, self._changed)
+        self._sequences = Sequences(
+            self._scheduler, variants, store, pool, max_retries=max_retries, apply_changes=apply_changes
+        )
         self._decoder = DecodeBatch(model, pool)
+        self._decode_step_s = 0.0
+        self._new: collections.deque[TokenSequence] = collections.deque()
+        self._num_pausing = 0
+        self._is_paused = False
+        self._is_standing = True
+        self._closed = False
+        self._thread: threading.Thread | None = None
 
-    def _work(self) -> None:
-        """One pack with the decode steps between its layers, or one decode step; and one for each who decodes alone."""
-        self._attend()
-        alone = self._scheduler.decoding_alone
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> BatchCounts:
+        """Who runs (in prefill or decoding) and waits (preempted ones among them), and what they need."""
+        scheduler, sequences, pool = self._scheduler, self._sequences, self._pool
+        return BatchCounts(
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.unserved_tokens(),
+            sequences.num_preemptions,
+            sequences.num_retries,
+            pool.num_free,
+            pool.num_pages,
+        )
+
+    def waiting(self) -> list[TokenSequence]:
+        """The sequences that never left the queue, in no order; one may just do so."""
+        with self._changed:
+            known = [*self._sequences.all(), *self._new]
+        return [one for one in known if one.group.started_s is None]
+
+    def check_place(self, flow: str) -> None:
+        """Raises OverloadError where `submit` would for a request of that flow."""
+        with self._changed, self._refusing(flow):
+            self._scheduler.check_place(flow)
+
+    def submit(self, sequence: TokenSequence) -> None:
+        """Puts a sequence in the queue.
+
+        Raises:
+          OverloadError: there is no place for it.
+          ContextLengthError: the pool is too small for it.
+          RuntimeError: the loop is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("engine: closed already")
+            with self._refusing(sequence.group.flow):
+                self._scheduler.settings.check_fits(sequence.most_work)
+                self._scheduler.add(sequence.work(lambda _: None))
+            self._new.append(sequence)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ccjax-batch", daemon=True)
+                self._thread.start()
+
+    @contextlib.contextmanager
+    def _refusing(self, flow: str) -> Iterator[None]:
+        try:
+            yield
+        except LineFullError as error:
+            raise OverloadError(str(error), self._scheduler.retry_after_s(flow, self._costs())) from None
+        except NeverFitsError as error:
+            raise as_request_error(error) from None
+
+    def wake(self) -> None:
+        """Lets the loop look which requests were cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def paused(self, *, wait: bool = True) -> Iterator[bool]:
+        """Stops the loop between two steps, once no prefill is under way: meanwhile the calling thread may use all that
+        the loop uses. Answers may be decoding. Without `wait`, False where a request, or another thread, would have to
+        be waited for.
+
+        Raises:
+          RuntimeError: the loop is closed.
+        """
+        with self._changed:
+            may_enter = wait or not (len(self._sequences) or self._new or self._num_pausing)
+            if may_enter:
+                self._num_pausing += 1
+                self._changed.wait_for(lambda: self._is_standing and not self._is_paused)
+                self._is_paused = True
+        try:
+            if may_enter and self._closed:
+                raise RuntimeError("engine: closed already")
+            yield may_enter
+        finally:
+            if may_enter:
+                with self._changed:
+                    self._is_paused = False
+                    self._num_pausing -= 1
+                    self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread once all requests have their answer. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                self._step()
+            except Exception as error:
+                logger.exception("the batch failed; everything that was under way or waiting fails with it")
+                with self._changed:
+                    self._accept_new()
+                    self._sequences.fail_all(error)
+                    self._scheduler.clear()
+                self._sequences.start_over()
+
+    def _wait_for_work(self) -> bool:
+        """Lets other threads pause the loop, and waits for requests; False once there is none and never will be."""
+        sequences = self._sequences
+        is_prefilling = sequences.is_prefilling
+        with self._changed:
+            while not is_prefilling and (self._num_pausing or not (self._new or len(sequences) or self._closed)):
+                self._is_standing = True
+                self._changed.notify_all()
+                self._changed.wait(_PAUSED_LOOK_S if self._new or len(sequences) else None)
+                self._accept_new()
+                sequences.refresh_unstarted()
+            self._is_standing = not (self._new or len(sequences))
+            return not self._is_standing
+
+    def _accept_new(self) -> None:
+        """Makes new requests known; under the lock, so that the scheduler names none that is not."""
+        with self._changed:
+            self._sequences.add(self._new)
+            self._new.clear()
+
+    def _refresh(self) -> None:
+        """Makes new requests known, and ends cancelled and late ones."""
+        with self._changed:  # at once, for a request that is late already is known then
+            self._accept_new()
+            late = self._scheduler.expire(time.perf_counter())
+        self._sequences.refresh(late)
+
+    def _step(self) -> None:
+        """One pack with the decode steps between its layers, or one decode step; and a decode step for each sequence
+        that shares none."""
+        sequences, scheduler = self._sequences, self._scheduler
+        self._refresh()
+        alone = scheduler.decoding_alone
         for request_id in alone:
             self._decode(alone=request_id)
-        if not self._has_pages():
-            self._look_later()
+        if not sequences.has_pages():
+            self._wait_briefly()
             return
+        sequences.plan_waiting()
         pieces = self._next_pieces()
         if pieces:
             self._run_pack(pieces)
-        elif self._scheduler.num_decoding:
+        elif scheduler.num_decoding:
             self._decode()
-        elif self._servings and not self._num_guests and not alone:
+        elif len(sequences) and not self._num_pausing and not alone:
             # All that are left wait for another process, or for pages that nobody who is scheduled holds: those of
-            # what is read just now for a snapshot, say, or the cached chunks of a prompt whose answers all wait.
-            parked = [one for one in self._room.shared if one.is_parked]
-            for siblings in parked:
-                self._dropped(siblings, self._room.drop(siblings))
-            self._end()
-            if not parked:
-                self._look_later()
+            # what is read just now for a snapshot, say, or the cached chunks of a prompt whose sequences all wait.
+            has_dropped = sequences.drop_unread_prompts()
+            sequences.settle()
+            if not has_dropped:
+                self._wait_briefly()
 
-    def _look_later(self) -> None:
+    def _wait_briefly(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._new), _LOOK_S)
 
-    def _start_over(self) -> None:
-        self._pack = None
-        self._end()
-        if self._lost_s is not None or self._pool.is_lost():
-            self._lose_pages()
-
     # -- prefill -------------------------------------------------------------------------------------------------------
 
-    def _next_pieces(self) -> list[tuple[Serving, Piece]]:
-        self._plan_first()
-        now_s = time.perf_counter()
-        free_pages = 0 if self._num_guests else self._room.num_pages  # guests wait for the prefills that were begun
+    def _next_pieces(self) -> list[tuple[TokenSequence, Piece]]:
+        """What the scheduler wants to run next, once all is admitted and preempted for it."""
+        sequences, now_s = self._sequences, time.perf_counter()
+        # A thread that pauses waits for the prefills that were begun, so none is admitted.
+        free_pages = 0 if self._num_pausing else sequences.pages.num_pages
         with self._changed:
-            self._welcome()
-            pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), shared_pages=self._shared_pages)
-        for preempted in pack.preempted:
-            self._preempt(self._servings[preempted])
-        admitted = [self._servings[request_id] for request_id in pack.admitted]
-        for serving in admitted:
-            serving.take_prompt()
-        for serving in admitted:
-            if serving.request_id in self._servings:
-                self._admit(serving)
+            self._accept_new()
+            pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), shared_pages=sequences.shared_pages)
+        sequences.preempt(pack.preempted)
+        sequences.admit(pack.admitted)
         pieces = []
         for piece in pack.pieces:
-            serving = self._servings.get(piece.request_id)
-            if serving is not None and serving.job is not None:
-                pieces.append((serving, Piece(serving.job, piece.start, piece.start + piece.num_tokens)))
+            sequence = sequences.get(piece.request_id)
+            if sequence is not None and sequence.job is not None:
+                pieces.append((sequence, Piece(sequence.job, piece.start, piece.start + piece.num_tokens)))
         if pack.pieces and not pieces:
             self._scheduler.pack_done(now_s)
         return pieces
 
-    def _run_pack(self, pieces: list[tuple[Serving, Piece]]) -> None:
-        done: Sequence[tuple[Serving, Drawn]] = ()
+    def _run_pack(self, pieces: list[tuple[TokenSequence, Piece]]) -> None:
+        sequences = self._sequences
+        done: list[tuple[TokenSequence, Drawn]] = []
         try:
             done = self._run_layers(pieces)
         except Exception as error:
             logger.exception("a pack failed")
-            self._pack = None
-            self._try_again([serving for serving, _ in pieces], error)
-        self._pack = None
+            sequences.pack = None
+            sequences.retry([sequence for sequence, _ in pieces], error)
+        sequences.pack = None
         self._scheduler.pack_done(time.perf_counter())
-        kept = []
-        for serving, one in done:
+        finished = []
+        for sequence, drawn in done:
             try:
-                kept.append((serving.siblings.keep, serving.admission, serving.note_prefill()))
-                self._share(serving)
+                finished.append((sequence.group.keep, sequence.admission, sequence.finish_prefill()))
+                sequences.share_prompt(sequence)
             except Exception as error:
                 logger.exception("a request failed behind its prefill")
-                self._fail(serving, error)
+                sequences.fail(sequence, error)
             else:
-                self._take_in(serving, one)
-        for keep, admission, prefilled in kept:  # once the first tokens are out
+                sequences.append_token(sequence, drawn)
+        for keep, admission, prefilled in finished:  # once the first tokens are out
             if prefilled is not None:
                 keep(prefilled)
             admission.release()
-        self._end()
+        sequences.settle()
 
-    def _run_layers(self, pieces: list[tuple[Serving, Piece]]) -> list[tuple[Serving, Drawn]]:
-        """The requests whose prompt is through, each with its next token."""
-        started_s, decoded_s = time.perf_counter(), 0.0
+    def _run_layers(self, pieces: list[tuple[TokenSequence, Piece]]) -> list[tuple[TokenSequence, Drawn]]:
+        """The sequences whose prompt is computed, each with its next token."""
+        sequences, started_s, decoded_s = self._sequences, time.perf_counter(), 0.0
         parts = [piece for _, piece in pieces]
-        pack = self._pack = Pack(self._model, self._pool, parts, with_mass=self._with_mass)
-        by_job = {piece.job: serving for serving, piece in pieces}
-        tracers = [serving.siblings.tracer for serving, _ in pieces if serving.siblings.tracer is not None]
+        pack = sequences.pack = Pack(self._model, self._pool, parts, with_mass=self._with_mass)
+        by_job = {piece.job: sequence for sequence, piece in pieces}
+        tracers = [sequence.group.tracer for sequence, _ in pieces if sequence.group.tracer is not None]
         ends_s = [started_s]
         under_way: collections.deque[jax.Array] = collections.deque()
-        while not pack.is_done and self._pack is pack:
+        while not pack.is_done and sequences.pack is pack:
             if not pack.is_ready():
                 if self._scheduler.num_decoding:
                     decoded_s += self._decode()
-                    if self._pack is not pack:
+                    if sequences.pack is not pack:
                         break
                 pack.wait()  # what is waited for while the device works is not waited for
             under_way.append(pack.hidden)
@@ -167,12 +338,12 @@ class BatchLoop(Seating):
             try:
                 pack.run_layer()
             except JobFailedError as error:
-                self._refuse(by_job[error.job], error.__cause__)
+                sequences.refuse(by_job[error.job], error.__cause__)
                 continue
-            self._attend()
+            self._refresh()
             if self._scheduler.after_layer(time.perf_counter()):
                 decoded_s += self._decode()
-        if self._pack is not pack:  # its pages are lost
+        if sequences.pack is not pack:  # its pages are lost
             return []
         if tracers:
             for hidden in (*under_way, pack.hidden)[len(ends_s) - pack.layer - 1 :]:
@@ -190,48 +361,37 @@ class BatchLoop(Seating):
     # -- decode --------------------------------------------------------------------------------------------------------
 
     def _decode(self, *, alone: str | None = None) -> float:
-        """A token for each request that decodes, those left out that share no step; or for such a one, `alone`. The
+        """Gives a token to each sequence that decodes and shares steps; or, with `alone`, to that one. Returns the
         seconds that it took."""
-        started_s = time.perf_counter()
-        step = self._scheduler.next_decode(self._room.num_pages, self._costs(), alone=alone)
-        for preempted in step.preempted:
-            self._preempt(self._servings[preempted])
-        self._make_room(len(step.draws))
-        servings = [self._servings[request_id] for request_id in step.request_ids]
+        sequences, started_s = self._sequences, time.perf_counter()
+        step = self._scheduler.next_decode(sequences.pages.num_pages, self._costs(), alone=alone)
+        sequences.preempt(step.preempted)
+        sequences.reclaim(len(step.draws))
+        decoding = [sequences[request_id] for request_id in step.request_ids]
         drawn, on_device_s = [], started_s
         try:
-            if servings:
-                logits = self._decoder.step([one.pages for one in servings], [one.last_token for one in servings])
-                if self._pack is not None:
-                    self._pack.wait()  # the step runs behind its layers, whose time is not the step's
+            if decoding:
+                logits = self._decoder.step([one.pages for one in decoding], [one.last_token for one in decoding])
+                if sequences.pack is not None:
+                    sequences.pack.wait()  # the step runs behind its layers, whose time is not the step's
                     on_device_s = time.perf_counter()
-                drawn = draw(logits, [one.draw for one in servings])
+                drawn = draw(logits, [one.draw for one in decoding])
         except Exception as error:
             logger.exception("a decode step failed")
-            self._try_again(servings, error)
-            servings = []
+            sequences.retry(decoding, error)
+            decoding = []
         if drawn and alone is None:
             seconds = time.perf_counter() - on_device_s
             self._decode_step_s = seconds if not self._decode_step_s else 0.9 * self._decode_step_s + 0.1 * seconds
         self._scheduler.decode_done(time.perf_counter())
-        for serving, token in zip(servings, drawn, strict=True):
-            self._take_in(serving, token)
+        for sequence, token in zip(decoding, drawn, strict=True):
+            sequences.append_token(sequence, token)
             if alone is not None:
-                self._rejoin(serving)
-        self._end()
+                sequences.rejoin(sequence)
+        sequences.settle()
         return time.perf_counter() - started_s
 
-    def _take_in(self, serving: Serving, drawn: Drawn) -> None:
-        """Gives a request its next token, and lets go of it if that is the last."""
-        try:
-            is_last = serving.take_in(drawn)
-        except Exception as error:
-            logger.exception("a request failed over a token of its answer")
-            self._fail(serving, error)
-            return
-        if is_last:
-            tokens, mean = float(serving.num_drawn), self._answer_tokens
-            self._answer_tokens = tokens if mean is None else 0.9 * mean + 0.1 * tokens
-            self._let_go(serving)
-            self._closing.append(serving.admission)
-            self._ended.append(serving)
+    def _costs(self) -> Costs:
+        """What steps take, as measured lately."""
+        token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
+        return Costs(token_s, self._decode_step_s, self._sequences.answer_tokens)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from ccjax.engine.batch.group import SequenceGroup, SharedPrompt, reading_work, sharing_work
 from ccjax.engine.batch.job import PrefillJob
 from ccjax.engine.batch.pages import RequestPages, shared_segments
-from ccjax.engine.batch.siblings import SharedPrompt, Siblings, reading, sibling
 from ccjax.engine.cached_prefill import Prefilled
 from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
@@ -19,29 +19,29 @@ from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, VariantId
 
 
-class Serving:
-    """The state of an answer.
+class TokenSequence:
+    """The state of one answer.
 
     Attributes:
       request_id: what the scheduler knows it by.
-      admission: its way to a prefill of the prompt; what shares its prompt is with `SharedPrompt`.
+      admission: plans and loads its prefill. That of a prompt which others read is with `SharedPrompt`.
       job: its prefill, from admission on; None while it waits.
-      is_decoding: True once its prompt is through.
-      reads_prompt: True while it is admitted and `siblings.prompt` is its prompt.
-      planned_at: what the caller of `plan` said last; None before.
+      is_decoding: True once its prompt is computed.
+      reads_prompt: True while it is admitted and `group.prompt` is its prompt.
+      planned_at: what `plan` was given last; None before.
       num_retries: how often it was tried again because a step that it was part of failed.
     """
 
-    def __init__(self, request_id: str, siblings: Siblings, *, seed: int, index: int = 0) -> None:
+    def __init__(self, request_id: str, group: SequenceGroup, *, seed: int, index: int = 0) -> None:
         """
         Args:
           request_id: unique among the requests of a loop.
-          seed: of the draws of all siblings.
-          index: which of the siblings it is; the others are begun by `fork` of the first.
+          seed: of the draws of the whole group.
+          index: which of the group it is; `fork` of the first makes the others.
         """
         self.request_id = f"{request_id}/{index}"
-        self.siblings = siblings
-        self.admission = siblings.new_admission()
+        self.group = group
+        self.admission = group.new_admission()
         self.job: PrefillJob | None = None
         self.is_decoding = False
         self.reads_prompt = False
@@ -49,13 +49,13 @@ class Serving:
         self.num_retries = 0
         self._name, self._request_seed, self._index = request_id, seed, index
         self._seed = seed_of(seed, index)
-        self._prompt = siblings.tokens
-        self._answer = siblings.new_answer(index)
+        self._prompt = group.tokens
+        self._answer = group.new_answer(index)
         self._last: tuple[Delta, Choice] | None = None
         self._tokens: list[int] = []
         self._work = self._unplanned()
-        siblings.num_begun += 1
-        siblings.open.append(self)
+        group.num_started += 1
+        group.open.append(self)
 
     @property
     def last_token(self) -> int:
@@ -70,7 +70,7 @@ class Serving:
     @property
     def draw(self) -> Draw:
         """How its next token is drawn."""
-        return Draw(self.siblings.sampling, self._seed, len(self._tokens))
+        return Draw(self.group.sampling, self._seed, len(self._tokens))
 
     @property
     def pages(self) -> RequestPages:
@@ -78,12 +78,12 @@ class Serving:
         assert self.job is not None
         return self.job.pages
 
-    def fork(self) -> list[Serving]:
+    def fork(self) -> list[TokenSequence]:
         """The other answers to the prompt; only the first call begins any."""
-        indices = range(self.siblings.num_begun, self.siblings.num_answers)
-        return [Serving(self._name, self.siblings, seed=self._request_seed, index=index) for index in indices]
+        indices = range(self.group.num_started, self.group.num_answers)
+        return [TokenSequence(self._name, self.group, seed=self._request_seed, index=index) for index in indices]
 
-    # -- in line -----------------------------------------------------------------------------------------------
+    # -- in the queue ------------------------------------------------------------------------------------------
 
     def work(self, tier_of: Callable[[str], str | None]) -> Work:
         """The request for the scheduler: by its plan and where things are now, or as if nothing were reused."""
@@ -91,7 +91,7 @@ class Serving:
         if plan is None:
             self._work = self._unplanned()
             return self._work
-        siblings, prompt = self.siblings, self.siblings.prompt
+        group, prompt = self.group, self.group.prompt
         on_device = {key for key in plan.pin if tier_of(key) == DEVICE} if prompt is None else prompt.shards
         shared = shared_segments(plan, on_device)
         counts = [num_pages(segment.num_tokens) for segment in plan.segments]
@@ -104,9 +104,9 @@ class Serving:
             prefill_tokens=computed,
             prompt_pages=sum(count for index, count in enumerate(counts) if index not in shared),
             max_new_tokens=self._prompt.max_new_tokens,
-            flow=siblings.flow,
-            priority=siblings.priority,
-            deadline_s=siblings.deadline_s,
+            flow=group.flow,
+            priority=group.priority,
+            deadline_s=group.deadline_s,
             cached_tokens=plan.num_tokens - computed,
             shared_pages=sum(count for index, count in enumerate(counts) if index in shared),
             tail_slots=-plan.segments[-1].num_tokens % PAGE_TOKENS,
@@ -116,14 +116,14 @@ class Serving:
 
     @property
     def most_work(self) -> Work:
-        """The most that one of the siblings takes."""
-        return self._unplanned() if self.siblings.num_answers == 1 else sibling(self._unplanned())
+        """The most work that one of the group makes."""
+        return self._unplanned() if self.group.num_answers == 1 else reading_work(self._unplanned())
 
     def num_shared_pages(self, is_pinned: Callable[[str], bool]) -> int:
         """Pages of cached chunks, or of its prompt, that only this answer would keep from being taken."""
-        prompt = self.siblings.prompt
+        prompt = self.group.prompt
         if prompt is not None:
-            return prompt.num_pages if self.siblings.is_parked else 0
+            return prompt.num_pages if self.group.is_unread else 0
         plan = self.admission.plan
         if plan is None or not self._work.shared_pages:
             return 0
@@ -132,7 +132,7 @@ class Serving:
 
     def plan(self, at: int) -> None:
         """Plans, or plans anew, what it has to compute itself."""
-        if self.siblings.prompt is None:
+        if self.group.prompt is None:
             self.admission.settle()
         self.planned_at = at
 
@@ -143,21 +143,21 @@ class Serving:
 
     @property
     def _plan(self) -> PrefillPlan | None:
-        prompt = self.siblings.prompt
+        prompt = self.group.prompt
         return self.admission.plan if prompt is None else prompt.plan
 
     # -- admitted ----------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Notes that it left the line; what counts is the first time."""
-        self.siblings.start()
+    def mark_started(self) -> None:
+        """Notes that it left the queue; the first call counts."""
+        self.group.mark_started()
 
-    def take_prompt(self) -> None:
-        """It is to be admitted: if there is a prompt to read, that is not given up meanwhile."""
-        self.reads_prompt = self.siblings.prompt is not None
+    def claim_prompt(self) -> None:
+        """Notes that it is to be admitted: a prompt that it reads is not dropped meanwhile."""
+        self.reads_prompt = self.group.prompt is not None
 
     def agree(self) -> bool:
-        """False where it has to wait for what another process computes; `take_prompt` comes first."""
+        """False where it has to wait for what another process computes; `claim_prompt` comes first."""
         return self.reads_prompt or self.admission.agree()
 
     def open(self) -> None:
@@ -167,22 +167,22 @@ class Serving:
 
     @property
     def num_own_pages(self) -> int:
-        """Pages of its own that `begin` will draw; `open` comes first."""
+        """Pages of its own that `start_prefill` will draw; `open` comes first."""
         plan = self._plan
         assert plan is not None
-        chunks = self.admission.on_device if self.siblings.prompt is None else self.siblings.prompt.shards
+        chunks = self.admission.on_device if self.group.prompt is None else self.group.prompt.shards
         shared = shared_segments(plan, chunks)
         counts = (num_pages(s.num_tokens) for index, s in enumerate(plan.segments) if index not in shared)
         tail_slots = -plan.segments[-1].num_tokens % PAGE_TOKENS
         return sum(counts) + num_pages(max(0, len(self._tokens) - tail_slots))
 
-    def begin(self, pool: DevicePool) -> None:
+    def start_prefill(self, pool: DevicePool) -> None:
         """Draws the pages of the prompt and of the answer so far, and starts to load.
 
         Raises:
           TierFullError: too few pages are free.
         """
-        plan, prompt = self._plan, self.siblings.prompt
+        plan, prompt = self._plan, self.group.prompt
         assert plan is not None
         chunks: Mapping[VariantId, PagedShard]
         chunks = {key: pool.get(key) for key in self.admission.on_device} if prompt is None else prompt.shards
@@ -191,8 +191,8 @@ class Serving:
             pages.append()
         token_ids = np.concatenate([self._prompt.token_ids, np.asarray(self._tokens, np.int32)])
         contexts = None if prompt is not None else self.admission.load(pages.shared)
-        collect = prompt is None and self.admission.collects and self.siblings.reuse is None
-        num_logits = min(self.siblings.sampling.prompt_logits, plan.segments[-1].num_tokens)
+        collect = prompt is None and self.admission.collects and self.group.reuse is None
+        num_logits = min(self.group.sampling.prompt_logits, plan.segments[-1].num_tokens)
         self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect, num_logits=num_logits)
 
     @property
@@ -202,40 +202,40 @@ class Serving:
         computed = len(self.job.offsets) - len(self._tokens)
         return (computed, self.job.plan.is_divisible) == (self._work.prefill_tokens, self._work.is_divisible)
 
-    def drop(self) -> None:
+    def release_pages(self) -> None:
         """Gives its own pages back; the tokens drawn so far stay."""
         if self.job is not None:
             self.job.pages.release()
         self.job = None
         self.is_decoding = self.reads_prompt = False
 
-    def note_prefill(self) -> Prefilled | None:
-        """To be called when the last piece of its prefill ran; the first time, what there is to keep of it."""
+    def finish_prefill(self) -> Prefilled | None:
+        """Begins to decode, once the last piece of its prefill ran. Of the first prefill, what there is to keep."""
         assert self.job is not None
         self.is_decoding = True
         outcome, self.job.result = self.job.result, PrefillOutcome()  # so much memory need not wait for the answer
         if self.reads_prompt:
             return None
         prefilled = self.admission.prefilled(outcome)
-        return prefilled if self.siblings.note_prefill(prefilled) else None
+        return prefilled if self.group.record_prefill(prefilled) else None
 
     def share(self) -> Work:
-        """Lets its siblings read its prompt; what it is for the scheduler from now on."""
+        """Lets the others of its group read its prompt; its work from now on."""
         assert self.job is not None
-        self.siblings.prompt = SharedPrompt(self.job.plan, self.job.pages, self.admission)
-        self.admission = self.siblings.new_admission()
+        self.group.prompt = SharedPrompt(self.job.plan, self.job.pages, self.admission)
+        self.admission = self.group.new_admission()
         self.reads_prompt = True
-        self._work = reading(self._work)
+        self._work = sharing_work(self._work)
         return self._work
 
-    def take_in(self, drawn: Drawn) -> bool:
-        """Takes in a token and emits what it completes; True if the answer ends with it: `finish` emits the rest."""
-        self.siblings.note_token()
+    def append_token(self, drawn: Drawn) -> bool:
+        """Adds a token and emits what it completes; True if the answer ends with it: `finish` emits the rest."""
+        self.group.record_token()
         self._tokens.append(drawn.token_id)
         delta = self._answer.push(drawn)
         if self._answer.finish_reason is None:
             if delta.token_ids:
-                self.siblings.emit(delta)
+                self.group.emit(delta)
             if self._answer.num_tokens < self._prompt.max_new_tokens:
                 return False
         self._last = self._answer.finish(delta)
@@ -244,7 +244,7 @@ class Serving:
     def finish(self) -> None:
         """Emits the last delta, with the response if it is the last of all."""
         assert self._last is not None
-        self.siblings.finish(*self._last)
+        self.group.finish(*self._last)
 
     def _unplanned(self) -> Work:
         prompt = self._prompt
@@ -254,8 +254,8 @@ class Serving:
             prefill_tokens=prompt.num_tokens,
             prompt_pages=sum(map(num_pages, lengths)),
             max_new_tokens=prompt.max_new_tokens,
-            flow=self.siblings.flow,
-            priority=self.siblings.priority,
-            deadline_s=self.siblings.deadline_s,
+            flow=self.group.flow,
+            priority=self.group.priority,
+            deadline_s=self.group.deadline_s,
             tail_slots=-lengths[-1] % PAGE_TOKENS,
         )

@@ -1,5 +1,4 @@
-"""What the answers to one prompt have in common: who gets them, and the prompt's pages, which are computed once. Knows
-no model, no step and no line."""
+"""What the sequences of one request have in common: who gets their tokens, and the prompt's pages, computed once."""
 
 from __future__ import annotations
 
@@ -22,19 +21,20 @@ from ccjax.policy.scheduling import Work
 from ccjax.types import PrefillPlan, ReuseReport, VariantId
 
 if TYPE_CHECKING:
-    from ccjax.engine.batch.serving import Serving
+    from ccjax.engine.batch.sequence import TokenSequence
 
 Emit = Callable[[Delta | Exception], None]
-"""Takes the pieces of an answer, or what ended it; called on the loop's thread, must return at once."""
+"""Gets the deltas of an answer, or what ended it; called on the loop's thread, must return at once."""
 
 
 class SharedPrompt:
-    """The KV of a prompt, for several answers to read; none of them writes there. The answer that computed it goes on
-    in the prompt's last page, behind all that the others read of it.
+    """The KV of a prompt that several sequences read; none of them writes there.
+
+    The one that computed it goes on in the prompt's last page, behind all that the others read of it.
 
     Attributes:
-      plan: of an answer that reads it. All is reused but the last token: it is computed again, in a page of that
-        answer's own, for what it gives is what the answer's first token is drawn from.
+      plan: of a sequence that reads it. All is reused but the last token, which is computed again in a page of that
+        sequence's own: the sequence's first token is drawn from its logits.
       shards: where the reused segments of the plan lie.
       num_pages: pages that are free once this is dropped; those of cached chunks are not among them.
       admission: holds the cached chunks that the prompt reads; to be closed then.
@@ -69,18 +69,18 @@ class SharedPrompt:
         self.shards = {}
 
 
-class Siblings:
-    """The answers to one prompt, one for most requests.
+class SequenceGroup:
+    """The sequences of one request, one for most.
 
     Attributes:
-      num_answers: how many there will be.
-      num_begun: how many are in line or were.
+      num_answers: sequences that there will be.
+      num_started: those that were queued so far.
       open: those of them that have not ended.
-      prompt: the prompt's KV, from when the first of several answers had its first token; None again once its pages
-        were needed while no admitted answer read them.
+      prompt: the prompt's KV, from when the first of several sequences had its first token; None again once its pages
+        were needed while no admitted sequence read them.
       reuse: what the prefill reused; None before it is through.
       arrived_s: `time.perf_counter` when the request came.
-      started_s: `time.perf_counter` when the request left the line, None before.
+      started_s: `time.perf_counter` when the request left the queue, None before.
       deadline_s: `time.perf_counter` when the answers are of no use any more, None for never.
       tracer: notes what happens; None where nobody asked.
     """
@@ -113,8 +113,8 @@ class Siblings:
           tracer: notes what happens, where the request asked for that.
         """
         self.num_answers = request.sampling.n
-        self.num_begun = 0
-        self.open: list[Serving] = []
+        self.num_started = 0
+        self.open: list[TokenSequence] = []
         self.priority = request.priority if priority is None else priority
         self.flow = request.flow
         self.arrived_s = time.perf_counter() - assemble_s
@@ -138,18 +138,18 @@ class Siblings:
         self._choices: dict[int, Choice] = {}
 
     @property
-    def is_parked(self) -> bool:
-        """True while the prompt is in the pool and no admitted answer reads it."""
+    def is_unread(self) -> bool:
+        """True while the prompt is in the pool and no admitted sequence reads it."""
         return self.prompt is not None and not any(one.reads_prompt for one in self.open)
 
-    def start(self) -> None:
-        """To be called when an answer leaves the line; the first time counts."""
+    def mark_started(self) -> None:
+        """Notes that a sequence left the queue; the first call counts."""
         if self.started_s is None:
             self.started_s = time.perf_counter()
             self._on_start()
 
-    def note_prefill(self, prefilled: Prefilled) -> bool:
-        """Takes in a prefill of the prompt; True the first time."""
+    def record_prefill(self, prefilled: Prefilled) -> bool:
+        """Records a prefill of the prompt; True the first time."""
         if self.reuse is not None:
             return False
         self.reuse = self._report(prefilled)
@@ -158,8 +158,8 @@ class Siblings:
             self.tracer.prefilled(prefilled, self.reuse)
         return True
 
-    def note_token(self) -> None:
-        """To be called when an answer has a token."""
+    def record_token(self) -> None:
+        """Records when a sequence has a token."""
         assert self.started_s is not None
         now_s = time.perf_counter()
         self._total_s = now_s - self.started_s + self._assemble_s
@@ -168,7 +168,7 @@ class Siblings:
             self.tracer.token(now_s)
 
     def finish(self, last: Delta, choice: Choice) -> None:
-        """Emits the last delta of an answer; that of the last answer has the response."""
+        """Emits the last delta of a sequence; that of the last sequence has the response."""
         self._choices[last.index] = choice
         if len(self._choices) == self.num_answers:
             assert self.reuse is not None and self.started_s is not None
@@ -191,11 +191,11 @@ class Siblings:
         self.emit(last)
 
 
-def reading(work: Work) -> Work:
-    """An answer that computed its prompt, once others read that, too."""
+def sharing_work(work: Work) -> Work:
+    """The work of a sequence that computed its prompt, once others read that, too."""
     return dataclasses.replace(work, prompt_pages=0, shared_pages=work.shared_pages + work.prompt_pages)
 
 
-def sibling(work: Work) -> Work:
-    """The most that an answer takes which reads another one's prompt."""
-    return dataclasses.replace(reading(work), prefill_tokens=1, prompt_pages=1, tail_slots=PAGE_TOKENS - 1)
+def reading_work(work: Work) -> Work:
+    """The most work of a sequence that reads another one's prompt."""
+    return dataclasses.replace(sharing_work(work), prefill_tokens=1, prompt_pages=1, tail_slots=PAGE_TOKENS - 1)

@@ -1,0 +1,59 @@
+"""Pages that requests could have: free ones, and those of cached chunks and shared prompts that nobody reads."""
+
+from __future__ import annotations
+
+from ccjax.engine.batch.group import SequenceGroup, SharedPrompt
+from ccjax.engine.pool import DevicePool
+from ccjax.engine.variants import VariantIndex
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DEVICE
+
+
+class AvailablePages:
+    """What is free in a pool, or could be.
+
+    Attributes:
+      shared: the groups whose prompt is shared.
+    """
+
+    def __init__(self, pool: DevicePool, store: TieredStore, variants: VariantIndex) -> None:
+        self.shared: list[SequenceGroup] = []
+        self._pool = pool
+        self._store = store
+        self._variants = variants
+        self._caches_chunks = DEVICE in store.memory_tiers
+
+    @property
+    def num_pages(self) -> int:
+        """Free pages, those of cached chunks that nobody uses, and those of prompts that no admitted sequence reads."""
+        return self._num_evictable + sum(one.prompt.num_pages for one in self.shared if one.prompt and one.is_unread)
+
+    def reclaim(self, num_pages: int) -> list[tuple[SequenceGroup, SharedPrompt]]:
+        """Frees so many pages where possible, and returns the shared prompts that were dropped for it, oldest first: as
+        few as can be, for computing a prompt again takes longer than loading a cached chunk."""
+        dropped = []
+        for group in [one for one in self.shared if one.is_unread]:
+            if num_pages <= self._num_evictable:
+                break
+            dropped.append((group, self.drop(group)))
+        if self._caches_chunks and num_pages > self._pool.num_free:
+            self._variants.make_room(DEVICE, num_pages * self._pool.page_bytes)
+        return dropped
+
+    def forget_cached(self) -> None:
+        """Forgets the cached chunks that nobody uses, those of pinned documents too: what their pages held is lost."""
+        if self._caches_chunks:
+            self._variants.lose(DEVICE)
+
+    def drop(self, group: SequenceGroup) -> SharedPrompt:
+        """Frees a shared prompt, which no sequence reads."""
+        prompt, group.prompt = group.prompt, None
+        assert prompt is not None
+        self.shared.remove(group)
+        prompt.drop()
+        return prompt
+
+    @property
+    def _num_evictable(self) -> int:
+        evictable = self._store.evictable_bytes(DEVICE) if self._caches_chunks else 0
+        return self._pool.num_free + evictable // self._pool.page_bytes
