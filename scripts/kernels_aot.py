@@ -91,8 +91,8 @@ def _compile_all(
     # Here and not above: jax reads the environment when it is first imported.
     from ccjax.kernels.attention import attention
     from ccjax.kernels.decode import decode_attention
-    from scripts.kernels.cases import ALL_CASES, QUICK, STEP
-    from scripts.kernels.compiling import compile_case, compile_layer_step
+    from scripts.kernels.cases import ALL_CASES, QUICK
+    from scripts.kernels.compiling import compile_case
     from scripts.kernels.steps import QUICK_STEPS, STEP_CASES, compile_step, step_controls, step_figures
 
     def is_wanted(name: str) -> bool:
@@ -107,15 +107,10 @@ def _compile_all(
         device = devices[0]
         for case in cases:
             _empty(dump)
-            start, memory = time.monotonic(), {}
-            if case is STEP:
-                executable, size = compile_layer_step(implementation, STEP, device, target.PLATFORM, target.options())
-                memory = {"hbm_bytes": size}
-            else:
-                operation = functools.partial(operations[case.kernel], implementation=implementation)
-                executable = compile_case(operation, case, device, target.PLATFORM, target.options())
-            figures = target.figures(executable, case.kernel, dump, chip) | memory
-            found[chip][case.name] = figures
+            start = time.monotonic()
+            operation = functools.partial(operations[case.kernel], implementation=implementation)
+            executable = compile_case(operation, case, device, target.PLATFORM, target.options())
+            figures = found[chip][case.name] = target.figures(executable, case.kernel, dump, chip)
             earlier = figures if known is None else known.get(chip, {}).get(case.name)
             wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
             _print_row(chip, case.name, figures, start)

@@ -157,7 +157,7 @@ class ServerMetrics:
     def count_speculations(self, begun: SpeculativeAnswer) -> None:
         """Counts the answers that began while a search went on."""
         num_right = int(begun.was_right is True)
-        for outcome, count in (("right", num_right), ("wrong", begun.num_begun - num_right)):
+        for outcome, count in (("right", num_right), ("wrong", begun.num_started - num_right)):
             self._speculations.labels(outcome).inc(count)
 
     def start(self, job: Job) -> None:

@@ -118,8 +118,6 @@ CASES = tuple(
     Case("groups of 7 heads", num_heads=28, num_kv_heads=4),
     Case("float32", dtype="float32"),
 )
-STEP = Case("layer step, 8B TP4, 15 % of 16k", num_heads=8, num_kv_heads=2)
-"""Compiled as the engine's whole layer step, not as the kernel alone."""
 
 DECODE_CASES = (
     *(DecodeCase(f"decode, {model}", num_heads=heads, num_kv_heads=kv) for model, (heads, kv) in _MODELS.items()),
@@ -136,9 +134,9 @@ DECODE_CASES = (
     DecodeCase("decode, 70B TP8, up to 128k, rotated", num_entries=8192, num_heads=8, num_kv_heads=1, is_rotated=True),
 )
 
-ALL_CASES = (*CASES, *DECODE_CASES, STEP)
+ALL_CASES = (*CASES, *DECODE_CASES)
 CONTROL, DECODE_CONTROL = CASES[1], DECODE_CASES[0]
 """What the kernels that must fail are compiled for."""
 
-QUICK = frozenset({CONTROL.name, "rotated", DECODE_CONTROL.name, "decode, 70B TP8, rotated", STEP.name})
+QUICK = frozenset({CONTROL.name, "rotated", DECODE_CONTROL.name, "decode, 70B TP8, rotated"})
 """Names of the cases that every push compiles: each kernel with and without rotation, and what the controls spoil."""
