@@ -313,19 +313,19 @@ def searched(corpus: Corpus, num_stages: int) -> speculation.Searched:
 
 def test_a_search_in_one_stage_is_waited_for(corpus):
     one = searched(corpus, 1)
-    assert one.exposed_s == one.search_s == one.known_s and one.num_begun == 0
+    assert one.exposed_s == one.search_s == one.known_s and one.num_started == 0
     assert not one.was_right and not one.is_early and one.ttft_s >= one.search_s
 
 
 def test_a_search_in_stages_begins_answers(corpus):
     one = searched(corpus, 8)
-    assert one.num_begun >= 1 and one.is_early and one.was_right and one.known_s < one.search_s
+    assert one.num_started >= 1 and one.is_early and one.was_right and one.known_s < one.search_s
     assert one.exposed_s <= one.search_s and one.ttft_s >= one.search_s, "nobody gets it before it is known to be right"
 
 
 def test_figures_of_searches_by_hand():
-    def one(search_s, exposed_s, num_begun, was_right, ttft_s):
-        return speculation.Searched(search_s, exposed_s, exposed_s, was_right, num_begun, was_right, ttft_s)
+    def one(search_s, exposed_s, num_started, was_right, ttft_s):
+        return speculation.Searched(search_s, exposed_s, exposed_s, was_right, num_started, was_right, ttft_s)
 
     off = [one(0.2, 0.2, 0, False, 0.5), one(0.4, 0.4, 0, False, 0.7)]
     on = [one(0.3, 0.1, 2, True, 0.2), one(0.5, 0.2, 1, False, 0.4)]
