@@ -66,7 +66,7 @@ def ask(console: Console, corpus: Corpus, question: CorpusQuestion, recompute_ra
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory).as_uri()
         with Engine.from_pretrained("demo", store=store) as engine:
-            engine.warm(documents)
+            engine.documents.warm(documents)
         for way, settings in WAYS.items():
             own = {**settings, "recompute_ratio": recompute_ratio} if way == "Cache-Craft" else settings
             with Engine.from_pretrained("demo", store=store, read_only=True, **own) as engine:

@@ -78,7 +78,7 @@ def work(engine: Engine, stopping: threading.Event, *, needs_idle_cpus: bool) ->
             continue
         pause_s = _POLL_S
         try:
-            if engine.compute_ahead(is_cancelled=stopping.is_set) is not None:
+            if engine.orders.compute(is_cancelled=stopping.is_set) is not None:
                 pause_s = 0.0
         except OSError as error:
             logger.debug("no orders: %s", error)

@@ -20,15 +20,13 @@ import numpy as np
 
 from ccjax.config import EngineConfig
 from ccjax.engine.admission import Admission
-from ccjax.engine.ahead_calls import AheadCalls
 from ccjax.engine.answer import Answer
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.group import Emit, SequenceGroup
-from ccjax.engine.batch.loop import BatchLoop
+from ccjax.engine.batch.loop import BatchCounts, BatchLoop
 from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.budgets import check_budgets, host_cache_bytes, pool_bytes
-from ccjax.engine.cache_calls import CacheCalls
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.calibration import calibration_of
 from ccjax.engine.cancellation import IsCancelled
@@ -38,7 +36,8 @@ from ccjax.engine.device_memory import longest, memory_plan, sizes_of, with_pool
 from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.devices import split_params
 from ccjax.engine.document_cache import DocumentCache
-from ccjax.engine.document_calls import DocumentCalls
+from ccjax.engine.engine_cache import EngineCache
+from ccjax.engine.engine_documents import EngineDocuments
 from ccjax.engine.following import Following
 from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
 from ccjax.engine.hosts import lead
@@ -49,6 +48,7 @@ from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.memory import MemoryPlan, kv_shards
 from ccjax.engine.pins import DocumentPins
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.engine.prefill_orders import PrefillOrders
 from ccjax.engine.prefill_profile import profile_of
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.queue_preload import Preload, Preloader
@@ -56,7 +56,6 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.report import build_report
 from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.engine.shadow import ShadowChecks
-from ccjax.engine.size_calls import SizeCalls
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.startup import load_configured
@@ -74,11 +73,16 @@ from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
 
 
-class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
+class Engine:
     """A loaded model with its chunk-caches. Thread-safe; requests run together, in one batch.
 
     Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
     reads of the disk tier go through, for tests and benchmarks of slow ones.
+
+    Attributes:
+      documents: what is cached as documents: warm, pin, invalidate, erase, list.
+      cache: what is cached as a whole: usage, upkeep, snapshots.
+      orders: prefills that engines on one store order from each other.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: Link | None = None) -> None:
@@ -164,12 +168,9 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
                 prefilled, reuse_contract(mode, None, self._settings, self.calibration), mode
             ),
         )
-        self._maintenance = Maintenance(self._prefill, background, self._variants, self._exclusive, max_model_len=limit)
+        maintenance = Maintenance(self._prefill, background, self._variants, self._exclusive, max_model_len=limit)
         self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
-        self._cache = ChunkCache(
-            self._store, self._variants, identity, model.name, config.max_variants, self._exclusive
-        )
-        self._documents = DocumentCache(
+        documents = DocumentCache(
             self._prefill,
             background,
             self._variants,
@@ -178,11 +179,47 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             self._exclusive,
             max_model_len=limit,
         )
-        self._pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
-        self._variants.spare(self._pins)
+        pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
+        self._variants.spare(pins)
         if not config.read_only:
-            self._documents.tend_erasures()
-        self._following = Following(self._store.news, self._maintenance, self._exclusive, self.refresh)
+            documents.tend_erasures()
+        self.documents = EngineDocuments(
+            config,
+            documents,
+            pins,
+            self._variants,
+            self._store,
+            self.rates,
+            self._builder,
+            lambda request: self._assemble(request, answer=False),
+            self._exclusive,
+            max_model_len=limit,
+        )
+        self.cache = EngineCache(
+            config,
+            self.rates,
+            self._variants,
+            self._store,
+            documents,
+            maintenance,
+            self._shadow,
+            ChunkCache(self._store, self._variants, identity, model.name, config.max_variants, self._exclusive),
+            self._loop,
+            self._exclusive,
+        )
+        self.orders = PrefillOrders(
+            config,
+            self.rates,
+            self._store,
+            self._variants,
+            self._prefill,
+            documents,
+            self._loop,
+            self._exclusive,
+            max_model_len=limit,
+            vocab_size=model.config.vocab_size,
+        )
+        self._following = Following(self._store.news, maintenance, self._exclusive, self.cache.refresh)
         self._closed = False
         self._following.start()
 
@@ -422,6 +459,45 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
         assert logits is not None
         return logits
 
+    @property
+    def batch_counts(self) -> BatchCounts:
+        """Pages of device memory, and the requests that want them: who runs, who waits, how many were preempted."""
+        return self._loop.counts
+
+    def full_prefill_s(self, num_tokens: int) -> float:
+        """Seconds that computing a prompt of so many tokens usually takes here, with nothing cached."""
+        return self._costs.usual_prefill_s(num_tokens)
+
+    def warmup(self, progress: Progress | None = None, *, only_first: bool = False) -> None:
+        """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it.
+
+        Args:
+          only_first: compile a few sizes that all others fit into, to which requests are padded until `compile_one` has
+            compiled theirs. A model over several devices compiles all nevertheless: it cannot beside requests.
+        """
+        with self._exclusive():
+            is_all = not only_first or not self._steps.is_apart
+            self._steps.warm_up(self._steps.all() if is_all else self._steps.first(), progress)
+            if not is_all:
+                self._compiled.substitute(self._steps.all())
+
+    def compile_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
+        """Uses idle time: compiles one size that `warmup` left out, those first that requests were padded for. Requests
+        go on meanwhile. Returns whether there was one, so that there may be another.
+
+        Args:
+          is_cancelled: asked often; once it returns True the call ends, while what it has begun goes on.
+
+        Raises:
+          RuntimeError: there is one, and the engine is closed.
+        """
+        return self._compiler.compile_next(is_cancelled)
+
+    @property
+    def num_sizes_left(self) -> int:
+        """Sizes that `compile_one` still has to compile."""
+        return self._compiled.num_left
+
     def memory_plan(self) -> MemoryPlan:
         """What of a device's memory goes where, by the shapes of model and steps."""
         plan = memory_plan(self.model_config, self.config)
@@ -438,8 +514,8 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
         self._compiler.close()
         self._preloader.close()
         self._store.close()
-        self._save_hints()
-        self._tidy()
+        self.cache.save_hints()
+        self.cache.tidy()
         self._pool.close()
         if self._group is not None:
             self._group.end()
@@ -469,7 +545,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             strategy="full" if contract.mode == "off" else self._settings.strategy,
             num_layers=self.model_config.num_layers,
             tiers=prefilled.ticket.tiers if prefilled.ticket is not None else {},
-            framed=self.frame.variant_ids(prefilled.prompt),
+            framed=self.documents.frame.variant_ids(prefilled.prompt),
             plan_s=prefilled.plan_s,
             prefill_s=time.perf_counter() - prefilled.planned_at,
             failed_loads=prefilled.failed_loads,

@@ -49,5 +49,5 @@ def fill(
             if state == "seen":
                 engine.generate("?", documents, max_new_tokens=1, reuse="exact")
             else:
-                engine.warm(documents)
+                engine.documents.warm(documents)
             tick()

@@ -81,10 +81,10 @@ class Worker:
         documents = tuple(one.as_document() for one in passages)
         # No store: an estimate leaves no trace of it.
         with Engine(model, config.replace(store=None, store_key_file=None, encrypt_store=False)) as engine:
-            system, num_tokens = engine.prompt_overhead()
-            frame = engine.frame
+            system, num_tokens = engine.documents.prompt_overhead()
+            frame = engine.documents.frame
             around = Surroundings(system, num_tokens, engine.max_model_len, frame.chunks(""))
-            self._chunks = engine.passage_chunks(documents)
+            self._chunks = engine.documents.passage_chunks(documents)
         neighbours: dict[int, list[int]] = {}
         if settings.num_neighbours:
             numbers = {one.passage_id: number for number, one in enumerate(passages)}
@@ -129,9 +129,9 @@ class Worker:
                 config = self._config.replace(store=Path(directory).as_uri(), disk_cache_bytes=None)
                 with Engine(self._model, config) as engine:
                     # The system prompt and the frame are there in the real run.
-                    frame = engine.frame.documents
+                    frame = engine.documents.frame.documents
                     for number, passage in enumerate(frame):
-                        engine.warm_shared([passage], behind=[frame[:number]])
+                        engine.documents.warm_shared([passage], behind=[frame[:number]])
                     started = time.perf_counter()
                     self._warm(engine, work)
                     seconds = time.perf_counter() - started
@@ -141,17 +141,17 @@ class Worker:
     def open(self) -> int:
         """Opens the store; bytes that it takes."""
         self._engine = Engine(self._model, self._config)
-        return self._engine.store_usage()[DISK].used_bytes
+        return self._engine.cache.usage()[DISK].used_bytes
 
     def note(self, numbers: tuple[int, ...]) -> None:
         """Notes the documents of passages that are there already."""
         assert self._engine is not None
-        self._engine.note_passages([self._chunks[number] for number in numbers])
+        self._engine.documents.note_passages([self._chunks[number] for number in numbers])
 
     def prune(self) -> Pruned:
         """Drops what is of no passage any more."""
         assert self._engine is not None
-        return self._engine.prune({chunk.chunk_id for chunk in self._chunks})
+        return self._engine.documents.prune({chunk.chunk_id for chunk in self._chunks})
 
     def compute(self, work: Work) -> tuple[SharedVariant, ...]:
         """Computes what is missing of some work; results of what was done when it was broken off."""
@@ -159,7 +159,7 @@ class Worker:
         return self._warm(self._engine, work)
 
     def _warm(self, engine: Engine, work: Work) -> tuple[SharedVariant, ...]:
-        return engine.warm_shared(work.documents, behind=work.behind, is_cancelled=self.is_cancelled)
+        return engine.documents.warm_shared(work.documents, behind=work.behind, is_cancelled=self.is_cancelled)
 
     def ask(self, path: Path, top_k: int, limit: int | None, max_new_tokens: int) -> Quality:
         """Asks questions over the store, with passages as a server finds them."""

@@ -64,7 +64,7 @@ def admin_routes(service: Service) -> APIRouter:
         _check_query(request, "limit", "offset")
         count = _number("limit", limit, 1, _LARGEST_PAGE)
         start = _number("offset", offset, 0, 10**9)
-        found: Sequence[CachedDocument] = await counted("list")(service.between(lambda engine: engine.documents()))
+        found: Sequence[CachedDocument] = await counted("list")(service.between(lambda engine: engine.documents.list()))
         page = found if request.scope.get(WHOLE_LISTING) else found[start : start + count]
         data = [_document(item) for item in page]
         return {"object": "list", "data": data, "total": len(found), "has_more": start + count < len(found)}
@@ -72,7 +72,7 @@ def admin_routes(service: Service) -> APIRouter:
     @router.get("/documents/{document_id:path}", summary="One document, by version")
     async def document(request: Request, document_id: str, version: Version = None) -> dict[str, Any]:
         _check_query(request, "version")
-        found = await counted("get")(service.between(lambda engine: engine.documents(document_id, version)))
+        found = await counted("get")(service.between(lambda engine: engine.documents.list(document_id, version)))
         return {"object": "list", "data": [_document(item) for item in found]}
 
     @router.delete("/documents/{document_id:path}", summary="Invalidate a document, or erase every trace of it")
@@ -81,7 +81,7 @@ def admin_routes(service: Service) -> APIRouter:
         whole = _flag("erase", erase)
         operation = "erase" if whole else "invalidate"
         removal = await counted(operation)(
-            service.between(lambda engine: (engine.erase if whole else engine.invalidate)(document_id, version))
+            service.between(lambda engine: (engine.documents.erase if whole else engine.documents.invalidate)(document_id, version))
         )
         body = {
             "object": "cache.removal",
@@ -105,7 +105,7 @@ def admin_routes(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         _check_query(request, "version")
         made = await counted("pin")(
-            service.between(lambda engine: engine.pin(document_id, version, ttl_s=body.ttl_s, host=body.host))
+            service.between(lambda engine: engine.documents.pin(document_id, version, ttl_s=body.ttl_s, host=body.host))
         )
         return {"object": "cache.pin", "id": document_id, "version": version, "until": made.until, "host": made.host}
 
@@ -114,7 +114,7 @@ def admin_routes(service: Service) -> APIRouter:
         _check_query(request, "version")
 
         async def take_back() -> None:
-            if not await service.between(lambda engine: engine.unpin(document_id, version)):
+            if not await service.between(lambda engine: engine.documents.unpin(document_id, version)):
                 named = f"document {document_id!r}" + (f", version {version!r}" if version is not None else "")
                 raise ApiError(404, f"document_id: there is no pin of {named}", param="document_id", code="no_pin")
 

@@ -100,6 +100,6 @@ def live_json(engine: Engine, model: str, counts: LiveCounts) -> dict[str, Any]:
             "preemptions": batch.preemptions,
         },
         "pages": {"used": batch.num_pages - batch.free_pages, "total": batch.num_pages},
-        "tiers": [{"tier": tier} | dataclasses.asdict(usage) for tier, usage in engine.store_usage().items()],
-        "num_variants": engine.num_variants,
+        "tiers": [{"tier": tier} | dataclasses.asdict(usage) for tier, usage in engine.cache.usage().items()],
+        "num_variants": engine.cache.num_variants,
     } | counts.to_json()

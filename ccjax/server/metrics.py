@@ -112,13 +112,13 @@ class ServerMetrics:
         self._info.labels(version, model).set(1)
         self._bytes_per_token = kv_spec_of(engine.model_config, engine.config.dtype).num_bytes(1)
         readers: dict[str, tuple[str, Callable[[], float]]] = {
-            "num_variants": ("Chunk variants that can be reused", lambda: engine.num_variants),
-            "cached_documents": ("Versions of documents in the cache", lambda: engine.document_counts.documents),
+            "num_variants": ("Chunk variants that can be reused", lambda: engine.cache.num_variants),
+            "cached_documents": ("Versions of documents in the cache", lambda: engine.documents.counts.documents),
             "sizes_to_compile": ("Sizes of steps that idle time still has to compile", lambda: engine.num_sizes_left),
-            "pins": ("Pins that have not run out", lambda: engine.document_counts.pins),
+            "pins": ("Pins that have not run out", lambda: engine.documents.counts.pins),
             "unfinished_erasures": (
                 "Erasures of which something could not be deleted yet",
-                lambda: engine.document_counts.unfinished_erasures,
+                lambda: engine.documents.counts.unfinished_erasures,
             ),
         }
         if retriever is not None:
@@ -251,7 +251,7 @@ class _StoreCollector:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        usage = self._engine.store_usage()
+        usage = self._engine.cache.usage()
         names = [field.name for tier in usage.values() for field in dataclasses.fields(tier)]
         for name in dict.fromkeys(names):
             family = GaugeMetricFamily if name in _STORE_GAUGES else CounterMetricFamily
@@ -269,7 +269,7 @@ class _NewsCollector:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._engine.news_counts
+        counts = self._engine.cache.news_counts
         if counts is not None:
             yield GaugeMetricFamily("ccjax_store_index_up", "1 while the shared index answers", value=int(counts.is_up))
             text = "Variants that other processes stored or deleted, as the shared index told"
@@ -296,7 +296,7 @@ class _MaintenanceCollector:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._engine.maintenance_counts
+        counts = self._engine.cache.maintenance_counts
         for name, text in _MAINTENANCE_COUNTERS.items():
             yield CounterMetricFamily(f"ccjax_variants_{name}", text, value=getattr(counts, name))
 
@@ -308,7 +308,7 @@ class _OrderCollector:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._engine.order_counts
+        counts = self._engine.orders.counts
         for name, text in _ORDER_COUNTERS.items():
             yield CounterMetricFamily(f"ccjax_orders_{name}", text, value=getattr(counts, name))
 
@@ -320,7 +320,7 @@ class _ShadowCollector:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        counts, strategy = self._engine.shadow_counts, self._engine.config.strategy
+        counts, strategy = self._engine.cache.shadow_counts, self._engine.config.strategy
         for name, text in _SHADOW_COUNTERS.items():
             metric = CounterMetricFamily(f"ccjax_shadow_{name}", text, labels=["strategy"])
             metric.add_metric([strategy], getattr(counts, name))

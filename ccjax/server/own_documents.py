@@ -66,7 +66,7 @@ def drop_old_versions(retriever: Retriever, engine: Engine, worker: EngineWorker
     for document_id in (*report.changed, *report.removed):
         kept = [passage.as_document() for passage in retriever.passages(document_id)]
         try:
-            worker.call(functools.partial(engine.invalidate, document_id, keep=kept)).result()
+            worker.call(functools.partial(engine.documents.invalidate, document_id, keep=kept)).result()
         except (UnknownDocumentError, ReadOnlyError):  # never asked for, or not to be changed
             pass
         except (EraseIncompleteError, QueueFullError, WorkerClosedError) as error:

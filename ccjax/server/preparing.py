@@ -70,7 +70,7 @@ class DocumentPreparation:
             return False
         num_done = len(self._warming.done)
         try:
-            is_through = self._engine.warm_one(self._warming, is_cancelled=is_wanted)
+            is_through = self._engine.documents.warm_one(self._warming, is_cancelled=is_wanted)
         except Exception:
             logger.exception("documents: a passage could not be prepared; questions compute it")
             self._warming = None
@@ -84,7 +84,7 @@ class DocumentPreparation:
 
     def _next(self) -> Warming | None:
         while True:
-            if self._engine.capacity_used > _MOST_USED and self.num_documents_left:
+            if self._engine.cache.capacity_used > _MOST_USED and self.num_documents_left:
                 self._report(f"{self.num_documents_left} documents stay unprepared, for the cache is nearly full")
                 with self._lock:
                     self._documents.clear()
@@ -99,7 +99,7 @@ class DocumentPreparation:
                 self._report("all documents are prepared")
                 return None
             try:
-                return self._engine.begin_warming([passage])
+                return self._engine.documents.begin_warming([passage])
             except RequestError as error:
                 logger.warning("documents: passage %s cannot be prepared: %s", passage.id, error)
 

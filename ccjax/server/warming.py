@@ -115,7 +115,7 @@ class WarmJobs:
     def _warm_one(self, job: WarmJob, is_wanted: Callable[[], bool]) -> None:
         num_done = len(job.warming.done)
         try:
-            self._engine.warm_one(job.warming, is_cancelled=lambda: is_wanted() or job.status != "running")
+            self._engine.documents.warm_one(job.warming, is_cancelled=lambda: is_wanted() or job.status != "running")
         except Exception:
             logger.exception("warm job %s failed at document %d", job.id, len(job.warming.done))
             self._end(job, "failed")

@@ -170,7 +170,7 @@ class Engines:
         if not self._is_stored:
             with Engine(self._model, self._reusing(0.0, store=self._url)) as engine:
                 self._fill(engine)
-                engine.flush()
+                engine.cache.flush()
             gc.collect()
             self._is_stored = True
 

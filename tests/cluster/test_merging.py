@@ -185,14 +185,14 @@ def test_the_listing_is_of_all_replicas(cluster):
     first, second, third = ({"id": name, "text": text} for name, text in zip(names, texts, strict=True))
     for asked in ((first, third), (second, third)):  # one replica after the other
         assert cluster.post(CHAT, chat(*asked)).status_code == 200
-    known = [{one.document_id for one in server.engine.documents()} for server in cluster.servers]
+    known = [{one.document_id for one in server.engine.documents.list()} for server in cluster.servers]
     assert names[0] not in known[1] and names[1] not in known[0]
     found = cluster.ask("GET", DOCUMENTS).json()
     ids = [one["id"] for one in found["data"]]
     assert set(ids) == known[0] | known[1] and ids == sorted(ids) and len(ids) == len(set(ids)) == found["total"]
     assert found["replicas"] == 2
     held = {one["id"]: one["bytes"]["host"] for one in found["data"]}
-    of_each = [server.engine.documents(names[2])[0].num_bytes["host"] for server in cluster.servers]
+    of_each = [server.engine.documents.list(names[2])[0].num_bytes["host"] for server in cluster.servers]
     assert held[names[2]] == sum(of_each) and min(of_each) > 0
     pages = [cluster.ask("GET", f"{DOCUMENTS}?limit=1&offset={number}").json() for number in range(len(ids) + 1)]
     assert [one["id"] for page in pages for one in page["data"]] == ids
@@ -238,7 +238,7 @@ def test_the_live_view_counts_what_all_answered(cluster):
     grown = [now["answered"] - then["answered"] for now, then in pairs]
     assert sorted(grown) == [1, 2]  # asked in turn
     (tier,) = found["tiers"]
-    used = [server.engine.store_usage()["host"].used_bytes for server in cluster.servers]
+    used = [server.engine.cache.usage()["host"].used_bytes for server in cluster.servers]
     assert tier["used_bytes"] == sum(used) and min(used) > 0
     cluster.replicas.unreachable = {1}
     assert len(view()["replicas"]) == 1  # better than none

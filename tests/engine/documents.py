@@ -51,8 +51,8 @@ def ids_of(engine: Engine, document: Document) -> tuple[int, ...]:
 
 def set_clock(engine: Engine, now: list[float]) -> None:
     """Lets `now[0]` be the time."""
-    engine._documents.registry.clock = lambda: now[0]
-    engine._documents._next_tend = 0.0
+    engine.documents._documents.registry.clock = lambda: now[0]
+    engine.documents._documents._next_tend = 0.0
 
 
 def key_of(engine: Engine, document: Document):
@@ -91,4 +91,4 @@ def seen_by(engine: Engine, document: Document) -> list:
 
 
 def summary(engine: Engine) -> dict[tuple[str, str | None], tuple[int, int]]:
-    return {(item.document_id, item.version): (item.chunks, item.variants) for item in engine.documents()}
+    return {(item.document_id, item.version): (item.chunks, item.variants) for item in engine.documents.list()}

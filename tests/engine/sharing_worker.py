@@ -31,7 +31,7 @@ def main(url: str, start_file: str, seconds: str, index_url: str | None = None) 
             own = draw_segments(np.random.default_rng([time.time_ns(), seed]), LENGTHS)
             engine.generate_from_tokens(own, max_new_tokens=4)
             engine.generate_from_tokens(own, max_new_tokens=4)
-        engine.flush()
+        engine.cache.flush()
         if float(seconds):
             sharing.claim_s = lambda *_: float(seconds)
             run_layer = Pack.run_layer

@@ -55,32 +55,32 @@ class Worker:
         SharedPrefill.look = _told if tells else _LOOK  # type: ignore[method-assign]
         ccjax.engine.sharing.claim_s = lambda *_: claim_s
         response = self._engine.generate("Who?", documents, max_new_tokens=4)
-        self._engine.flush()
+        self._engine.cache.flush()
         report = response.reuse
         counts = {name: getattr(report, f"{name}_tokens") for name in ("computed", "reused", "recomputed")}
         passages = [one.reused_tokens for one in report.per_document if one.role == "document"]
         return counts | {"tokens": list(response.token_ids), "waited_s": report.load_wait_s, "passages": passages}
 
     def pin(self, name: str, ttl_s: float) -> dict[str, Any]:
-        return {"until": self._engine.pin(name, ttl_s=ttl_s).until}
+        return {"until": self._engine.documents.pin(name, ttl_s=ttl_s).until}
 
     def erase(self, name: str) -> dict[str, Any]:
-        return {"variants": self._engine.erase(name).variants}
+        return {"variants": self._engine.documents.erase(name).variants}
 
     def look(self) -> dict[str, Any]:
         """Takes in what others did, and does what is done now and then; document -> until when it is pinned."""
-        self._engine.refresh()
+        self._engine.cache.refresh()
         with self._engine._exclusive():
-            self._engine._documents.tend()
-        return {one.document_id: one.pinned_until for one in self._engine.documents()}
+            self._engine.documents._documents.tend()
+        return {one.document_id: one.pinned_until for one in self._engine.documents.list()}
 
     def pin_notes(self) -> dict[str, Any]:
         """Names of the pins that are noted."""
         with self._engine._exclusive():
-            return {"names": sorted(name for name in self._engine._documents.registry._notes.items() if "pin-" in name)}
+            return {"names": sorted(name for name in self._engine.documents._documents.registry._notes.items() if "pin-" in name)}
 
     def corrupt(self) -> dict[str, Any]:
-        return {"number": self._engine.store_usage()["disk"].corrupt}
+        return {"number": self._engine.cache.usage()["disk"].corrupt}
 
 
 def _held(pack: Pack) -> None:

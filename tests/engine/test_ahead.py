@@ -56,7 +56,7 @@ def in_line(engine, *requests):
 def work_off(generator):
     """What came of every order on the board."""
     results = []
-    while (done := generator.compute_ahead()) is not None:
+    while (done := generator.orders.compute()) is not None:
         results.append([one.status for one in done])
     return results
 
@@ -67,18 +67,18 @@ def test_the_whole_group_is_computed_while_its_request_waits(engines, mode):
     with MODEL.engine() as plain:
         wanted = plain.run(request(SEGMENTS, "off")).token_ids
     with in_line(replica, request(SEGMENTS, mode)) as (future,):
-        assert replica.order_ahead() == 1
+        assert replica.orders.place() == 1
         assert work_off(generator) == [["computed"] * 3]
     response = future.result()
     assert response.token_ids == wanted
     assert response.reuse.computed_tokens == NUM_QUESTION_TOKENS and response.reuse.exact
-    assert generator.order_counts.computed_tokens >= NUM_PASSAGE_TOKENS
+    assert generator.orders.counts.computed_tokens >= NUM_PASSAGE_TOKENS
 
 
 def test_what_two_prompts_begin_with_is_computed_once(engines):
     replica, generator = engines
     with in_line(replica, request(SEGMENTS), request(permuted(SEGMENTS, (0, 2)))) as futures:
-        assert replica.order_ahead() == 2
+        assert replica.orders.place() == 2
         assert sorted(work_off(generator)) == [["computed"] * 3, ["present", "computed"]]
     assert all(future.result().reuse.computed_tokens == NUM_QUESTION_TOKENS for future in futures)
 
@@ -105,12 +105,12 @@ def test_what_another_platform_computed_is_exact_up_to_its_rounding_only(tmp_pat
 def test_nothing_is_ordered_twice_or_that_is_there(engines):
     replica, generator = engines
     replica.run(request(SEGMENTS))
-    replica.flush()
+    replica.cache.flush()
     with in_line(replica, request(SEGMENTS, "exact"), request(permuted(SEGMENTS, (0, 1)), "exact")):
-        assert replica.order_ahead() == 0  # all of the first is there, and so is the second, a shorter path
+        assert replica.orders.place() == 0  # all of the first is there, and so is the second, a shorter path
     with in_line(replica, request(permuted(SEGMENTS, (2, 1)), "exact")):
-        assert replica.order_ahead() == 1
-        assert replica.order_ahead() == 0
+        assert replica.orders.place() == 1
+        assert replica.orders.place() == 0
         assert work_off(generator) == [["computed"] * 2]
 
 
@@ -120,30 +120,30 @@ def test_who_did_not_wait_long_enough_orders_nothing(tmp_path, monkeypatch):
         (waiting,) = replica._loop.waiting()
         clock = [waiting.group.arrived_s + 3599.0]
         monkeypatch.setattr(ahead_calls, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-        assert replica.order_ahead() == 0
+        assert replica.orders.place() == 0
         clock[0] += 2.0
-        assert replica.order_ahead() == 1
+        assert replica.orders.place() == 1
 
 
 def test_modes_and_engines_without_reuse_order_nothing(engines, tmp_path):
     replica, _ = engines
     with in_line(replica, request(SEGMENTS, "off")):
-        assert replica.order_ahead() == 0
+        assert replica.orders.place() == 0
     with MODEL.engine(store=f"file://{tmp_path}/other") as alone, in_line(alone, request(SEGMENTS)):
-        assert alone.order_ahead() == 0
+        assert alone.orders.place() == 0
         with pytest.raises(ConfigError, match="store_index"):
-            alone.compute_ahead()
+            alone.orders.compute()
 
 
 def test_an_order_of_a_generator_that_died_is_taken_by_another(engines, monkeypatch):
     replica, generator = engines
     with in_line(replica, request(SEGMENTS, "exact")) as (future,):
-        assert replica.order_ahead() == 1
+        assert replica.orders.place() == 1
         clock = [time.time()]
         monkeypatch.setattr(generator._orders, "_clock", lambda: clock[0])
         order = generator._orders.take(20.0)
         assert order is not None and order.attempt == 1
-        assert generator.compute_ahead() is None
+        assert generator.orders.compute() is None
         clock[0] += 20.0
         assert work_off(generator) == [["computed"] * 3]
     assert future.result().reuse.computed_tokens == NUM_QUESTION_TOKENS
@@ -159,7 +159,7 @@ def test_orders_that_make_no_sense_are_dropped(engines):
     for number, raw in enumerate([*bad, foreign.encode(), long.encode(), Ahead((), False).encode()]):
         assert replica._orders.place(f"order-{number}", raw, 60.0)
     assert work_off(generator) == [["failed"]] * 7
-    assert generator.order_counts.failed == generator.order_counts.taken == 7
+    assert generator.orders.counts.failed == generator.orders.counts.taken == 7
     assert len(replica._orders) == 0 and generator.num_variants == 0
 
 

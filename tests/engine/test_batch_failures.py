@@ -338,7 +338,7 @@ def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, 
         ]
         wanted = [engine.run(request) for request in requests]
         assert {one.tier for reply in wanted for one in reply.reuse.per_document} == {"device"}
-        before, promoted = engine.batch_counts.retries, engine.store_usage()[DEVICE].writes
+        before, promoted = engine.batch_counts.retries, engine.cache.usage()[DEVICE].writes
         module, name = (pack_module.Pack, "run_layer") if where == "prefill" else (decode_module.DecodeBatch, "step")
         step = LosesPool(engine, getattr(module, name), number)
         monkeypatch.setattr(module, name, lambda *args: step(*args))
@@ -357,7 +357,7 @@ def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, 
         for job in jobs:  # of what had a copy in host memory nothing was computed: the question and the answer so far
             answered = len(job.token_ids) - job.plan.num_tokens
             assert len(job.offsets) == answered + (9 if job.plan.num_tokens < 300 else job.plan.num_tokens)
-        assert engine.store_usage()[DEVICE].writes > promoted
+        assert engine.cache.usage()[DEVICE].writes > promoted
         assert engine.run(requests[0]).reuse.per_document[0].tier == "device"
         check_pages(engine)
 
@@ -385,11 +385,11 @@ def test_what_is_in_use_on_the_device_is_copied_to_host_memory_and_outlives_it(m
         for victim in reversed(engine._store.ids(HOST)):  # from the leaf to the root
             engine._variants._placement._evict(HOST, (victim,))
         assert not engine._store.ids(HOST) and len(engine._store.ids(DEVICE)) == 3
-        read = engine.store_usage()[DEVICE].bytes_read
+        read = engine.cache.usage()[DEVICE].bytes_read
         check(engine.run(ask(SEGMENTS, "exact")), wanted)
         settled(engine)
         assert set(engine._store.ids(HOST)) == set(engine._store.ids(DEVICE))
-        assert engine.store_usage()[DEVICE].bytes_read == read  # copies are no uses
+        assert engine.cache.usage()[DEVICE].bytes_read == read  # copies are no uses
         lose(engine._pool)
         got = engine.run(ask(SEGMENTS, "exact"))
         check(got, wanted)

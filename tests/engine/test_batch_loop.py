@@ -328,7 +328,7 @@ def test_a_variant_that_cannot_be_read_costs_only_time(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as engine:
         wanted = [engine.run(ask(one)) for one in (segments, *others)]
-        engine.flush()
+        engine.cache.flush()
     for path in sorted((tmp_path / "store").rglob("*")):
         if path.is_file() and path.stat().st_size > 10_000:
             data = bytearray(path.read_bytes())
@@ -350,9 +350,9 @@ def test_other_threads_get_in_between_while_answers_run():
         wanted = [engine.run(ask(one, "exact", tokens=30)) for one in asked]
         clients = [Client(engine, ask(one, "exact", tokens=30)) for one in asked]
         for _ in range(5):
-            engine.refresh()
+            engine.cache.refresh()
             assert len(engine.prefill_logits([1, 2, 3])) == 3
-            assert not engine.repair_one()  # somebody is there
+            assert not engine.cache.repair_one()  # somebody is there
         for client, alone in zip(clients, wanted, strict=True):
             check(client.response(), alone)
 

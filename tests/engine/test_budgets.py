@@ -36,9 +36,9 @@ def test_a_container_may_allow_less(tmp_path, monkeypatch, limit, memory):
 def test_chunk_caches_get_a_quarter_of_the_memory_unless_told(monkeypatch):
     memory = memory_bytes()
     with MODEL.engine() as engine:
-        assert engine.store_usage()["host"].budget_bytes == memory // 4
+        assert engine.cache.usage()["host"].budget_bytes == memory // 4
     with MODEL.engine(host_cache_bytes="3MiB") as engine:
-        assert engine.store_usage()["host"].budget_bytes == 3 << 20
+        assert engine.cache.usage()["host"].budget_bytes == 3 << 20
     monkeypatch.setattr(budgets, "memory_bytes", lambda: None)
     assert budgets.host_cache_bytes(EngineConfig()) == 2 << 30
 
@@ -46,14 +46,14 @@ def test_chunk_caches_get_a_quarter_of_the_memory_unless_told(monkeypatch):
 def test_what_is_taken_of_the_last_tier(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     with MODEL.engine() as engine:
-        assert engine.capacity_used == 0.0
+        assert engine.cache.capacity_used == 0.0
     with MODEL.engine(store=f"file://{tmp_path}/a", disk_cache_bytes="1GiB") as engine:
-        assert engine.capacity_used < 0.01
+        assert engine.cache.capacity_used < 0.01
     with MODEL.engine(store=f"file://{tmp_path}/b") as engine:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=1000, free=150))
-        assert engine.capacity_used == pytest.approx(0.85)
+        assert engine.cache.capacity_used == pytest.approx(0.85)
         object.__setattr__(engine.config, "store", "s3://bucket/prefix")
-        assert engine.capacity_used == 1.0
+        assert engine.cache.capacity_used == 1.0
 
 
 def test_budgets_above_the_machine_are_refused(tmp_path):

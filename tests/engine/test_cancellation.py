@@ -36,7 +36,7 @@ def test_a_cancelled_prefill_ends_the_stream_and_keeps_nothing(reuse):
     with MODEL.engine() as engine:
         for num_asked in range(6):  # before the first layer and after each
             assert list(engine.stream(request, is_cancelled=After(num_asked))) == []
-            assert engine.num_variants == 0
+            assert engine.cache.num_variants == 0
         assert list(engine.stream(request, is_cancelled=After(100)))[-1].response is not None
 
 

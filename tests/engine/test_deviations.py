@@ -84,7 +84,7 @@ def test_what_is_approximate_or_lossy_or_alone_is_not_compared(tmp_path):
         assert {meta.fidelity for meta in engine._variants} == {"exact", "approx"}
         assert not any(meta.token_deviations for meta in engine._variants)
         repaired = 0
-        while engine.repair_one():
+        while engine.cache.repair_one():
             repaired += 1
         assert repaired and all(meta.fidelity == "exact" for meta in engine._variants)
         assert any(meta.token_deviations for meta in engine._variants), "idle time makes up for it"
@@ -110,9 +110,9 @@ NAMES = ("Anna", "Bob", "Carla")
 
 def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_both(demo):
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
-        assert [one.status for one in engine.warm(documents(3))] == ["computed"] * 3
-        frame = tuple(chunk.chunk_id for chunk in engine.frame.chunks(""))
-        assert len(frame) == 2 and engine.num_variants == 1 + 2 + 3 * 2, "instructions, frame, documents"
+        assert [one.status for one in engine.documents.warm(documents(3))] == ["computed"] * 3
+        frame = tuple(chunk.chunk_id for chunk in engine.documents.frame.chunks(""))
+        assert len(frame) == 2 and engine.cache.num_variants == 1 + 2 + 3 * 2, "instructions, frame, documents"
         metas = list(engine._variants)
         framed = [meta for meta in metas if meta.prefix_ids[1:] == frame]
         assert len(framed) == 3
@@ -127,7 +127,7 @@ def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_
             own = (one for one in metas if one.chunk_id == meta.chunk_id and not one.passages_before)
             assert not next(own).token_deviations, "once is enough"
         assert not engine._store._pins
-        assert [one.status for one in engine.warm(documents(3))] == ["present"] * 3
+        assert [one.status for one in engine.documents.warm(documents(3))] == ["present"] * 3
 
 
 def kv_of(engine, prompt):
@@ -149,20 +149,20 @@ def kv_of(engine, prompt):
 )
 def test_warming_uses_the_frame_where_the_strategy_does_and_it_fits(demo, settings, count):
     with Engine(demo, EngineConfig(**settings)) as engine:
-        engine.warm(documents(3))
+        engine.documents.warm(documents(3))
         assert sum(bool(meta.token_deviations) for meta in engine._variants) == count
-        assert engine.num_variants == 4 + (2 + count if count else 0)
+        assert engine.cache.num_variants == 4 + (2 + count if count else 0)
 
 
 def test_a_frame_of_ones_own(demo, tmp_path):
     path = tmp_path / "frame.txt"
     path.write_text("Dora paints.\n \nEmil is a baker.\n")
     with Engine(demo, EngineConfig(frame=str(path))) as engine:
-        assert [one.text for one in engine.frame.documents] == ["Dora paints.", "Emil is a baker."]
-        engine.warm(documents(1))
+        assert [one.text for one in engine.documents.frame.documents] == ["Dora paints.", "Emil is a baker."]
+        engine.documents.warm(documents(1))
         report = engine.generate("Who sings?", documents(2)[::-1], max_new_tokens=1).reuse
         assert [one.framed for one in report.per_document] == [False, False, True]
-        engine.warm([{"text": "Emil is a baker."}])  # a passage of the frame is not put behind itself
+        engine.documents.warm([{"text": "Emil is a baker."}])  # a passage of the frame is not put behind itself
         assert not any(len(set(meta.prefix_ids)) < len(meta.prefix_ids) for meta in engine._variants)
 
 

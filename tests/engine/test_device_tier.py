@@ -96,7 +96,7 @@ def test_one_prompt_from_device_host_and_disk(tmp_path):
         MODEL.engine() as other,
     ):
         first = answer(engine, SEGMENTS, "bounded")
-        engine.flush()
+        engine.cache.flush()
         by_chunk = {document.chunk_id: place for place, document in enumerate(first[2].per_document)}
         for meta in list(engine._variants):
             place = by_chunk[meta.chunk_id]
@@ -149,7 +149,7 @@ def test_a_small_pool_serves_random_prompts_and_gets_all_its_pages_back():
             used = sum(-(-one.num_tokens // PAGE_TOKENS) for one in pool.summaries())
             assert pool.num_free == LEAST - used and pool.budget.used_bytes == used * PAGE <= LEAST * PAGE
         assert seen == {"device", "host", None}
-        usage = engine.store_usage()
+        usage = engine.cache.usage()
         assert usage["device"].evicted > 0 and usage["host"].evicted > 0
         for meta in list(engine._variants):
             engine._store.discard(meta.variant_id)

@@ -58,20 +58,20 @@ def url(tmp_path) -> str:
 
 def test_the_list_tells_chunks_variants_bytes_and_use(start, url):
     engine = start(store=url)
-    engine._documents.registry.clock = lambda: 1000.0
+    engine.documents._documents.registry.clock = lambda: 1000.0
     ask(engine, ANNA, BOB)
     ask(engine, ANNA, BOB)
     ask(engine, Document("No name."))
-    engine.flush()
-    anna, bob = engine.documents()
+    engine.cache.flush()
+    anna, bob = engine.documents.list()
     assert (anna.document_id, anna.version, anna.chunks, anna.variants) == ("anna", "1", 1, 1)
     size = next(meta.num_bytes for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA))
     assert anna.num_bytes == {"host": size, "disk": size} and anna.frequency_reuse == len(ids_of(engine, ANNA))
     assert anna.last_used == 1000.0 and anna.pinned_until is None and not anna.erasing
-    assert engine.documents("bob") == (bob,) and bob.document_id == "bob"
-    assert engine.document_counts.documents == 2
+    assert engine.documents.list("bob") == (bob,) and bob.document_id == "bob"
+    assert engine.documents.counts.documents == 2
     with pytest.raises(UnknownDocumentError, match="document_id: .*'eve'"):
-        engine.documents("eve")
+        engine.documents.list("eve")
 
 
 def test_what_belongs_to_what_outlives_a_restart_and_reaches_other_processes(start, url):
@@ -79,8 +79,8 @@ def test_what_belongs_to_what_outlives_a_restart_and_reaches_other_processes(sta
     other = start(store=url)
     ask(first, ANNA, BOB)
     ask(first, Document(ANNA.text, "copy"))  # only reused, so no record of a variant could tell
-    first.flush()
-    other.refresh()
+    first.cache.flush()
+    other.cache.refresh()
     wanted = summary(first)
     assert wanted == {("anna", "1"): (1, 1), ("bob", "1"): (1, 1), ("copy", None): (1, 1)} == summary(other)
     first.close()
@@ -91,8 +91,8 @@ def test_a_passage_belongs_to_its_source(start):
     engine = start()
     ask(engine, *(Document(text, f"all.md#{n}", None, "v", None, "all.md") for n, text in enumerate(TEXTS.values())))
     assert summary(engine) == {("all.md", "v"): (4, 4)}
-    assert engine.invalidate("all.md#2").chunks == 1 and engine.invalidate("all.md").chunks == 3
-    assert summary(engine) == {} and engine.num_variants == 1  # the system prompt
+    assert engine.documents.invalidate("all.md#2").chunks == 1 and engine.documents.invalidate("all.md").chunks == 3
+    assert summary(engine) == {} and engine.cache.num_variants == 1  # the system prompt
 
 
 def test_the_notes_of_evicted_documents_go_after_an_hour(start, url, tmp_path):
@@ -100,15 +100,15 @@ def test_the_notes_of_evicted_documents_go_after_an_hour(start, url, tmp_path):
     now = [0.0]
     set_clock(engine, now)
     ask(engine, ANNA, BOB)
-    engine.flush()  # what is on its way to disk is not evicted
+    engine.cache.flush()  # what is on its way to disk is not evicted
     ask(engine, CARLA, DINO)
-    assert len(engine.documents()) == 4 and sum(item.variants for item in engine.documents()) < 4
+    assert len(engine.documents.list()) == 4 and sum(item.variants for item in engine.documents.list()) < 4
     now[0] = documents_module.ERASURE_AGE_S - 1
-    engine.refresh()
-    assert len(engine.documents()) == 4
+    engine.cache.refresh()
+    assert len(engine.documents.list()) == 4
     now[0] += 601.0
-    engine.refresh()
-    left = engine.documents()
+    engine.cache.refresh()
+    left = engine.documents.list()
     assert 0 < len(left) < 4 and all(item.variants for item in left)
     assert len([path for path in files(tmp_path) if path.name.startswith("link-")]) == len(left)
 
@@ -118,14 +118,14 @@ def test_the_notes_of_evicted_documents_go_after_an_hour(start, url, tmp_path):
 
 def test_a_warmed_document_is_reused_anywhere_and_exactly_in_front(start):
     engine = start()
-    warmed = engine.warm([ANNA, BOB, ANNA])
+    warmed = engine.documents.warm([ANNA, BOB, ANNA])
     assert [(item.document_id, item.status) for item in warmed] == [
         ("anna", "computed"),
         ("bob", "computed"),
         ("anna", "present"),
     ]
-    assert warmed[0].num_tokens == len(ids_of(engine, ANNA)) and engine.num_variants == 3
-    system = engine.documents()[0]
+    assert warmed[0].num_tokens == len(ids_of(engine, ANNA)) and engine.cache.num_variants == 3
+    system = engine.documents.list()[0]
     assert system.frequency_reuse == 0
     front = ask(engine, ANNA, reuse="exact")
     assert front.exact and front.computed_tokens == front.prompt_tokens - front.reused_tokens
@@ -142,13 +142,13 @@ def test_a_repaired_variant_is_no_warmed_document(start):
     assert not ask(engine, ANNA).exact  # and what is kept of that stands behind the system prompt, too
     fidelities = [meta.fidelity for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA)]
     assert len(fidelities) == 2
-    assert [item.status for item in engine.warm([ANNA])] == ["computed"]
+    assert [item.status for item in engine.documents.warm([ANNA])] == ["computed"]
     assert ask(engine, ANNA, reuse="exact").per_document[1].computed_tokens == 0
 
 
 def test_warming_serves_requests_with_a_system_prompt_of_their_own(start):
     engine = start()
-    engine.warm([ANNA], system_prompt="Sing!")
+    engine.documents.warm([ANNA], system_prompt="Sing!")
     messages = [{"role": "system", "content": "Sing!"}, {"role": "user", "content": "Who?"}]
     request = Request(messages=messages, documents=[ANNA], sampling=SamplingParams(1), reuse="exact")
     report = engine.run(request).reuse
@@ -158,32 +158,32 @@ def test_warming_serves_requests_with_a_system_prompt_of_their_own(start):
 def test_warming_does_not_push_out_what_it_warmed_before(start):
     engine = start(max_variants=3)
     ask(engine, DINO)
-    statuses = [item.status for item in engine.warm([ANNA, BOB, CARLA])]
+    statuses = [item.status for item in engine.documents.warm([ANNA, BOB, CARLA])]
     assert statuses == ["computed", "computed", "no_room"]
     assert {name for (name, _), (_, variants) in summary(engine).items() if variants} == {"anna", "bob"}
 
 
 def test_warming_stops_between_layers_and_goes_on_later(start):
     engine = start()
-    warming = engine.begin_warming([ANNA, BOB])
+    warming = engine.documents.begin_warming([ANNA, BOB])
     for num_layers in range(engine.model_config.num_layers):
-        assert not engine.warm_one(warming, is_cancelled=After(num_layers))
-        assert engine.num_variants == 0 and not engine._store._pins and warming.done == []
+        assert not engine.documents.warm_one(warming, is_cancelled=After(num_layers))
+        assert engine.cache.num_variants == 0 and not engine._store._pins and warming.done == []
     while not warming.is_finished:
-        assert engine.warm_one(warming)
+        assert engine.documents.warm_one(warming)
     assert [item.status for item in warming.done] == ["computed", "computed"]
-    assert engine.warm([CARLA], is_cancelled=lambda: True) == ()
+    assert engine.documents.warm([CARLA], is_cancelled=lambda: True) == ()
 
 
 def test_what_cannot_be_warmed_is_refused_before_anything_is_computed(start, url):
     engine = start(max_model_len=80)
     with pytest.raises(ContextLengthError, match=r"documents\[1\]: wanted at most 80 tokens"):
-        engine.warm([ANNA, Document("word " * 200)])
+        engine.documents.warm([ANNA, Document("word " * 200)])
     with pytest.raises(RequestError, match=r"documents\[0\]: wanted a non-empty string under 'text'"):
-        engine.warm([{"text": " "}])
+        engine.documents.warm([{"text": " "}])
     with pytest.raises(RequestError, match="documents: wanted at least one"):
-        engine.warm([])
-    assert engine.num_variants == 0
+        engine.documents.warm([])
+    assert engine.cache.num_variants == 0
     with pytest.raises(ReadOnlyError, match="read_only"):
         start(store=url, read_only=True).warm([ANNA])
     with pytest.raises(ReadOnlyError, match="strategy"):
@@ -205,30 +205,30 @@ def test_a_pinned_document_stays_under_pressure_until_its_time_is_over(start):
     engine = start(max_variants=6)
     now = [100.0]
     set_clock(engine, now)
-    engine.warm([ANNA, BOB])
-    pin = engine.pin("anna", ttl_s=50)
-    assert pin.until == 150.0 and engine.documents("anna")[0].pinned_until == 150.0
-    assert engine.document_counts.pins == 1
+    engine.documents.warm([ANNA, BOB])
+    pin = engine.documents.pin("anna", ttl_s=50)
+    assert pin.until == 150.0 and engine.documents.list("anna")[0].pinned_until == 150.0
+    assert engine.documents.counts.pins == 1
     rounds(engine, 8)
     assert summary(engine)["anna", "1"] == (1, 1) and summary(engine)["bob", "1"] == (1, 0)
     now[0] = 150.0
-    assert engine.documents("anna")[0].pinned_until is None
+    assert engine.documents.list("anna")[0].pinned_until is None
     rounds(engine, 8)
     assert summary(engine)["anna", "1"] == (1, 0)
 
 
 def test_pins_outlive_a_restart_and_hold_in_other_processes(start, url):
     first = start(store=url)
-    first.warm([ANNA, BOB])
-    until = first.pin("anna", "1", ttl_s=5000).until
-    first.flush()
+    first.documents.warm([ANNA, BOB])
+    until = first.documents.pin("anna", "1", ttl_s=5000).until
+    first.cache.flush()
     other = start(store=url, max_variants=6)
     first.close()
     for engine in (other, start(store=url, max_variants=6)):
-        assert engine.documents("anna")[0].pinned_until == until
+        assert engine.documents.list("anna")[0].pinned_until == until
         rounds(engine, 6)
         assert summary(engine)["anna", "1"] == (1, 1) and summary(engine)["bob", "1"] == (1, 0)
-    assert other.unpin("anna", "1") and not other.unpin("anna", "1")
+    assert other.documents.unpin("anna", "1") and not other.documents.unpin("anna", "1")
     rounds(other, 6)
     assert summary(other)["anna", "1"] == (1, 0)
 
@@ -239,24 +239,24 @@ def test_a_pin_holds_in_the_lowest_tier_and_in_host_memory_if_wanted(start, url,
     probe.warm([ANNA])
     room = int(3.5 * sum(meta.num_bytes for meta in probe._variants))
     engine = start(store=url, host_cache_bytes=room, eviction_policy="lru")
-    engine.warm([ANNA, BOB])
-    engine.flush()
-    engine.pin("anna", host=host)
+    engine.documents.warm([ANNA, BOB])
+    engine.cache.flush()
+    engine.documents.pin("anna", host=host)
     rounds(engine, 12)
-    (anna,) = engine.documents("anna")
+    (anna,) = engine.documents.list("anna")
     assert anna.num_bytes["disk"] > 0 and (anna.num_bytes["host"] > 0) == host
-    assert engine.documents("bob")[0].num_bytes["host"] == 0
+    assert engine.documents.list("bob")[0].num_bytes["host"] == 0
 
 
 def test_more_than_its_share_is_not_pinned(start):
     engine = start(max_variants=6, pin_share=0.5)
-    engine.warm([ANNA, BOB, CARLA, DINO])
+    engine.documents.warm([ANNA, BOB, CARLA, DINO])
     for name in ("anna", "bob", "carla"):
-        engine.pin(name)
+        engine.documents.pin(name)
     with pytest.raises(PinLimitError, match="document_id: wanted at most 3 variants pinned .* got 4 with 'dino'"):
-        engine.pin("dino")
-    engine.pin("carla", ttl_s=9)  # in place of the earlier one
-    assert engine.document_counts.pins == 3
+        engine.documents.pin("dino")
+    engine.documents.pin("carla", ttl_s=9)  # in place of the earlier one
+    assert engine.documents.counts.pins == 3
     total = sum(meta.num_bytes for meta in engine._variants)
     (anna,) = (meta for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA))
     small = start(host_cache_bytes=total, pin_share=1.2 * anna.num_bytes / total)
@@ -268,22 +268,22 @@ def test_more_than_its_share_is_not_pinned(start):
 
 def test_what_a_pinned_document_gains_later_is_kept_up_to_the_share_the_best_of_each_chunk_first(start):
     engine = start(max_variants=6, pin_share=0.34)  # two variants
-    engine.warm([ANNA, BOB])
-    engine.pin("anna")
-    engine.pin("bob")
+    engine.documents.warm([ANNA, BOB])
+    engine.documents.pin("anna")
+    engine.documents.pin("bob")
     for order in itertools.permutations([ANNA, BOB, CARLA]):
         ask(engine, *order)
     rounds(engine, 4)
     assert summary(engine)["anna", "1"][1] >= 1 and summary(engine)["bob", "1"][1] >= 1
-    assert len(engine._pins.pinned_ids(None)) == 2
+    assert len(engine.documents._pins.pinned_ids(None)) == 2
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, float("inf"), float("nan"), "9", True, None])
 def test_a_bad_time_to_live_is_refused(start, ttl_s):
     engine = start()
-    engine.warm([ANNA])
+    engine.documents.warm([ANNA])
     with pytest.raises(RequestError, match="ttl_s: wanted a positive number of seconds"):
-        engine.pin("anna", ttl_s=ttl_s)
+        engine.documents.pin("anna", ttl_s=ttl_s)
     for document_id, version, match in [
         ("", None, "document_id"),
         (5, None, "document_id"),
@@ -292,7 +292,7 @@ def test_a_bad_time_to_live_is_refused(start, ttl_s):
         ("eve", None, "document_id"),
         ("anna", "2", r"version: wanted one that is cached \('1'\), got '2'"),
     ]:
-        for call in (engine.pin, engine.invalidate, engine.erase):
+        for call in (engine.documents.pin, engine.documents.invalidate, engine.documents.erase):
             with pytest.raises(RequestError, match=match):
                 call(document_id, version)
     assert summary(engine) == {("anna", "1"): (1, 1)}
@@ -304,18 +304,18 @@ def test_a_bad_time_to_live_is_refused(start, ttl_s):
 def test_an_invalidated_document_is_computed_again_and_leaves_every_tier(start, url, tmp_path):
     engine = start(store=url)
     ask(engine, ANNA, BOB)
-    engine.flush()
+    engine.cache.flush()
     gone = [meta for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA)]
     rows = rows_of(engine, [meta.variant_id for meta in gone])
-    removal = engine.invalidate("anna")
+    removal = engine.documents.invalidate("anna")
     assert (removal.chunks, removal.kept_chunks, removal.variants) == (1, 0, 1)
     assert removal.num_bytes == dict.fromkeys(("host", "disk"), gone[0].num_bytes)
     assert where(tmp_path, rows) == [] and summary(engine) == {("bob", "1"): (1, 1)}
     report = ask(engine, ANNA, BOB)
     assert report.per_document[1].reused_tokens == 0 and report.per_document[2].reused_tokens > 0
-    engine.flush()
+    engine.cache.flush()
     assert ask(engine, ANNA).per_document[1].computed_tokens == 0  # and is cached anew
-    engine.refresh()
+    engine.cache.refresh()
     assert summary(engine)["anna", "1"] == (1, 1)
 
 
@@ -324,25 +324,25 @@ def test_the_same_text_under_two_documents_goes_with_the_last(start, url):
     copy = Document(ANNA.text, "copy", version="7")
     ask(engine, ANNA)
     ask(engine, copy)
-    removal = engine.invalidate("anna")
+    removal = engine.documents.invalidate("anna")
     assert (removal.chunks, removal.kept_chunks, removal.variants) == (0, 1, 0)
     assert summary(engine) == {("copy", "7"): (1, 1)} and ask(engine, copy).per_document[1].computed_tokens == 0
-    assert engine.erase("copy", "7").variants == 1 and engine.documents() == ()
+    assert engine.documents.erase("copy", "7").variants == 1 and engine.documents.list() == ()
 
 
 def test_versions_go_one_by_one_or_all_together(start, url):
     engine = start(store=url)
     versions = [Document(f"{ANNA.text} Edition {n}.", "anna", version=str(n)) for n in range(3)]
     ask(engine, *versions, Document(versions[0].text, "anna", version="9"))
-    assert engine.invalidate("anna", "1").chunks == 1
+    assert engine.documents.invalidate("anna", "1").chunks == 1
     assert sorted(summary(engine)) == [("anna", "0"), ("anna", "2"), ("anna", "9")]
-    kept = engine.invalidate("anna", "0")
+    kept = engine.documents.invalidate("anna", "0")
     assert (kept.chunks, kept.kept_chunks) == (0, 1)  # version 9 has that text
-    engine.flush()
+    engine.cache.flush()
     engine.close()
     engine = start(store=url)
-    assert engine.invalidate("anna").chunks == 2 and engine.documents() == ()
-    assert engine.num_variants == 1
+    assert engine.documents.invalidate("anna").chunks == 2 and engine.documents.list() == ()
+    assert engine.cache.num_variants == 1
 
 
 def test_the_passages_that_a_new_version_still_has_are_kept(start):
@@ -350,7 +350,7 @@ def test_the_passages_that_a_new_version_still_has_are_kept(start):
     old = [Document(text, f"f#{n}", None, "old", None, "f") for n, text in enumerate(TEXTS.values())]
     new = [Document(old[n].text, f"f#{place}", None, "new", None, "f") for place, n in enumerate((1, 3))]
     ask(engine, *old)
-    removal = engine.invalidate("f", keep=[*new, Document("Never asked for.", "f#2", None, "new", None, "f")])
+    removal = engine.documents.invalidate("f", keep=[*new, Document("Never asked for.", "f#2", None, "new", None, "f")])
     assert (removal.chunks, removal.kept_chunks, removal.variants) == (2, 2, 2)
     assert summary(engine) == {("f", "new"): (2, 2)}
     assert [item.computed_tokens for item in ask(engine, *new).per_document[1:]] == [0, 0]
@@ -359,15 +359,15 @@ def test_the_passages_that_a_new_version_still_has_are_kept(start):
 def test_another_engine_stops_using_it_after_its_next_refresh(start, url, tmp_path):
     first, other = start(store=url), start(store=url)
     ask(first, ANNA, BOB)
-    first.flush()
-    other.refresh()
+    first.cache.flush()
+    other.cache.refresh()
     ask(other, ANNA, BOB)  # now in its memory, too
-    first.invalidate("anna")
+    first.documents.invalidate("anna")
     assert ask(other, ANNA).per_document[1].computed_tokens == 0  # as documented: not before it looks
-    other.refresh()
+    other.cache.refresh()
     assert summary(other) == {("bob", "1"): (1, 1)} and not other._store.tiers_of("anna")
     assert ask(other, ANNA).per_document[1].reused_tokens == 0
-    other.flush()
-    first.refresh()
-    other.refresh()
+    other.cache.flush()
+    first.cache.refresh()
+    other.cache.refresh()
     assert summary(first)["anna", "1"] == summary(other)["anna", "1"] == (1, 1)  # computed after it: stays

@@ -95,7 +95,7 @@ def test_variants_stay_within_their_number_and_bytes():
                 got = engine.generate_from_tokens(shuffled, max_new_tokens=3, reuse="exact")
                 assert got.token_ids == wanted
             assert few.num_variants <= 7
-            usage = small.store_usage()["host"]
+            usage = small.cache.usage()["host"]
             assert 0 < usage.used_bytes <= usage.budget_bytes == 90_000
             assert small.num_variants == usage.num_variants
 
@@ -106,7 +106,7 @@ def test_read_only_adds_nothing():
         for _ in range(2):
             report = engine.generate_from_tokens(segments, max_new_tokens=1).reuse
             assert report.reused_tokens == 0
-        assert engine.num_variants == 0
+        assert engine.cache.num_variants == 0
 
 
 @pytest.mark.parametrize(
@@ -312,11 +312,11 @@ def test_damaged_shards_are_computed_again_with_the_right_answer(tmp_path):
         content[len(content) // 2] ^= 0x40
         path.write_bytes(content)
     with MODEL.engine(store=url) as engine:
-        assert engine.num_variants == 4
+        assert engine.cache.num_variants == 4
         response = engine.generate_from_tokens(segments, max_new_tokens=6)
         assert response.token_ids == wanted
         assert response.reuse.failed_loads == 2 and response.reuse.exact
-        assert engine.store_usage()["disk"].corrupt == 2
+        assert engine.cache.usage()["disk"].corrupt == 2
     with MODEL.engine(store=url) as engine:  # what was damaged has been written anew
         healed = engine.generate_from_tokens(segments, max_new_tokens=6)
         assert healed.token_ids == wanted and healed.reuse.failed_loads == 0
@@ -369,7 +369,7 @@ def test_variants_of_one_prompt_do_not_push_each_other_out():
         for seed in range(2):
             engine.generate_from_tokens(segments_of([20] * 5, seed=seed, system=0), max_new_tokens=1)
         report = engine.generate_from_tokens(segments_of([20] * 5, seed=1, system=0), max_new_tokens=1).reuse
-        assert report.reused_tokens == 100 and engine.num_variants == 6
+        assert report.reused_tokens == 100 and engine.cache.num_variants == 6
 
 
 def test_pins_are_released_after_answers_cancellations_and_failures(tmp_path, monkeypatch):

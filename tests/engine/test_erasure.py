@@ -71,7 +71,7 @@ def fill(engine: Engine) -> None:
     ask(engine, ANNA, BOB, CARLA)
     ask(engine, CARLA, ANNA, BOB)
     ask(engine, DINO, BOB, CARLA)
-    engine.flush()
+    engine.cache.flush()
 
 
 def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
@@ -86,7 +86,7 @@ def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
     needles = [*rows, as_json(ids_of(engine, ANNA)), b"anna"]
     assert all(where(tmp_path, [needle]) for needle in needles)  # the search finds what is there
     untouched = {meta.variant_id for meta in engine._variants} - {meta.variant_id for meta in tainted}
-    removal = engine.erase("anna")
+    removal = engine.documents.erase("anna")
     assert (removal.chunks, removal.variants) == (1, len(tainted)) and removal.num_bytes["disk"] > 0
     assert where(tmp_path, needles) == []
     assert not any(engine._store.tiers_of(meta.variant_id) for meta in tainted)
@@ -95,7 +95,7 @@ def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
     assert key_of(engine, ANNA) not in engine._variants.tokens.known()
     hints = json.loads(next(data for path, data in files(tmp_path).items() if path.name == "hints.json"))
     assert not hints["frequency_reuse"].keys() & {meta.variant_id for meta in tainted}
-    engine.flush()
+    engine.cache.flush()
     assert where(tmp_path, needles) == [] and cataloged()
     report = ask(engine, ANNA, BOB)
     assert report.per_document[1].reused_tokens == 0
@@ -108,7 +108,7 @@ def test_copies_of_records_of_evicted_variants_are_erased_too(start, url, tmp_pa
         engine._variants.discard(meta.variant_id)
     engine._store._writer.flush()
     assert [path.parent.name for path in where(tmp_path, [as_json(ids_of(engine, ANNA))])] == ["catalog"]
-    assert engine.erase("anna").variants == 0
+    assert engine.documents.erase("anna").variants == 0
     assert where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
 
 
@@ -116,22 +116,22 @@ def test_another_process_that_still_knows_the_records_does_not_copy_them_again(s
     first, other = start(store=url), start(store=url)
     fill(first)
     other._store.refresh()
-    first.erase("anna")
+    first.documents.erase("anna")
     other._store.renew_catalog()
-    other.flush()
+    other.cache.flush()
     assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
 
 
 def test_copies_of_what_was_stored_late_go_with_it(start, url, tmp_path, cataloged, monkeypatch):
     first, other = start(store=url), start(store=url)
     fill(first)
-    other.refresh()
-    first.erase("anna")
+    other.cache.refresh()
+    first.documents.erase("anna")
     ask(other, CARLA, ANNA)
-    other.flush()
+    other.cache.flush()
     assert as_json(ids_of(first, ANNA)) in cataloged()
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 64)  # so few changes alone make no new one
-    first.refresh()
+    first.cache.refresh()
     assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
 
 
@@ -142,7 +142,7 @@ def test_records_that_were_never_looked_into_are_not_used_once_erased(start, url
     tainted = {meta.variant_id for meta in seen_by(first, ANNA)}
     needles = [*rows_of(first, tainted), as_json(ids_of(first, ANNA))]
     kept = {path: data for path, data in files(tmp_path).items() if {"records", "data"} & set(path.parts)}
-    first.erase("anna")
+    first.documents.erase("anna")
     assert where(tmp_path, needles) == []
     for path, data in kept.items():  # as if another process had stored it again, without knowing
         path.parent.mkdir(exist_ok=True)
@@ -158,7 +158,7 @@ def test_records_that_were_never_looked_into_are_not_used_once_erased(start, url
     assert found(late._variants.peek) and not found(late._variants.peek) & tainted
     assert not {meta.variant_id for meta in late._variants} & tainted
     assert late._variants.ids() == before and not late._variants._origins  # to look changes nothing
-    other.refresh()
+    other.cache.refresh()
     assert tainted.isdisjoint(other._variants.ids()) and where(tmp_path, needles) == []
     assert found(late._variants.of_chunks) and not found(late._variants.of_chunks) & tainted
 
@@ -187,30 +187,30 @@ def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
     fill(engine)
     tainted = {meta.variant_id for meta in seen_by(engine, ANNA)}
     needles = [*rows_of(engine, tainted), as_json(ids_of(engine, ANNA))]
-    engine.save_snapshot(tmp_path / "snapshot")
-    held = engine.num_variants
-    engine.erase("anna")
-    written = engine.store_usage()["disk"].writes
-    report = engine.restore_snapshot(tmp_path / "snapshot")
-    engine.flush()
+    engine.cache.save_snapshot(tmp_path / "snapshot")
+    held = engine.cache.num_variants
+    engine.documents.erase("anna")
+    written = engine.cache.usage()["disk"].writes
+    report = engine.cache.restore_snapshot(tmp_path / "snapshot")
+    engine.cache.flush()
     assert (report.num_erased, report.num_present) == (len(tainted), held - len(tainted))
-    assert engine.store_usage()["disk"].writes == written  # not for a moment
+    assert engine.cache.usage()["disk"].writes == written  # not for a moment
     index = inspect_snapshot(tmp_path / "snapshot")
     engine._variants.restore((variant.record, variant.frequency_reuse) for variant in index.variants)
     assert where(tmp_path, needles) == [] and tainted.isdisjoint(engine._variants.ids())
     ask(engine, ANNA)
     again = {meta.variant_id for meta in seen_by(engine, ANNA)}
-    engine.save_snapshot(tmp_path / "later")
+    engine.cache.save_snapshot(tmp_path / "later")
     for variant_id in again:
         engine._variants.discard(variant_id)
-    assert engine.restore_snapshot(tmp_path / "later").num_erased == 0
+    assert engine.cache.restore_snapshot(tmp_path / "later").num_erased == 0
     assert {meta.variant_id for meta in seen_by(engine, ANNA)} == again != set()  # sent once more, after the erasure
 
 
 def test_an_invalidation_leaves_what_stood_behind_it(start):
     engine = start()
     fill(engine)
-    assert engine.invalidate("anna").variants < len(seen_by(engine, ANNA)) + 3
+    assert engine.documents.invalidate("anna").variants < len(seen_by(engine, ANNA)) + 3
     assert seen_by(engine, ANNA)
 
 
@@ -222,7 +222,7 @@ def test_where_kv_came_from_outlives_a_restart(start, url, tmp_path):
     engine = start(store=url)
     assert {meta.variant_id for meta in seen_by(engine, ANNA)} == tainted
     needles = [*rows_of(engine, tainted), as_json(ids_of(engine, ANNA))]
-    assert engine.erase("anna", "1").variants == len(tainted)
+    assert engine.documents.erase("anna", "1").variants == len(tainted)
     engine.close()
     assert where(tmp_path, needles) == []
     assert ("anna", "1") not in summary(start(store=url))
@@ -243,28 +243,28 @@ def test_a_write_in_the_queue_is_erased_too(start, url, tmp_path, monkeypatch):
     assert entered.wait(120)  # the system prompt's is under way, the others wait
     rows = rows_of(engine, [meta.variant_id for meta in seen_by(engine, ANNA)])
     outcomes: list[Any] = []
-    erasing = threading.Thread(target=lambda: outcomes.append(engine.erase("anna")))
+    erasing = threading.Thread(target=lambda: outcomes.append(engine.documents.erase("anna")))
     erasing.start()
     erasing.join(0.2)
     assert erasing.is_alive()  # it does not return before the queue is settled
     gate.set()
     erasing.join(120)
     assert outcomes[0].variants == 2 and where(tmp_path, [*rows, as_json(ids_of(engine, ANNA))]) == []
-    engine.flush()
-    assert where(tmp_path, rows) == [] and engine.store_usage()["disk"].num_variants == 1
+    engine.cache.flush()
+    assert where(tmp_path, rows) == [] and engine.cache.usage()["disk"].num_variants == 1
 
 
 def test_quarantine_and_parts_of_killed_writes_are_erased_too(start, url, tmp_path):
     engine = start(store=url)
     ask(engine, ANNA)
-    engine.flush()
+    engine.cache.flush()
     record = next(path for path, data in files(tmp_path).items() if as_json(ids_of(engine, ANNA)) in data)
     space = record.parent.parent
     raw = record.read_bytes()
     for left in (space / "quarantine" / record.name, space / "records" / "x.json.0.tmp", space / "data/0f/c"):
         left.parent.mkdir(exist_ok=True)
         left.write_bytes(raw)
-    engine.erase("anna")
+    engine.documents.erase("anna")
     assert where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
 
 
@@ -288,47 +288,47 @@ def test_what_a_disk_refuses_to_delete_is_reported_not_used_and_tried_again(
 ):
     engine = start(store=url)
     ask(engine, ANNA, BOB)
-    engine.flush()
+    engine.cache.flush()
     rows = rows_of(engine, [meta.variant_id for meta in seen_by(engine, ANNA)])
     needles = [*rows, as_json(ids_of(engine, ANNA)), b"anna"]
     relent = refuse(monkeypatch, lambda key: folder in key)
     with pytest.raises(EraseIncompleteError, match="could not be deleted") as caught:
-        engine.erase("anna")
+        engine.documents.erase("anna")
     assert caught.value.remaining and where(tmp_path, needles)
-    assert engine.document_counts.unfinished_erasures == 1 and engine.documents("anna")[0].erasing
+    assert engine.documents.counts.unfinished_erasures == 1 and engine.documents.list("anna")[0].erasing
     assert not seen_by(engine, ANNA)
     report = ask(engine, ANNA, reuse="off")
-    engine.refresh()
-    assert engine.document_counts.unfinished_erasures == 1 and not seen_by(engine, ANNA)
+    engine.cache.refresh()
+    assert engine.documents.counts.unfinished_erasures == 1 and not seen_by(engine, ANNA)
     assert report.reused_tokens == 0
     relent.append("now")
-    engine.refresh()
-    assert where(tmp_path, needles) == [] and engine.document_counts.unfinished_erasures == 0
+    engine.cache.refresh()
+    assert where(tmp_path, needles) == [] and engine.documents.counts.unfinished_erasures == 0
     assert ("anna", "1") not in summary(engine)
 
 
 def test_an_unfinished_erasure_is_finished_by_the_next_process(start, url, tmp_path, monkeypatch):
     engine = start(store=url)
     ask(engine, ANNA, BOB)
-    engine.flush()
+    engine.cache.flush()
     needles = [*rows_of(engine, [meta.variant_id for meta in seen_by(engine, ANNA)]), as_json(ids_of(engine, ANNA))]
     relent = refuse(monkeypatch, lambda key: "/records/" in key)
     with pytest.raises(EraseIncompleteError):
-        engine.erase("anna")
+        engine.documents.erase("anna")
     engine.close()
     engine = start(store=url)
-    assert engine.document_counts.unfinished_erasures == 1 and not seen_by(engine, ANNA)
+    assert engine.documents.counts.unfinished_erasures == 1 and not seen_by(engine, ANNA)
     relent.append("now")
     engine.close()
     engine = start(store=url)
-    assert where(tmp_path, [*needles, b"anna"]) == [] and engine.document_counts.unfinished_erasures == 0
+    assert where(tmp_path, [*needles, b"anna"]) == [] and engine.documents.counts.unfinished_erasures == 0
     assert summary(engine) == {("bob", "1"): (1, 0)}
 
 
 def test_an_erasure_that_cannot_be_noted_is_an_error_and_holds_all_the_same(start, url, tmp_path, monkeypatch):
     engine = start(store=url)
     ask(engine, ANNA)
-    engine.flush()
+    engine.cache.flush()
     create = FileRoot.create
 
     def full(root, key, data):
@@ -339,47 +339,47 @@ def test_an_erasure_that_cannot_be_noted_is_an_error_and_holds_all_the_same(star
     with monkeypatch.context() as patch:
         patch.setattr(FileRoot, "create", full)
         with pytest.raises(EraseIncompleteError) as caught:
-            engine.erase("anna")
+            engine.documents.erase("anna")
     assert "No space left" in caught.value.remaining[0] and not seen_by(engine, ANNA)
-    engine.refresh()
-    assert engine.document_counts.unfinished_erasures == 0 and engine.documents() == ()
+    engine.cache.refresh()
+    assert engine.documents.counts.unfinished_erasures == 0 and engine.documents.list() == ()
     assert where(tmp_path, [b"anna", as_json(ids_of(engine, ANNA))]) == []
 
 
 def test_erase_in_one_engine_reaches_the_memory_of_another_and_what_it_stores_late(start, url, tmp_path):
     first, other = start(store=url), start(store=url)
     ask(first, ANNA, BOB)
-    first.flush()
-    other.refresh()
+    first.cache.flush()
+    other.cache.refresh()
     ask(other, ANNA, BOB)
     rows = rows_of(first, [meta.variant_id for meta in seen_by(first, ANNA)])
-    first.erase("anna")
+    first.documents.erase("anna")
     ask(other, CARLA, ANNA)  # does not know yet: it uses her, and stores what it computed behind her, and her anew
-    other.flush()
+    other.cache.flush()
     assert where(tmp_path, [as_json(ids_of(first, ANNA))])
-    first.refresh()
+    first.cache.refresh()
     assert not seen_by(first, ANNA) and where(tmp_path, [as_json(ids_of(first, ANNA))]) == []
     assert seen_by(other, ANNA)
-    other.refresh()
+    other.cache.refresh()
     assert not seen_by(other, ANNA)
     assert not any(array.tobytes() in rows for _, array in other._store._memory["host"]._shards.values())
     ask(other, ANNA)
-    other.flush()
-    first.refresh()
+    other.cache.flush()
+    first.cache.refresh()
     assert seen_by(first, ANNA) and seen_by(other, ANNA)  # sent once more, after the erasure: a new document
 
 
 def test_what_another_engine_stores_while_an_erasure_runs_goes_at_once(start, url, tmp_path, monkeypatch):
     first, other = start(store=url), start(store=url)
     fill(first)
-    other.refresh()
+    other.cache.refresh()
     erase, rounds = first._store.erase, []
 
     def erase_before_other_writes(condemned, **options):
         remaining = erase(condemned, **options)
         if not rounds:
             ask(other, CARLA, ANNA)  # does not know yet
-            other.flush()
+            other.cache.flush()
             first._store.refresh()
             print(
                 "DBG",
@@ -394,7 +394,7 @@ def test_what_another_engine_stores_while_an_erasure_runs_goes_at_once(start, ur
         return remaining
 
     monkeypatch.setattr(first._store, "erase", erase_before_other_writes)
-    assert first.erase("anna").variants == len(rounds[0])
+    assert first.documents.erase("anna").variants == len(rounds[0])
     assert len(rounds) == 2 and len(rounds[1]) > len(rounds[0])
     assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == []
 
@@ -402,7 +402,7 @@ def test_what_another_engine_stores_while_an_erasure_runs_goes_at_once(start, ur
 def test_others_hear_of_an_erasure_when_it_begins_and_when_it_is_over(start, url, monkeypatch):
     engine, events = start(store=url), []
     fill(engine)
-    registry = engine._documents.registry
+    registry = engine.documents._documents.registry
     for name, what, call in (
         ("told", engine._store, "tell_others"),
         ("deleted", engine._store, "erase"),
@@ -411,7 +411,7 @@ def test_others_hear_of_an_erasure_when_it_begins_and_when_it_is_over(start, url
     ):
         real = getattr(what, call)
         monkeypatch.setattr(what, call, lambda *a, _n=name, _f=real, **k: [events.append(_n), _f(*a, **k)][1])
-    engine.erase("anna")
+    engine.documents.erase("anna")
     assert events[:3] == ["noted", "told", "deleted"] and events[-2:] == ["finished", "told"]
 
 
@@ -420,30 +420,30 @@ def test_what_was_computed_anew_after_an_erasure_is_left_alone_by_who_only_heard
     and has the old ones in memory."""
     first, other, third = start(store=url), start(store=url), start(store=url)
     ask(first, ANNA, BOB)
-    first.flush()
+    first.cache.flush()
     for engine in (other, third):
-        engine.refresh()
+        engine.cache.refresh()
         ask(engine, ANNA, BOB)
     old = rows_of(first, [meta.variant_id for meta in seen_by(first, ANNA)])
-    first.erase("anna")
-    other.refresh()
+    first.documents.erase("anna")
+    other.cache.refresh()
     ask(other, ANNA, BOB)
-    other.flush()
+    other.cache.flush()
     renewed = {meta.variant_id for meta in seen_by(other, ANNA)}
     assert third._store._disk.follow(dict.fromkeys(renewed)) and "host" in third._store.tiers_of(next(iter(renewed)))
-    third.refresh()
+    third.cache.refresh()
     assert {third._store.tiers_of(key) for key in renewed} == {("disk",)}
     assert {meta.variant_id for meta in seen_by(third, ANNA)} == renewed
     assert ask(third, ANNA, BOB).recomputed_tokens == 0 and rows_of(third, renewed) == rows_of(other, renewed)
     fresh = start(store=url)
     assert {meta.variant_id for meta in seen_by(fresh, ANNA)} == renewed and rows_of(fresh, renewed) != []
-    assert other.erase("anna").variants == len(renewed) and where(tmp_path, old) == []
+    assert other.documents.erase("anna").variants == len(renewed) and where(tmp_path, old) == []
 
 
 def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, monkeypatch):
     first, late, other = start(store=url), start(store=url), start(store=url)
     ask(first, ANNA)
-    first.flush()
+    first.cache.flush()
     late.refresh()
     ask(late, ANNA)
     erase, rounds = first._store.erase, []
@@ -451,9 +451,9 @@ def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, 
     def erase_before_others_write(condemned, **options):
         remaining = erase(condemned, **options)
         if not rounds:
-            other.refresh()
+            other.cache.refresh()
             ask(other, ANNA)  # knows
-            other.flush()
+            other.cache.flush()
             ask(late, ANNA, CARLA)  # does not know yet
             late.flush()
             first._store.refresh()
@@ -461,7 +461,7 @@ def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, 
         return remaining
 
     monkeypatch.setattr(first._store, "erase", erase_before_others_write)
-    first.erase("anna")
+    first.documents.erase("anna")
     (renewed,) = (meta.variant_id for meta in seen_by(other, ANNA))
     assert renewed in rounds[0] and len(rounds) == 2
     assert [meta.variant_id for meta in seen_by(first, ANNA)] == [renewed]
@@ -473,7 +473,7 @@ def test_what_another_process_stored_under_the_same_name_counts_with_where_it_ca
     first, other = start(store=url), start(store=url)
     ask(first, DINO)
     ask(first, ANNA)
-    first.flush()
+    first.cache.flush()
     (known,) = (meta.variant_id for meta in seen_by(first, ANNA))
     record, dino = first._store.get_record(known), key_of(first, DINO)
     assert record is not None and dino not in first._variants.origin_of(known).seen
@@ -485,9 +485,9 @@ def test_what_another_process_stored_under_the_same_name_counts_with_where_it_ca
     origin = Origin(frozenset({dino, key_of(first, ANNA)}))
     assert other._store._disk.write(with_origin(record, origin), kv)
     assert first._store._disk.follow({known: None}) == (known,)
-    first._maintenance.follow((known,), ())
+    first.cache._maintenance.follow((known,), ())
     assert dino in first._variants.origin_of(known).seen
-    first.erase("dino")
+    first.documents.erase("dino")
     assert first._store.tiers_of(known) == ("host",)
 
 
@@ -496,13 +496,13 @@ def test_after_an_hour_the_erasure_itself_is_forgotten(start, url, tmp_path):
     now = [1000.0]
     set_clock(engine, now)
     ask(engine, ANNA)
-    engine.flush()
+    engine.cache.flush()
     key = key_of(engine, ANNA).encode()
-    engine.erase("anna")
+    engine.documents.erase("anna")
     assert len(where(tmp_path, [key])) == 1  # the note that stops late writers
     now[0] += documents_module.ERASURE_AGE_S + 1
-    engine.refresh()
-    assert where(tmp_path, [key]) == [] and not engine._documents.registry._erasures
+    engine.cache.refresh()
+    assert where(tmp_path, [key]) == [] and not engine.documents._documents.registry._erasures
     ask(engine, ANNA)
     assert seen_by(engine, ANNA)
 
@@ -514,25 +514,25 @@ def test_text_that_two_erased_documents_share_goes_with_the_second_even_while_th
     ask(engine, ANNA)
     ask(engine, Document(ANNA.text, "copy"))
     ask(engine, BOB)
-    engine.flush()
+    engine.cache.flush()
     relent = refuse(monkeypatch, lambda key: "/notes/link" in key)
     with pytest.raises(EraseIncompleteError):
-        engine.erase("anna")  # keeps the text, "copy" has it, but cannot delete its own notes
+        engine.documents.erase("anna")  # keeps the text, "copy" has it, but cannot delete its own notes
     with pytest.raises(EraseIncompleteError):
-        engine.erase("copy")
+        engine.documents.erase("copy")
     relent.append("now")
-    engine.refresh()
+    engine.cache.refresh()
     assert summary(engine) == {("bob", "1"): (1, 1)} and where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
 
 
 def test_pins_of_an_erased_document_go_with_it(start, url, tmp_path):
     engine = start(store=url)
     ask(engine, ANNA, BOB)
-    engine.pin("anna")
-    engine.pin("anna", "1")
-    engine.pin("bob")
-    engine.erase("anna", "1")
-    assert engine.document_counts.pins == 1 and where(tmp_path, [b"anna"]) == []
+    engine.documents.pin("anna")
+    engine.documents.pin("anna", "1")
+    engine.documents.pin("bob")
+    engine.documents.erase("anna", "1")
+    assert engine.documents.counts.pins == 1 and where(tmp_path, [b"anna"]) == []
 
 
 @pytest.mark.parametrize(
@@ -546,5 +546,5 @@ def test_a_damaged_note_counts_as_none(start, url, tmp_path, kind, content):
     (space,) = [path for path in (tmp_path / "store").iterdir() if path.is_dir()]
     (space / "notes" / f"{kind}-{'0' * 32}.json").write_bytes(content)
     engine = start(store=url)
-    engine.refresh()
-    assert summary(engine) == {("anna", "1"): (1, 1)} and engine.num_variants == 2
+    engine.cache.refresh()
+    assert summary(engine) == {("anna", "1"): (1, 1)} and engine.cache.num_variants == 2

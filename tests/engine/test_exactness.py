@@ -237,7 +237,7 @@ def test_answers_are_those_of_a_full_prefill():
                 for wave in waves:
                     run(engine, wave, reuse, seen)
                 check_pages(engine)
-                for tier, usage in engine.store_usage().items():
+                for tier, usage in engine.cache.usage().items():
                     seen[f"evicted from {tier}"] += usage.evicted
 
     answers()

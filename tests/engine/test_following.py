@@ -103,36 +103,36 @@ def test_the_next_request_reuses_what_another_engine_just_stored(start, index_ur
     first, second = start(index_url), start(index_url)
     monkeypatch.setattr(second, "refresh", refuse)
     wanted = answer(first)
-    first.flush()
-    wait_until(lambda: second.num_variants == NUM_CHUNKS)  # with no request at all
+    first.cache.flush()
+    wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)  # with no request at all
     got = answer(second)
     assert got.token_ids == wanted.token_ids
     assert (got.reuse.computed_tokens, got.reuse.recomputed_tokens) == (NUM_QUESTION_TOKENS, 0)
-    assert second.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS)
-    assert first.maintenance_counts == MaintenanceCounts()
+    assert second.cache.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS)
+    assert first.cache.maintenance_counts == MaintenanceCounts()
     monkeypatch.undo()
-    second.refresh()
-    first.refresh()
-    assert second.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS)
-    assert first.maintenance_counts == MaintenanceCounts()
+    second.cache.refresh()
+    first.cache.refresh()
+    assert second.cache.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS)
+    assert first.cache.maintenance_counts == MaintenanceCounts()
 
 
 def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the_root(start, index_url, monkeypatch):
     first, second = start(index_url), start(index_url)
     answer(second, others(1))  # compiles
     only_by_requests(second)
-    follow, threads = second._maintenance.follow, []
+    follow, threads = second.cache._maintenance.follow, []
     monkeypatch.setattr(
-        second._maintenance, "follow", lambda *news: threads.append(threading.current_thread().name) or follow(*news)
+        second.cache._maintenance, "follow", lambda *news: threads.append(threading.current_thread().name) or follow(*news)
     )
     answer(first)
-    first.flush()
+    first.cache.flush()
     wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS)
-    assert second.num_variants == NUM_CHUNKS and threads == []  # its own
+    assert second.cache.num_variants == NUM_CHUNKS and threads == []  # its own
     for name in ("read", "names"):
         monkeypatch.setattr(second._store._disk._root, name, refuse)
     assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
-    assert threads == ["ccjax-batch"] and second.num_variants == 2 * NUM_CHUNKS
+    assert threads == ["ccjax-batch"] and second.cache.num_variants == 2 * NUM_CHUNKS
 
 
 def test_an_engine_under_constant_load_follows(start, index_url, monkeypatch):
@@ -142,7 +142,7 @@ def test_an_engine_under_constant_load_follows(start, index_url, monkeypatch):
     only_by_requests(second)
     with constant_load(second) as failed:
         answer(first)
-        first.flush()
+        first.cache.flush()
         wait_until(lambda: first._variants.chunk_ids() <= second._variants.chunk_ids(), timeout_s=120)
         assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
     assert failed == []
@@ -152,10 +152,10 @@ def test_a_guest_sees_what_came(start, index_url):
     first, second = start(index_url), start(index_url)
     only_by_requests(second)
     answer(first)
-    first.flush()
+    first.cache.flush()
     wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS)
     with second._exclusive() as is_ours:
-        assert is_ours and second.num_variants == NUM_CHUNKS
+        assert is_ours and second.cache.num_variants == NUM_CHUNKS
 
 
 def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypatch, caplog):
@@ -165,9 +165,9 @@ def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypa
     def fail(*_):
         raise ValueError("made to fail")
 
-    monkeypatch.setattr(second._maintenance, "follow", fail)
+    monkeypatch.setattr(second.cache._maintenance, "follow", fail)
     answer(first)
-    first.flush()
+    first.cache.flush()
     wait_until(lambda: second._store.news.has_come)
     assert answer(second).reuse.prompt_tokens == sum(map(len, SEGMENTS))
     assert "could not be taken in" in caplog.text
@@ -179,8 +179,8 @@ def test_requests_in_line_are_planned_anew_only_for_their_own_chunks(start, inde
     chunks = [meta.chunk_id for meta in second._variants]
     before = second._variants.changes.last(chunks)
     answer(first)
-    first.flush()
-    wait_until(lambda: second.num_variants == 2 * NUM_CHUNKS)
+    first.cache.flush()
+    wait_until(lambda: second.cache.num_variants == 2 * NUM_CHUNKS)
     assert second._variants.changes.last(chunks) == before
     assert second._variants.changes.last([meta.chunk_id for meta in first._variants]) > before
 
@@ -192,13 +192,13 @@ def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch)
     first, second = start(index_url), start(index_url)
     monkeypatch.setattr(second, "refresh", refuse)
     answer(first)
-    first.flush()
-    wait_until(lambda: second.num_variants == NUM_CHUNKS)
+    first.cache.flush()
+    wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)
     answer(second, [*SEGMENTS[:2], SEGMENTS[-1]])  # the system prompt and a passage: in its memory from now on
     for meta in tuple(first._variants):
         first._variants.discard(meta.variant_id)
-    wait_until(lambda: second.num_variants == 2)
-    assert second.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS, vanished=NUM_CHUNKS - 2)
+    wait_until(lambda: second.cache.num_variants == 2)
+    assert second.cache.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS, vanished=NUM_CHUNKS - 2)
     report = answer(second).reuse
     assert report.failed_loads == 0 and report.reused_tokens == len(SEGMENTS[0]) + len(SEGMENTS[1])
 
@@ -207,12 +207,12 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
     """Else it would not be known which texts a repaired chunk has seen, and no erasure of those would find it."""
     first, second = start(index_url), start(index_url, max_num_batched_tokens=16, strategy="reuse", host_cache_bytes=1)
     answer(first)
-    first.flush()
-    wait_until(lambda: second.num_variants == NUM_CHUNKS)
+    first.cache.flush()
+    wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)
     run_layer, keep, known = Pack.run_layer, second._prefill.keep, []
 
     def evict_first(pack) -> None:
-        if pack._pool is second._pool and first.num_variants and not pack._loading():  # all is in the pages
+        if pack._pool is second._pool and first.cache.num_variants and not pack._loading():  # all is in the pages
             gone = {meta.variant_id for meta in tuple(first._variants)}
             for variant_id in gone:
                 first._variants.discard(variant_id)
@@ -229,7 +229,7 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
     report = answer(second, [*permuted(SEGMENTS, (3, 2, 1, 0))[:-1], [5] * 40, SEGMENTS[-1]]).reuse
     assert report.reused_tokens > 0 and report.failed_loads == 0
     assert len(known) == NUM_CHUNKS and all(known)
-    wait_until(lambda: second.num_variants == 1)  # the fifth passage; the others' are gone
+    wait_until(lambda: second.cache.num_variants == 1)  # the fifth passage; the others' are gone
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_an_erasure_reaches_the_memory_of_others_at_once(text_model, url, index_
     ):
         for engine in (first, other):
             engine.generate("Who?", [anna, bob], max_new_tokens=1)
-            engine.flush()
+            engine.cache.flush()
         is_over = threading.Event()
 
         def ask() -> None:
@@ -262,9 +262,9 @@ def test_an_erasure_reaches_the_memory_of_others_at_once(text_model, url, index_
         if is_busy:
             asking.start()
         try:
-            assert {"anna", "bob"} == {document.document_id for document in other.documents()}
-            first.erase("anna")
-            wait_until(lambda: {one.document_id for one in other.documents()} == {"bob"}, timeout_s=120)
+            assert {"anna", "bob"} == {document.document_id for document in other.documents.list()}
+            first.documents.erase("anna")
+            wait_until(lambda: {one.document_id for one in other.documents.list()} == {"bob"}, timeout_s=120)
             erased = {chunk for erasure in first._documents.registry._erasures.values() for chunk in erasure.chunk_ids}
             with other._exclusive():
                 assert erased and not other._variants.of_chunks(erased)
@@ -347,7 +347,7 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
         stopped.__enter__()
     if way != "flushed":
         for engine in (first, second):
-            wait_until(lambda engine=engine: not engine.news_counts.is_up)
+            wait_until(lambda engine=engine: not engine.cache.news_counts.is_up)
         asked = []  # calls that wait for an index that is away
         begin = Outage.begin
         with pytest.MonkeyPatch.context() as patch:
@@ -358,13 +358,13 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
                 assert answer(first, others(seed)).finish_reason == "length"
         assert "ccjax-batch" not in asked
     answer(first)
-    first.flush()
+    first.cache.flush()
     if way == "killed":
         own_redis.start()
     elif way == "stopped":
         stopped.__exit__(None, None, None)
-    wait_until(lambda: first.news_counts.is_up and second.news_counts.is_up)
-    wait_until(lambda: second.num_variants == first.num_variants)  # what was stored meanwhile, too
+    wait_until(lambda: first.cache.news_counts.is_up and second.cache.news_counts.is_up)
+    wait_until(lambda: second.cache.num_variants == first.cache.num_variants)  # what was stored meanwhile, too
     assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
     assert shares(first, second, others(2)) and shares(second, first, others(3))
     logged = [one.getMessage() for one in caplog.records if "index" in one.getMessage()]
@@ -419,8 +419,8 @@ def metrics_of(engine) -> list[str]:
 def test_metrics_tell_whether_the_index_answers_and_what_came(start, own_redis):
     first, second, without = start(own_redis.url), start(own_redis.url), start(None)
     answer(first)
-    first.flush()
-    wait_until(lambda: second.num_variants == NUM_CHUNKS)
+    first.cache.flush()
+    wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)
     assert {"ccjax_store_index_up 1.0", f"ccjax_store_index_changes_total {NUM_CHUNKS}.0"} <= {*metrics_of(second)}
     own_redis.kill()
     wait_until(lambda: "ccjax_store_index_up 0.0" in metrics_of(second))

@@ -183,4 +183,4 @@ def test_a_request_is_cancelled_while_it_waits_for_the_disk(url, monkeypatch):
         hanging = Hanging(monkeypatch, {40})
         request = Request(segments=SEGMENTS, sampling=SamplingParams(max_new_tokens=1))
         assert list(engine.stream(request, is_cancelled=hanging.waited_for.is_set)) == []
-        assert not engine._store._pins and engine.num_variants == 4
+        assert not engine._store._pins and engine.cache.num_variants == 4

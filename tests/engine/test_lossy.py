@@ -42,7 +42,7 @@ def lossy(engine):
 @pytest.mark.parametrize("host_bytes", [1, 1 << 30])
 def test_after_a_restart_reuse_is_approximate_and_says_so(url, host_bytes):
     with MODEL.engine(store=url, disk_kv_dtype="int8", host_cache_bytes=host_bytes) as engine:
-        assert len(lossy(engine)) == engine.num_variants == 4
+        assert len(lossy(engine)) == engine.cache.num_variants == 4
         plain = answer(engine, SEGMENTS, "off")
         for _ in range(2):  # from disk, then from memory where there is some
             reused = answer(engine, SEGMENTS, "bounded")
@@ -51,7 +51,7 @@ def test_after_a_restart_reuse_is_approximate_and_says_so(url, host_bytes):
             assert report.reused_tokens == NUM_STORED and report.recomputed_tokens == 0 and report.failed_loads == 0
             difference = max(abs(a - b) for a, b in zip(reused[1], plain[1], strict=True))
             assert TOLERANCE < difference < 0.1
-            assert len(lossy(engine)) == engine.num_variants == 4
+            assert len(lossy(engine)) == engine.cache.num_variants == 4
 
 
 @pytest.mark.parametrize("host_bytes", [1, 1 << 30])
@@ -72,15 +72,15 @@ def test_what_mode_exact_computed_takes_the_place_of_the_lossy_copies_once(url, 
         ask(engine)
         assert len(lossy(engine)) == 4 and len(stored) == 4  # promoted
         before = {meta.variant_id: meta.frequency_reuse for meta in engine._variants}
-        written = engine.store_usage()["disk"].writes
+        written = engine.cache.usage()["disk"].writes
         report = ask(engine, reuse="exact")
         assert report.computed_tokens == report.prompt_tokens and len(stored) == 8
-        assert lossy(engine) == set() and engine.num_variants == 4
+        assert lossy(engine) == set() and engine.cache.num_variants == 4
         assert {meta.variant_id: meta.frequency_reuse for meta in engine._variants} == before
         for reuse in ("exact", "bounded"):
             report = ask(engine, reuse=reuse)
             assert report.exact and report.reused_tokens == NUM_STORED and len(stored) == 8
-        assert engine.store_usage()["disk"].writes == written  # the disk has its copy already
+        assert engine.cache.usage()["disk"].writes == written  # the disk has its copy already
         assert not engine._store._pins
 
 
@@ -88,22 +88,22 @@ def test_nothing_is_captured_again_and_again_without_room(url):
     with MODEL.engine(store=url, disk_kv_dtype="int8", host_cache_bytes=1) as engine:
         for reuse in ("exact", "bounded", "exact"):
             ask(engine, reuse=reuse)
-            assert engine.num_variants == 4 and len(lossy(engine)) == 4
-        engine.flush()
-        assert engine.store_usage()["disk"].writes == 0 and not engine.repair_one()
+            assert engine.cache.num_variants == 4 and len(lossy(engine)) == 4
+        engine.cache.flush()
+        assert engine.cache.usage()["disk"].writes == 0 and not engine.cache.repair_one()
 
 
 def test_a_copy_that_gives_way_pushes_nobody_out_at_the_limit(url):
     with MODEL.engine(store=url, disk_kv_dtype="int8", max_variants=4) as engine:
         assert ask(engine, reuse="exact").reused_tokens == 0
-        assert engine.num_variants == 4 and lossy(engine) == set()
+        assert engine.cache.num_variants == 4 and lossy(engine) == set()
         assert ask(engine, reuse="exact").reused_tokens == NUM_STORED
 
 
 def test_lossy_copies_alone_are_no_work_for_idle_time(url):
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         ask(engine)
-        assert not engine.repair_one() and len(lossy(engine)) == 4
+        assert not engine.cache.repair_one() and len(lossy(engine)) == 4
 
 
 def test_a_new_chunk_behind_lossy_copies_is_approximate_until_idle_time(url):
@@ -113,7 +113,7 @@ def test_a_new_chunk_behind_lossy_copies_is_approximate_until_idle_time(url):
         assert not report.exact and [document.computed_tokens for document in report.per_document] == [0, 0, 20]
         assert len(approximate(engine)) == 1
         ask(engine, new)
-        assert engine.num_variants == 5 and len(approximate(engine)) == 1
+        assert engine.cache.num_variants == 5 and len(approximate(engine)) == 1
         assert repair_all(engine) == 1 and approximate(engine) == []
         # system prompt and first passage were computed on the way: exact in memory from now on
         plain, reused = answer(engine, new, "off"), answer(engine, new, "bounded")
@@ -128,7 +128,7 @@ def test_a_repair_from_a_lossy_copy_is_kept_once_and_is_approximate(url):
         assert not first.exact and first.recomputed_tokens > 0
         assert len(approximate(engine)) == 3
         again = ask(engine, shuffled)
-        assert not again.exact and again.recomputed_tokens == 0 and engine.num_variants == 7
+        assert not again.exact and again.recomputed_tokens == 0 and engine.cache.num_variants == 7
         repair_all(engine)
         assert_same(answer(engine, shuffled, "bounded"), answer(engine, shuffled, "off"))
 
@@ -152,7 +152,7 @@ def test_an_exact_copy_that_goes_between_plan_and_load_is_planned_again(tmp_path
     with MODEL.engine(store=f"file://{tmp_path}/store", disk_kv_dtype="int8") as engine:
         plain = answer(engine, SEGMENTS, "off")
         ask(engine)
-        engine.flush()
+        engine.cache.flush()
         assert lossy(engine) == set()
         plans = evict_between_plan_and_load(engine, monkeypatch)
         got = answer(engine, SEGMENTS, reuse)

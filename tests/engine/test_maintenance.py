@@ -36,7 +36,7 @@ def fill(engine):
 def repair_all(engine) -> int:
     """Repairs until there is nothing left; how many times."""
     for count in range(20):
-        if not engine.repair_one():
+        if not engine.cache.repair_one():
             return count
     raise AssertionError("repairs without end")
 
@@ -69,10 +69,10 @@ def test_a_repaired_variant_is_what_a_full_prefill_behind_its_prefix_gives():
         for meta in engine._variants:
             assert meta.fidelity == "exact"
             assert distance_to_full_prefill(engine, meta, SEGMENTS) < TOLERANCE
-        assert engine.maintenance_counts == MaintenanceCounts(repaired=3) and not engine._store._pins
+        assert engine.cache.maintenance_counts == MaintenanceCounts(repaired=3) and not engine._store._pins
         report = engine.generate_from_tokens(SHUFFLED, max_new_tokens=1, reuse="exact").reuse
         assert report.exact and report.computed_tokens == len(SHUFFLED[-1])
-        assert not engine.repair_one()
+        assert not engine.cache.repair_one()
 
 
 @pytest.mark.parametrize("has_system", [True, False])
@@ -102,7 +102,7 @@ def test_the_most_used_comes_first_and_f_r_is_taken_over():
         metas = {(meta.chunk_id, meta.prefix_ids): meta for meta in engine._variants}
         first = max(approximate(engine), key=lambda meta: meta.frequency_reuse)
         assert first.frequency_reuse > 0 and len(first.prefix_ids) == 1
-        assert engine.repair_one()
+        assert engine.cache.repair_one()
         assert first.variant_id not in engine._variants and len(approximate(engine)) == 2
         repair_all(engine)
         for meta in engine._variants:
@@ -115,8 +115,8 @@ def test_approximate_variants_of_the_prefix_are_replaced_along_the_way():
         fill(engine)
         last = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
         engine._variants.credit([(last.variant_id, 1.0)])
-        assert engine.repair_one() and approximate(engine) == []
-        assert engine.maintenance_counts.repaired == 3 and engine.num_variants == 7
+        assert engine.cache.repair_one() and approximate(engine) == []
+        assert engine.cache.maintenance_counts.repaired == 3 and engine.cache.num_variants == 7
 
 
 def test_an_exact_variant_of_a_request_takes_the_place_of_the_approximate_one():
@@ -126,7 +126,7 @@ def test_an_exact_variant_of_a_request_takes_the_place_of_the_approximate_one():
         used = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in approximate(engine)}
         assert min(used.values()) > 0
         engine.generate_from_tokens(SHUFFLED, max_new_tokens=1, reuse="exact")
-        assert approximate(engine) == [] and engine.num_variants == 7
+        assert approximate(engine) == [] and engine.cache.num_variants == 7
         got = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._variants}
         assert {key: got[key] for key in used} == used
 
@@ -136,7 +136,7 @@ def test_repair_stays_within_the_number_of_variants_and_pushes_nothing_out():
         fill(engine)
         kept = {meta.variant_id for meta in engine._variants if meta.fidelity == "exact"}
         repair_all(engine)
-        assert engine.num_variants == 7 and kept <= {meta.variant_id for meta in engine._variants}
+        assert engine.cache.num_variants == 7 and kept <= {meta.variant_id for meta in engine._variants}
 
 
 @pytest.mark.parametrize("num_layers", range(3))
@@ -149,11 +149,11 @@ def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers, request
         def num_run():
             return sum(event.startswith("run") for event in events)
 
-        assert not engine.repair_one(is_cancelled=lambda: num_run() >= num_layers)
+        assert not engine.cache.repair_one(is_cancelled=lambda: num_run() >= num_layers)
         assert num_run() == num_layers
         assert set(engine._variants) == before and not engine._store._pins
-        assert engine.maintenance_counts == MaintenanceCounts()
-        assert engine.repair_one(is_cancelled=lambda: False)
+        assert engine.cache.maintenance_counts == MaintenanceCounts()
+        assert engine.cache.repair_one(is_cancelled=lambda: False)
 
 
 def test_it_compiles_nothing_for_a_warmed_up_engine():
@@ -164,14 +164,14 @@ def test_it_compiles_nothing_for_a_warmed_up_engine():
         before = engine._compiled.compiled("pack")
         assert repair_all(engine) and approximate(engine) == []
         assert engine._compiled.compiled("pack") == before
-        assert engine.maintenance_counts.repaired > 0
+        assert engine.cache.maintenance_counts.repaired > 0
 
 
 def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
     with MODEL.engine() as engine:
         fill(engine)
         doomed = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
-        background = engine._maintenance._background
+        background = engine.cache._maintenance._background
         run, tried = background.run, []
 
         def fail(prompt, *args, **kwargs):
@@ -183,12 +183,12 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
         engine._variants.credit([(doomed.variant_id, 1.0)])  # it is tried first
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
             patch.setattr(background, "run", fail)
-            assert engine.repair_one()
+            assert engine.cache.repair_one()
             assert len(approximate(engine)) == 3 and doomed.variant_id in caplog.text
             repair_all(engine)
         assert [meta.variant_id for meta in approximate(engine)] == [doomed.variant_id]
         assert tried.count(doomed.chunk_id) == 1
-        assert engine.maintenance_counts.repair_failed == 1 and not engine._store._pins
+        assert engine.cache.maintenance_counts.repair_failed == 1 and not engine._store._pins
         assert engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse.recomputed_tokens == 0
 
 
@@ -198,7 +198,7 @@ def test_some_engines_never_repair(tmp_path, settings):
     with MODEL.engine(store=url) as engine:
         fill(engine)
     with MODEL.engine(store=url, **settings) as engine:
-        assert not engine.repair_one() and len(approximate(engine)) == 3
+        assert not engine.cache.repair_one() and len(approximate(engine)) == 3
 
 
 def test_an_engine_in_use_is_left_alone():
@@ -206,12 +206,12 @@ def test_an_engine_in_use_is_left_alone():
         fill(engine)
         stream = engine.stream(Request(segments=SEGMENTS))
         next(stream)
-        assert not engine.repair_one()
+        assert not engine.cache.repair_one()
         stream.close()
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)  # behind it
-        assert engine.repair_one()
+        assert engine.cache.repair_one()
     with pytest.raises(RuntimeError, match="closed"):
-        engine.repair_one()
+        engine.cache.repair_one()
 
 
 def test_a_restarted_engine_repairs_what_the_store_holds(tmp_path):
@@ -220,11 +220,11 @@ def test_a_restarted_engine_repairs_what_the_store_holds(tmp_path):
         fill(engine)
     with MODEL.engine(store=url) as engine:
         assert len(approximate(engine)) == 3 and repair_all(engine) >= 1
-        engine.flush()
+        engine.cache.flush()
         for meta in engine._variants:
             assert distance_to_full_prefill(engine, meta, SEGMENTS) < TOLERANCE
     with MODEL.engine(store=url) as engine:
-        assert engine.num_variants == 7 and approximate(engine) == []
+        assert engine.cache.num_variants == 7 and approximate(engine) == []
 
 
 def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, monkeypatch):
@@ -241,8 +241,8 @@ def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, m
         with MODEL.engine(store=url) as engine:
             fill(engine)
     with MODEL.engine(store=url) as engine:
-        assert engine.num_variants == 7 and not engine.repair_one()
-        assert engine.maintenance_counts == MaintenanceCounts()
+        assert engine.cache.num_variants == 7 and not engine.cache.repair_one()
+        assert engine.cache.maintenance_counts == MaintenanceCounts()
         assert engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse.recomputed_tokens == 0
 
 
@@ -260,7 +260,7 @@ def test_token_ids_that_are_not_the_chunks_are_not_believed(tmp_path, monkeypatc
         with MODEL.engine(store=url) as engine:
             fill(engine)
     with MODEL.engine(store=url) as engine:
-        assert engine.num_variants == 7 and not engine.repair_one()
+        assert engine.cache.num_variants == 7 and not engine.cache.repair_one()
 
 
 def test_what_is_longer_than_this_engine_allows_is_passed_over(tmp_path):
@@ -271,7 +271,7 @@ def test_what_is_longer_than_this_engine_allows_is_passed_over(tmp_path):
     with MODEL.engine(store=url, max_model_len=88) as engine:
         repair_all(engine)
         assert [len(meta.prefix_ids) for meta in approximate(engine)] == [3]
-        assert engine.maintenance_counts == MaintenanceCounts(repaired=2)
+        assert engine.cache.maintenance_counts == MaintenanceCounts(repaired=2)
 
 
 def test_token_ids_are_kept_as_long_as_a_variant_needs_them():
@@ -309,14 +309,14 @@ def test_what_another_engine_wrote_is_usable_after_a_refresh(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as writer, MODEL.engine(store=url, read_only=True) as reader:
         wanted = writer.generate_from_tokens(SEGMENTS, max_new_tokens=4).token_ids
-        writer.flush()
+        writer.cache.flush()
         assert reader.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse.reused_tokens == 0
-        reader.refresh()
-        assert reader.num_variants == 4 and reader.maintenance_counts == MaintenanceCounts(adopted=4)
+        reader.cache.refresh()
+        assert reader.cache.num_variants == 4 and reader.cache.maintenance_counts == MaintenanceCounts(adopted=4)
         response = reader.generate_from_tokens(SEGMENTS, max_new_tokens=4)
         assert response.token_ids == wanted and response.reuse.computed_tokens == len(SEGMENTS[-1])
-        reader.refresh()
-        assert reader.maintenance_counts == MaintenanceCounts(adopted=4)
+        reader.cache.refresh()
+        assert reader.cache.maintenance_counts == MaintenanceCounts(adopted=4)
 
 
 def test_what_another_engine_took_out_is_forgotten_unless_it_is_in_memory(tmp_path):
@@ -328,8 +328,8 @@ def test_what_another_engine_took_out_is_forgotten_unless_it_is_in_memory(tmp_pa
             other.generate_from_tokens(SEGMENTS[:2] + SEGMENTS[-1:], max_new_tokens=1)  # into host memory
             for meta in tuple(owner._variants):
                 owner._variants.discard(meta.variant_id)
-            other.refresh()
-            assert other.num_variants == 2 and other.maintenance_counts == MaintenanceCounts(vanished=2)
+            other.cache.refresh()
+            assert other.cache.num_variants == 2 and other.cache.maintenance_counts == MaintenanceCounts(vanished=2)
             report = other.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse
             assert report.failed_loads == 0 and report.reused_tokens == 7 + 40
 
@@ -338,12 +338,12 @@ def test_what_another_engine_wrote_anew_is_usable_after_one_failed_load(tmp_path
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as writer:
         writer.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        writer.flush()
+        writer.cache.flush()
         with MODEL.engine(store=url) as other:
             for meta in tuple(writer._variants):
                 writer._variants.discard(meta.variant_id)
             wanted = writer.generate_from_tokens(SEGMENTS, max_new_tokens=3).token_ids
-            writer.flush()
+            writer.cache.flush()
             failed = other.generate_from_tokens(SEGMENTS, max_new_tokens=3)
             assert failed.token_ids == wanted and failed.reuse.failed_loads > 0
             again = other.generate_from_tokens(SEGMENTS, max_new_tokens=3)
@@ -355,16 +355,16 @@ def test_an_approximate_variant_that_another_engine_repaired_goes_too(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as first:
         fill(first)
-        first.flush()
+        first.cache.flush()
         with MODEL.engine(store=url) as second:
             second.generate_from_tokens(SHUFFLED, max_new_tokens=1)  # now in its memory, and credited
             credits = sorted(meta.frequency_reuse for meta in approximate(second))
             repair_all(first)
-            first.flush()
-            second.refresh()
-            assert len(approximate(second)) == 3 and second.num_variants == 10
+            first.cache.flush()
+            second.cache.refresh()
+            assert len(approximate(second)) == 3 and second.cache.num_variants == 10
             assert repair_all(second) == 3
-            assert approximate(second) == [] and second.maintenance_counts.repaired == 3
+            assert approximate(second) == [] and second.cache.maintenance_counts.repaired == 3
             taken_over = sorted(meta.frequency_reuse for meta in second._variants if len(meta.prefix_ids) > 0)
             assert all(credit in taken_over for credit in credits) and min(credits) > 0
 
@@ -381,7 +381,7 @@ def test_a_refresh_does_not_wait_for_the_disk_inside_the_engine(tmp_path, monkey
             return (), ("gone",)
 
         monkeypatch.setattr(engine._store, "refresh", slow)
-        refreshing = threading.Thread(target=engine.refresh)
+        refreshing = threading.Thread(target=engine.cache.refresh)
         refreshing.start()
         assert listing.wait(120)
         assert engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).token_ids
@@ -406,7 +406,7 @@ def test_f_r_outlives_a_restart(tmp_path):
     with MODEL.engine(store=url, max_variants=2) as engine:  # the least used ones go first, not the first by id
         engine.generate_from_tokens([[], [5] * 20, [1]], max_new_tokens=1)
         kept = [value for value in frequencies(engine).values() if value]
-        assert engine.num_variants == 2 and kept == [40.0]
+        assert engine.cache.num_variants == 2 and kept == [40.0]
 
 
 def test_engines_that_share_a_store_do_not_lower_each_others_f_r(tmp_path):
@@ -432,7 +432,7 @@ def test_damaged_hints_cost_f_r_only(tmp_path, values):
     (file,) = tmp_path.rglob("hints.json")
     file.write_text(json.dumps({"frequency_reuse": values}).replace("ID", some_id))
     with MODEL.engine(store=url) as engine:
-        assert engine.num_variants == 4 and set(frequencies(engine).values()) == {0.0}
+        assert engine.cache.num_variants == 4 and set(frequencies(engine).values()) == {0.0}
 
 
 def test_a_read_only_engine_writes_no_hints(tmp_path):
@@ -443,5 +443,5 @@ def test_a_read_only_engine_writes_no_hints(tmp_path):
     before = file.read_bytes()
     with MODEL.engine(store=url, read_only=True) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        engine.flush()
+        engine.cache.flush()
     assert file.read_bytes() == before

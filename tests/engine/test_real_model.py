@@ -57,7 +57,7 @@ def shallow(model):
 
 
 def metas(engine):
-    ids = {chunk.chunk_id for chunk in engine.passage_chunks(PASSAGES)}
+    ids = {chunk.chunk_id for chunk in engine.documents.passage_chunks(PASSAGES)}
     return [meta for meta in engine._variants if meta.chunk_id in ids]
 
 
@@ -83,11 +83,11 @@ def mean_kl(full, got) -> float:
 def test_kv_from_behind_the_frame_is_better_and_its_mass_is_none_of_the_instructions(shallow, tmp_path):
     passages, questions, store = PASSAGES[:2], QUESTIONS[:1], tmp_path.as_uri()
     with Engine(shallow, EngineConfig(frame="none", store=store)) as engine:
-        engine.warm(passages)
+        engine.documents.warm(passages)
         assert [(meta.cci, meta.inter_by_prefix) for meta in metas(engine)] == [(0.5, (0.0,))] * 2
         full, alone = asked(engine, passages, questions, "off"), asked(engine, passages, questions)
     with Engine(shallow, EngineConfig(store=store)) as engine:
-        engine.warm(passages)
+        engine.documents.warm(passages)
         behind = [meta.cci for meta in metas(engine) if len(meta.prefix_ids) > 1]
         framed = asked(engine, passages, questions)
     assert len(behind) == 2 and all(0.5 < cci < 0.8 for cci in behind)
@@ -98,10 +98,10 @@ def test_kv_from_behind_the_frame_is_better_and_its_mass_is_none_of_the_instruct
 def test_the_instructions_and_the_first_tokens_draw_mass_that_counts_nowhere(model):
     """With the instructions' mass, CCI of a passage behind them alone was 0.95 and more."""
     with Engine(model, EngineConfig(frame="none")) as engine:
-        engine.warm(PASSAGES[:1])
+        engine.documents.warm(PASSAGES[:1])
         (alone,) = metas(engine)
         assert (alone.cci, alone.inter_by_prefix) == (0.5, (0.0,))
-        first, other, new, passage = engine.passage_chunks(PASSAGES)
+        first, other, new, passage = engine.documents.passage_chunks(PASSAGES)
         engine.generate("?", PASSAGES[:2] + PASSAGES[3:], max_new_tokens=1)  # behind (instructions, first, other)
         (behind,) = (meta for meta in metas(engine) if meta.chunk_id == passage.chunk_id)
         assert behind.prefix_ids[1:] == (first.chunk_id, other.chunk_id)
@@ -112,7 +112,7 @@ def test_the_instructions_and_the_first_tokens_draw_mass_that_counts_nowhere(mod
 
 def test_without_instructions_the_first_passage_holds_the_sink_which_is_no_mass_on_it(model):
     with Engine(model, EngineConfig()) as engine:
-        first, second, *_ = (chunk.token_ids for chunk in engine.passage_chunks(PASSAGES))
+        first, second, *_ = (chunk.token_ids for chunk in engine.documents.passage_chunks(PASSAGES))
         engine.generate_from_tokens([(), first, second, [1, 2]], max_new_tokens=1)
         (meta,) = (one for one in metas(engine) if one.prefix_ids)
         assert not meta.has_system
@@ -129,7 +129,7 @@ def test_kv_from_behind_other_text_is_better_than_kv_from_behind_the_instruction
     for frame in ("none", "default"):
         stores[frame] = (tmp_path / frame).as_uri()
         with Engine(model, EngineConfig(frame=frame, store=stores[frame])) as engine:
-            engine.warm(PASSAGES)
+            engine.documents.warm(PASSAGES)
 
     def answers(reuse="bounded", **settings) -> list[np.ndarray]:
         with Engine(model, EngineConfig(**settings)) as engine:

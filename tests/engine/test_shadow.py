@@ -45,12 +45,12 @@ def test_what_is_counted_is_what_full_prefill_says():
             answer, whole = ask(engine, shuffled), full(engine, shuffled)
             same += answer.token_ids == whole.token_ids
             kl += kl_divergence(whole.first_logits, answer.first_logits)
-        assert engine.shadow_counts == ShadowCounts()
+        assert engine.cache.shadow_counts == ShadowCounts()
         checked = 0
-        while engine.check_one():
+        while engine.cache.check_one():
             checked += 1
-        counts = engine.shadow_counts
-        assert checked == counts.checks == counts.greedy == 8 and not engine.check_one()
+        counts = engine.cache.shadow_counts
+        assert checked == counts.checks == counts.greedy == 8 and not engine.cache.check_one()
         assert counts.same == same and 0 < same < 8, "a case where all agree, or none, would prove little"
         assert counts.tokens == 8 * NUM_TOKENS and same * NUM_TOKENS <= counts.agreed_tokens < counts.tokens
         assert counts.first_kl == pytest.approx(kl, rel=1e-3) and kl > 1e-3
@@ -62,11 +62,11 @@ def test_exact_answers_and_such_as_nobody_chose_are_not_checked():
         for _ in range(2):
             engine.generate_from_tokens(segments, max_new_tokens=2)
         full(engine, segments)
-        assert not engine.check_one()
+        assert not engine.cache.check_one()
     with MODEL.engine(**{**SETTINGS, "shadow_ratio": 0.0}) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
         ask(engine, permuted(segments, [2, 0, 1]))
-        assert not engine.check_one()
+        assert not engine.cache.check_one()
 
 
 def test_a_drawn_answer_tells_its_divergence_only():
@@ -74,8 +74,8 @@ def test_a_drawn_answer_tells_its_divergence_only():
     with MODEL.engine(**SETTINGS) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
         ask(engine, permuted(segments, [2, 0, 1]), temperature=1.0, seed=1)
-        assert engine.check_one()
-        counts = engine.shadow_counts
+        assert engine.cache.check_one()
+        counts = engine.cache.shadow_counts
         assert (counts.checks, counts.greedy, counts.tokens) == (1, 0, 0) and counts.first_kl > 0.0
 
 
@@ -89,7 +89,7 @@ def test_the_answer_is_what_it_would_be_without_a_check():
             answers.append(ask(engine, shuffled, first_logits=False))
             several = ask(engine, permuted(segments, [1, 2, 0]), n=2, temperature=1.0, seed=3)
             assert len(several.choices) == 2
-            assert engine.check_one() == (ratio == 1.0) and not engine.check_one(), (
+            assert engine.cache.check_one() == (ratio == 1.0) and not engine.cache.check_one(), (
                 "one answer of several is not checked"
             )
     assert answers[0].token_ids == answers[1].token_ids
@@ -115,8 +115,8 @@ def test_an_end_that_full_prefill_would_not_have_made_is_no_agreement():
             engine.generate_from_tokens(segments, max_new_tokens=1)
             params = SamplingParams(num_tokens)
             answer = engine.run(Request(segments=permuted(segments, [2, 0, 1]), sampling=params))
-            assert answer.token_ids == tokens[:1] and engine.check_one()
-            assert (engine.shadow_counts.same, engine.shadow_counts.agreed_tokens) == (is_same, 1)
+            assert answer.token_ids == tokens[:1] and engine.cache.check_one()
+            assert (engine.cache.shadow_counts.same, engine.cache.shadow_counts.agreed_tokens) == (is_same, 1)
 
 
 def test_the_oldest_goes_unchecked_where_there_is_no_time():
@@ -125,7 +125,7 @@ def test_the_oldest_goes_unchecked_where_there_is_no_time():
         engine.generate_from_tokens(segments, max_new_tokens=1)
         for _ in range(MOST_WAITING + 3):
             ask(engine, permuted(segments, [2, 0, 1]))
-        assert engine.shadow_counts.dropped == 3 and engine._shadow.num_waiting == MOST_WAITING
+        assert engine.cache.shadow_counts.dropped == 3 and engine._shadow.num_waiting == MOST_WAITING
 
 
 def test_cancelling_leaves_the_answer_in_line():
@@ -133,8 +133,8 @@ def test_cancelling_leaves_the_answer_in_line():
     with MODEL.engine(**SETTINGS) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
         ask(engine, permuted(segments, [2, 0, 1]))
-        assert not engine.check_one(is_cancelled=lambda: True) and engine._shadow.num_waiting == 1
-        assert engine.check_one() and engine.shadow_counts.checks == 1
+        assert not engine.cache.check_one(is_cancelled=lambda: True) and engine._shadow.num_waiting == 1
+        assert engine.cache.check_one() and engine.cache.shadow_counts.checks == 1
 
 
 def test_more_is_recomputed_while_answers_differ():
@@ -143,9 +143,9 @@ def test_more_is_recomputed_while_answers_differ():
         for segments in asked:
             engine.generate_from_tokens(segments, max_new_tokens=1)
         before = [ask(engine, permuted(segments, [2, 0, 1])).reuse.recomputed_tokens for segments in asked]
-        while engine.check_one():
+        while engine.cache.check_one():
             pass
-        assert engine.shadow_counts.same < WINDOW and engine.shadow_counts.factor == 1.5
+        assert engine.cache.shadow_counts.same < WINDOW and engine.cache.shadow_counts.factor == 1.5
         after = [ask(engine, permuted(segments, [1, 2, 0])).reuse.recomputed_tokens for segments in asked]
     # 2 + 1 + 1 of 30, 25 and 20 tokens, then 0.06 of them; the first passage may be where it was
     assert set(before) == {4} and min(after) >= 5

@@ -44,8 +44,8 @@ def start(model, tmp_path):
 
 
 def id_of(engine, document, behind=()):
-    system, _ = engine.prompt_overhead()
-    chunks = engine.passage_chunks([*behind, document])
+    system, _ = engine.documents.prompt_overhead()
+    chunks = engine.documents.passage_chunks([*behind, document])
     return make_variant_id(chunks[-1].chunk_id, (system.chunk_id, *(one.chunk_id for one in chunks[:-1])), "exact")
 
 
@@ -59,14 +59,14 @@ def leases(tmp_path: Path) -> list[Path]:
 
 def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
     engine = start()
-    results = engine.warm_shared([ANNA, BOB, ANNA])
+    results = engine.documents.warm_shared([ANNA, BOB, ANNA])
     assert statuses(results) == ["computed", "computed", "present"] and leases(tmp_path) == []
     names = {path.stem for path in tmp_path.rglob("records/*.json")}
     assert {id_of(engine, ANNA), id_of(engine, BOB)} < names and len(names) == 3
     on_disk = [engine._store.charge_bytes("disk", id_of(engine, one)) for one in (ANNA, BOB)]
     assert [one.num_bytes for one in results] == [*on_disk, 0]
-    system, _ = engine.prompt_overhead()
-    lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([ANNA, BOB])]
+    system, _ = engine.documents.prompt_overhead()
+    lengths = [len(chunk.token_ids) for chunk in engine.documents.passage_chunks([ANNA, BOB])]
     assert [one.computed_tokens for one in results] == [len(system.token_ids) + lengths[0] + 1, lengths[1] + 1, 0]
     assert statuses(start().warm_shared([ANNA, BOB])) == ["present", "present"]
 
@@ -74,10 +74,10 @@ def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
 def test_what_another_process_claimed_is_left_to_it_and_its_result_taken_in(start, tmp_path):
     engine, other = start(), start()
     assert other._store.claims.claim([id_of(engine, BOB)], 3600)
-    assert statuses(engine.warm_shared([ANNA, BOB, CARLA])) == ["computed", "elsewhere", "computed"]
+    assert statuses(engine.documents.warm_shared([ANNA, BOB, CARLA])) == ["computed", "elsewhere", "computed"]
     assert len(leases(tmp_path)) == 1, "the other one's"
-    assert statuses(other.warm_shared([BOB])) == ["computed"] and leases(tmp_path) == []
-    found = engine.warm_shared([BOB])  # no refresh in between
+    assert statuses(other.documents.warm_shared([BOB])) == ["computed"] and leases(tmp_path) == []
+    found = engine.documents.warm_shared([BOB])  # no refresh in between
     assert statuses(found) == ["present"] and found[0].computed_tokens == 0
 
 
@@ -90,18 +90,18 @@ def test_who_loses_a_race_leaves_all_to_the_winner_who_may_not_have_claimed_it_a
         return acquire(keys, seconds)
 
     monkeypatch.setattr(engine._store._disk.leases, "acquire", lose)
-    assert statuses(engine.warm_shared([ANNA, BOB, CARLA])) == ["elsewhere"] * 3
-    assert statuses(other.warm_shared([ANNA, BOB, CARLA])) == ["computed"] * 3
+    assert statuses(engine.documents.warm_shared([ANNA, BOB, CARLA])) == ["elsewhere"] * 3
+    assert statuses(other.documents.warm_shared([ANNA, BOB, CARLA])) == ["computed"] * 3
 
 
 def test_neighbours_and_the_frame_that_another_process_stored_are_reused(start):
     engine, other = start(), start()
-    other.warm_shared([ANNA, BOB])
-    other.warm([BOB])
-    lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([CARLA, DINO])]
-    (result,) = engine.warm_shared([CARLA], behind=[[ANNA]])
+    other.documents.warm_shared([ANNA, BOB])
+    other.documents.warm([BOB])
+    lengths = [len(chunk.token_ids) for chunk in engine.documents.passage_chunks([CARLA, DINO])]
+    (result,) = engine.documents.warm_shared([CARLA], behind=[[ANNA]])
     assert result.computed_tokens == lengths[0] + 1, "neither the system prompt nor the neighbour again"
-    (result,) = engine.warm_shared([DINO], behind=[engine.frame.documents])
+    (result,) = engine.documents.warm_shared([DINO], behind=[engine.documents.frame.documents])
     assert result.computed_tokens == lengths[1] + 1, "nor the frame"
 
 
@@ -113,22 +113,22 @@ def test_a_store_that_refuses_leases_stops_nobody(start, monkeypatch):
 
     monkeypatch.setattr(engine._store._disk.leases, "acquire", refuse)
     monkeypatch.setattr(engine._store._disk.leases, "held", refuse)
-    assert statuses(engine.warm_shared([ANNA])) == ["computed"]
+    assert statuses(engine.documents.warm_shared([ANNA])) == ["computed"]
 
 
 def test_what_the_disk_refuses_is_not_called_computed(start, monkeypatch):
     engine = start()
-    engine.warm_shared([ANNA])
+    engine.documents.warm_shared([ANNA])
     with monkeypatch.context() as patch:
 
         def fail(*_, **__):
             raise StoreUnavailableError("disk full")
 
         patch.setattr(engine._store._disk, "write", fail)
-        (result,) = engine.warm_shared([BOB])
+        (result,) = engine.documents.warm_shared([BOB])
         assert (result.status, result.num_bytes) == ("unwritten", 0) and result.reason
         assert id_of(engine, BOB) not in engine._variants, "memory must not pass for the store"
-    assert statuses(engine.warm_shared([BOB])) == ["computed"]
+    assert statuses(engine.documents.warm_shared([BOB])) == ["computed"]
 
 
 def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
@@ -141,17 +141,17 @@ def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
             raise RuntimeError("device lost")
         return compute(self, warming, *args, **kwargs)
 
-    monkeypatch.setattr(type(engine._documents), "compute", fail_once)
-    results = engine.warm_shared([ANNA, BOB, CARLA])
+    monkeypatch.setattr(type(engine.documents._documents), "compute", fail_once)
+    results = engine.documents.warm_shared([ANNA, BOB, CARLA])
     assert statuses(results) == ["computed", "failed", "computed"] and results[1].reason == "RuntimeError: device lost"
     assert leases(tmp_path) == [] and not engine._store._pins
 
 
 def test_it_ends_between_layers_with_what_is_done_on_disk(start, tmp_path):
     engine = start()
-    engine.warm_shared([DINO])
+    engine.documents.warm_shared([DINO])
     in_the_second = After(3)  # asked while steps are compiled, too: only what comes behind the first is counted
-    results = engine.warm_shared(
+    results = engine.documents.warm_shared(
         [ANNA, BOB, CARLA],
         is_cancelled=lambda: id_of(engine, ANNA) in engine._variants and in_the_second(),
     )
@@ -161,11 +161,11 @@ def test_it_ends_between_layers_with_what_is_done_on_disk(start, tmp_path):
 
 def test_behind_neighbours_only_the_document_itself_is_stored_and_compared_with_itself_alone(start):
     engine = start()
-    engine.warm_shared([ANNA, BOB, CARLA])
+    engine.documents.warm_shared([ANNA, BOB, CARLA])
     before = set(engine._variants.ids())
-    (result,) = engine.warm_shared([CARLA], behind=[[ANNA, BOB]])
+    (result,) = engine.documents.warm_shared([CARLA], behind=[[ANNA, BOB]])
     assert set(engine._variants.ids()) - before == {id_of(engine, CARLA, [ANNA, BOB])}
-    lengths = [len(chunk.token_ids) for chunk in engine.passage_chunks([BOB, CARLA])]
+    lengths = [len(chunk.token_ids) for chunk in engine.documents.passage_chunks([BOB, CARLA])]
     assert result.computed_tokens == sum(lengths) + 1, "the first neighbour is stored alone"
     (meta,) = (one for one in engine._variants if one.variant_id == id_of(engine, CARLA, [ANNA, BOB]))
     prompt = engine._variants.prompt_of(meta)
@@ -189,13 +189,13 @@ def kv_of(engine, prompt):
 def test_refusals(start, model):
     engine = start()
     with pytest.raises(RequestError, match="behind: wanted one list for each of 1 documents, got 2"):
-        engine.warm_shared([ANNA], behind=[[], []])
+        engine.documents.warm_shared([ANNA], behind=[[], []])
     with pytest.raises(ReadOnlyError):
         start(read_only=True).warm_shared([ANNA])
     with pytest.raises(ReadOnlyError):
         start(read_only=True).prune(set())
     with Engine(model, EngineConfig()) as memory, pytest.raises(ValueError, match="store: wanted an engine"):
-        memory.warm_shared([ANNA])
+        memory.documents.warm_shared([ANNA])
 
 
 # -- prune ------------------------------------------------------------------------------------------------------
@@ -203,36 +203,36 @@ def test_refusals(start, model):
 
 def test_pruning_takes_what_is_of_no_passage_and_what_was_computed_behind_it(start):
     engine = start()
-    engine.warm_shared([ANNA, BOB, CARLA])
-    engine.warm_shared([CARLA, ANNA], behind=[[BOB], [CARLA]])
+    engine.documents.warm_shared([ANNA, BOB, CARLA])
+    engine.documents.warm_shared([CARLA, ANNA], behind=[[BOB], [CARLA]])
     engine.generate("Who sings?", [Document("Eve came with a request.", "eve")], max_new_tokens=1)
-    engine.flush()
+    engine.cache.flush()
     size = sum(engine._store.charge_bytes("disk", id_of(engine, *one)) for one in ((BOB,), (CARLA, [BOB])))
-    keep = {chunk.chunk_id for chunk in engine.passage_chunks([ANNA, CARLA])}
+    keep = {chunk.chunk_id for chunk in engine.documents.passage_chunks([ANNA, CARLA])}
     other = start()
-    pruned = other.prune(keep)
+    pruned = other.documents.prune(keep)
     assert (pruned.passages, pruned.variants, pruned.num_bytes) == (1, 2, size)
-    assert {one.document_id for one in other.documents()} == {"Anna.md", "Carla.md", "eve"}
+    assert {one.document_id for one in other.documents.list()} == {"Anna.md", "Carla.md", "eve"}
     assert id_of(engine, CARLA, [BOB]) not in other._variants and id_of(engine, ANNA, [CARLA]) in other._variants
-    assert dataclasses.astuple(other.prune(keep)) == (0, 0, 0)
-    engine.refresh()
+    assert dataclasses.astuple(other.documents.prune(keep)) == (0, 0, 0)
+    engine.cache.refresh()
     assert id_of(engine, CARLA, [BOB]) not in set(engine._store.ids("disk"))
 
 
 def test_pruning_leaves_what_is_pinned_or_of_a_request(start):
     engine = start()
-    engine.warm_shared([ANNA, BOB])
+    engine.documents.warm_shared([ANNA, BOB])
     engine.generate("Who sings?", [dataclasses.replace(BOB, id="mine", source_id=None)], max_new_tokens=1)
-    engine.pin("Anna.md")
-    assert engine.prune(set()).variants == 0
-    engine.unpin("Anna.md")
-    assert engine.prune(set()).variants == 1 and id_of(engine, BOB) in engine._variants
+    engine.documents.pin("Anna.md")
+    assert engine.documents.prune(set()).variants == 0
+    engine.documents.unpin("Anna.md")
+    assert engine.documents.prune(set()).variants == 1 and id_of(engine, BOB) in engine._variants
 
 
 def test_links_of_passages_that_are_there_can_be_noted(start):
     engine = start()
-    engine.warm_shared([ANNA])
+    engine.documents.warm_shared([ANNA])
     renamed = dataclasses.replace(ANNA, id="new.md#0", source_id="new.md")
-    engine.note_passages(engine.passage_chunks([renamed]))
-    engine.flush()
+    engine.documents.note_passages(engine.documents.passage_chunks([renamed]))
+    engine.cache.flush()
     assert {one.document_id for one in start().documents()} == {"Anna.md", "new.md"}

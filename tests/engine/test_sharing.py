@@ -104,7 +104,7 @@ def test_a_holder_that_is_killed_is_not_waited_for_for_ever(spawn, url, start_fi
         response = engine.generate_from_tokens(SEGMENTS, max_new_tokens=4)  # the claims last for an hour
         assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
         assert list(response.token_ids) == full_prefill()
-        engine.flush()
+        engine.cache.flush()
         assert engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse.computed_tokens == NUM_QUESTION_TOKENS
 
 
@@ -266,7 +266,7 @@ def test_what_another_process_stored_since_the_last_look_is_found_without_a_wait
         MODEL.engine(store=url, share_computation=True) as other,
     ):
         answer(other)
-        other.flush()
+        other.cache.flush()
         report = answer(engine).reuse
         assert report.computed_tokens == NUM_QUESTION_TOKENS and not clock.num_looks
 
@@ -293,14 +293,14 @@ def test_claims_end_with_the_request(url, tmp_path, reuse):
     with MODEL.engine(store=url, share_computation=True) as engine:
         answer(engine, reuse=reuse)
         answer(engine, permuted(SEGMENTS, (3, 1, 0, 2)), reuse=reuse)
-        engine.flush()
+        engine.cache.flush()
         assert leases(tmp_path) == []
 
 
 def test_claims_of_what_finds_no_room_end_with_the_request_too(url, tmp_path):
     with MODEL.engine(store=url, share_computation=True, host_cache_bytes=1, disk_cache_bytes=1) as engine:
         answer(engine)
-        assert engine.num_variants == 0 and leases(tmp_path) == []
+        assert engine.cache.num_variants == 0 and leases(tmp_path) == []
 
 
 def test_variants_are_stored_before_the_rest_of_the_answer_is_drawn(url):
@@ -308,7 +308,7 @@ def test_variants_are_stored_before_the_rest_of_the_answer_is_drawn(url):
         stream = engine.stream(_request(SEGMENTS))
         next(stream)
         next(stream)
-        assert engine.num_variants == 5 and not engine._store._pins
+        assert engine.cache.num_variants == 5 and not engine._store._pins
         stream.close()
 
 

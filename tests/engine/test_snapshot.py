@@ -110,17 +110,17 @@ def test_answers_after_a_restore_are_those_before_it(place):
     with model.engine() as engine:
         for request in requests:
             engine.run(request)
-        engine.save_snapshot(place)
+        engine.cache.save_snapshot(place)
         expected, counts = answers(engine)
     assert {meta.record.meta["fidelity"] for meta in inspect_snapshot(place).variants} == {"exact", "approx"}
     with model.engine() as engine:
-        assert engine.restore_snapshot(place).num_restored == len(inspect_snapshot(place).variants)
+        assert engine.cache.restore_snapshot(place).num_restored == len(inspect_snapshot(place).variants)
         got, got_counts = answers(engine)
     assert got == expected and got_counts == counts
     assert counts[0] == (sum(map(len, segments[:-1])), 0, True)
     with model.engine(store=(place.parent / "kv").as_uri(), read_only=True) as engine:
         with pytest.raises(ConfigError, match="read_only: wanted an engine that may add to its store"):
-            engine.restore_snapshot(place)
+            engine.cache.restore_snapshot(place)
 
 
 def test_a_restored_variant_can_be_computed_anew(place):
@@ -130,11 +130,11 @@ def test_a_restored_variant_can_be_computed_anew(place):
     with model.engine(recompute_ratio=0.5) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
         engine.generate_from_tokens(permuted(segments, [1, 0]), max_new_tokens=1)
-        engine.save_snapshot(place)
+        engine.cache.save_snapshot(place)
     with model.engine() as engine:
-        engine.restore_snapshot(place)
-        assert engine.repair_one() and engine.maintenance_counts.repaired >= 1
-        assert engine.maintenance_counts.repair_failed == 0
+        engine.cache.restore_snapshot(place)
+        assert engine.cache.repair_one() and engine.cache.maintenance_counts.repaired >= 1
+        assert engine.cache.maintenance_counts.repair_failed == 0
 
 
 # -- how much ------------------------------------------------------------------------------------------------------
@@ -245,15 +245,15 @@ def test_requests_run_while_a_snapshot_is_taken(place, monkeypatch):
             write(folder, part, packs)
 
         monkeypatch.setattr(PackFolder, "write", write_beside_requests)
-        report = engine.save_snapshot(place)
-        kept = {key: kv_of(engine._cache, key).tobytes() for key in before if key in engine._variants}
+        report = engine.cache.save_snapshot(place)
+        kept = {key: kv_of(engine.cache._chunks, key).tobytes() for key in before if key in engine._variants}
     assert report.num_evicted > 0 and report.num_variants == len(before) - report.num_evicted
     with model.engine() as engine:
-        assert engine.restore_snapshot(place).num_restored == report.num_variants
+        assert engine.cache.restore_snapshot(place).num_restored == report.num_variants
         restored = {meta.variant_id for meta in engine._variants}
         assert restored <= before
         for key in restored & kept.keys():
-            assert kv_of(engine._cache, key).tobytes() == kept[key]
+            assert kv_of(engine.cache._chunks, key).tobytes() == kept[key]
         assert len(restored & kept.keys()) > 1
 
 
@@ -263,7 +263,7 @@ def test_requests_run_while_a_snapshot_is_restored(place, monkeypatch):
     segments = draw_segments(np.random.default_rng(6), [30, 40])
     with model.engine() as engine:
         first = engine.generate_from_tokens(segments, max_new_tokens=4)
-        engine.save_snapshot(place)
+        engine.cache.save_snapshot(place)
     read = PackFolder.read
     with model.engine() as engine:
 
@@ -272,7 +272,7 @@ def test_requests_run_while_a_snapshot_is_restored(place, monkeypatch):
             return read(folder, part, numbers)
 
         monkeypatch.setattr(PackFolder, "read", read_beside_a_request)
-        assert engine.restore_snapshot(place).num_restored == 3
+        assert engine.cache.restore_snapshot(place).num_restored == 3
         again = engine.generate_from_tokens(segments, max_new_tokens=4)
         assert again.token_ids == first.token_ids and again.reuse.computed_tokens == len(segments[-1])
 

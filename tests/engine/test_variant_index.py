@@ -29,7 +29,7 @@ def url(tmp_path) -> str:
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         engine.generate_from_tokens(OTHERS, max_new_tokens=1)
-        assert engine.num_variants == 8
+        assert engine.cache.num_variants == 8
     return url
 
 
@@ -49,7 +49,7 @@ def asked(monkeypatch) -> list[str]:
 
 def test_only_what_a_request_asks_for_is_read_and_only_once(url, asked):
     with MODEL.engine(store=url, host_cache_bytes=1) as engine:
-        assert engine.num_variants == 8 and asked == []
+        assert engine.cache.num_variants == 8 and asked == []
         for _ in range(2):
             report = engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse
             assert report.computed_tokens == len(SEGMENTS[-1])
@@ -78,7 +78,7 @@ def test_unreadable_metadata_is_dropped_when_it_is_asked_for(url, monkeypatch, c
             report = engine.generate_from_tokens(OTHERS, max_new_tokens=1).reuse
         assert report.reused_tokens == 0 and caplog.text.count("unreadable metadata") == 3
     with MODEL.engine(store=url) as engine:
-        assert engine.num_variants == 8  # five that were never looked into, three stored anew
+        assert engine.cache.num_variants == 8  # five that were never looked into, three stored anew
         assert engine.generate_from_tokens(OTHERS, max_new_tokens=1).reuse.computed_tokens == len(OTHERS[-1])
 
 
@@ -127,9 +127,9 @@ def test_a_read_only_engine_writes_no_catalog(tmp_path, url):
         path.unlink()
     with MODEL.engine(store=url, read_only=True) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        engine.refresh()
-        engine.flush()
+        engine.cache.refresh()
+        engine.cache.flush()
     assert not list(tmp_path.rglob("catalog/*.bin"))
     with MODEL.engine(store=url) as engine:
-        engine.refresh()
+        engine.cache.refresh()
         assert list(tmp_path.rglob("catalog/*.bin"))

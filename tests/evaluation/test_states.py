@@ -31,7 +31,7 @@ def test_variants_stand_behind_what_the_state_says(model, filled):
     assert told == len(steps(state, PROMPTS)) == {"empty": 0, "seen": 2}.get(state, 6)
     with Engine(model, EngineConfig(store=store)) as engine:
         found = sorted(len(meta.prefix_ids) for meta in engine._variants)
-        (frame,) = {len(engine.frame.documents)}
+        (frame,) = {len(engine.documents.frame.documents)}
         compared = sum(bool(meta.token_deviations) for meta in engine._variants)
     # The instructions, those of the frame one behind the other, and every passage behind all of these.
     framed = [*range(1, 1 + frame), *[1 + frame] * 6]

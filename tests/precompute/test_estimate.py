@@ -33,10 +33,10 @@ def test_bytes_are_those_of_the_store(tmp_path, kv_dtype, compares):
         "demo", store=url, disk_kv_dtype=kv_dtype, strategy="auto" if compares else "cachecraft"
     ) as engine:
         documents = [{"text": text} for text in TEXTS]
-        engine.warm_shared(documents[:2])
-        engine.warm_shared([documents[2]], behind=[documents[:2]])
-        chunks, (system, _) = engine.passage_chunks(documents), engine.prompt_overhead()
-        used = engine.store_usage()[DISK].used_bytes
+        engine.documents.warm_shared(documents[:2])
+        engine.documents.warm_shared([documents[2]], behind=[documents[:2]])
+        chunks, (system, _) = engine.documents.passage_chunks(documents), engine.documents.prompt_overhead()
+        used = engine.cache.usage()[DISK].used_bytes
         spec = kv_spec_of(engine.model_config, "float32")
         identity = StoreIdentity(engine._store._disk.identity.model_fingerprint)
     sizes = Sizes(spec, identity, StorageFormat(kv_dtype))

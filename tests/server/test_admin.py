@@ -39,9 +39,9 @@ def server(start_server: StartServer) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def empty(server: Server) -> None:
     """Each test begins with nothing in the cache."""
-    for item in server.engine.documents():
+    for item in server.engine.documents.list():
         with contextlib.suppress(ValueError):
-            server.engine.erase(item.document_id)
+            server.engine.documents.erase(item.document_id)
 
 
 def call(server: Server, method: str, path: str, *, key: str | None = ADMIN, **more: Any) -> httpx.Response:
@@ -101,7 +101,7 @@ def test_documents_are_listed_looked_up_and_invalidated(server: Server) -> None:
 def test_an_erasure_takes_what_stood_behind_it(server: Server) -> None:
     ask(server, ANNA, BOB)
     body = call(server, "DELETE", "/documents/anna?erase=true").json()
-    assert body["erased"] and body["variants"] == 2 and server.engine.num_variants == 1  # the system prompt
+    assert body["erased"] and body["variants"] == 2 and server.engine.cache.num_variants == 1  # the system prompt
     assert call(server, "GET", "/documents/bob").json()["data"][0]["variants"] == 0
 
 
@@ -195,7 +195,7 @@ def test_a_wrong_body_is_refused_by_name(
     response = call(server, method, path, json=body)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"] == param and param in response.json()["error"]["message"]
-    (anna,) = server.engine.documents()
+    (anna,) = server.engine.documents.list()
     assert anna.variants == 1 and anna.pinned_until is None
 
 
@@ -212,7 +212,7 @@ def test_only_the_admin_key_opens_the_admin_api(server: Server) -> None:
             refused(response, 401, "invalid_admin_key")
             assert response.headers["www-authenticate"] == "Bearer"
         refused(call(server, method, path, key=CLIENT, json={}), 403, "admin_key_required")
-    assert server.engine.documents("anna")[0].variants == 1
+    assert server.engine.documents.list("anna")[0].variants == 1
     headers = {"Authorization": f"Bearer {ADMIN}"}
     assert httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).status_code == 401  # nor is it a client's
 
@@ -287,7 +287,7 @@ def test_an_order_waits_for_the_request_that_runs_and_health_does_not(server: Se
         wait_until(lambda: server.service.backend.worker._is_calling, timeout_s=60)
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         assert not order.done()
-    assert order.result().status_code == 200 and server.engine.documents() == ()
+    assert order.result().status_code == 200 and server.engine.documents.list() == ()
 
 
 def test_what_cannot_be_deleted_yet_is_a_503_that_names_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,8 @@ def test_passages_of_another_client_behind_another_prefix(start_server, monkeypa
         ask(server.url, passages(1))  # what all prompts begin with is known to all
         first, second, third = passages(2)
         fresh_s = seconds([third, first, second])
-        for document in engine.documents():
-            engine.erase(document.document_id)
+        for document in engine.documents.list():
+            engine.documents.erase(document.document_id)
         ask(server.url, [first, second, third], reuse="fast")
         theirs_s = seconds([third, first, second])
         assert 0 < fresh_s and (fresh_s == theirs_s) == (settings is EVENED_OUT)

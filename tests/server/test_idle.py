@@ -90,7 +90,7 @@ def test_a_client_that_leaves_during_its_prefill_stops_it(start_server: StartSer
         wait_until(lambda: job.cancelled)
         gate.open.set()
         wait_until(lambda: worker.num_running == 0)
-        assert gate.num_layers == 1 and server.engine.num_variants == 0  # of two layers
+        assert gate.num_layers == 1 and server.engine.cache.num_variants == 0  # of two layers
         assert metrics(server)[("ccjax_request_errors_total", "cancelled")] == 1
         assert post(server, documents=[]).status_code == 200
         assert metrics(server)[("ccjax_request_errors_total", "cancelled")] == 1
@@ -164,7 +164,7 @@ def test_repairs_can_be_switched_off(start_server: StartServer) -> None:
     with start_server(ServerSettings(repair_when_idle=False)) as server:
         leave_approximate(server)
         assert post(server).status_code == 200
-        warming = server.engine.begin_warming([{"text": "Carla sings, too."}])
+        warming = server.engine.documents.begin_warming([{"text": "Carla sings, too."}])
         backend = server.service.backend
         assert backend.warm_jobs.add(warming, backend.worker, at_once=False)
         wait_until(lambda: warming.is_finished)  # there was idle time
@@ -185,12 +185,12 @@ def test_what_another_engine_stored_is_used_without_a_restart(
         with Engine.from_pretrained(tiny_model, **settings) as other:
             other.run(request)
             other.flush()
-            wait_until(lambda: server.engine.num_variants == other.num_variants)
+            wait_until(lambda: server.engine.cache.num_variants == other.num_variants)
             assert metrics(server)[("ccjax_variants_adopted_total",)] == other.num_variants == 3
             report = post(server, documents=PASSAGES, max_tokens=1).json()["reuse"]
             assert {entry["tier"] for entry in report["per_document"]} == {"disk"} and report["exact"]
             for meta in tuple(other._variants):
                 other._variants.discard(meta.variant_id)
             # What it read is in its own memory now; what it did not read would be gone.
-            wait_until(lambda: server.engine.store_usage()["disk"].num_variants == 0)
-            assert server.engine.num_variants == 3
+            wait_until(lambda: server.engine.cache.usage()["disk"].num_variants == 0)
+            assert server.engine.cache.num_variants == 3

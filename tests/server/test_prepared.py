@@ -58,7 +58,7 @@ def test_the_default_server_reuses_what_was_warmed_and_repairs_little(start_serv
     with start_server(settings, frame=str(frame)) as server:
         job = warm(server, PASSAGES)
         assert (job["total"], job["done"], job["computed"]) == (5, 5, 5)
-        assert server.engine.num_variants == 1 + 2 + 2 * 5
+        assert server.engine.cache.num_variants == 1 + 2 + 2 * 5
         first, *others = parts = ask(server, PASSAGES)
         assert first["exact"] and not first["framed"] and first["recomputed_tokens"] == 0
         assert all(one["framed"] and not one["exact"] for one in others)
@@ -73,7 +73,7 @@ def test_the_default_server_reuses_what_was_warmed_and_repairs_little(start_serv
 def test_without_the_frame_they_are_reused_as_computed_alone(start_server) -> None:
     with start_server(ServerSettings(admin_key=ADMIN), frame="none") as server:
         warm(server, PASSAGES)
-        assert server.engine.num_variants == 1 + 5
+        assert server.engine.cache.num_variants == 1 + 5
         parts = ask(server, PASSAGES)
         assert not any(one["framed"] for one in parts) and share(parts, "reused") >= 0.8
 
@@ -125,7 +125,7 @@ def test_preparing_stops_where_the_room_ends_and_evicts_nothing(start_server, ca
     with caplog.at_level("INFO"):
         with start_server(ServerSettings(), prepares=True, frame="none", host_cache_bytes=24_000) as server:
             wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
-            usage = server.engine.store_usage()["host"]
+            usage = server.engine.cache.usage()["host"]
             assert 2 < usage.num_variants < 1 + 5 and usage.evicted == 0, usage
             wait_until(
                 lambda: any("stay unprepared, for the cache is nearly full" in message for message in caplog.messages)
@@ -137,7 +137,7 @@ def test_nothing_is_prepared_where_that_is_switched_off_or_nothing_may_be_stored
         with start_server(ServerSettings(), **settings) as server:
             backend = server.service.backend
             wait_until(lambda worker=backend.worker: not worker._may_work_idly)
-            assert server.engine.num_variants == 0
+            assert server.engine.cache.num_variants == 0
 
 
 def test_a_passage_that_was_first_in_a_prompt_is_prepared_in_idle_time(start_server, frame) -> None:

@@ -315,7 +315,7 @@ def test_told_to_end_it_answers_all_it_took_and_refuses_the_rest(
         assert process.wait(READY_S) == 0
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
     with Engine.from_pretrained(tiny_model, store=f"file://{tmp_path / 'store'}") as engine:
-        assert engine.num_variants  # what was computed in the meantime was written out
+        assert engine.cache.num_variants  # what was computed in the meantime was written out
 
 
 def test_told_twice_it_ends_at_once(tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path) -> None:

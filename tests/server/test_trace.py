@@ -183,7 +183,7 @@ def test_the_live_view_counts_what_was_answered(start_server: Start) -> None:
         assert live["answered"] == 2
         # Only the server's own documents: what others bring along is not for everybody.
         assert {one["id"] for one in live["documents"]} <= set(DOCUMENTS) and live["documents"][0]["requests"] == 1
-        usage = {tier: used.used_bytes for tier, used in server.engine.store_usage().items()}
+        usage = {tier: used.used_bytes for tier, used in server.engine.cache.usage().items()}
         assert {one["tier"]: one["used_bytes"] for one in live["tiers"]} == usage
 
 

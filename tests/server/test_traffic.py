@@ -202,13 +202,13 @@ def test_counters_move_with_the_requests(server: Server) -> None:
         assert by_role["document"] == sum(entry[f"{kind}_tokens"] for entry in documents)
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert moved(f"ccjax_{name}_count") == 1 and moved(f"ccjax_{name}_sum") > 0
-    host = server.engine.store_usage()["host"]
+    host = server.engine.cache.usage()["host"]
     assert after[("ccjax_store_used_bytes", "host")] == host.used_bytes > 0
     assert after[("ccjax_store_budget_bytes", "host")] == host.budget_bytes
     assert moved("ccjax_store_hits_total", "host") > 0
     for name in ("misses", "failed_writes", "corrupt"):
         assert after[(f"ccjax_store_{name}_total", "host")] == getattr(host, name)
-    assert after[("ccjax_num_variants",)] == server.engine.num_variants
+    assert after[("ccjax_num_variants",)] == server.engine.cache.num_variants
     assert after[("ccjax_num_documents",)] == 5
 
 

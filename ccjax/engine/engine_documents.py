@@ -1,17 +1,17 @@
-"""What an engine offers for documents as units of its cache."""
+"""Documents as units of an engine's cache: `Engine.documents`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ccjax.config import EngineConfig
 from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.engine.document_cache import CachedDocument, DocumentCache, Removal, WarmedDocument, Warming
 from ccjax.engine.documents import Pin, check_id
+from ccjax.engine.exclusive import Exclusive
 from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame
 from ccjax.engine.pins import DocumentPins
 from ccjax.engine.prompts import Prompt, as_chunk
@@ -35,26 +35,41 @@ class DocumentCounts:
     unfinished_erasures: int
 
 
-class DocumentCalls:
-    """The part of `Engine` for documents; each call waits for the request that runs.
+class EngineDocuments:
+    """Warms, pins, invalidates, erases and lists documents. Thread-safe.
 
     A document is named by its `id`, or that of one of its passages; `version` None stands for all versions.
     """
 
-    config: EngineConfig
-    max_model_len: int
-    rates: Rates
-    _builder: PromptBuilder | None
-    _documents: DocumentCache
-    _pins: DocumentPins
-    _store: TieredStore
-    _variants: VariantIndex
-
-    def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
-        raise NotImplementedError
-
-    def _assemble(self, request: Request, *, answer: bool = True) -> Prompt:
-        raise NotImplementedError
+    def __init__(
+        self,
+        config: EngineConfig,
+        documents: DocumentCache,
+        pins: DocumentPins,
+        variants: VariantIndex,
+        store: TieredStore,
+        rates: Rates,
+        builder: PromptBuilder | None,
+        assemble: Callable[[Request], Prompt],
+        exclusive: Exclusive,
+        *,
+        max_model_len: int,
+    ) -> None:
+        """
+        Args:
+          builder: None where the model has no tokenizer.
+          assemble: makes the prompt of a request that wants no answer.
+        """
+        self._config = config
+        self._documents = documents
+        self._pins = pins
+        self._variants = variants
+        self._store = store
+        self._rates = rates
+        self._builder = builder
+        self._assemble = assemble
+        self._exclusive = exclusive
+        self._max_model_len = max_model_len
 
     def warm(
         self,
@@ -112,9 +127,9 @@ class DocumentCalls:
             # One token in place of a question: a prefill ends with one.
             prompt = dataclasses.replace(prompt, question=prompt.chunks[-1].token_ids[-1:], max_new_tokens=1)
             framed = self.frame.around(prompt) if behind is None else None
-            fits = framed is not None and framed.num_tokens <= self.max_model_len
+            fits = framed is not None and framed.num_tokens <= self._max_model_len
             prompts.append((prompt, framed) if framed is not None and fits else (prompt,))
-        return Warming(checked, prompts, compares=self.config.strategy in FRAMED_STRATEGIES)
+        return Warming(checked, prompts, compares=self._config.strategy in FRAMED_STRATEGIES)
 
     @property
     def frame(self) -> PassageFrame:
@@ -126,7 +141,7 @@ class DocumentCalls:
         messages = [*system, {"role": "user", "content": "?"}]
         sampling = SamplingParams(max_new_tokens=None)
         request = Request(messages=messages, documents=documents, sampling=sampling, cache_salt=cache_salt)
-        return self._assemble(request, answer=False)
+        return self._assemble(request)
 
     def passage_chunks(self, documents: Sequence[Document | Mapping[str, Any]]) -> tuple[Chunk, ...]:
         """The documents as prompts have them, with their token ids; computes nothing.
@@ -165,7 +180,7 @@ class DocumentCalls:
           ValueError: the engine has no store.
         """
         warming = self.begin_warming(documents, behind=behind or [()] * len(documents), system_prompt=system_prompt)
-        shared = SharedWarming(self._documents, self._variants, self._store, self.rates, warming, self._exclusive)
+        shared = SharedWarming(self._documents, self._variants, self._store, self._rates, warming, self._exclusive)
         return shared.run(is_cancelled)
 
     def note_passages(self, chunks: Sequence[Chunk]) -> None:
@@ -277,7 +292,7 @@ class DocumentCalls:
         with self._exclusive():
             return self._documents.remove(document_id, version, whole=True)
 
-    def documents(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
+    def list(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
         """What is cached, by document and version; of one document, or version of it, where they are given. Reads the
         records of these variants, as far as no request asked for them yet: some 50 us each.
 
@@ -288,13 +303,13 @@ class DocumentCalls:
             return self._documents.list(document_id, version)
 
     @property
-    def document_counts(self) -> DocumentCounts:
+    def counts(self) -> DocumentCounts:
         """How many documents, pins and unfinished erasures there are; waits for nobody."""
         registry = self._documents.registry
         versions = {(link.document_id, link.version) for _, link in registry.links()}
         return DocumentCounts(len(versions), len(registry.pins()), len(registry.unfinished()))
 
     def _check_writable(self) -> None:
-        for name, refused in (("read_only", self.config.read_only), ("strategy", self.config.strategy == "full")):
+        for name, refused in (("read_only", self._config.read_only), ("strategy", self._config.strategy == "full")):
             if refused:
                 raise ReadOnlyError(name, f"wanted an engine that stores chunks, this one has {name}={refused}")

@@ -1,4 +1,4 @@
-"""What an engine offers for work ahead of requests that wait in line: ordering it, and doing what others ordered."""
+"""Prefills that engines on one store order from each other for requests that wait: `Engine.orders`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import logging
 import time
 
 from ccjax.config import EngineConfig
-from ccjax.engine.ahead import Ahead, needed
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.cached_prefill import CachedPrefill
 from ccjax.engine.cancellation import IsCancelled
 from ccjax.engine.document_cache import DocumentCache
+from ccjax.engine.exclusive import Exclusive
+from ccjax.engine.prefill_order import PrefillOrder, order_for
 from ccjax.engine.rates import Rates
 from ccjax.engine.shared_warming import SharedVariant, SharedWarming
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ConfigError
-from ccjax.models.llama3.config import LlamaConfig
 from ccjax.store.index.api import OrderBoard
 from ccjax.store.tiered import TieredStore
 
@@ -46,28 +46,45 @@ class OrderCounts:
     computed_tokens: int = 0
 
 
-class AheadCalls:
-    """The part of `Engine` for work ahead. One thread at a time may order, and one compute."""
+class PrefillOrders:
+    """Orders of one engine: those that it places for requests that wait, and those that it takes. One thread at a time
+    may place, and one compute.
 
-    config: EngineConfig
-    model_config: LlamaConfig
-    max_model_len: int
-    rates: Rates
-    _store: TieredStore
-    _variants: VariantIndex
-    _prefill: CachedPrefill
-    _documents: DocumentCache
-    _loop: BatchLoop
-    order_counts = OrderCounts()
-    _looked_at: frozenset[str] = frozenset()
+    Attributes:
+      counts: a new value after each change.
+    """
 
-    def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
-        raise NotImplementedError
+    def __init__(
+        self,
+        config: EngineConfig,
+        rates: Rates,
+        store: TieredStore,
+        variants: VariantIndex,
+        prefill: CachedPrefill,
+        documents: DocumentCache,
+        loop: BatchLoop,
+        exclusive: Exclusive,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        self.counts = OrderCounts()
+        self._config = config
+        self._rates = rates
+        self._store = store
+        self._variants = variants
+        self._prefill = prefill
+        self._documents = documents
+        self._loop = loop
+        self._exclusive = exclusive
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._looked_at: frozenset[str] = frozenset()
 
-    def order_ahead(self) -> int:
+    def place(self) -> int:
         """Orders what the requests that have waited for `order_after_s` will have to compute; how many orders are new.
         Each request is looked at once. To be called every now and then, from any thread but the batch's own."""
-        orders, after_s = self._orders, self.config.order_after_s
+        orders, after_s = self._orders, self._config.order_after_s
         if orders is None or after_s is None:
             return 0
         now_s, num_placed = time.perf_counter(), 0
@@ -77,9 +94,9 @@ class AheadCalls:
         for sequence in sorted(new, key=lambda one: one.group.arrived_s):
             try:
                 way = sequence.admission
-                ahead = needed(self._prefill, self._variants, way.prompt, way.mode, way.settings)
-                if ahead is not None:
-                    num_placed += orders.place(ahead.key, ahead.encode(), ORDER_S)
+                needed = order_for(self._prefill, self._variants, way.prompt, way.mode, way.settings)
+                if needed is not None:
+                    num_placed += orders.place(needed.key, needed.encode(), ORDER_S)
             except OSError as error:
                 logger.debug("nothing is ordered: %s", error)
                 break
@@ -88,7 +105,7 @@ class AheadCalls:
         self._count(placed=num_placed)
         return num_placed
 
-    def compute_ahead(self, *, is_cancelled: IsCancelled | None = None) -> tuple[SharedVariant, ...] | None:
+    def compute(self, *, is_cancelled: IsCancelled | None = None) -> tuple[SharedVariant, ...] | None:
         """Takes the oldest order of any process on the store and computes what is missing of it, unless somebody else
         does; what came of each passage, None where there was no order. What was computed is on disk when this returns.
 
@@ -97,17 +114,16 @@ class AheadCalls:
           OSError: the index does not answer.
         """
         orders = self._orders
-        if orders is None or self.config.read_only:
+        if orders is None or self._config.read_only:
             raise ConfigError("store_index: wanted an engine that has one, and may add to its store")
         order = orders.take(_TAKE_S)
         if order is None:
             return None
         self._count(taken=1)
         try:
-            ahead = Ahead.decode(order.value)
-            vocab_size = self.model_config.vocab_size
-            warming = ahead.warming(max_model_len=self.max_model_len, vocab_size=vocab_size)
-            shared = SharedWarming(self._documents, self._variants, self._store, self.rates, warming, self._exclusive)
+            found = PrefillOrder.decode(order.value)
+            warming = found.warming(max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+            shared = SharedWarming(self._documents, self._variants, self._store, self._rates, warming, self._exclusive)
             results = shared.run(is_cancelled)
         except ValueError as error:  # made by another version of this program, or not by it
             logger.warning("an order cannot be carried out: %s", error)
@@ -123,5 +139,5 @@ class AheadCalls:
         return None if self._store.news is None else self._store.news.index.orders
 
     def _count(self, **more: int) -> None:
-        grown = {name: getattr(self.order_counts, name) + number for name, number in more.items()}
-        self.order_counts = dataclasses.replace(self.order_counts, **grown)
+        grown = {name: getattr(self.counts, name) + number for name, number in more.items()}
+        self.counts = dataclasses.replace(self.counts, **grown)

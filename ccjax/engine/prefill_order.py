@@ -1,5 +1,5 @@
-"""Work ahead of requests that wait in line: what they will have to compute is ordered from whoever has time, and what
-others order is computed (Shared RAG-DCache sec. III-B, the KV Cache Generator).
+"""What a waiting request will have to compute, as an order that any process on the store may carry out: Shared
+RAG-DCache sec. III-B, the KV Cache Generator.
 
 An order is advice. It says which chunks, and behind which; whether they are still missing, or somebody computes them
 just now, is asked when it is carried out.
@@ -28,7 +28,7 @@ _FROM_DOCUMENT = ("document_id", "version", "title", "source_id")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ahead:
+class PrefillOrder:
     """Chunks to compute one behind the other, each of which is to be stored.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ahead:
         return json.dumps(value).encode()
 
     @staticmethod
-    def decode(raw: bytes) -> Ahead:
+    def decode(raw: bytes) -> PrefillOrder:
         """What `encode` gave.
 
         Raises:
@@ -68,7 +68,7 @@ class Ahead:
             if not isinstance(value["tenant"], str) or not _TENANT.fullmatch(value["tenant"]):
                 raise ValueError(f"order: wanted a tenant's tag or none, got {value['tenant']!r:.80}")
             chunks = tuple(_chunk(one, value["tenant"]) for one in value["chunks"])
-            return Ahead(chunks, value["has_system"] is True)
+            return PrefillOrder(chunks, value["has_system"] is True)
         except (KeyError, TypeError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"order: cannot make sense of it: {error!r}") from error
 
@@ -92,9 +92,9 @@ class Ahead:
         return Warming([_document(chunk) for chunk in passages], [(prompt,) for prompt in prompts])
 
 
-def needed(
+def order_for(
     prefill: CachedPrefill, variants: VariantIndex, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings
-) -> Ahead | None:
+) -> PrefillOrder | None:
     """What a request would have to compute of its passages if it ran now, None for nothing; may be asked beside a
     running prefill.
 
@@ -107,7 +107,7 @@ def needed(
     plan = prefill.plan(prompt, mode, prefill.usable(prompt, known=variants.peek), settings)
     first = int(prompt.has_system)
     missing = [index for index in range(first, len(prompt.chunks)) if plan.segments[index].action == "compute"]
-    return Ahead(prompt.chunks[: missing[-1] + 1], prompt.has_system) if missing else None
+    return PrefillOrder(prompt.chunks[: missing[-1] + 1], prompt.has_system) if missing else None
 
 
 def _document(chunk: Chunk) -> Document:

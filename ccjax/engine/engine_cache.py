@@ -1,16 +1,15 @@
-"""What an engine offers for its chunk-caches as a whole: how they stand, upkeep, checks, snapshots."""
+"""The chunk-caches of an engine as a whole: `Engine.cache`."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from ccjax.config import EngineConfig
-from ccjax.engine.batch.loop import BatchCounts, BatchLoop
+from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.budgets import file_system_used
 from ccjax.engine.cancellation import IsCancelled
-from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.document_cache import DocumentCache
+from ccjax.engine.exclusive import Exclusive
 from ccjax.engine.loading import Progress
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
 from ccjax.engine.rates import Rates
@@ -25,24 +24,34 @@ from ccjax.store.usage import DISK, HOST, TierUsage
 from ccjax.types import ChunkId
 
 
-class CacheCalls:
-    """The part of `Engine` for all that it keeps."""
+class EngineCache:
+    """All that an engine keeps of computed chunks: usage, upkeep, checks, snapshots. Thread-safe."""
 
-    config: EngineConfig
-    rates: Rates
-    _costs: MeasuredCosts
-    _store: TieredStore
-    _variants: VariantIndex
-    _documents: DocumentCache
-    _maintenance: Maintenance
-    _shadow: ShadowChecks
-    _cache: ChunkCache
-    _loop: BatchLoop
+    def __init__(
+        self,
+        config: EngineConfig,
+        rates: Rates,
+        variants: VariantIndex,
+        store: TieredStore,
+        documents: DocumentCache,
+        maintenance: Maintenance,
+        shadow: ShadowChecks,
+        chunks: ChunkCache,
+        loop: BatchLoop,
+        exclusive: Exclusive,
+    ) -> None:
+        self._config = config
+        self._rates = rates
+        self._variants = variants
+        self._store = store
+        self._documents = documents
+        self._maintenance = maintenance
+        self._shadow = shadow
+        self._chunks = chunks
+        self._loop = loop
+        self._exclusive = exclusive
 
-    def _exclusive(self, *, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
-        raise NotImplementedError
-
-    def store_usage(self) -> dict[str, TierUsage]:
+    def usage(self) -> dict[str, TierUsage]:
         """Bytes, variants and counters of every tier."""
         return self._store.usage()
 
@@ -54,17 +63,8 @@ class CacheCalls:
         last = usage.get(DISK) or usage[HOST]
         if last.budget_bytes is not None:
             return last.used_bytes / last.budget_bytes if last.budget_bytes else 1.0
-        used = None if self.config.store is None else file_system_used(self.config.store)
+        used = None if self._config.store is None else file_system_used(self._config.store)
         return 1.0 if used is None else used
-
-    @property
-    def batch_counts(self) -> BatchCounts:
-        """Pages of device memory, and the requests that want them: who runs, who waits, how many were preempted."""
-        return self._loop.counts
-
-    def full_prefill_s(self, num_tokens: int) -> float:
-        """Seconds that computing a prompt of so many tokens usually takes here, with nothing cached."""
-        return self._costs.usual_prefill_s(num_tokens)
 
     @property
     def num_variants(self) -> int:
@@ -98,7 +98,7 @@ class CacheCalls:
         Raises:
           RuntimeError: the engine is closed.
         """
-        if self.config.read_only or self.config.strategy == "full":
+        if self._config.read_only or self._config.strategy == "full":
             return False
         if self._documents.prepare_one(is_cancelled):
             self._maintenance.count(prepared=1)
@@ -140,48 +140,50 @@ class CacheCalls:
         """
         notes = self._documents.fetch()  # first: what was erased must not be taken in
         added, removed = self._store.refresh()
-        is_due = not self.config.read_only and self._documents.needs_tending()
+        is_due = not self._config.read_only and self._documents.needs_tending()
         if added or removed or any(notes) or is_due:
             with self._exclusive():
                 self._documents.follow(*notes)
                 self._maintenance.follow(added, removed)
                 if is_due:
                     self._documents.tend()
-        self._tidy()
+        self.tidy()
 
     def summary(self) -> Summary:
         """What a router should know of this engine; looks at no disk."""
-        rates, disk = self.rates, self.rates.tiers[DISK].cost
+        rates, disk = self._rates, self._rates.tiers[DISK].cost
         load_s = None if disk is None else disk.unit_s * self._store.kv_spec.num_bytes(1)
         held = ChunkFilter.of(map(ChunkId, self._store.chunk_ids(self._store.memory_tiers)))
-        return Summary(held, self.batch_counts.unserved_tokens, load_cost(load_s, rates.seconds_per_token))
+        return Summary(held, self._loop.counts.unserved_tokens, load_cost(load_s, rates.seconds_per_token))
 
     def save_snapshot(
         self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
     ) -> SaveReport:
         """Writes all chunk-caches with their metadata to a directory or bucket, while requests go on: see
         `ccjax.engine.snapshot.save_snapshot`."""
-        return save_snapshot(self._cache, where, overwrite=overwrite, progress=progress)
+        return save_snapshot(self._chunks, where, overwrite=overwrite, progress=progress)
 
     def restore_snapshot(
         self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
     ) -> RestoreReport:
         """Takes in the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests go on: see
         `ccjax.engine.snapshot.restore_snapshot`. A `read_only` engine raises ConfigError."""
-        if self.config.read_only:
+        if self._config.read_only:
             raise ConfigError("read_only: wanted an engine that may add to its store")
-        return restore_snapshot(self._cache, where, max_bytes=max_bytes, progress=progress)
+        return restore_snapshot(self._chunks, where, max_bytes=max_bytes, progress=progress)
 
     def flush(self) -> None:
         """Waits until the disk tier has taken everything."""
         self._store.flush()
-        self._save_hints()
-        self._tidy()
+        self.save_hints()
+        self.tidy()
 
-    def _tidy(self) -> None:
-        if not self.config.read_only:
+    def tidy(self) -> None:
+        """Drops what the store does not need any more, unless the engine is `read_only`."""
+        if not self._config.read_only:
             self._store.tidy()
 
-    def _save_hints(self) -> None:
-        if not self.config.read_only:
+    def save_hints(self) -> None:
+        """Stores what a restart should know of variants that were used."""
+        if not self._config.read_only:
             self._variants.save_hints()
