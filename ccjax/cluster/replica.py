@@ -144,7 +144,7 @@ class Replica:
     def record_routing_stats(self) -> dict[str, Any]:
         """What Ray gives to every router, now and then."""
         self._number += 1
-        return {NUMBER: self._number, STATS: self._service.backend.engine.summary()}
+        return {NUMBER: self._number, STATS: self._service.backend.engine.cache.summary()}
 
     async def check_health(self) -> None:
         """Raises where this replica should be replaced."""

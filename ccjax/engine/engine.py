@@ -38,7 +38,6 @@ from ccjax.engine.devices import split_params
 from ccjax.engine.document_cache import DocumentCache
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.engine.engine_documents import EngineDocuments
-from ccjax.engine.following import Following
 from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
 from ccjax.engine.hosts import lead
 from ccjax.engine.identity import identity_for
@@ -59,6 +58,7 @@ from ccjax.engine.shadow import ShadowChecks
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.startup import load_configured
+from ccjax.engine.store_watcher import StoreWatcher
 from ccjax.engine.trace import Tracer
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, StepCompiler
@@ -159,7 +159,7 @@ class Engine:
             config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS, self._sizes.context_tokens),
             max_retries=config.max_retries,
             with_mass=self._sizes.with_mass,
-            apply_changes=lambda: self._following.take_in(),
+            apply_changes=lambda: self._watcher.apply(),
         )
         self._background = background = BackgroundPrefills(
             self._loop,
@@ -219,9 +219,9 @@ class Engine:
             max_model_len=limit,
             vocab_size=model.config.vocab_size,
         )
-        self._following = Following(self._store.news, maintenance, self._exclusive, self.cache.refresh)
+        self._watcher = StoreWatcher(self._store.news, maintenance, self._exclusive, self.cache.refresh)
         self._closed = False
-        self._following.start()
+        self._watcher.start()
 
     @classmethod
     def from_pretrained(cls, model: str | Path, *, progress: Progress | None = None, **settings: Any) -> Engine:
@@ -440,7 +440,7 @@ class Engine:
         """No prefill runs meanwhile; without `wait`, False where any request would have to be waited for."""
         with self._loop.paused(wait=wait) as is_ours:
             if is_ours:
-                self._following.take_in()
+                self._watcher.apply()
             yield is_ours
 
     def prefill_logits(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -509,7 +509,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._following.close()
+        self._watcher.close()
         self._loop.close()
         self._compiler.close()
         self._preloader.close()

@@ -81,7 +81,7 @@ def admin_routes(service: Service) -> APIRouter:
         whole = _flag("erase", erase)
         operation = "erase" if whole else "invalidate"
         removal = await counted(operation)(
-            service.between(lambda engine: (engine.documents.erase if whole else engine.documents.invalidate)(document_id, version))
+            service.between(lambda engine: getattr(engine.documents, operation)(document_id, version))
         )
         body = {
             "object": "cache.removal",

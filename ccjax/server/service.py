@@ -300,7 +300,9 @@ class Service:
             documents = body.own_documents()
         else:
             documents = own_documents.chosen(backend.retriever, body.document_ids)
-        begin = functools.partial(backend.engine.begin_warming, system_prompt=body.system_prompt, cache_salt=salt)
+        begin = functools.partial(
+            backend.engine.documents.begin_warming, system_prompt=body.system_prompt, cache_salt=salt
+        )
         warming = await asyncio.to_thread(begin, documents)
         with _taking():
             job = backend.warm_jobs.add(warming, backend.worker, at_once=body.at_once)
@@ -427,11 +429,11 @@ def _refresh_documents(backend: Backend) -> None:
 
 
 def _order_ahead(backend: Backend) -> None:
-    backend.engine.order_ahead()
+    backend.engine.orders.place()
 
 
 def _refresh_store(backend: Backend) -> None:
-    backend.engine.refresh()
+    backend.engine.cache.refresh()
 
 
 @contextlib.contextmanager

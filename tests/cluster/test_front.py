@@ -259,7 +259,10 @@ def test_documents_are_told_apart_on_every_replica(cluster):
 
     assert known() == [True, True]
     assert cluster.ask("PUT", "/v1/cache/pins/d1", {"ttl_s": 3600}).status_code == 200
-    assert [server.engine.documents.list("d1")[0].pinned_until is not None for server in cluster.servers] == [True, True]
+    assert [server.engine.documents.list("d1")[0].pinned_until is not None for server in cluster.servers] == [
+        True,
+        True,
+    ]
     assert cluster.ask("DELETE", "/v1/cache/pins/d1").status_code == 200
     assert cluster.ask("DELETE", "/v1/cache/documents/d1?erase=true").json()["chunks"] == 1
     assert known() == [False, False]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,28 +17,30 @@ from ccjax.cluster.idle import idle_cpus
 from tests.polling import wait_until
 
 
-class Engine:
+class Orders:
     """Counts how often it was asked for work; there is none."""
 
     def __init__(self) -> None:
         self.times_asked = 0
 
-    def compute_ahead(self, *, is_cancelled):
+    def compute(self, *, is_cancelled):
         self.times_asked += 1
         assert not is_cancelled()
 
 
 @contextlib.contextmanager
 def working(monkeypatch, idle, *, needs_idle_cpus):
-    """An engine that a generator asks for work, while the block runs; `idle` gives the CPUs that are idle."""
+    """Orders that a generator asks for, while the block runs; `idle` gives the CPUs that are idle."""
     monkeypatch.setattr(generator, "idle_cpus", lambda seconds, wait: wait(0.001) or idle())
-    engine, stopping = Engine(), threading.Event()
+    orders, stopping = Orders(), threading.Event()
     thread = threading.Thread(
-        target=generator.work, args=(engine, stopping), kwargs={"needs_idle_cpus": needs_idle_cpus}
+        target=generator.work,
+        args=(SimpleNamespace(orders=orders), stopping),
+        kwargs={"needs_idle_cpus": needs_idle_cpus},
     )
     thread.start()
     try:
-        yield engine
+        yield orders
     finally:
         stopping.set()
         thread.join()
@@ -45,14 +48,14 @@ def working(monkeypatch, idle, *, needs_idle_cpus):
 
 @pytest.mark.parametrize("error", [OSError("no index"), RuntimeError("a broken order")])
 def test_an_order_that_fails_is_not_the_last(monkeypatch, error):
-    def fail(engine, *, is_cancelled):
-        engine.times_asked += 1
+    def fail(orders, *, is_cancelled):
+        orders.times_asked += 1
         raise error
 
     monkeypatch.setattr(generator, "_AWAY_S", 0.001)
-    monkeypatch.setattr(Engine, "compute_ahead", fail)
-    with working(monkeypatch, lambda: 1.0, needs_idle_cpus=False) as engine:
-        wait_until(lambda: engine.times_asked > 2)
+    monkeypatch.setattr(Orders, "compute", fail)
+    with working(monkeypatch, lambda: 1.0, needs_idle_cpus=False) as orders:
+        wait_until(lambda: orders.times_asked > 2)
 
 
 @pytest.fixture
@@ -84,16 +87,16 @@ def test_of_low_priority_it_works_only_while_a_cpu_is_idle(monkeypatch):
         before = len(looks)
         wait_until(lambda: len(looks) > before + 20, timeout_s=120)
 
-    with working(monkeypatch, idle, needs_idle_cpus=True) as engine:
+    with working(monkeypatch, idle, needs_idle_cpus=True) as orders:
         looked_again()
-        assert engine.times_asked == 0
+        assert orders.times_asked == 0
         room[0] = 0.6
-        wait_until(lambda: engine.times_asked > 1, timeout_s=120)
+        wait_until(lambda: orders.times_asked > 1, timeout_s=120)
         room[0] = 0.4
         looked_again()
-        assert engine.times_asked == sum(room == 0.6 for room in looks)
+        assert orders.times_asked == sum(room == 0.6 for room in looks)
 
 
 def test_with_a_device_of_its_own_it_asks_for_no_room(monkeypatch):
-    with working(monkeypatch, lambda: 0.0, needs_idle_cpus=False) as engine:
-        wait_until(lambda: engine.times_asked > 1)
+    with working(monkeypatch, lambda: 0.0, needs_idle_cpus=False) as orders:
+        wait_until(lambda: orders.times_asked > 1)

@@ -77,7 +77,11 @@ class Worker:
     def pin_notes(self) -> dict[str, Any]:
         """Names of the pins that are noted."""
         with self._engine._exclusive():
-            return {"names": sorted(name for name in self._engine.documents._documents.registry._notes.items() if "pin-" in name)}
+            return {
+                "names": sorted(
+                    name for name in self._engine.documents._documents.registry._notes.items() if "pin-" in name
+                )
+            }
 
     def corrupt(self) -> dict[str, Any]:
         return {"number": self._engine.cache.usage()["disk"].corrupt}

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from ccjax.engine import EngineConfig, Request, SamplingParams, ahead_calls, variant_records
-from ccjax.engine.ahead import Ahead
+from ccjax.engine import EngineConfig, Request, SamplingParams, prefill_orders, variant_records
+from ccjax.engine.prefill_order import PrefillOrder
 from ccjax.engine.prompts import chunk_id
 from ccjax.errors import ConfigError, RequestError
 from ccjax.types import Chunk
@@ -119,7 +119,7 @@ def test_who_did_not_wait_long_enough_orders_nothing(tmp_path, monkeypatch):
     with MODEL.engine(**shared, order_after_s=3600.0) as replica, in_line(replica, request(SEGMENTS)):
         (waiting,) = replica._loop.waiting()
         clock = [waiting.group.arrived_s + 3599.0]
-        monkeypatch.setattr(ahead_calls, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        monkeypatch.setattr(prefill_orders, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         assert replica.orders.place() == 0
         clock[0] += 2.0
         assert replica.orders.place() == 1
@@ -152,11 +152,11 @@ def test_an_order_of_a_generator_that_died_is_taken_by_another(engines, monkeypa
 def test_orders_that_make_no_sense_are_dropped(engines):
     replica, generator = engines
     chunk = Chunk(chunk_id([1, 2]), (1, 2))
-    foreign = Ahead((Chunk(chunk_id([1, 500]), (1, 500)),), False)
-    long = Ahead((Chunk(chunk_id([1] * 5000), (1,) * 5000),), False)
-    value = json.loads(Ahead((chunk,), False).encode())
+    foreign = PrefillOrder((Chunk(chunk_id([1, 500]), (1, 500)),), False)
+    long = PrefillOrder((Chunk(chunk_id([1] * 5000), (1,) * 5000),), False)
+    value = json.loads(PrefillOrder((chunk,), False).encode())
     bad = [b"", b"[]", b'{"version": 2}', json.dumps(value | {"chunks": [{"token_ids": ["1"]}]}).encode()]
-    for number, raw in enumerate([*bad, foreign.encode(), long.encode(), Ahead((), False).encode()]):
+    for number, raw in enumerate([*bad, foreign.encode(), long.encode(), PrefillOrder((), False).encode()]):
         assert replica._orders.place(f"order-{number}", raw, 60.0)
     assert work_off(generator) == [["failed"]] * 7
     assert generator.orders.counts.failed == generator.orders.counts.taken == 7
@@ -168,10 +168,10 @@ def test_what_is_written_is_read_and_the_key_is_that_of_the_variant():
         Chunk(chunk_id(ids), tuple(ids), document_id=f"d{ids[0]}", version="v", title="T", source_id="s")
         for ids in ([1, 2, 3], [4, 5])
     )
-    ahead = Ahead(chunks, True)
-    assert Ahead.decode(ahead.encode()) == ahead
-    assert ahead.key != Ahead(chunks, True).warming(max_model_len=100, vocab_size=97) and len(ahead.key) == 64
-    assert ahead.key != Ahead(chunks[::-1], True).key
+    ahead = PrefillOrder(chunks, True)
+    assert PrefillOrder.decode(ahead.encode()) == ahead
+    assert ahead.key != PrefillOrder(chunks, True).warming(max_model_len=100, vocab_size=97) and len(ahead.key) == 64
+    assert ahead.key != PrefillOrder(chunks[::-1], True).key
     with pytest.raises(RequestError, match="max_model_len"):
         ahead.warming(max_model_len=5, vocab_size=97)
 

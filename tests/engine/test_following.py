@@ -60,7 +60,7 @@ def answer(engine, segments=SEGMENTS, **options):
 
 def only_by_requests(engine) -> None:
     """From now on nothing but a request takes in what has come."""
-    engine._following.close()
+    engine._watcher.close()
 
 
 def refuse(*_, **__):
@@ -123,7 +123,9 @@ def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the
     only_by_requests(second)
     follow, threads = second.cache._maintenance.follow, []
     monkeypatch.setattr(
-        second.cache._maintenance, "follow", lambda *news: threads.append(threading.current_thread().name) or follow(*news)
+        second.cache._maintenance,
+        "follow",
+        lambda *news: threads.append(threading.current_thread().name) or follow(*news),
     )
     answer(first)
     first.cache.flush()
@@ -170,7 +172,7 @@ def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypa
     first.cache.flush()
     wait_until(lambda: second._store.news.has_come)
     assert answer(second).reuse.prompt_tokens == sum(map(len, SEGMENTS))
-    assert "could not be taken in" in caplog.text
+    assert "could not be applied" in caplog.text
 
 
 def test_requests_in_line_are_planned_anew_only_for_their_own_chunks(start, index_url):

@@ -7,8 +7,8 @@ import pytest
 
 import ccjax.engine.prompts
 from ccjax.engine import Request
-from ccjax.engine.ahead import Ahead
 from ccjax.engine.batch.pack import Pack
+from ccjax.engine.prefill_order import PrefillOrder
 from ccjax.engine.prompts import as_chunk, chunk_id, tenant_of, tenant_tag
 from ccjax.engine.requests import SamplingParams
 from tests.engine.helpers import TinyModel, draw_segments, permuted
@@ -68,10 +68,10 @@ def test_ids_of_chunks():
 
 def test_orders_keep_whose_they_are():
     chunks = tuple(as_chunk(ids, None, tenant_tag("anna")) for ids in ((1, 2), (3, 4)))
-    order = Ahead(chunks, True)
-    assert Ahead.decode(order.encode()) == order and b"anna" not in order.encode()
+    order = PrefillOrder(chunks, True)
+    assert PrefillOrder.decode(order.encode()) == order and b"anna" not in order.encode()
     with pytest.raises(ValueError, match="tenant"):
-        Ahead.decode(order.encode().replace(tenant_tag("anna").encode(), b"../../etc"))
+        PrefillOrder.decode(order.encode().replace(tenant_tag("anna").encode(), b"../../etc"))
 
 
 def test_repairs_know_the_tokens_of_salted_chunks(model):

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ccjax.engine import Engine
+from ccjax.engine.engine_documents import EngineDocuments
 from ccjax.errors import ConfigError, EraseIncompleteError
 from ccjax.retrieval import LexicalEmbedder, Retriever
 from ccjax.server import ServerSettings
@@ -294,7 +294,7 @@ def test_what_cannot_be_deleted_yet_is_a_503_that_names_it(server: Server, monke
     def incomplete(*_: Any) -> None:
         raise EraseIncompleteError("document 'anna': 7 objects", [f"key{number}" for number in range(7)])
 
-    monkeypatch.setattr(Engine, "erase", incomplete)
+    monkeypatch.setattr(EngineDocuments, "erase", incomplete)
     response = call(server, "DELETE", "/documents/anna?erase=true")
     refused(response, 503, "erase_incomplete", None, "key0; key1", "key4; ...")
     assert response.headers["retry-after"]
@@ -302,7 +302,7 @@ def test_what_cannot_be_deleted_yet_is_a_503_that_names_it(server: Server, monke
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Engine, "pin", refuse)
+    monkeypatch.setattr(EngineDocuments, "pin", refuse)
     refused(call(server, "PUT", "/pins/anna", json={}), 503, "store_unavailable", None, "No space left")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.engine.batch import pack as pack_module
+from ccjax.engine.engine_cache import EngineCache
 from ccjax.models.llama3.paged_steps import paged_layer_step
 from ccjax.server import ServerSettings
 from ccjax.types import Document
@@ -44,13 +45,13 @@ def num_approximate(server: Server) -> int:
 def at_rest(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """`at_rest()` is True once the worker found nothing to repair, so that it sleeps until a request comes."""
     outcomes: list[bool] = []
-    repair_one = Engine.repair_one
+    repair_one = EngineCache.repair_one
 
-    def watched(engine: Engine, **kwargs) -> bool:
-        outcomes.append(repair_one(engine, **kwargs))
+    def watched(cache: EngineCache, **kwargs) -> bool:
+        outcomes.append(repair_one(cache, **kwargs))
         return outcomes[-1]
 
-    monkeypatch.setattr(Engine, "repair_one", watched)
+    monkeypatch.setattr(EngineCache, "repair_one", watched)
     return lambda: outcomes[-1:] == [False]
 
 

@@ -1,5 +1,8 @@
-"""Takes in what other processes on the same store did, by news of the shared index: at the moment a request is planned,
-where no request runs at once, and by listing the store where news may be missing."""
+"""Applies to an engine's variants what other processes did to the same store.
+
+The shared index tells at once (its change feed): changes are applied before a request is planned, or right away while
+no request runs. Where changes may be missing, the store is listed.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +17,47 @@ from ccjax.store.news import POLL_S, News
 logger = logging.getLogger(__name__)
 
 _LISTING_PAUSE_S = 1.0
-"""After a listing that news made necessary, before the next one."""
+"""Pause after a listing before the next one."""
 
 
-class Following:
-    """Follows for one engine; does nothing without news.
+class StoreWatcher:
+    """Watches the store of one engine; does nothing without a shared index.
 
-    The store's own thread asks the index and reads what there is to read. What is left is to tell the variants, on the
-    batch loop's thread or by a guest of it: `take_in`, without I/O.
+    The store's own thread asks the index and reads what there is to read. `apply` tells the variants, without I/O, on
+    the batch loop's thread or while that is paused.
 
     Args:
-      let_in: takes in what has come, where it lets a guest in.
-      refresh: lists the store and takes in what it finds, as a guest.
+      exclusive: entered to apply what has come.
+      refresh: lists the store and applies what it finds.
     """
 
     def __init__(
-        self, news: News | None, maintenance: Maintenance, let_in: Exclusive, refresh: Callable[[], None]
+        self, news: News | None, maintenance: Maintenance, exclusive: Exclusive, refresh: Callable[[], None]
     ) -> None:
         self._news = news
         self._maintenance = maintenance
-        self._let_in = let_in
+        self._exclusive = exclusive
         self._refresh = refresh
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins, where there is something to follow."""
+        """Begins to watch, where there is a shared index."""
         if self._news is not None:
-            self._thread = threading.Thread(target=self._run, name="ccjax-follow", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="ccjax-watch", daemon=True)
             self._thread.start()
 
-    def take_in(self) -> None:
-        """Tells the variants what came and went since the last call; a failure is logged."""
+    def apply(self) -> None:
+        """Tells the variants what came and went since the last call; logs a failure."""
         if self._news is None or not self._news.has_come:
             return
         try:
             self._maintenance.follow(*self._news.take())
         except Exception:
-            logger.exception("news of other processes could not be taken in; the next listing of the store tells all")
+            logger.exception("changes of other processes could not be applied; the next listing of the store tells all")
 
     def close(self) -> None:
-        """Ends the thread; what comes later is not followed."""
+        """Ends the thread."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -64,16 +67,16 @@ class Following:
         while not self._closing.is_set():
             if not self._news.wait(POLL_S):
                 continue
-            pause_s = POLL_S  # where requests run, these take it in themselves
+            pause_s = POLL_S  # where requests run, changes are applied before each is planned
             try:
                 if self._news.needs_listing:
                     self._refresh()
                     pause_s = _LISTING_PAUSE_S
                 else:
-                    with self._let_in(wait=False):
+                    with self._exclusive(wait=False):
                         pass
             except RuntimeError:  # closed meanwhile
-                logger.debug("following ends", exc_info=True)
+                logger.debug("watching the store ends", exc_info=True)
             except Exception:
                 logger.exception("the store could not be listed; the next time tells all")
             self._closing.wait(pause_s)
