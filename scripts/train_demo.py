@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from ccjax.demo.corpus import CORPUS_DIRECTORY, QUESTIONS_FILE, build_corpus, write_corpus
-from ccjax.demo.curriculum import QUICK_STAGES, STAGES
-from ccjax.demo.evaluate import Score, evaluate_corpus, evaluate_worlds
-from ccjax.demo.export import MODEL_DIRECTORY, export_model, load_model
-from ccjax.demo.tokenizer import save_tokenizer, train_tokenizer
-from ccjax.demo.training import Checkpoints, TrainingConfig, demo_config, restore_or_start, train
 from ccjax.demo.world import Kind
+from scripts.demo_model.corpus import CORPUS_DIRECTORY, QUESTIONS_FILE, build_corpus, write_corpus
+from scripts.demo_model.curriculum import QUICK_STAGES, STAGES
+from scripts.demo_model.evaluate import Score, evaluate_corpus, evaluate_worlds
+from scripts.demo_model.export import MODEL_DIRECTORY, export_model, load_model
+from scripts.demo_model.tokenizer import save_tokenizer, train_tokenizer
+from scripts.demo_model.training import Checkpoints, TrainingConfig, demo_config, restore_or_start, train
 
 DEFAULT_STEPS = 4000
 QUICK_STEPS = 30

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -18,18 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from ccjax.cli.progress import bars
+from ccjax.evaluation.pages import show
 from ccjax.retrieval import default_embedder
 from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
 from ccjax.retrieval.index import IndexKind, PassageIndex
-from scripts.benchmarks.common import environment
+from scripts.benchmarks.common import data_folder, environment
 
-_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 PASSAGES_PER_DOCUMENT = 10
 DOCUMENTS_PER_WRITE = 400
 PER_MILLE = (1, 10, 100, 500)
@@ -49,14 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Makes an index, measures, prints a table."""
-    data = Path(arguments.data or os.environ.get("CCJAX_TEST_DATA") or _DATA)
+    data = data_folder(arguments.data)
     num_passages = (20_000 if arguments.quick else 1_000_000) if arguments.passages is None else arguments.passages
     if num_passages < 1000:
         sys.exit(f"bench.py retrieval: --passages: wanted at least 1000, got {num_passages}")
-    with (
-        bars() as progress,
-        tempfile.TemporaryDirectory(dir=arguments.directory) as name,
-    ):
+    with bars() as progress, tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         texts, questions = _texts(data, 200 if arguments.quick else 3000, 30 if arguments.quick else 200)
         embedder = default_embedder()
         real = _embedded(embedder, texts, progress, "embed passages")
@@ -216,9 +210,6 @@ def _resident_bytes() -> int:
 
 
 def _print(figures: dict[str, Any]) -> None:
-    table = Table(title=f"{figures['passages']:,} passages, {figures['dim']} dimensions, top {figures['top_k']}")
-    table.add_column("what")
-    table.add_column("figure", justify="right")
     trained, sizes = figures["trained"], figures["bytes"]
     own = trained["recall_of_own_rows"]
     rows = {
@@ -238,9 +229,8 @@ def _print(figures: dict[str, Any]) -> None:
         "one document changed, ms": f"{figures['changed']['one_document_ms']:.1f}",
         "search after the changes, p50 / p99 ms": _latency(figures["changed"]),
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(width=100).print(table)
+    title = f"{figures['passages']:,} passages, {figures['dim']} dimensions, top {figures['top_k']}"
+    show(("what", "figure"), rows.items(), title)
 
 
 def _latency(one: dict[str, float]) -> str:

@@ -6,9 +6,7 @@ passages is ours.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from scripts.benchmarks.common import BenchmarkError
+from scripts.simulation.workload import recorded
 
+_MISSING = "wanted {}, which is not there; set --data or CCJAX_TEST_DATA"
 TRACES = ("musique", "nq")
 RECORDINGS = {"azure": "azure_2023_conv.csv", "mooncake": "mooncake_conversation.jsonl"}
 
@@ -161,18 +161,14 @@ def arrival_times(gaps: np.ndarray, rate: float) -> np.ndarray:
 
 @functools.cache
 def _recorded_times(path: Path) -> np.ndarray:
-    """Ascending seconds."""
-    if path.suffix == ".jsonl" or not path.exists():
-        seconds = [row["timestamp"] / 1000 for row in _rows(path)]
-    else:
-        with path.open(encoding="utf-8", newline="") as lines:
-            # Seven digits of a second; Python's clock takes six.
-            stamps = [datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in csv.DictReader(lines)]
-        seconds = [(stamp - stamps[0]).total_seconds() for stamp in stamps]
-    return np.sort(np.asarray(seconds))
+    """Ascending seconds from the first one on."""
+    try:
+        return recorded(path)[0]
+    except OSError:
+        raise BenchmarkError(_MISSING.format(path)) from None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
-        raise BenchmarkError(f"wanted {path}, which is not there; set --data or CCJAX_TEST_DATA")
+        raise BenchmarkError(_MISSING.format(path))
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]

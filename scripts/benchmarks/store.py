@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ccjax.cli.progress import bars
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.rates import Rates
 from ccjax.engine.variants import VariantIndex
+from ccjax.evaluation.pages import show
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
 from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
@@ -190,15 +188,14 @@ def _remove_records(root: Path, seed: int, num_variants: int) -> None:
 
 
 def _print(cases: list[dict[str, Any]], record_bytes: int) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    title = f"{cases[0]['variants']} variants, records of {record_bytes} bytes; ms by the clock (of processor time)"
-    table = Table("", *("catalog" if case["catalog"] else "no catalog" for case in cases), title=title)
+    rows = []
     for name, value in cases[0].items():
         if isinstance(value, dict):
-            table.add_row(name, *(f"{1e3 * c[name]['wall_s']:.2f} ({1e3 * c[name]['cpu_s']:.2f})" for c in cases))
+            rows.append((name, *(f"{1e3 * c[name]['wall_s']:.2f} ({1e3 * c[name]['cpu_s']:.2f})" for c in cases)))
         elif name.endswith("bytes_per_variant"):
-            table.add_row(name, *(str(case[name]) for case in cases))
-    console.print(table)
+            rows.append((name, *(str(case[name]) for case in cases)))
+    title = f"{cases[0]['variants']} variants, records of {record_bytes} bytes; ms by the clock (of processor time)"
+    show(("", *("catalog" if case["catalog"] else "no catalog" for case in cases)), rows, title)
 
 
 if __name__ == "__main__":

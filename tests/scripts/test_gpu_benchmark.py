@@ -19,7 +19,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ccjax.models.llama3 import LLAMA3_8B, abstract_params, init_params
-from scripts import bench as bench_script
 from scripts.benchmarks import gpu_cases, gpu_plan, gpu_report, gpu_torch
 from scripts.benchmarks.gpu_engines import Prompts, _steps
 from scripts.benchmarks.gpu_plan import (
@@ -48,10 +47,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LARGE = LLAMA3_8B_SCALE
 H100_BYTES, H100_TORCH_BYTES = int(0.75 * 85.5e9), int(0.24 * 85.5e9)
 """What JAX takes of an H100 by default, and what that leaves."""
-
-
-def bench(*options):
-    return in_process.run(bench_script.main, "gpu", *options)
 
 
 def process_of(code, *options):
@@ -231,11 +226,11 @@ def test_the_readme_gets_what_stands_between_its_markers(tmp_path):
     readme.write_text(f"before\n\n{gpu_report.BEGIN}\nold table\n{gpu_report.END}\n\nafter\n")
     assert gpu_report.write_section(readme, folder)
     assert readme.read_text().splitlines() == [
-        *("before", "", gpu_report.BEGIN, gpu_report.NO_RESULTS, gpu_report.END, "", "after"),
+        *("before", "", gpu_report.BEGIN, gpu_report.NO_RESULTS, gpu_report.END, "", "after")
     ]
     assert not gpu_report.write_section(readme, folder), "the second time nothing changes"
     (folder / "rule.json").write_text(json.dumps(results(row(FULL, ttft_s=0.3, share_of_matmul=0.6))))
-    done = bench("--readme", readme, "--output", folder)
+    done = in_process.bench("gpu", "--readme", readme, "--output", folder)
     assert done.returncode == 0 and "changed" in done.stdout, done.stderr
     text = readme.read_text()
     assert text.startswith("before\n\n" + gpu_report.BEGIN) and text.endswith(gpu_report.END + "\n\nafter\n")
@@ -271,9 +266,7 @@ def test_every_code_path_runs_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_cases, "cases", few_cases)
     assert {case.kind for case in few_cases(scale)} == {case.kind for case in cases(scale)}
     options = ["--output", tmp_path, "--compile-cache", tmp_path / "cache", "--time-limit-s", 1e6]
-    done = bench("--quick", "--json", *options)
-    assert done.returncode == 0, done.stderr + done.stdout
-    found = json.loads(done.stdout.splitlines()[-1])
+    _, found = in_process.figures("gpu", *options)
     (path,) = tmp_path.glob("*-quick.json")
     assert json.loads(path.read_text())["suites"] == found["suites"] and found["is_complete"]
     assert {"date", "commit", "machine", "device", "python", "versions", "shapes", "gpu"} <= found.keys()
@@ -318,8 +311,8 @@ def test_what_was_compiled_is_kept(tmp_path):
 
 
 def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
-    done = bench("--quick", "--time-limit-s", 0.5, "--output", tmp_path, "--compile-cache", tmp_path / "c")
-    assert done.returncode == 0, done.stderr
+    options = ["--time-limit-s", 0.5, "--output", tmp_path, "--compile-cache", tmp_path / "c"]
+    lines, _ = in_process.figures("gpu", *options)
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert found["is_complete"] and {"matmul_tflops", "copy_gbps", "transfer_gbps"} <= {
@@ -330,7 +323,7 @@ def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
     assert all(row["note"].startswith(told) for row in rows)
     assert all(row["note"].startswith("not run: may take") for row in rows if row["kind"] != "torch")
     assert len(found["suites"]["cases"]) == len(cases(QUICK_SCALE))
-    assert "not run: full prefill, 128 tokens, batch 1; " in done.stdout
+    assert "not run: full prefill, 128 tokens, batch 1; " in "\n".join(lines)
 
 
 @pytest.mark.slow
@@ -368,7 +361,7 @@ def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):
 
 
 def test_without_an_accelerator_it_says_so_and_is_no_failure(tmp_path):
-    done = bench("--output", tmp_path / "out")
+    done = in_process.bench("gpu", "--output", tmp_path / "out")
     assert done.returncode == 0 and "skipped, jax sees no accelerator" in done.stdout
     assert not (tmp_path / "out").exists()
 

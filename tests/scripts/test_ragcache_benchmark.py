@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import random
 import threading
 from collections import Counter
@@ -16,7 +15,6 @@ import pytest
 from ccjax.engine.loading import load_model
 from ccjax.engine.requests import Delta, Request, Response
 from ccjax.types import DocumentReuse, ReuseReport
-from scripts import bench as bench_script
 from scripts.benchmarks import ragcache
 from scripts.benchmarks import ragcache_order as order
 from scripts.benchmarks import ragcache_policies as policies
@@ -420,10 +418,6 @@ def test_the_page_says_which_targets_are_missed():
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def bench(*arguments: object) -> in_process.Done:
-    return in_process.run(bench_script.main, "ragcache", *arguments)
-
-
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny model, a trace of few passages, so that they recur, and arrivals a second apart."""
@@ -435,7 +429,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     start = datetime.datetime(2023, 11, 16, 18)
     stamps = [f"{start + datetime.timedelta(seconds=number)}.0000000,1,1" for number in range(60)]
     (data / "arrivals/azure_2023_conv.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]))
-    return ["--quick", "--json", "--data", str(data), "--model", str(folder / "tiny"), "--max-model-len", "512"]
+    return ["--data", str(data), "--model", str(folder / "tiny"), "--max-model-len", "512"]
 
 
 def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
@@ -445,9 +439,9 @@ def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
     more += ["--embedded", "4", "--searches", "2", "--decisions", "5"]
     monkeypatch.setattr(replay, "PROFILED_CACHED", replay.PROFILED_CACHED[:2])
     monkeypatch.setattr(replay, "PROFILED_NEW", replay.PROFILED_NEW[:2])
-    done = bench(*options, *more, "--markdown", str(page), "--plot", str(picture))
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    for module in (policies, report):
+        monkeypatch.setattr(module, "POLICIES", ("pgdsf", "lru", "saved_seconds"))
+    _, figures = in_process.figures("ragcache", *options, *more, "--markdown", page, "--plot", picture)
     rows = {(one["strategy"], one["budget_share"], one["policy"]): one for one in figures["policies"]["cases"]}
     assert list(rows) == [(s, b, p) for s in ("prefix", "cachecraft") for b in (0.3, 1.0) for p in policies.POLICIES]
     for one in rows.values():
@@ -478,26 +472,6 @@ def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
     assert text.count("\n## ") == 4 and picture.read_text().count("</svg>") == 1
 
 
-def test_one_part_alone(options, tmp_path):
-    done = bench("--quick", "--json", "--only", "scheduling", "--data", "/no/such/folder", "--nodes", "50")
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+def test_one_part_alone():
+    _, figures = in_process.figures("ragcache", "--only", "scheduling", "--data", "/no/such/folder", "--nodes", 50)
     assert "scheduling" in figures and not {"policies", "order", "speculation"} & figures.keys()
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--data", "/no/such/folder"], ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]),
-        (["--requests", "3"], ["--requests", "at least 4", "3"]),
-        (["--budgets", "0.5", "1.5"], ["--budgets", "at most 1", "1.5"]),
-        (["--ratios", "0"], ["--ratios", "above 0", "0.0"]),
-        (["--width", "100"], ["--width", "64", "100"]),
-        (["--clusters", "5000"], ["--clusters", "--vectors", "5000"]),
-        (["--markdown", "/no/such/folder/page.md"], ["--markdown", "/no/such/folder/page.md"]),
-    ],
-)
-def test_bad_options_end_with_one_line(arguments, words):
-    done = bench("--quick", *arguments)
-    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert all(word in done.stderr for word in words), done.stderr

@@ -95,13 +95,7 @@ def chunk_of(number: int) -> Chunk:
 
 
 def zipf_lists(
-    num_passages: int,
-    num_lists: int,
-    top_k: int,
-    tokens: Sequence[int],
-    *,
-    exponent: float,
-    seed: int,
+    num_passages: int, num_lists: int, top_k: int, tokens: Sequence[int], *, exponent: float, seed: int
 ) -> list[Passages]:
     """Lists of `top_k` distinct passages, each drawn with odds `rank ** -exponent`, most alike first.
 

@@ -10,19 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ccjax.demo import objective, training
-from ccjax.demo.batches import exact_matches, induction_batch, make_batch, stage_batch
-from ccjax.demo.curriculum import QUICK_STAGES, STAGES
-from ccjax.demo.initial import initial_params
-from ccjax.demo.objective import training_logits, weighted_loss
-from ccjax.demo.tokenizer import train_tokenizer
-from ccjax.demo.training import Progression, TrainingConfig, advance, demo_config, train
 from ccjax.demo.world import KINDS, Difficulty, sample_context
 from ccjax.models.llama3 import forward as model_forward
 from ccjax.models.llama3 import init_params
 from ccjax.models.llama3.layers import unembed
 from scripts import train_demo
+from scripts.demo_model import objective, training
+from scripts.demo_model.batches import exact_matches, induction_batch, make_batch, stage_batch
+from scripts.demo_model.curriculum import QUICK_STAGES, STAGES
+from scripts.demo_model.initial import initial_params
+from scripts.demo_model.objective import training_logits, weighted_loss
+from scripts.demo_model.tokenizer import train_tokenizer
+from scripts.demo_model.training import Progression, TrainingConfig, advance, demo_config, train
 
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 forward = jax.jit(model_forward, static_argnums=1)
 loss_of = jax.jit(weighted_loss, static_argnums=(1, 5))
 
@@ -193,18 +194,10 @@ def test_smoke_training_lowers_the_loss_and_resumes_to_the_same_weights(config, 
 
 
 def test_command_line_trains_and_writes_a_model(config, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        train_demo, "demo_config", lambda vocab_size: dataclasses.replace(config, vocab_size=vocab_size)
-    )
+    monkeypatch.setattr(train_demo, "demo_config", lambda size: dataclasses.replace(config, vocab_size=size))
     train_demo.main(["--out", str(tmp_path), "--quick", "--steps", "3"])
     model = tmp_path / "model"
-    assert {path.name for path in model.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    assert {path.name for path in model.iterdir()} == FILES
     assert json.loads((model / "config.json").read_text())["model_type"] == "llama"
     assert "step     3" in capsys.readouterr().out
 
