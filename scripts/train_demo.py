@@ -1,4 +1,4 @@
-"""Trains the demo model, writes the demo corpus, measures the shipped weights.
+"""Trains the demo model, writes the demo corpus, measures the shipped weights; needs `pip install -e ".[train]"`.
 
 python scripts/train_demo.py --out runs/demo               train; the model lands in runs/demo/model
 python scripts/train_demo.py --out runs/demo --resume      go on after an interruption

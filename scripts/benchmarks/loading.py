@@ -235,7 +235,7 @@ def _row(case: Case, ideal_s: float, num_layers: int, repetitions: int) -> dict[
 
 
 def _print(rows: list[dict[str, Any]], ideal_s: float) -> None:
-    cells = [("device", "", "ideal", "", f"{ideal_s:.3f}")]
+    cells: list[tuple[str, ...]] = [("device", "", "ideal", "", f"{ideal_s:.3f}")]
     for row in rows:
         has_load = "load_s" in row
         cells.append(

@@ -85,9 +85,6 @@ def _sections(result: Figures) -> Iterator[Section]:
         yield _scheduling(result["scheduling"])
 
 
-# -- eviction policies -------------------------------------------------------------------------------------------------
-
-
 def _policies(cases: Sequence[Figures]) -> Section:
     head = ("strategy", "budget", *POLICIES)
     tables = [
@@ -138,9 +135,6 @@ def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
     return lines
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
-
-
 def _order(order: Figures, shapes: Figures) -> Section:
     head = ("workload", "strategy", "budget", "hits", "arrivals a second", "mean off", "mean on", "mean gain")
     head += ("of all rounds", "p99 off", "p99 on", "p99 gain")
@@ -181,9 +175,6 @@ def order_line(cases: Sequence[Figures]) -> str:
         f"Mean TTFT is {min(gains):.2f} to {max(gains):.2f} times lower with the order on (paper 1.2 to 2.1); at least "
         f"{ORDER_TARGET} times in {reached} of {len(gains)} runs."
     )
-
-
-# -- speculation -------------------------------------------------------------------------------------------------------
 
 
 def _speculation(found: Figures) -> Section:
@@ -230,9 +221,6 @@ def speculation_lines(cases: Sequence[Figures]) -> list[str]:
     return lines
 
 
-# -- scheduling --------------------------------------------------------------------------------------------------------
-
-
 def _scheduling(found: Figures) -> Section:
     head = ("decision", "mean, ms", "p99, ms", "processor, mean ms")
     rows = [
@@ -261,9 +249,6 @@ def scheduling_line(cases: Sequence[Figures]) -> str:
 
 def _share(value: float) -> str:
     return f"{100 * value:.3g} %"
-
-
-# -- plot --------------------------------------------------------------------------------------------------------------
 
 
 def plot(result: Figures, path: Path) -> None:

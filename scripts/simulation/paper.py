@@ -167,8 +167,6 @@ def _rows(setup: Setup, workload: Workload, systems: Sequence[System], size: Siz
     return [_row(system, simulate(setup, workload, system, size)[1], **about) for system in systems]
 
 
-# -- Cache-Craft -------------------------------------------------------------------------------------------------------
-
 _CRAFT_MODELS = (
     ("Llama-3-8B on an A100", LLAMA3_8B, 1, (60, 120, 180, 240), 20 * GIB),
     ("Llama-3-70B on four A100", LLAMA3_70B, 4, (30, 60, 90, 120), 100 * GIB),
@@ -247,8 +245,6 @@ def fig_24_25(size: Size) -> Row:
             found["variants"] = sorted(counts.values(), reverse=True)
     return found
 
-
-# -- RAGCache ----------------------------------------------------------------------------------------------------------
 
 _CACHE_MODELS = (("Mistral-7B", MISTRAL_7B, 4 * GIB), ("Llama2-7B", LLAMA2_7B, 4 * GIB))
 _LARGE_MODELS = (

@@ -259,9 +259,6 @@ def _ragcache_21(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-# -- plot --------------------------------------------------------------------------------------------------------------
-
-
 def draw(found: Found, path: Path) -> None:
     """Nine panels; the format follows the file's ending."""
     with plot_file(path, 3, 3, (14, 11)) as panels:

@@ -238,7 +238,7 @@ def _mean(values) -> float:
 
 
 def _spread(seconds: np.ndarray) -> dict[str, Any]:
-    return {f"{name}_s": value for name, value in spread(seconds, 1.0).items()}
+    return {f"{name}_s": value for name, value in spread(seconds.tolist(), 1.0).items()}
 
 
 def _print(cases: Sequence[dict[str, Any]]) -> None:

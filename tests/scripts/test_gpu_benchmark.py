@@ -56,9 +56,6 @@ def process_of(code, *options):
     return [sys.executable, "-c", code, "gpu", *options], how
 
 
-# -- the plan ----------------------------------------------------------------------------------------------------------
-
-
 def test_what_matters_most_comes_first_and_nothing_is_left_out():
     planned = cases(LARGE)
     assert len(planned) == len(set(planned)) == 4 * 2 * (3 + 2 * 3)
@@ -158,9 +155,6 @@ def test_a_transfer_is_timed_from_both_kinds_of_memory():
     assert all(transfer_gbps(1 << 20, 2, kind) > 0.0 for kind in ("pinned_host", "unpinned_host"))
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
 def results(*rows, is_complete=True, is_quick=False, **changes):
     """A results file with some rows; those of cases as `row` makes them."""
     suites = {"cases": list(rows), "ceilings": [{"name": "matmul_tflops", "value": 700.0}]}
@@ -245,9 +239,6 @@ def test_a_readme_without_its_markers_stays_as_it_is(tmp_path, text):
     with pytest.raises(ValueError, match="wanted one line '<!-- bench.py gpu: begin -->'"):
         gpu_report.write_section(readme, tmp_path)
     assert readme.read_text() == text
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 def few_cases(scale):

@@ -154,39 +154,28 @@ def served(*ttfts_s: float, hits: int = 0) -> list[replay.Served]:
 
 def test_figures_of_policies_by_hand():
     found = policies.figures({"pgdsf": served(0.1, 0.2, 0.3, hits=1), "lru": served(0.2, 0.4, 0.6)})
-    assert (found["pgdsf"]["hits"], found["pgdsf"]["documents"], found["pgdsf"]["hit_ratio"]) == (3, 6, 0.5)
-    assert found["pgdsf"]["ttft_ms"]["mean"] == pytest.approx(200.0)
-    assert 100.0 <= found["pgdsf"]["ttft_ms"]["low"] < 200.0 < found["pgdsf"]["ttft_ms"]["high"] <= 300.0
-    assert found["pgdsf"]["ttft_over_pgdsf"] is None
+    own, other = found["pgdsf"], found["lru"]
+    assert (own["hits"], own["documents"], own["hit_ratio"], own["ttft_over_pgdsf"]) == (3, 6, 0.5, None)
+    assert own["ttft_ms"]["mean"] == pytest.approx(200.0)
+    assert 100.0 <= own["ttft_ms"]["low"] < 200.0 < own["ttft_ms"]["high"] <= 300.0
     # In pairs every request takes twice as long, so chance has no part in it.
-    assert found["lru"]["ttft_over_pgdsf"] == pytest.approx({"mean": 2.0, "low": 2.0, "high": 2.0})
+    assert other["ttft_over_pgdsf"] == pytest.approx({"mean": 2.0, "low": 2.0, "high": 2.0})
 
 
-def test_policies_take_turns_at_every_request():
+def test_policies_take_turns_at_every_request(monkeypatch):
     asked: list[str] = []
-
-    class Asked:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def run(self, request: Request) -> Response:
-            asked.append(self._name)
-            return Response("x", (1,), "length", reused((9, 0, 0)), 9, 0.1, 0.1)
-
-    found = policies.in_turns({"a": Asked("a"), "b": Asked("b")}, QUESTIONS[:3])  # type: ignore[dict-item]
+    monkeypatch.setattr(policies, "ask", lambda engine, question: asked.append(engine))
+    found = policies.in_turns({"a": "a", "b": "b"}, QUESTIONS[:3])  # type: ignore[dict-item]
     assert asked == ["a", "b", "b", "a", "a", "b"]
     assert {name: len(answers) for name, answers in found.items()} == {"a": 3, "b": 3}
 
 
-def test_the_median_round_counts():
-    rounds = [{"mean_gain": gain, "number": number} for number, gain in enumerate((1.5, 0.9, 1.2, 3.0))]
-    assert [order.median_round(rounds[:count])["number"] for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
-
-
-def test_gains_of_the_order():
+def test_gains_of_the_order_and_the_median_round():
     off, on = order.figures(served(0.2, 0.6, hits=1)), order.figures(served(0.1, 0.3))
     assert off["ttft_ms"]["mean"] == pytest.approx(400.0) and (off["hit_ratio"], on["hit_ratio"]) == (0.5, 0.0)
     assert order.gains(off, on) == pytest.approx({"mean_gain": 2.0, "p99_gain": 2.0})
+    rounds = [{"mean_gain": gain, "number": number} for number, gain in enumerate((1.5, 0.9, 1.2, 3.0))]
+    assert [order.median_round(rounds[:count])["number"] for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
 
 
 def test_drawn_requests_are_some_of_the_traces_over_and_over():
@@ -204,20 +193,20 @@ def test_drawn_requests_are_some_of_the_traces_over_and_over():
     assert [name for name, _ in ranked[:3]] != ["q0", "q1", "q2"], "ranks are drawn, too"
 
 
-# -- speculation -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("begun_s", "was_right", "wanted_s"), [([3.0], True, 3.0), ([9.0], True, 8.0), ([], True, 8.0), ([3.0], False, 8.0)]
+)
+def test_the_search_is_waited_for_until_the_right_answer_begins(begun_s, was_right, wanted_s):
+    """It ends at 8 s, before or after that the answer leaves the queue."""
+    assert speculation.exposed_until(begun_s, 8.0, was_right=was_right) == wanted_s
 
 
-def test_the_search_is_waited_for_until_the_right_answer_begins():
-    assert speculation.exposed_until([3.0], 8.0, was_right=True) == 3.0
-    assert speculation.exposed_until([9.0], 8.0, was_right=True) == 8.0, "it left the line after the search"
-    assert speculation.exposed_until([], 8.0, was_right=True) == 8.0, "it is still in line"
-    assert speculation.exposed_until([3.0], 8.0, was_right=False) == 8.0
-
-
-def test_known_is_from_when_the_list_stays():
-    assert speculation.known_at([(1.0, (1, 2)), (2.0, (2, 1)), (3.0, (1, 2)), (4.0, (1, 2))]) == (3.0, True)
-    assert speculation.known_at([(1.0, (1, 2)), (2.0, (2, 1))]) == (2.0, False)
-    assert speculation.known_at([(1.0, (1,))]) == (1.0, False)
+@pytest.mark.parametrize(
+    ("lists", "wanted"),
+    [(((1, 2), (2, 1), (1, 2), (1, 2)), (3.0, True)), (((1, 2), (2, 1)), (2.0, False)), (((1,),), (1.0, False))],
+)
+def test_known_is_from_when_the_list_stays(lists, wanted):
+    assert speculation.known_at([(float(number), one) for number, one in enumerate(lists, 1)]) == wanted
 
 
 def test_only_the_start_of_the_last_answer_counts():
@@ -300,25 +289,17 @@ def test_topics_are_like_real_ones():
     assert topics.mean(axis=0) @ real.mean(axis=0) > 0.9 * (real.mean(axis=0) @ real.mean(axis=0))
 
 
-def searched(corpus: Corpus, num_stages: int) -> speculation.Searched:
+@pytest.mark.parametrize("num_stages", [1, 8])
+def test_a_search_in_stages_begins_answers(corpus, num_stages):
     engine = ScriptedEngine()
     engine.batch_counts = argparse.Namespace(waiting=0)  # type: ignore[attr-defined]
     corpus.index.nprobe = 8
     corpus.index.make_direct_map()
-    vector = corpus.index.reconstruct(3)
-    return speculation.search(engine, corpus, "?", vector, argparse.Namespace(passages=2), num_stages)  # type: ignore
-
-
-def test_a_search_in_one_stage_is_waited_for(corpus):
-    one = searched(corpus, 1)
-    assert one.exposed_s == one.search_s == one.known_s and one.num_begun == 0
-    assert not one.was_right and not one.is_early and one.ttft_s >= one.search_s
-
-
-def test_a_search_in_stages_begins_answers(corpus):
-    one = searched(corpus, 8)
-    assert one.num_begun >= 1 and one.is_early and one.was_right and one.known_s < one.search_s
+    how = argparse.Namespace(passages=2), num_stages
+    one = speculation.search(engine, corpus, "?", corpus.index.reconstruct(3), *how)  # type: ignore
     assert one.exposed_s <= one.search_s and one.ttft_s >= one.search_s, "nobody gets it before it is known to be right"
+    assert one.was_right == one.is_early == (num_stages > 1) == (one.num_begun > 0)
+    assert one.known_s < one.search_s if num_stages > 1 else one.exposed_s == one.search_s == one.known_s
 
 
 def test_figures_of_searches_by_hand():
@@ -332,9 +313,6 @@ def test_figures_of_searches_by_hand():
     assert found["gain"]["mean"] == pytest.approx(2.0), "against the baseline's search, not the slower staged one"
     assert found["wrong_per_request"] == 1.0 and found["right_share"] == found["known_early_share"] == 0.5
     assert found["ttft_gain"]["mean"] == pytest.approx(2.0) and found["staged_search_ms"] == pytest.approx(400.0)
-
-
-# -- scheduling --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -382,9 +360,6 @@ def test_p99_of_a_sum_is_not_the_sum_of_p99s():
     assert rows["plan"]["mean_ms"] == pytest.approx(0.25)
 
 
-# -- what the page says ------------------------------------------------------------------------------------------------
-
-
 def case(policy: str, share: float, hits: int, low: float = 0.9, high: float = 1.1) -> dict[str, Any]:
     over = None if policy == "pgdsf" else {"mean": (low + high) / 2, "low": low, "high": high}
     return {"strategy": "prefix", "budget_share": share, "policy": policy, "hits": hits, "ttft_over_pgdsf": over}
@@ -413,9 +388,6 @@ def test_the_page_says_which_targets_are_missed():
     total = {"part": "total", "mean_ms": 0.99, "p99_ms": 3.0}
     assert ": on average below 1 ms" in report.scheduling_line([total])
     assert "not below 1 ms" in report.scheduling_line([{**total, "mean_ms": 1.0}])
-
-
-# -- the program -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

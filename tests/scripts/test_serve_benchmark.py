@@ -89,9 +89,6 @@ def test_a_real_recording_is_rescaled_to_the_rate(name):
     assert (gaps == 0).mean() > 0.5 if name == "mooncake" else 0.9 < gaps.std() < 1.5
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
 def write_trace(data: Path, docs: list[list[int]]) -> Path:
     """A folder in the shape of the real one: every passage a sentence of its own."""
     (data / "rag_trace").mkdir(parents=True)
@@ -150,9 +147,6 @@ def test_the_real_traces():
     assert len(set(texts.values())) == len(texts) > 4000  # ids that borrow the same text are still different passages
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
-
-
 def test_spread_is_numpys():
     found = spread([0.001 * n for n in range(1, 101)])
     assert found == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p99": 99.01})
@@ -193,9 +187,6 @@ def test_figures_by_hand():
     assert nothing["request_throughput"] == 0.0 and nothing["ttft_ms"]["p99"] is None and not is_bounded(nothing, 9.0)
 
 
-# -- saturation --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first", [0.1, 5.0, 7.0, 8.0, 60.0])
 def test_the_search_closes_in_on_a_step(first):
     capacity, tried = 7.3, []
@@ -210,13 +201,19 @@ def test_the_search_closes_in_on_a_step(first):
     assert len(tried) < 20 and first not in tried
 
 
-def test_the_search_stops_when_it_may_not_go_on():
-    assert saturation(lambda rate: True, {2.0: True}, 2) == Saturation(4.5, None)
-    assert saturation(lambda rate: False, {4.5: False}, 2) == Saturation(None, pytest.approx(2.0))
-    assert saturation(lambda rate: 1 / 0 > 0, {1.0: True, 2.0: False}, 0) == Saturation(1.0, 2.0)
+@pytest.mark.parametrize(
+    ("is_good", "known", "most", "wanted"),
+    [
+        (lambda rate: True, {2.0: True}, 2, Saturation(4.5, None)),
+        (lambda rate: False, {4.5: False}, 2, Saturation(None, pytest.approx(2.0))),
+        (lambda rate: 1 / 0 > 0, {1.0: True, 2.0: False}, 0, Saturation(1.0, 2.0)),
+    ],
+)
+def test_the_search_stops_when_it_may_not_go_on(is_good, known, most, wanted):
+    assert saturation(is_good, known, most) == wanted
     assert bracket({1.0: True, 2.0: False, 3.0: True}) == Saturation(1.0, 2.0)  # a lucky run above is no proof
     with pytest.raises(ValueError, match="known: wanted at least one"):
-        saturation(lambda rate: True, {}, 3)
+        saturation(is_good, {}, 3)
 
 
 def test_the_search_finds_the_capacity_of_a_queue():
@@ -257,9 +254,6 @@ def test_the_line_beside_the_paper():
     assert serve_report.compare(rows[:1] + rows[2:3], limits) is None
 
 
-# -- a soak ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_page_that_is_not_given_back_is_a_failure():
     name = "ccjax_kv_cache_usage_perc"
     assert lost_pages({name: 0.0}, {name: 0.0}) == []
@@ -281,9 +275,6 @@ def test_changed_answers_are_counted_by_question():
     assert changed_answers(records, 2) == 1 and changed_answers(records, 6) == 0
     records[3].status = "failed"
     assert changed_answers(records, 2) == 0
-
-
-# -- the program -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
