@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from ccjax.cli.progress import bars
 from scripts.benchmarks import cluster_report
-from scripts.benchmarks.common import BenchmarkError, data_folder, environment, filled_in, spread
+from scripts.benchmarks.common import BenchmarkError, data_folder, environment, filled_in, rows_of, spread
 from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_server import scrape, serving
@@ -98,10 +98,7 @@ def _fill_in(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def _workload(data: Path, count: int, folder: Path) -> Workload:
-    path = data / "qa" / "squad_xquad_en.jsonl"
-    if not path.exists():
-        raise BenchmarkError(f"--data: wanted a folder with qa/squad_xquad_en.jsonl, got {data}")
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    rows = rows_of(data / "qa" / "squad_xquad_en.jsonl")
     if count > len(rows):
         raise BenchmarkError(f"--requests: wanted at most {len(rows)}, got {count}")
     collection = folder / "documents" / "squad.jsonl"

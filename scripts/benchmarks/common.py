@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,22 @@ def data_folder(given: Path | None) -> Path:
     """The folder of real traces and texts: as given, as in the environment, or beside the checkout."""
     beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     return Path(given or os.environ.get("CCJAX_TEST_DATA") or beside)
+
+
+def existing(path: Path) -> Path:
+    """A file of the data folder, if it is there.
+
+    Raises:
+      BenchmarkError: it is not.
+    """
+    if not path.exists():
+        raise BenchmarkError(f"wanted {path}, which is not there; set --data or CCJAX_TEST_DATA")
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; raises as `existing`."""
+    return [json.loads(line) for line in existing(path).read_text("utf-8").splitlines()]
 
 
 def filled_in(options: argparse.Namespace, usual: Mapping[str, Any], quick: Mapping[str, Any]) -> argparse.Namespace:
@@ -53,6 +70,12 @@ def shapes_of(config: LlamaConfig) -> dict[str, Any]:
     """These shapes as figures name them."""
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     return {"layers": config.num_layers, "d_model": config.d_model, **heads, "d_ff": config.d_ff, "dtype": "float32"}
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Memory of this process; of it, as "RssAnon", what no other program can take, which mapped files are not."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields[field].split()[0])
 
 
 def spread(seconds: Sequence[float], scale: float = 1e3) -> dict[str, float | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from ccjax.policy.eviction import (
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead, chunk_context_impact, num_recompute_tokens
 from ccjax.text import load_tokenizer
 from ccjax.types import ChunkId
-from scripts.benchmarks.common import data_folder, environment
+from scripts.benchmarks.common import BenchmarkError, data_folder, environment, rows_of
 
 SIZE_PERCENTS = (1, 2, 5, 10, 20, 30, 50, 80)
 """Tier sizes, in percent of the bytes of all distinct passages."""
@@ -175,14 +174,14 @@ def load_trace(data: Path, retriever: str = "docs") -> Trace:
       retriever: "docs", or "docs_alt" for the second retrieval run over the same questions.
 
     Raises:
-      FileNotFoundError: `data` lacks a file.
+      BenchmarkError: `data` lacks a file.
     """
     tokenizer = load_tokenizer(data / "tokenizer_llama3")
     if tokenizer is None:
-        raise FileNotFoundError(f"--data: wanted a folder with tokenizer_llama3/ and rag_trace/, got {data}")
+        raise BenchmarkError(f"--data: wanted a folder with tokenizer_llama3/ and rag_trace/, got {data}")
     folder = data / "rag_trace"
-    requests = tuple(tuple(map(_key, row[retriever])) for row in _rows(folder / "musique_trace.jsonl"))
-    texts = {_key(row["id"]): f"{row['title']}\n{row['text']}\n\n" for row in _rows(folder / "musique_docs.jsonl")}
+    requests = tuple(tuple(map(_key, row[retriever])) for row in rows_of(folder / "musique_trace.jsonl"))
+    texts = {_key(row["id"]): f"{row['title']}\n{row['text']}\n\n" for row in rows_of(folder / "musique_docs.jsonl")}
     wanted = sorted(set().union(*requests))
     return Trace(requests, {key: len(tokenizer.encode(texts[key], allow_special=False)) for key in wanted})
 
@@ -235,10 +234,6 @@ def _cfo(old_prefix: tuple[ChunkId, ...], new_prefix: tuple[ChunkId, ...], trace
 
 def _key(passage: int) -> ChunkId:
     return ChunkId(f"{passage:06d}")
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,10 +37,12 @@ from scripts.benchmarks.gpu_plan import (
     too_large,
     weight_bytes,
 )
+from scripts.gpucheck.ceilings import SUITE as CEILINGS
+from scripts.gpucheck.ceilings import ceiling
 from scripts.gpucheck.record import Record
 from scripts.gpucheck.timing import copy_gbps, matmul_tflops, transfer_gbps
 
-CEILINGS, CASES, SETUP = "ceilings", "cases", "setup"
+CASES, SETUP = "cases", "setup"
 """Suites of rows in the results."""
 _MOST_WARM_UPS = 4
 SAME = 0.1
@@ -108,11 +110,6 @@ def measure_ceilings(record: Record, scale: Scale) -> None:
         record.add(CEILINGS, name=f"transfer_{kind}_gbps", value=found[-1])
     record.add(CEILINGS, name="transfer_gbps", value=max(found))
     record.say(", ".join(f"{row['name']} {row['value']:.3g}" for row in record.rows[CEILINGS]))
-
-
-def ceiling(record: Record, name: str) -> float | None:
-    """A ceiling of this run, None if it was not measured."""
-    return next((row["value"] for row in record.rows.get(CEILINGS, []) if row["name"] == name), None)
 
 
 def attempt(record: Record, case: Case, measured: Callable[[], dict[str, Any]]) -> None:

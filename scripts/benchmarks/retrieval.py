@@ -7,7 +7,6 @@ ones. Everything goes through `PassageIndex`, the one that `Retriever` and the s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from ccjax.retrieval import default_embedder
 from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
 from ccjax.retrieval.index import IndexKind, PassageIndex
-from scripts.benchmarks.common import data_folder, environment
+from scripts.benchmarks.common import data_folder, environment, resident_bytes, rows_of
 
 PASSAGES_PER_DOCUMENT = 10
 DOCUMENTS_PER_WRITE = 400
@@ -82,9 +81,9 @@ class _Bench:
         figures["recall_of_questions"] = index.recall(self._queries, self._top_k)
         index.close()
         figures["bytes"] = {path.suffix[1:]: path.stat().st_size for path in self._directory.iterdir()}
-        before = _resident_bytes()
+        before = resident_bytes("RssAnon")
         figures["open_s"], index = _timed(self._open)
-        figures["open_resident_bytes"] = _resident_bytes() - before
+        figures["open_resident_bytes"] = resident_bytes("RssAnon") - before
         figures["searched"] = self._searches(index)
         figures["staged"] = self._stages(index)
         figures["filtered"] = [self._filtered(index, per_mille) for per_mille in PER_MILLE]
@@ -162,10 +161,7 @@ class _Bench:
 
 
 def _texts(data: Path, num_passages: int, num_questions: int) -> tuple[list[str], list[str]]:
-    passages = [
-        json.loads(line) for line in (data / "rag_trace" / "musique_docs.jsonl").read_text("utf-8").splitlines()
-    ]
-    rows = [json.loads(line) for line in (data / "qa" / "rag_top5_musique.jsonl").read_text("utf-8").splitlines()]
+    passages, rows = rows_of(data / "rag_trace/musique_docs.jsonl"), rows_of(data / "qa/rag_top5_musique.jsonl")
     texts = [f"{one['title']}\n{one['text']}" for one in passages[:num_passages]]
     return texts, [row["question"] for row in rows[:num_questions]]
 
@@ -199,14 +195,6 @@ def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
-
-
-def _resident_bytes() -> int:
-    """Memory of this process that no other program can take: mapped files do not count."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    return 0
 
 
 def _print(figures: dict[str, Any]) -> None:

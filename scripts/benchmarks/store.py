@@ -30,7 +30,7 @@ from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 from ccjax.store.formats import AS_IT_IS, expected_layout
 from ccjax.store.records import encode_record
 from ccjax.types import ChunkId
-from scripts.benchmarks.common import environment
+from scripts.benchmarks.common import environment, resident_bytes
 
 LLAMA3_8B = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 IDENTITY = StoreIdentity("benchmark")
@@ -104,11 +104,11 @@ def new_index(store: TieredStore) -> VariantIndex:
 
 def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any]:
     """Figures of one process that opens the store; run in a fresh one, so that nothing is warm but the page cache."""
-    before = _resident_bytes()
+    before = resident_bytes()
     opened, store = timed(lambda: open_store(root))
-    after_open = _resident_bytes()
+    after_open = resident_bytes()
     indexed, index = timed(lambda: new_index(store))
-    after_index = _resident_bytes()
+    after_index = resident_bytes()
     first, again = [], []
     rng = random.Random(2)
     for _ in range(num_plans):
@@ -148,11 +148,6 @@ def _median(costs: list[Cost]) -> Cost:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _resident_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -165,7 +165,7 @@ def _case(
         "load": load,
         "rate": rate,
         "speed": dataclasses.asdict(speed),
-        "measured": _spread(measured) | {"computed_share": _mean(one.computed_share for one in served)},
+        "measured": _spread(measured) | {"computed_share": statistics.fmean(one.computed_share for one in served)},
         "simulated": _spread(simulated) | {"computed_share": share},
     }
 
@@ -231,10 +231,6 @@ def _simulate(
     outcomes = [Simulation(deployment, workload, seed=seed).run() for seed in range(_NUM_DRAWS)]
     shares = [outcome.computed[num_past:] / outcome.prompt[num_past:] for outcome in outcomes]
     return np.concatenate([outcome.ttft_s[num_past:] for outcome in outcomes]), float(np.mean(shares))
-
-
-def _mean(values) -> float:
-    return statistics.fmean(values)
 
 
 def _spread(seconds: np.ndarray) -> dict[str, Any]:
