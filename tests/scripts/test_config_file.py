@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -13,8 +9,6 @@ from ccjax.cli import serve
 from ccjax.cli.options import StartupError, config_lines, flag
 from ccjax.cli.serving.options import ServeOptions, serve_options
 from tests.scripts import in_process
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Every option, each with another value than its default.
 GIVEN: dict[str, object] = dict(
@@ -182,6 +176,5 @@ def test_the_command_checks_what_it_prints(argv, message):
 
 
 def test_the_command_prints_a_file():
-    command = [sys.executable, "scripts/serve.py", "--print-config", "--port", "81"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert yaml.safe_load(done.stdout)["port"] == 81
+    done = in_process.run(serve.main, "--print-config", "--port", "81")
+    assert done.returncode == 0 and yaml.safe_load(done.stdout)["port"] == 81
