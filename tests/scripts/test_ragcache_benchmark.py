@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import random
 import threading
 from collections import Counter
 from typing import Any
@@ -27,7 +26,7 @@ from scripts.benchmarks.ragcache_corpus import Corpus, build, differences_to_nea
 from scripts.benchmarks.serve_workload import Passage, Question
 from scripts.benchmarks.store import Cost
 from tests.scripts import in_process
-from tests.scripts.test_serve_benchmark import write_trace
+from tests.scripts.test_serve_benchmark import tiny_data
 from tests.server.tiny_model import write_tiny_model
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -394,14 +393,13 @@ def test_the_page_says_which_targets_are_missed():
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny model, a trace of few passages, so that they recur, and arrivals a second apart."""
     folder = tmp_path_factory.mktemp("ragcache")
-    draw = random.Random(0)
-    data = write_trace(folder / "data", [draw.sample(range(7), 3) for _ in range(40)])
-    write_tiny_model(folder / "tiny", (data / "rag_trace/musique_docs.jsonl").read_text().splitlines())
-    (data / "arrivals").mkdir()
+    found = tiny_data(folder, 7)
+    (folder / "data/arrivals").mkdir()
     start = datetime.datetime(2023, 11, 16, 18)
     stamps = [f"{start + datetime.timedelta(seconds=number)}.0000000,1,1" for number in range(60)]
-    (data / "arrivals/azure_2023_conv.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]))
-    return ["--data", str(data), "--model", str(folder / "tiny"), "--max-model-len", "512"]
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]
+    (folder / "data/arrivals/azure_2023_conv.csv").write_text("\n".join(lines))
+    return [*found, "--max-model-len", "512"]
 
 
 def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):

@@ -301,15 +301,17 @@ def tiny_bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return tiny_options(tmp_path_factory.mktemp("serve"), num_passages=7)
 
 
-def tiny_options(folder: Path, num_passages: int) -> list[str]:
+def tiny_data(folder: Path, num_passages: int) -> list[str]:
+    """Options that name a trace of few passages, so that they recur, and a tiny model with their words."""
     draw = random.Random(0)
-    docs = [draw.sample(range(num_passages), 3) for _ in range(40)]
-    data = write_trace(folder / "data", docs)
-    write_tiny_model(
-        folder / "tiny", [line for line in (data / "rag_trace/musique_docs.jsonl").read_text().splitlines()]
-    )
+    data = write_trace(folder / "data", [draw.sample(range(num_passages), 3) for _ in range(40)])
+    write_tiny_model(folder / "tiny", (data / "rag_trace/musique_docs.jsonl").read_text().splitlines())
+    return ["--data", str(data), "--model", str(folder / "tiny")]
+
+
+def tiny_options(folder: Path, num_passages: int) -> list[str]:
     serve_args = f"--no-warmup --compile-cache-dir {folder / 'compiled'}"
-    return ["--data", str(data), "--model", str(folder / "tiny"), "--serve-args", serve_args]
+    return [*tiny_data(folder, num_passages), "--serve-args", serve_args]
 
 
 def test_a_real_run_of_two_strategies(tiny_bench, tmp_path, monkeypatch):
