@@ -139,7 +139,10 @@ def _mirror(path: str) -> str:
     parts = path.split("/")
     if parts[0] == "ccjax" and len(parts) > 2:
         return f"tests/{parts[1]}"
-    return str(Path(path).parent) if parts[0] == "tests" else f"tests/{parts[0]}"
+    if parts[0] == "tests":
+        return str(Path(path).parent)
+    folder = f"tests/{Path(path).parent}"
+    return folder if (ROOT / folder).is_dir() else f"tests/{parts[0]}"
 
 
 def _files(paths: Iterable[str]) -> list[str]:

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from ccjax.demo.corpus import Corpus, CorpusQuestion, build_corpus, question_context
 from ccjax.demo.world import Kind
 from ccjax.engine import Engine, Response
+from scripts.demo_model.corpus import Corpus, CorpusQuestion, build_corpus, question_context
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "default options": {},

@@ -21,16 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.gpucheck.needs import missing_packages  # noqa: E402
 
-SUITES = (
-    "attention_numerics",
-    "rope_numerics",
-    "decode_numerics",
-    "engine_identities",
-    "ceilings",
-    "rope_timing",
-    "decode_timing",
-    "attention_timing",
-)
+SUITES = ("attention_numerics", "rope_numerics", "decode_numerics", "engine_identities", "ceilings", "rope_timing")
+SUITES += ("decode_timing", "attention_timing")
 """Modules of scripts/gpucheck in the order they run: a kernel's checks belong before the ceilings, its timings behind
 them. Each has `run(record)`, which adds rows, and `tables(record)`, which shows them."""
 SKIPPED = 77

@@ -13,11 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
-from rich.table import Table
-
 from ccjax.cli.progress import bars
 from ccjax.cli.values import check_writable
+from ccjax.evaluation import pages
 
 CACHED = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 NEW = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -59,10 +57,9 @@ def _run(args: argparse.Namespace) -> int:
         grid = measure_prefills(engine, cached, new, repetitions=args.repetitions, progress=show)
         settings = {"attention": args.attention, "max_model_len": engine.max_model_len, "dtype": args.dtype}
     profile = PrefillProfile(model.fingerprint, jax.devices()[0].device_kind, grid, settings)
-    table = Table("cached", *(f"{count} new" for count in grid.new), title="prefill, ms")
-    for count, row in zip(grid.cached, grid.seconds, strict=True):
-        table.add_row(str(count), *(f"{1e3 * seconds:.1f}" for seconds in row))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    rows = zip(grid.cached, grid.seconds, strict=True)
+    cells = ((str(count), *(f"{1e3 * seconds:.1f}" for seconds in row)) for count, row in rows)
+    pages.show(("cached", *(f"{count} new" for count in grid.new)), cells, "prefill, ms")
     write_profile(output, profile)
     print(f"written to {output}", file=sys.stderr)
     return 0

@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> dict:
-    from ccjax.simulation.run import Simulation
+    from scripts.simulation.run import Simulation
 
     workload = workload_of(args)
     deployment = deployment_of(args, workload)
@@ -69,8 +69,8 @@ def _simulate(args: argparse.Namespace) -> dict:
 def _size(args: argparse.Namespace) -> dict:
     import dataclasses
 
-    from ccjax.simulation.run import Simulation
-    from ccjax.simulation.sizing import Size, parse_goal, search
+    from scripts.simulation.run import Simulation
+    from scripts.simulation.sizing import Size, parse_goal, search
 
     goal = parse_goal(args.size_for)
     args.rate = goal.rate

@@ -1,4 +1,4 @@
-"""Trains the demo model, writes the demo corpus, measures the shipped weights.
+"""Trains the demo model, writes the demo corpus, measures the shipped weights; needs `pip install -e ".[train]"`.
 
 python scripts/train_demo.py --out runs/demo               train; the model lands in runs/demo/model
 python scripts/train_demo.py --out runs/demo --resume      go on after an interruption
@@ -18,15 +18,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
-from rich.table import Table
 
-from ccjax.demo.corpus import CORPUS_DIRECTORY, QUESTIONS_FILE, build_corpus, write_corpus
-from ccjax.demo.curriculum import QUICK_STAGES, STAGES
-from ccjax.demo.evaluate import Score, evaluate_corpus, evaluate_worlds
-from ccjax.demo.export import MODEL_DIRECTORY, export_model, load_model
-from ccjax.demo.tokenizer import save_tokenizer, train_tokenizer
-from ccjax.demo.training import Checkpoints, TrainingConfig, demo_config, restore_or_start, train
 from ccjax.demo.world import Kind
+from ccjax.evaluation.pages import show
+from scripts.demo_model.corpus import CORPUS_DIRECTORY, QUESTIONS_FILE, build_corpus, write_corpus
+from scripts.demo_model.curriculum import QUICK_STAGES, STAGES
+from scripts.demo_model.evaluate import Score, evaluate_corpus, evaluate_worlds
+from scripts.demo_model.export import MODEL_DIRECTORY, export_model, load_model
+from scripts.demo_model.tokenizer import save_tokenizer, train_tokenizer
+from scripts.demo_model.training import Checkpoints, TrainingConfig, demo_config, restore_or_start, train
 
 DEFAULT_STEPS = 4000
 QUICK_STEPS = 30
@@ -51,23 +51,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _evaluate(model: Path, console: Console, *, quick: bool) -> None:
+def _evaluate(model: Path, *, quick: bool) -> None:
     started = time.monotonic()
     params, config, tokenizer = load_model(model)
-    table = Table("questions", "kind", "exact match", "guessing", "count", title=f"{model}, float32, full prefill")
     corpus, count = build_corpus(), 20 if quick else 100
     sets: list[tuple[str, dict[Kind, Score]]] = [
         ("shipped documents, 5 passages", evaluate_corpus(params, config, tokenizer, corpus, orders=1 if quick else 3)),
         ("fresh towns, 4 passages", evaluate_worlds(params, config, tokenizer, count, 4)),
         ("fresh towns, 8 passages", evaluate_worlds(params, config, tokenizer, count, 8)),
     ]
-    for name, scores in sets:
-        for kind, score in scores.items():
-            table.add_row(
-                name, kind, f"{score.accuracy_ratio:.3f}", f"{score.guess_ratio:.3f}", str(score.num_questions)
-            )
-    console.print(table)
-    console.print(f"{time.monotonic() - started:.0f} s")
+    rows = [
+        (name, kind, f"{score.accuracy_ratio:.3f}", f"{score.guess_ratio:.3f}", str(score.num_questions))
+        for name, scores in sets
+        for kind, score in scores.items()
+    ]
+    head = ("questions", "kind", "exact match", "guessing", "count")
+    show(head, rows, f"{model}, float32, full prefill", [f"{time.monotonic() - started:.0f} s"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -84,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{len(corpus.questions)} questions in {QUESTIONS_FILE}"
         )
     elif args.evaluate:
-        _evaluate(args.model, console, quick=args.quick)
+        _evaluate(args.model, quick=args.quick)
     else:
         tokenizer = train_tokenizer()
         steps = args.steps or (QUICK_STEPS if args.quick else DEFAULT_STEPS)

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+_SIMULATOR = ("cache", "costs", "hardware", "outcome", "replica", "run", "sizing", "store", "this_cpu", "workload")
 # Package -> our packages that it may import besides itself; the longest matching name counts.
 ALLOWED = {
     "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
@@ -25,7 +26,7 @@ ALLOWED = {
     },
     "ccjax": {"ccjax.types", "ccjax.errors"},
     "ccjax.__main__": {"ccjax.cli"},
-    "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation", "ccjax.demo"}
+    "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation", "ccjax.demo.world"}
     | {
         "ccjax.config",
         "ccjax.engine",
@@ -47,16 +48,20 @@ ALLOWED = {
     "ccjax.retrieval": {"ccjax.models.minilm", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},
-    "ccjax.demo": {"ccjax.engine", "ccjax.text", "ccjax.types", "ccjax.errors", "ccjax.models", "ccjax.kernels"},
+    "ccjax.demo": set(),
     "ccjax.evaluation": {"ccjax.config", "ccjax.engine", "ccjax.policy", "ccjax.demo", "ccjax.types", "ccjax.errors"},
     # Virtual time over the engine's index, placement and prompts; no batch loop, which has a device.
-    "ccjax.simulation": {
-        "ccjax.engine",
-        "ccjax.policy",
-        "ccjax.types",
-        "ccjax.errors",
-        "ccjax.store",
-        "ccjax.models.llama3.config",
+    **{
+        f"scripts.simulation.{name}": {
+            "ccjax.engine",
+            "ccjax.policy",
+            "ccjax.types",
+            "ccjax.errors",
+            "ccjax.store",
+            "ccjax.models.llama3.config",
+            *(f"scripts.simulation.{other}" for other in _SIMULATOR),
+        }
+        for name in _SIMULATOR
     },
     "ccjax.precompute": {
         *(
@@ -137,8 +142,8 @@ def test_imports_follow_the_arrows(module, path):
         ("ccjax.engine.engine", "ccjax.server.app"),
         ("ccjax.server.app", "ccjax.cli.serve"),
         ("ccjax.cli.serve", "scripts.bench"),
-        ("ccjax.engine.engine", "ccjax.simulation.run"),
-        ("ccjax.simulation.run", "ccjax.models.llama3.steps"),
+        ("ccjax.engine.engine", "scripts.simulation.run"),
+        ("scripts.simulation.run", "ccjax.models.llama3.steps"),
     ],
 )
 def test_a_wrong_arrow_is_seen(module, imported):
@@ -192,7 +197,7 @@ def test_jit_lives_in_steps_only():
         "ccjax.models.lockstep.steps",
         "ccjax.models.minilm.encoder",
         "ccjax.models.minilm.model",
-        "ccjax.demo.training",
-        "ccjax.demo.objective",
-        "ccjax.demo.evaluate",
+        "scripts.demo_model.training",
+        "scripts.demo_model.objective",
+        "scripts.demo_model.evaluate",
     }

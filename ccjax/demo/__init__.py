@@ -1,1 +1,1 @@
-"""The demo: a made-up harbour town, its tokenizer and the small Llama trained on it. Imports nothing on its own."""
+"""The made-up harbour town that `ccjax evaluate` asks about; the embedded model was trained on others like it."""

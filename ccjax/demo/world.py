@@ -20,6 +20,16 @@ from ccjax.demo.lexicon import NICKNAME, RELATIONS, SITE, WORKPLACE, Relation
 Kind = Literal["single", "pronoun", "alias", "two_hop"]
 KINDS: tuple[Kind, ...] = ("single", "pronoun", "alias", "two_hop")
 MIN_DISTRACTORS = 2
+TEST_SEED, VALIDATION_SEED = "test", "validation"
+TEST_WEIGHTS = (
+    ("register", 1.0),
+    ("portrait", 2.0),
+    ("pair", 1.0),
+    ("follow", 2.0),
+    ("nickname", 1.0),
+    ("gossip", 0.5),
+    ("place", 1.0),
+)
 TWO_PASSAGES = ("follow", "nickname", "place")
 """Stories that take two passages."""
 
@@ -368,10 +378,7 @@ def guess_ratio(values: Sequence[str]) -> float:
 
 
 def ask(
-    rng: random.Random,
-    facts: Sequence[tuple[Fact, tuple[int, ...]]],
-    num_questions: int,
-    kinds: Sequence[Kind],
+    rng: random.Random, facts: Sequence[tuple[Fact, tuple[int, ...]]], num_questions: int, kinds: Sequence[Kind]
 ) -> tuple[Question, ...]:
     """Questions drawn with replacement, the kinds in turn; only facts with enough distractors are asked about."""
     values: dict[str, dict[str, str]] = {}
@@ -415,3 +422,10 @@ def sample_context(rng: random.Random, difficulty: Difficulty, num_questions: in
         questions = ask(rng, facts, num_questions, difficulty.kinds)
         if len(questions) == num_questions:
             return Context(tuple(passages), questions)
+
+
+def held_out_contexts(kind: Kind, num_contexts: int, num_passages: int = 4, *, seed: str = TEST_SEED) -> list[Context]:
+    """Contexts of towns with a fixed seed that training does not draw from, each with one question of the kind."""
+    rng = random.Random(f"{seed}/{kind}")
+    difficulty = Difficulty(num_passages, TEST_WEIGHTS, min_words=24, max_words=80, kinds=(kind,))
+    return [sample_context(rng, difficulty, 1) for _ in range(num_contexts)]

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ccjax.demo.evaluate import TEST_SEED, held_out_contexts
-from ccjax.demo.world import KINDS, Context, Kind
+from ccjax.demo.world import KINDS, TEST_SEED, Context, Kind, held_out_contexts
 from ccjax.types import Document, document_from_mapping
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from ccjax.evaluation.pages import Rows, interval, markdown_table, plot_file, rich_table
+
 COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:cyan", "tab:olive")
-_AGAINST_FULL = (
-    "way",
-    "computed",
-    "TTFT",
-    "answer's KL",
-    "likeliest token",
-    "same answer",
-    "first-token KL",
-    "NLL of right answer",
-)
+_AGAINST_FULL = ("way", "computed", "TTFT", "answer's KL", "likeliest token", "same answer", "first-token KL")
+_AGAINST_FULL += ("NLL of right answer",)
 _AGAINST_GOLD = ("way", "right in text", "of full", "exact match", "F1", "Jaccard", "ROUGE-L")
 _STATES = {
     "empty": "nothing was computed before",
@@ -27,19 +21,10 @@ _STATES = {
     "seen": "an earlier prompt seen",
 }
 
-Rows = tuple[str, Sequence[str], list[list[str]]]
-"""Title, head, cells."""
-
 
 def rich_tables(result: Mapping[str, Any]) -> list[Table]:
     """The tables of an evaluation."""
-    tables = []
-    for title, head, rows in _tables(result):
-        table = Table(*head, title=title)
-        for row in rows:
-            table.add_row(*row)
-        tables.append(table)
-    return tables
+    return [rich_table(head, rows, title) for title, head, rows in _tables(result)]
 
 
 def markdown(result: Mapping[str, Any], title: str, picture: Path | None) -> str:
@@ -54,15 +39,10 @@ def markdown(result: Mapping[str, Any], title: str, picture: Path | None) -> str
         "",
     ]
     for name, head, rows in _tables(result):
-        lines += [f"## {name}", "", _line(head), "|" + "---|" * len(head)]
-        lines += [*map(_line, rows), ""]
+        lines += [f"## {name}", "", markdown_table(head, rows), ""]
     if picture is not None:
         lines += [f"![quality over the share of passage tokens that were computed]({picture.name})", ""]
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _tables(result: Mapping[str, Any]) -> list[Rows]:
@@ -93,9 +73,9 @@ def _against_full(way: Mapping[str, Any]) -> list[str]:
     if way["strategy"] == "full":  # against itself
         return [*cells, "", "", "", "", nll]
     if forced and forced["nll"]:
-        nll += f", {_number(forced['nll_difference'], '+.3f')}"
-    cells += [_number(forced["kl"]), _percent(forced["agreement"])] if forced else ["", ""]
-    return [*cells, _percent(way["same_share"]), _number(way["first_kl"]), nll]
+        nll += f", {interval(forced['nll_difference'], '+.3f')}"
+    cells += [interval(forced["kl"], ".3g"), _percent(forced["agreement"])] if forced else ["", ""]
+    return [*cells, _percent(way["same_share"]), interval(way["first_kl"], ".3g"), nll]
 
 
 def _against_gold(way: Mapping[str, Any]) -> list[str]:
@@ -105,18 +85,12 @@ def _against_gold(way: Mapping[str, Any]) -> list[str]:
     return [way["way"], _percent(gold["contains"]), kept, *scores]
 
 
-def _number(interval: Mapping[str, float], form: str = ".3g") -> str:
-    mean, low, high = (format(interval[name], form) for name in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
-
-
 def _kind(one: Mapping[str, Any]) -> str:
     return "" if one["exact_match"] is None else _percent(one["exact_match"])
 
 
-def _percent(interval: Mapping[str, float]) -> str:
-    mean, low, high = (100.0 * interval[name] for name in ("mean", "low", "high"))
-    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+def _percent(found: Mapping[str, float]) -> str:
+    return interval(found, ".1f", 100.0)
 
 
 def _share(value: float) -> str:
@@ -126,48 +100,38 @@ def _share(value: float) -> str:
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Quality over computed tokens with intervals, a curve for each strategy and a panel for each kind of question; the
     format follows the file's ending."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ccjax"  # the same bytes for the same figures
-    from matplotlib import pyplot
-
     full, *rest = result["ways"]
     kinds = list(full["kinds"]) or [""]
-    figure, panels = pyplot.subplots(
-        1, len(kinds), figsize=(2.4 + 3.4 * len(kinds), 3.6), sharey=True, squeeze=False, layout="constrained"
-    )
     has_states = len({way["state"] for way in rest}) > 1
     series: dict[str, list[Mapping[str, Any]]] = {}
     for way in rest:
         name = f"{way['series']}, {way['state']}" if has_states else way["series"]
         series.setdefault(name, []).append(way)
-    for panel, kind in zip(panels[0], kinds, strict=True):
-        panel.axhline(100.0 * _score(full, kind)["mean"], color="black", linewidth=1, label="full prefill")
-        guess = full["kinds"][kind]["guess"] if kind else None
-        if guess is not None:
-            panel.axhline(100.0 * guess, color="grey", linewidth=1, linestyle=":", label="best guess")
-        for number, (name, own) in enumerate(series.items()):
-            scores = [_score(way, kind) for way in own]
-            means = [100.0 * score["mean"] for score in scores]
-            below = [100.0 * (score["mean"] - score["low"]) for score in scores]
-            above = [100.0 * (score["high"] - score["mean"]) for score in scores]
-            panel.errorbar(
-                [100.0 * way["computed_share"] for way in own],
-                means,
-                yerr=(below, above),
-                fmt="o-" if len(own) > 1 else "x",
-                color=COLOURS[number % len(COLOURS)],
-                markersize=3,
-                linewidth=1,
-                elinewidth=0.5,
-                label=name,
-            )
-        panel.set(title=kind.replace("_", " "), xlabel="computed passage tokens, %", ylim=(0, 102))
-    panels[0][0].set_ylabel("right answers, %" if full["gold"] else "answers of full prefill, %")
-    panels[0][-1].legend(fontsize="x-small", loc="lower right")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    with plot_file(path, 1, len(kinds), (2.4 + 3.4 * len(kinds), 3.6), sharey=True) as panels:
+        for panel, kind in zip(panels[0], kinds, strict=True):
+            panel.axhline(100.0 * _score(full, kind)["mean"], color="black", linewidth=1, label="full prefill")
+            guess = full["kinds"][kind]["guess"] if kind else None
+            if guess is not None:
+                panel.axhline(100.0 * guess, color="grey", linewidth=1, linestyle=":", label="best guess")
+            for number, (name, own) in enumerate(series.items()):
+                scores = [_score(way, kind) for way in own]
+                means = [100.0 * score["mean"] for score in scores]
+                below = [100.0 * (score["mean"] - score["low"]) for score in scores]
+                above = [100.0 * (score["high"] - score["mean"]) for score in scores]
+                panel.errorbar(
+                    [100.0 * way["computed_share"] for way in own],
+                    means,
+                    yerr=(below, above),
+                    fmt="o-" if len(own) > 1 else "x",
+                    color=COLOURS[number % len(COLOURS)],
+                    markersize=3,
+                    linewidth=1,
+                    elinewidth=0.5,
+                    label=name,
+                )
+            panel.set(title=kind.replace("_", " "), xlabel="computed passage tokens, %", ylim=(0, 102))
+        panels[0][0].set_ylabel("right answers, %" if full["gold"] else "answers of full prefill, %")
+        panels[0][-1].legend(fontsize="x-small", loc="lower right")
 
 
 def _score(way: Mapping[str, Any], kind: str) -> Mapping[str, float]:

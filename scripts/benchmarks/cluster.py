@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,8 @@ from rich.progress import Progress
 
 from ccjax.cli.progress import bars
 from scripts.benchmarks import cluster_report
-from scripts.benchmarks.common import BenchmarkError, environment
+from scripts.benchmarks.common import BenchmarkError, data_folder, environment, filled_in, rows_of, spread
 from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
-from scripts.benchmarks.serve_figures import spread
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_server import scrape, serving
 from scripts.benchmarks.serve_workload import arrival_times, poisson_gaps
@@ -34,6 +32,8 @@ TIMEOUT_S = 1800.0
 _PASSAGE_TOKENS = 480
 """Longer than every paragraph but a few: a paragraph is a document, as in the paper."""
 _OVERHEAD_REQUESTS = 100
+_USUAL = {"layers": 8, "width": 1024, "requests": 100, "passes": 3, "documents": [1, 2]}
+_QUICK = {"layers": 1, "width": 64, "requests": 8, "passes": 1, "documents": [2]}
 _SHOWN = ("layers", "width", "replicas", "requests", "passes", "load", "order_after_s", "seed")
 
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints tables, and returns the raw figures."""
-    _fill_in(options)
+    options = _fill_in(options)
     model = bench_model(None, options.data, options.layers, options.width)
     cases, overhead = [], None
     with tempfile.TemporaryDirectory() as scratch, bars() as progress:
@@ -89,31 +89,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _fill_in(options: argparse.Namespace) -> None:
-    if options.data is None and os.environ.get("CCJAX_TEST_DATA"):
-        options.data = Path(os.environ["CCJAX_TEST_DATA"])
-    if options.data is None:
-        raise SystemExit("bench.py cluster: wanted --data or $CCJAX_TEST_DATA, a folder with qa/ and tokenizer_llama3/")
-    small = options.quick
-    defaults = {
-        "layers": (8, 1),
-        "width": (1024, 64),
-        "requests": (100, 8),
-        "passes": (3, 1),
-        "documents": ([1, 2], [2]),
-    }
-    for name, (usual, quick) in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, quick if small else usual)
-    if small:
+def _fill_in(given: argparse.Namespace) -> argparse.Namespace:
+    options = filled_in(given, _USUAL, _QUICK)
+    options.data = data_folder(options.data)
+    if options.quick:
         options.no_overhead, options.systems = True, ["none", "generator"]
+    return options
 
 
 def _workload(data: Path, count: int, folder: Path) -> Workload:
-    path = data / "qa" / "squad_xquad_en.jsonl"
-    if not path.exists():
-        raise BenchmarkError(f"--data: wanted a folder with qa/squad_xquad_en.jsonl, got {data}")
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    rows = rows_of(data / "qa" / "squad_xquad_en.jsonl")
     if count > len(rows):
         raise BenchmarkError(f"--requests: wanted at most {len(rows)}, got {count}")
     collection = folder / "documents" / "squad.jsonl"
@@ -144,16 +129,7 @@ def _body(question: str, num_documents: int, *, reuse: str = "exact") -> dict[st
 
 def _flags(options: argparse.Namespace, model: BenchModel, documents: Path | None, store: Path | None) -> list[str]:
     flags = [*model.flags, "--compile-cache-dir", str(cache_folder() / "compile")]
-    flags += [
-        "--max-model-len",
-        "1024",
-        "--max-num-batched-tokens",
-        "512",
-        "--max-num-seqs",
-        "4",
-        "--max-queue",
-        "4096",
-    ]
+    flags += "--max-model-len 1024 --max-num-batched-tokens 512 --max-num-seqs 4 --max-queue 4096".split()
     flags += ["--no-repair", "--no-prepare", "--strategy", "prefix", "--host-cache-bytes", "1", "--preload-bytes", "0"]
     if documents is None:
         flags += ["--no-docs"]

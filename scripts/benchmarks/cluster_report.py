@@ -3,13 +3,12 @@ but ratios of what is shown."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from ccjax.evaluation.pages import markdown_table, plot_file, text
+from ccjax.evaluation.pages import show as show_table
 
 Figures = Mapping[str, Any]
 
@@ -33,9 +32,9 @@ def rows(figures: Figures) -> list[list[str]]:
                 _LABELS[case["system"]],
                 str(case["pass"]),
                 f"{case['throughput']:.2f}",
-                "" if gain is None else f"{gain:.2f}",
+                text(gain, ".2f"),
                 f"{case['latency_ms']['mean'] / 1e3:.2f}",
-                "" if less is None else f"{less:.0%}",
+                text(less, ".0%"),
                 f"{case['latency_ms']['p99'] / 1e3:.2f}",
                 f"{case['computed_share']:.0%}",
                 f"{case['counters']['orders_placed']:.0f}",
@@ -95,13 +94,7 @@ def says(figures: Figures) -> list[str]:
 
 def show(figures: Figures) -> None:
     """Prints the table and what it says."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table(*HEAD)
-    for row in rows(figures):
-        table.add_row(*row)
-    console.print(table)
-    for line in says(figures):
-        console.print(line, highlight=False)
+    show_table(HEAD, rows(figures), says=says(figures))
 
 
 def write(figures: Figures, path: Path, picture: Path | None) -> None:
@@ -123,9 +116,7 @@ def write(figures: Figures, path: Path, picture: Path | None) -> None:
         "keeps no KV. Answers are those of a full prefill: passages are reused behind their own prefix only. The "
         f"generator computes ahead for requests that have waited for {options['order_after_s']} s.",
         "",
-        _line(HEAD),
-        _line(["---"] * len(HEAD)),
-        *map(_line, rows(figures)),
+        markdown_table(HEAD, rows(figures)),
         "",
         *(f"- {line}" for line in says(figures)),
     ]
@@ -137,31 +128,17 @@ def write(figures: Figures, path: Path, picture: Path | None) -> None:
 
 def plot(figures: Figures, path: Path) -> None:
     """Throughput and mean latency by pass, as the paper's figs. 10 and 11."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ccjax"  # the same bytes for the same figures
-    from matplotlib import pyplot
-
     numbers = list(dict.fromkeys(case["documents"] for case in figures["cases"]))
-    figure, panels = pyplot.subplots(
-        len(numbers), 2, figsize=(9, 3.2 * len(numbers)), layout="constrained", squeeze=False
-    )
-    for number, (left, right) in zip(numbers, panels, strict=True):
-        for system, label in _LABELS.items():
-            cases = [one for one in figures["cases"] if one["documents"] == number and one["system"] == system]
-            passes = [case["pass"] for case in cases]
-            left.plot(passes, [case["throughput"] for case in cases], "o-", color=_COLOURS[system], label=label)
-            latencies = [case["latency_ms"]["mean"] / 1e3 for case in cases]
-            right.plot(passes, latencies, "o-", color=_COLOURS[system], label=label)
-        left.set(title=f"k = {number}", xlabel="pass", ylabel="answers a second", ylim=(0, None))
-        right.set(title=f"k = {number}", xlabel="pass", ylabel="mean latency, s", ylim=(0, None))
-        for panel in (left, right):
-            panel.xaxis.get_major_locator().set_params(integer=True)
-    panels[0][0].legend(fontsize="small")
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    with plot_file(path, len(numbers), 2, (9, 3.2 * len(numbers))) as panels:
+        for number, (left, right) in zip(numbers, panels, strict=True):
+            for system, label in _LABELS.items():
+                cases = [one for one in figures["cases"] if one["documents"] == number and one["system"] == system]
+                passes = [case["pass"] for case in cases]
+                left.plot(passes, [case["throughput"] for case in cases], "o-", color=_COLOURS[system], label=label)
+                latencies = [case["latency_ms"]["mean"] / 1e3 for case in cases]
+                right.plot(passes, latencies, "o-", color=_COLOURS[system], label=label)
+            left.set(title=f"k = {number}", xlabel="pass", ylabel="answers a second", ylim=(0, None))
+            right.set(title=f"k = {number}", xlabel="pass", ylabel="mean latency, s", ylim=(0, None))
+            for panel in (left, right):
+                panel.xaxis.get_major_locator().set_params(integer=True)
+        panels[0][0].legend(fontsize="small")

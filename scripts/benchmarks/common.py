@@ -1,17 +1,89 @@
-"""What every benchmark shares: machine and versions of a run, medians."""
+"""What benchmarks share: machine and versions of a run, options, the model with random weights, figures of times."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+import argparse
+import copy
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median as median
+from typing import TYPE_CHECKING, Any
 
 from ccjax.evaluation.environment import environment as environment
+
+if TYPE_CHECKING:
+    from ccjax.models.llama3 import LlamaConfig
 
 
 class BenchmarkError(Exception):
     """A benchmark cannot be carried out; the message is one line for the user."""
 
 
-def median(seconds: Sequence[float]) -> float:
-    """Median of repeated timings."""
-    return statistics.median(seconds)
+def data_folder(given: Path | None) -> Path:
+    """The folder of real traces and texts: as given, as in the environment, or beside the checkout."""
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    return Path(given or os.environ.get("CCJAX_TEST_DATA") or beside)
+
+
+def existing(path: Path) -> Path:
+    """A file of the data folder, if it is there.
+
+    Raises:
+      BenchmarkError: it is not.
+    """
+    if not path.exists():
+        raise BenchmarkError(f"wanted {path}, which is not there; set --data or CCJAX_TEST_DATA")
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; raises as `existing`."""
+    return [json.loads(line) for line in existing(path).read_text("utf-8").splitlines()]
+
+
+def filled_in(options: argparse.Namespace, usual: Mapping[str, Any], quick: Mapping[str, Any]) -> argparse.Namespace:
+    """The options, with these values where none were given: `quick` ones with --quick."""
+    found = copy.copy(options)
+    for name, value in (quick if options.quick else usual).items():
+        if getattr(found, name) is None:
+            setattr(found, name, value)
+    return found
+
+
+def check(name: str, is_right: bool, wanted: str, got: object) -> None:
+    """Raises BenchmarkError unless the option of that name is right."""
+    if not is_right:
+        raise BenchmarkError(f"--{name.replace('_', '-')}: wanted {wanted}, got {got}")
+
+
+def random_config(*, is_quick: bool) -> LlamaConfig:
+    """The shapes of a model whose weights are random: 16 layers of width 1024, few and small ones where it is quick."""
+    from ccjax.models.llama3 import LlamaConfig
+
+    layers, width = (2, 256) if is_quick else (16, 1024)
+    return LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
+
+
+def shapes_of(config: LlamaConfig) -> dict[str, Any]:
+    """These shapes as figures name them."""
+    heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    return {"layers": config.num_layers, "d_model": config.d_model, **heads, "d_ff": config.d_ff, "dtype": "float32"}
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Memory of this process; of it, as "RssAnon", what no other program can take, which mapped files are not."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields[field].split()[0])
+
+
+def spread(seconds: Sequence[float], scale: float = 1e3) -> dict[str, float | None]:
+    """Mean and percentiles in milliseconds, linear between samples as numpy's; None of nothing."""
+    import numpy as np
+
+    if not len(seconds):
+        return dict.fromkeys(("mean", "p50", "p90", "p99"))
+    values = np.asarray(seconds) * scale
+    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    return {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}

@@ -15,17 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.pool import PAGE_TOKENS
+from ccjax.evaluation.pages import show
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from ccjax.models.llama3.steps import embed_step, logits_step, sample_step
-from scripts.benchmarks.common import environment, median
+from scripts.benchmarks.common import environment, median, random_config, shapes_of
 
 WAYS = ("one by one", "rope-free", "rotated")
 _NUM_ALONE = 4
@@ -47,8 +46,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     batches = arguments.batch or ([1, 4] if arguments.quick else [1, 4, 8, 16, 32])
     lengths = arguments.context_tokens or ([256] if arguments.quick else [512, 2048])
     repetitions = 2 if arguments.quick else arguments.repetitions
-    layers, width = (2, 256) if arguments.quick else (16, 1024)
-    config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
+    config = random_config(is_quick=arguments.quick)
     model = DeviceModel(init_params(config, jax.random.key(0)), config)
     rows = []
     with bars() as progress:
@@ -75,8 +73,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     figures = {"tokens_per_s": 1 / median(runs_s), "seconds_per_token": runs_s}
                     rows.append({"context_tokens": length, "batch": batch, "way": way, **figures})
     _print(rows)
-    shapes = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff, "dtype": "float32"}
-    shapes |= {"steps": arguments.steps}
+    shapes = {**shapes_of(config), "steps": arguments.steps}
     return {"benchmark": "decode", **environment(), "shapes": shapes, "repetitions": repetitions, "cases": rows}
 
 
@@ -150,12 +147,10 @@ def _one_by_one(sequences: Sequence[_Batch]) -> Callable[[], int]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    ratios = "rope-free / one by one", "rotated / rope-free"
-    table = Table("context", "batch", *WAYS, *ratios, title="tokens per second")
+    cells = []
     for first in range(0, len(rows), len(WAYS)):
         rates = {row["way"]: row["tokens_per_s"] for row in rows[first : first + len(WAYS)]}
         gain, cost = rates["rope-free"] / rates["one by one"], rates["rotated"] / rates["rope-free"]
-        row = rows[first]
-        shown = [f"{rates[way]:.1f}" for way in WAYS]
-        table.add_row(str(row["context_tokens"]), str(row["batch"]), *shown, f"{gain:.2f}x", f"{cost:.2f}x")
-    Console().print(table)
+        case = (str(rows[first]["context_tokens"]), str(rows[first]["batch"]))
+        cells.append((*case, *(f"{rates[way]:.1f}" for way in WAYS), f"{gain:.2f}x", f"{cost:.2f}x"))
+    show(("context", "batch", *WAYS, "rope-free / one by one", "rotated / rope-free"), cells, "tokens per second")

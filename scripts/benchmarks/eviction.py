@@ -9,18 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ccjax.cli.progress import bars
+from ccjax.evaluation.pages import show, text
 from ccjax.models.llama3 import LLAMA3_8B, LlamaConfig
 from ccjax.policy.eviction import (
     DEFAULT_POLICY,
@@ -36,7 +31,7 @@ from ccjax.policy.eviction import (
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead, chunk_context_impact, num_recompute_tokens
 from ccjax.text import load_tokenizer
 from ccjax.types import ChunkId
-from scripts.benchmarks.common import environment
+from scripts.benchmarks.common import BenchmarkError, data_folder, environment, rows_of
 
 SIZE_PERCENTS = (1, 2, 5, 10, 20, 30, 50, 80)
 """Tier sizes, in percent of the bytes of all distinct passages."""
@@ -179,14 +174,14 @@ def load_trace(data: Path, retriever: str = "docs") -> Trace:
       retriever: "docs", or "docs_alt" for the second retrieval run over the same questions.
 
     Raises:
-      FileNotFoundError: `data` lacks a file.
+      BenchmarkError: `data` lacks a file.
     """
     tokenizer = load_tokenizer(data / "tokenizer_llama3")
     if tokenizer is None:
-        raise FileNotFoundError(f"--data: wanted a folder with tokenizer_llama3/ and rag_trace/, got {data}")
+        raise BenchmarkError(f"--data: wanted a folder with tokenizer_llama3/ and rag_trace/, got {data}")
     folder = data / "rag_trace"
-    requests = tuple(tuple(map(_key, row[retriever])) for row in _rows(folder / "musique_trace.jsonl"))
-    texts = {_key(row["id"]): f"{row['title']}\n{row['text']}\n\n" for row in _rows(folder / "musique_docs.jsonl")}
+    requests = tuple(tuple(map(_key, row[retriever])) for row in rows_of(folder / "musique_trace.jsonl"))
+    texts = {_key(row["id"]): f"{row['title']}\n{row['text']}\n\n" for row in rows_of(folder / "musique_docs.jsonl")}
     wanted = sorted(set().union(*requests))
     return Trace(requests, {key: len(tokenizer.encode(texts[key], allow_special=False)) for key in wanted})
 
@@ -241,13 +236,9 @@ def _key(passage: int) -> ChunkId:
     return ChunkId(f"{passage:06d}")
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    default = os.environ.get("CCJAX_TEST_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data"
+    default = data_folder(None)
     parser.add_argument("--data", type=Path, default=default, help="folder with rag_trace/ and tokenizer_llama3/")
     parser.add_argument("--retriever", choices=("docs", "docs_alt"), default="docs", help="which retrieval run")
     parser.add_argument("--ablate", action="store_true", help="more rows: other half-lives, memory on and off")
@@ -296,16 +287,11 @@ def _figures(outcome: Outcome, size_ratio: float, budget_bytes: int) -> dict[str
 
 
 def _print(cases: Sequence[Mapping[str, Any]], distinct_bytes: int, trace: Trace) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
     where = f"{len(trace.requests)} requests, all passages {distinct_bytes / 1e9:.1f} GB of KV; tier of"
-    for key, title in (
-        ("hits", "hits"),
-        ("hit_ratio", "hit ratio"),
-        ("byte_hit_ratio", "byte hit ratio"),
-        ("saved_compute_share", "compute saved"),
-    ):
-        table = Table("policy", *(f"{percent} %" for percent in SIZE_PERCENTS), title=f"{title}: {where}")
-        for name in dict.fromkeys(case["policy"] for case in cases):
-            values = [case[key] for case in cases if case["policy"] == name]
-            table.add_row(name, *(str(value) if key == "hits" else f"{value:.1%}" for value in values))
-        console.print(table)
+    titles = {"hits": "hits", "hit_ratio": "hit ratio", "byte_hit_ratio": "byte hit ratio"}
+    for key, title in (titles | {"saved_compute_share": "compute saved"}).items():
+        rows = [
+            (name, *(text(case[key], "d" if key == "hits" else ".1%") for case in cases if case["policy"] == name))
+            for name in dict.fromkeys(case["policy"] for case in cases)
+        ]
+        show(("policy", *(f"{percent} %" for percent in SIZE_PERCENTS)), rows, f"{title}: {where}")

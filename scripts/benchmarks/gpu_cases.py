@@ -21,26 +21,15 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.models.llama3 import Params, init_params
 from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseReport
-from scripts.benchmarks import gpu_torch
+from scripts.benchmarks import gpu_plan, gpu_torch
 from scripts.benchmarks.gpu_engines import Engines, Prompts, Run, run_prompts
-from scripts.benchmarks.gpu_plan import (
-    Case,
-    Scale,
-    cases,
-    computed_tokens,
-    decode_bytes,
-    estimate_s,
-    pool_bytes,
-    prefill_flops,
-    recomputed_tokens,
-    repetitions,
-    too_large,
-    weight_bytes,
-)
+from scripts.benchmarks.gpu_plan import Case, Scale
+from scripts.gpucheck.ceilings import SUITE as CEILINGS
+from scripts.gpucheck.ceilings import ceiling
 from scripts.gpucheck.record import Record
 from scripts.gpucheck.timing import copy_gbps, matmul_tflops, transfer_gbps
 
-CEILINGS, CASES, SETUP = "ceilings", "cases", "setup"
+CASES, SETUP = "cases", "setup"
 """Suites of rows in the results."""
 _MOST_WARM_UPS = 4
 SAME = 0.1
@@ -61,21 +50,21 @@ def run(record: Record, scale: Scale, *, folder: Path | None, only: str = "") ->
     started_s, seconds = time.perf_counter(), compilations().seconds
     params = jax.block_until_ready(init_params(scale.config, jax.random.key(0), jnp.bfloat16))
     took = {"seconds": time.perf_counter() - started_s, "compile_s": compilations().seconds - seconds}
-    record.add(SETUP, name="weights", bytes=weight_bytes(scale), **took)
+    record.add(SETUP, name="weights", bytes=gpu_plan.weight_bytes(scale), **took)
     record.say(f"weights of {scale.name} made in {took['seconds']:.0f} s")
 
-    chosen = [case for case in cases(scale) if only in case.name]
+    chosen = [case for case in gpu_plan.cases(scale) if only in case.name]
     peer_missing = gpu_torch.missing()
     free = free_device_bytes(1)
-    device_bytes = None if free is None else free + weight_bytes(scale)
+    device_bytes = None if free is None else free + gpu_plan.weight_bytes(scale)
     torch_bytes = None if peer_missing else gpu_torch.free_bytes()
-    reasons = {case: too_large(case, scale, device_bytes, torch_bytes) for case in chosen}
+    reasons = {case: gpu_plan.too_large(case, scale, device_bytes, torch_bytes) for case in chosen}
     if peer_missing:
         reasons |= {case: peer_missing for case in chosen if case.kind == "torch"}
     fitting = [case for case in chosen if reasons[case] is None]
     kv_spec = kv_spec_of(scale.config, "bfloat16")
     least = least_pool_bytes(EngineConfig(dtype="bfloat16"), kv_spec, scale.max_model_len)
-    pool = pool_bytes(fitting, scale, least)
+    pool = gpu_plan.pool_bytes(fitting, scale, least)
     num_passages = max((scale.num_passages(case.context) for case in fitting), default=0)
     record.add(SETUP, name="pool", bytes=pool, device_bytes=device_bytes, torch_bytes=torch_bytes)
 
@@ -110,11 +99,6 @@ def measure_ceilings(record: Record, scale: Scale) -> None:
     record.say(", ".join(f"{row['name']} {row['value']:.3g}" for row in record.rows[CEILINGS]))
 
 
-def ceiling(record: Record, name: str) -> float | None:
-    """A ceiling of this run, None if it was not measured."""
-    return next((row["value"] for row in record.rows.get(CEILINGS, []) if row["name"] == name), None)
-
-
 def attempt(record: Record, case: Case, measured: Callable[[], dict[str, Any]]) -> None:
     """Adds the case's row; what goes wrong becomes a row and a failure, and the next case has its turn."""
     counter, started_s = compilations(), time.perf_counter()
@@ -146,7 +130,7 @@ class Bench:
         """Why a case is not begun, or None; `compiles` as in `estimate_s`."""
         opens = case.kind != "torch" and not self._engines.is_open_for(case)
         tflops = ceiling(self._record, "matmul_tflops") or 1.0
-        need_s = estimate_s(case, self._scale, tflops, compiles=compiles, opens=opens)
+        need_s = gpu_plan.estimate_s(case, self._scale, tflops, compiles=compiles, opens=opens)
         left_s = self._record.seconds_left()
         return None if need_s <= left_s else f"not run: may take {need_s:.0f} s, {max(left_s, 0.0):.0f} s were left"
 
@@ -170,7 +154,7 @@ class Bench:
         runs, late = [], 0
         for _ in range(2):
             before = compilations().count
-            runs = [once() for _ in range(repetitions(case, self._scale))]
+            runs = [once() for _ in range(gpu_plan.repetitions(case, self._scale))]
             late = compilations().count - before  # anything but 0 is part of some run's time: once more
             if not late:
                 break
@@ -203,7 +187,7 @@ class Bench:
                 break
         if len(steps) < _LEAST_STEPS:
             raise ValueError(f"steps: wanted at least {_LEAST_STEPS} in which all requests decode, got {len(steps)}")
-        step_s, num_bytes = statistics.median(steps), decode_bytes(case, self._scale)
+        step_s, num_bytes = statistics.median(steps), gpu_plan.decode_bytes(case, self._scale)
         row = {"prompt_tokens": self._scale.prompt_tokens(case.context), "step_s": step_s, "runs_s": steps}
         rate = num_bytes / step_s / 1e9
         row |= {"bytes": num_bytes, "gbps": rate, "tokens_per_s": case.batch / step_s}
@@ -214,7 +198,7 @@ class Bench:
         if self._peer is None:
             self._peer = gpu_torch.TorchPeer(self._params, self._scale.config)
         ids = [[token for segment in segments for token in segment] for segments in self._prompts.of(case)]
-        seconds = [self._peer.prefill(ids)[0] for _ in range(repetitions(case, self._scale) + 1)][1:]
+        seconds = [self._peer.prefill(ids)[0] for _ in range(gpu_plan.repetitions(case, self._scale) + 1)][1:]
         row = self._speed(case, seconds)
         if case.batch == 1 and case.context in self._given:
             token_ids, logits = self._given[case.context]
@@ -225,7 +209,7 @@ class Bench:
         return row
 
     def _speed(self, case: Case, runs_s: list[float]) -> dict[str, Any]:
-        ttft_s, flops = statistics.median(runs_s), prefill_flops(case, self._scale)
+        ttft_s, flops = statistics.median(runs_s), gpu_plan.prefill_flops(case, self._scale)
         tflops = flops / ttft_s / 1e12
         row = {"prompt_tokens": self._scale.prompt_tokens(case.context), "ttft_s": ttft_s, "runs_s": runs_s}
         share = _share(self._record, tflops, "matmul_tflops")
@@ -270,7 +254,8 @@ def is_as_named(report: ReuseReport, case: Case, scale: Scale) -> bool:
     takes several packs, the first one's reads bring passages up to the device."""
     tiers = {str(document.tier) for document in report.per_document}
     allowed = {str(case.tier)} | ({DEVICE} if case.batch > 1 else set())
-    wanted = recomputed_tokens(case, scale), computed_tokens(case, scale) - recomputed_tokens(case, scale)
+    recomputed = gpu_plan.recomputed_tokens(case, scale)
+    wanted = recomputed, gpu_plan.computed_tokens(case, scale) - recomputed
     return tiers <= allowed and (report.recomputed_tokens, report.computed_tokens) == wanted
 
 

@@ -181,9 +181,6 @@ def cases(scale: Scale) -> list[Case]:
     return list(dict.fromkeys([*first, *rest]))
 
 
-# -- what is computed ------------------------------------------------------------------------------------------------
-
-
 def layer_weights(config: LlamaConfig) -> int:
     """Weights of all layers that a token is multiplied with."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
@@ -230,9 +227,6 @@ def decode_bytes(case: Case, scale: Scale) -> int:
     weights = layer_weights(config) + config.d_model * config.vocab_size
     mean_length = scale.prompt_tokens(case.context) + scale.steps // 2
     return KV_ITEM_BYTES * weights + case.batch * kv_bytes(scale, mean_length)
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def weight_bytes(scale: Scale) -> int:
@@ -304,9 +298,6 @@ def pool_bytes(chosen: Sequence[Case], scale: Scale, least_bytes: int) -> int:
     `least_bytes`."""
     most = max((kv_bytes(scale, pool_tokens(case, scale)) for case in chosen), default=0)
     return max(most, least_bytes)
-
-
-# -- time ------------------------------------------------------------------------------------------------------------
 
 
 def repetitions(case: Case, scale: Scale) -> int:

@@ -37,28 +37,11 @@ def prefill_s(program: Path, model: Path, lengths: Sequence[int], repetitions: i
     """
     folder = program.resolve().parent
     libraries = [str(folder), str(folder / "lib"), str(folder.parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
-    command = [
-        str(program),
-        "-m",
-        str(model),
-        "-n",
-        "0",
-        "-r",
-        str(repetitions),
-        "-t",
-        str(os.cpu_count()),
-        "-o",
-        "json",
-    ]
-    command += ["-p", ",".join(map(str, lengths))]
+    command = [str(program), "-m", str(model), "-p", ",".join(map(str, lengths))]
+    command += f"-n 0 -r {repetitions} -t {os.cpu_count()} -o json".split()
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))},
-        )
+        environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         found = {int(one["n_prompt"]): [ns / 1e9 for ns in one["samples_ns"]] for one in json.loads(done.stdout)}
         return {length: found[length] for length in lengths}
     except subprocess.CalledProcessError as error:

@@ -20,8 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
@@ -33,11 +31,12 @@ from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.loading import LoadedModel
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.evaluation.pages import show, text
 from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.policy.preload import preload_depth
 from ccjax.store.throttle import Link
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
-from scripts.benchmarks.common import environment, median
+from scripts.benchmarks.common import environment, median, random_config, shapes_of
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 5
 RATIOS = (0.5, 1.0, 2.0, 4.0)
@@ -130,7 +129,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     length = arguments.context_tokens or (512 if arguments.quick else 1024)
     repetitions = 2 if arguments.quick else arguments.repetitions
     layers, width = (8, 256) if arguments.quick else (16, 1024)
-    config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
+    config = random_config(is_quick=arguments.quick)
     params = init_params(config, jax.random.key(0))
     model = LoadedModel("random", config, params, None, None, frozenset(), "loading")
     fill, request, lengths = _requests(config.vocab_size, length)
@@ -177,8 +176,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for one in cases:
             one.engine.close()
     _print(rows, ideal_s)
-    shapes = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff, "dtype": "float32"}
-    shapes |= {"context_tokens": length, "passages": NUM_PASSAGES, "recompute_ratio": arguments.recompute_ratio}
+    shapes = {
+        **shapes_of(config),
+        "context_tokens": length,
+        "passages": NUM_PASSAGES,
+        "recompute_ratio": arguments.recompute_ratio,
+    }
     shapes |= {"kv_bytes": kv_bytes, "queue_share": QUEUE_SHARE}
     ideal_figures = {"ideal_s": ideal_s, "ideal_runs_s": ideal.runs_s[-repetitions:]}
     return {"benchmark": "loading", **environment(), "shapes": shapes, **ideal_figures, "cases": rows}
@@ -244,15 +247,21 @@ def _row(case: Case, ideal_s: float, num_layers: int, repetitions: int) -> dict[
 
 
 def _print(rows: list[dict[str, Any]], ideal_s: float) -> None:
-    titles = ("tier", "load / prefill", "loading", "in line s", "prefill s", "over ideal s", "hidden", "possible")
-    table = Table(*titles, "compute slower")
-    table.add_row("device", "", "ideal", "", f"{ideal_s:.3f}")
+    cells: list[tuple[str, ...]] = [("device", "", "ideal", "", f"{ideal_s:.3f}")]
     for row in rows:
-        cells = [row["tier"], "", row["mode"], "", f"{row['prefill_s']:.3f}", f"{row['prefill_s'] - ideal_s:.3f}"]
-        if "load_s" in row:
-            cells[1], cells[3] = f"{row['load_s'] / ideal_s:.2f}", f"{row['queue_s']:.3f}"
-            cells += [f"{row['hidden_share']:.0%}", f"{row['allowed_share']:.0%}"]
-        else:
-            cells += ["", ""]
-        table.add_row(*cells, f"{(row['prefill_s'] - row['wait_s']) / ideal_s - 1.0:.0%}")
-    Console().print(table)
+        has_load = "load_s" in row
+        cells.append(
+            (
+                row["tier"],
+                f"{row['load_s'] / ideal_s:.2f}" if has_load else "",
+                row["mode"],
+                text(row.get("queue_s"), ".3f") if has_load else "",
+                f"{row['prefill_s']:.3f}",
+                f"{row['prefill_s'] - ideal_s:.3f}",
+                text(row.get("hidden_share"), ".0%"),
+                text(row.get("allowed_share"), ".0%"),
+                f"{(row['prefill_s'] - row['wait_s']) / ideal_s - 1.0:.0%}",
+            )
+        )
+    head = ("tier", "load / prefill", "loading", "in line s", "prefill s", "over ideal s", "hidden", "possible")
+    show((*head, "compute slower"), cells)

@@ -13,8 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
@@ -23,11 +21,12 @@ from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
 from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.plan_rows import padded_to
 from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.models.llama3 import LlamaConfig, init_params
+from ccjax.evaluation.pages import show, text
+from ccjax.models.llama3 import init_params
 from ccjax.models.llama3.paged_steps import paged_layer_step, rotation_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
 from scripts.benchmarks import transformers_peer
-from scripts.benchmarks.common import BenchmarkError, environment, median
+from scripts.benchmarks.common import BenchmarkError, environment, median, random_config, shapes_of
 
 SHARES = (1.0, 0.15, 0.3)
 _NUM_SEGMENTS = 10
@@ -54,8 +53,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     lengths = arguments.context_tokens or ([512] if arguments.quick else [2048])
     repetitions = 2 if arguments.quick else arguments.repetitions
-    layers, width = (2, 256) if arguments.quick else (16, 1024)
-    config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
+    config = random_config(is_quick=arguments.quick)
     model = DeviceModel(init_params(config, jax.random.key(0)), config)
     has_peer = transformers_peer.is_installed() and not arguments.no_peers
     peer = transformers_peer.full_prefill(config) if has_peer else None
@@ -82,8 +80,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     figures["of_transformers"] = median((runs_s / rounds["transformers"]).tolist())
                 rows.append({"context_tokens": length, "computed": name, **figures})
     _print(rows)
-    shapes = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff, "dtype": "float32"}
-    shapes |= {"segments": _NUM_SEGMENTS}
+    shapes = {**shapes_of(config), "segments": _NUM_SEGMENTS}
     return {"benchmark": "prefill", **environment(), "shapes": shapes, "repetitions": repetitions, "cases": rows}
 
 
@@ -172,9 +169,9 @@ class Prompt:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table("context", "computed", "seconds", "of full prefill", "of transformers")
-    for row in rows:
-        peer = f"{row['of_transformers']:.3f}" if "of_transformers" in row else ""
-        seconds, of_full = f"{row['seconds']:.3f}", f"{row['of_full']:.3f}"
-        table.add_row(str(row["context_tokens"]), row["computed"], seconds, of_full, peer)
-    Console().print(table)
+    cells = [
+        (str(row["context_tokens"]), row["computed"], f"{row['seconds']:.3f}", f"{row['of_full']:.3f}")
+        + (text(row.get("of_transformers"), ".3f"),)
+        for row in rows
+    ]
+    show(("context", "computed", "seconds", "of full prefill", "of transformers"), cells)

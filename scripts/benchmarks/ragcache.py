@@ -7,9 +7,7 @@ Weights are random: time and reuse are measured, not answers.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +17,8 @@ from rich.progress import Progress
 
 from ccjax.cli.progress import bars
 from scripts.benchmarks import ragcache_order, ragcache_policies, ragcache_report, ragcache_scheduling
-from scripts.benchmarks.common import BenchmarkError, environment
-from scripts.benchmarks.ragcache_replay import (
-    BATCHED_TOKENS,
-    RECOMPUTE_RATIO,
-    Bench,
-    distinct_bytes,
-    measure_profile,
-)
+from scripts.benchmarks.common import BenchmarkError, check, data_folder, environment, filled_in
+from scripts.benchmarks.ragcache_replay import BATCHED_TOKENS, RECOMPUTE_RATIO, Bench, distinct_bytes, measure_profile
 from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import Question, load_trace, recorded_gaps
 
@@ -34,7 +26,6 @@ PARTS = ("policies", "order", "speculation", "scheduling")
 STRATEGIES = ("prefix", "cachecraft")
 HEAD_DIM = 64
 """Of the model with random weights, as in the small Llama-3.2 models."""
-_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 _USUAL = {"layers": 2, "width": 256, "requests": 1000, "budgets": [0.025, 0.05, 0.1, 0.2, 0.4], "order_requests": 500}
 _USUAL |= {"order_budgets": [0.05, 0.1, 0.4], "vectors": 3_000_000, "clusters": 1024, "embedded": 1000}
 _USUAL |= {"order_rounds": 3, "ratios": [0.125, 0.25, 0.5, 1.0], "searches": 60, "nodes": 100_000, "decisions": 1000}
@@ -89,35 +80,27 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     """
     from ccjax.cli.values import check_writable
 
-    options = copy.copy(arguments)
-    for name, value in (_QUICK if options.quick else _USUAL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    options.data = Path(options.data or os.environ.get("CCJAX_TEST_DATA") or _DATA)
+    options = filled_in(arguments, _USUAL, _QUICK)
+    options.data = data_folder(options.data)
     for name in _COUNTS:
-        _check(name, getattr(options, name) >= 1, "a positive number", getattr(options, name))
+        check(name, getattr(options, name) >= 1, "a positive number", getattr(options, name))
     for name, least in (("requests", 4), ("searches", 2), ("arrival_start", 0)):
-        _check(name, getattr(options, name) >= least, f"at least {least}", getattr(options, name))
+        check(name, getattr(options, name) >= least, f"at least {least}", getattr(options, name))
     for name in ("budgets", "order_budgets", "ratios"):
         values = getattr(options, name)
-        _check(name, all(0.0 < value <= 1.0 for value in values), "shares above 0, at most 1", values)
+        check(name, all(0.0 < value <= 1.0 for value in values), "shares above 0, at most 1", values)
         setattr(options, name, sorted(set(values)))
     shape = f"{options.layers} x {options.width}"
     is_shape = options.layers >= 1 and options.width >= HEAD_DIM and options.width % HEAD_DIM == 0
-    _check("width", is_shape, f"at least one layer and a positive multiple of {HEAD_DIM}", shape)
-    _check("load", options.load > 0.0, "a positive number", options.load)
-    _check("clusters", options.clusters <= options.vectors, "at most as many as --vectors", options.clusters)
+    check("width", is_shape, f"at least one layer and a positive multiple of {HEAD_DIM}", shape)
+    check("load", options.load > 0.0, "a positive number", options.load)
+    check("clusters", options.clusters <= options.vectors, "at most as many as --vectors", options.clusters)
     try:
         check_writable("markdown", options.markdown)
         check_writable("plot", options.plot)
     except ValueError as error:
         raise BenchmarkError(str(error)) from None
     return options
-
-
-def _check(name: str, is_right: bool, wanted: str, got: object) -> None:
-    if not is_right:
-        raise BenchmarkError(f"--{name.replace('_', '-')}: wanted {wanted}, got {got}")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -164,15 +147,12 @@ def _measure_engines(
     options: argparse.Namespace, questions: Sequence[Question], progress: Progress, folder: Path
 ) -> dict[str, Any]:
     """The parts that ask a model."""
-    import jax
-
     from ccjax.engine.loading import load_model
     from ccjax.engine.prefill_profile import PROFILE_FILE, write_profile
+    from ccjax.server.loading import use_compile_cache
 
     past, measured = questions[: len(questions) // 2], questions[len(questions) // 2 :]
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compile"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    use_compile_cache(cache_folder() / "compile")
     # Heads of a usual size: sixteen small ones would cost far more than all else.
     asked = bench_model(options.model, options.data, options.layers, options.width, max(1, options.width // HEAD_DIM))
     model = load_model(asked.name, dtype="float32", tokenizer=asked.tokenizer)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ccjax.engine import Engine
+from scripts.benchmarks.common import spread
 from scripts.benchmarks.ragcache_replay import Bench, Served, ask_all, closed_loop, open_loop
-from scripts.benchmarks.serve_figures import spread
 from scripts.benchmarks.serve_workload import Question, arrival_times, recorded_gaps
 
 WORKLOADS = ("trace", "drawn")

@@ -193,10 +193,7 @@ class _Line:
     """Requests that were submitted, and what came of them."""
 
     def __init__(
-        self,
-        engine: Engine,
-        advance: Callable[[], None],
-        on_traced: Callable[[Response, Served], None] | None = None,
+        self, engine: Engine, advance: Callable[[], None], on_traced: Callable[[Response, Served], None] | None = None
     ) -> None:
         self._engine = engine
         self._advance = advance

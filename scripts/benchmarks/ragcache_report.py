@@ -3,19 +3,15 @@ and the plot. Computes nothing but ratios of what is shown."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from ccjax.evaluation import pages
+from ccjax.evaluation.pages import Rows, interval, markdown_table, plot_file
 from scripts.benchmarks.ragcache_policies import POLICIES, REFERENCE
 
 Figures = Mapping[str, Any]
-Rows = tuple[str, Sequence[str], list[list[str]]]
-"""Title, head, cells."""
 
 PAPERS_HITS = {"gdsf": "1.02 to 1.32", "lru": "1.06 to 1.62", "lfu": "1.06 to 1.75"}
 ORDER_TARGET = 1.2
@@ -34,16 +30,9 @@ _COLOURS = {"pgdsf": "tab:blue", "gdsf": "tab:orange", "lru": "tab:red", "lfu": 
 
 def show(result: Figures) -> None:
     """Prints every table with what it says."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
     for title, tables, lines, _ in _sections(result):
-        console.rule(title)
         for name, head, rows in tables:
-            table = Table(*head, title=name)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-        for line in lines:
-            console.print(line, highlight=False)
+            pages.show(head, rows, f"{title}: {name}", lines if name == tables[-1][0] else ())
 
 
 def markdown(result: Figures, picture: Path | None) -> str:
@@ -60,7 +49,7 @@ def markdown(result: Figures, picture: Path | None) -> str:
     for title, tables, says, about in _sections(result):
         lines += [f"## {title}", "", about, ""]
         for name, head, rows in tables:
-            lines += [f"{name}:", "", _line(head), "|" + "---|" * len(head), *map(_line, rows), ""]
+            lines += [f"{name}:", "", markdown_table(head, rows), ""]
         lines += [*(f"- {line}" for line in says), ""]
     if picture is not None:
         lines += [f"![the four tables as curves and bars]({picture.name})", ""]
@@ -96,14 +85,11 @@ def _sections(result: Figures) -> Iterator[Section]:
         yield _scheduling(result["scheduling"])
 
 
-# -- eviction policies -------------------------------------------------------------------------------------------------
-
-
 def _policies(cases: Sequence[Figures]) -> Section:
     head = ("strategy", "budget", *POLICIES)
     tables = [
         ("Hit rate, %", head, _by_policy(cases, lambda one: f"{100 * one['hit_ratio']:.1f}")),
-        ("Mean TTFT, ms (95 % interval)", head, _by_policy(cases, lambda one: _interval(one["ttft_ms"], ".1f"))),
+        ("Mean TTFT, ms (95 % interval)", head, _by_policy(cases, lambda one: interval(one["ttft_ms"], ".1f"))),
         ("TTFT over that with PGDSF, same requests", head, _by_policy(cases, _over_reference)),
     ]
     about = (
@@ -123,7 +109,7 @@ def _by_policy(cases: Sequence[Figures], cell: Any) -> list[list[str]]:
 
 
 def _over_reference(one: Figures) -> str:
-    return "" if one["ttft_over_pgdsf"] is None else _interval(one["ttft_over_pgdsf"], ".3f")
+    return interval(one["ttft_over_pgdsf"], ".3f")
 
 
 def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
@@ -149,24 +135,9 @@ def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
     return lines
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
-
-
 def _order(order: Figures, shapes: Figures) -> Section:
-    head = (
-        "workload",
-        "strategy",
-        "budget",
-        "hits",
-        "arrivals a second",
-        "mean off",
-        "mean on",
-        "mean gain",
-        "of all rounds",
-        "p99 off",
-        "p99 on",
-        "p99 gain",
-    )
+    head = ("workload", "strategy", "budget", "hits", "arrivals a second", "mean off", "mean on", "mean gain")
+    head += ("of all rounds", "p99 off", "p99 on", "p99 gain")
     rows = []
     for one in order["cases"]:
         hits = f"{one['off']['hit_ratio']:.0%}"
@@ -206,21 +177,18 @@ def order_line(cases: Sequence[Figures]) -> str:
     )
 
 
-# -- speculation -------------------------------------------------------------------------------------------------------
-
-
 def _speculation(found: Figures) -> Section:
     head = ("searched", "off, ms", "on, ms", "gain", "known early", "right", "wrong a request", "TTFT off", "TTFT on")
     rows = [
         [
             _share(one["search_ratio"]),
-            _interval(one["search_ms"], ".1f"),
-            _interval(one["exposed_ms"], ".1f"),
-            _interval(one["gain"], ".2f"),
+            interval(one["search_ms"], ".1f"),
+            interval(one["exposed_ms"], ".1f"),
+            interval(one["gain"], ".2f"),
             f"{one['known_ms']:.1f} ms, {_share(one['known_early_share'])}",
             _share(one["right_share"]),
             f"{one['wrong_per_request']:.2f}",
-            *(_interval(one["ttft_ms"][way], ".0f") for way in ("off", "on")),
+            *(interval(one["ttft_ms"][way], ".0f") for way in ("off", "on")),
         ]
         for one in found["cases"]
     ]
@@ -253,9 +221,6 @@ def speculation_lines(cases: Sequence[Figures]) -> list[str]:
     return lines
 
 
-# -- scheduling --------------------------------------------------------------------------------------------------------
-
-
 def _scheduling(found: Figures) -> Section:
     head = ("decision", "mean, ms", "p99, ms", "processor, mean ms")
     rows = [
@@ -282,41 +247,19 @@ def scheduling_line(cases: Sequence[Figures]) -> str:
     )
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def _share(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
-def _interval(interval: Mapping[str, float] | None, form: str) -> str:
-    if interval is None:
-        return ""
-    mean, low, high = (format(interval[name], form) for name in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
-
-
-# -- plot --------------------------------------------------------------------------------------------------------------
-
-
 def plot(result: Figures, path: Path) -> None:
     """Four panels, one for each table; the format follows the file's ending."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ccjax"  # the same bytes for the same figures
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     drawers = {"policies": _draw_policies, "order": _draw_order, "speculation": _draw_search, "scheduling": _draw_parts}
-    for panel, (name, draw) in zip(panels.flat, drawers.items(), strict=True):
-        if name in result:
-            draw(panel, result[name])
-        else:
-            panel.set_axis_off()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    with plot_file(path, 2, 2, (11, 7.5)) as panels:
+        for panel, (name, draw) in zip(panels.flat, drawers.items(), strict=True):
+            if name in result:
+                draw(panel, result[name])
+            else:
+                panel.set_axis_off()
 
 
 def _draw_policies(panel: Any, found: Figures) -> None:

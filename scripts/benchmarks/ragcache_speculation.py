@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -194,18 +195,14 @@ def figures(off: Sequence[Searched], on: Sequence[Searched]) -> dict[str, Any]:
         "search_ms": dataclasses.asdict(mean_interval(searches)),
         "exposed_ms": dataclasses.asdict(mean_interval(exposed)),
         "gain": None if gain is None else dataclasses.asdict(gain),
-        "staged_search_ms": _mean([1e3 * one.search_s for one in on]),
-        "known_ms": _mean([1e3 * one.known_s for one in on]),
-        "known_early_share": _mean([one.is_early for one in on]),
-        "right_share": _mean([one.was_right for one in on]),
-        "wrong_per_request": _mean([one.num_started - one.was_right for one in on]),
+        "staged_search_ms": statistics.fmean([1e3 * one.search_s for one in on]),
+        "known_ms": statistics.fmean([1e3 * one.known_s for one in on]),
+        "known_early_share": statistics.fmean([one.is_early for one in on]),
+        "right_share": statistics.fmean([one.was_right for one in on]),
+        "wrong_per_request": statistics.fmean([one.num_started - one.was_right for one in on]),
         "ttft_ms": {name: dataclasses.asdict(mean_interval(values)) for name, values in ttft.items()},
         "ttft_gain": None if ttft_gain is None else dataclasses.asdict(ttft_gain),
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 @contextlib.contextmanager

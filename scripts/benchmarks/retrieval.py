@@ -7,8 +7,6 @@ ones. Everything goes through `PassageIndex`, the one that `Retriever` and the s
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -18,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from ccjax.cli.progress import bars
+from ccjax.evaluation.pages import show
 from ccjax.retrieval import default_embedder
 from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
 from ccjax.retrieval.index import IndexKind, PassageIndex
-from scripts.benchmarks.common import environment
+from scripts.benchmarks.common import data_folder, environment, resident_bytes, rows_of
 
-_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 PASSAGES_PER_DOCUMENT = 10
 DOCUMENTS_PER_WRITE = 400
 PER_MILLE = (1, 10, 100, 500)
@@ -49,14 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Makes an index, measures, prints a table."""
-    data = Path(arguments.data or os.environ.get("CCJAX_TEST_DATA") or _DATA)
+    data = data_folder(arguments.data)
     num_passages = (20_000 if arguments.quick else 1_000_000) if arguments.passages is None else arguments.passages
     if num_passages < 1000:
         sys.exit(f"bench.py retrieval: --passages: wanted at least 1000, got {num_passages}")
-    with (
-        bars() as progress,
-        tempfile.TemporaryDirectory(dir=arguments.directory) as name,
-    ):
+    with bars() as progress, tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         texts, questions = _texts(data, 200 if arguments.quick else 3000, 30 if arguments.quick else 200)
         embedder = default_embedder()
         real = _embedded(embedder, texts, progress, "embed passages")
@@ -88,9 +81,9 @@ class _Bench:
         figures["recall_of_questions"] = index.recall(self._queries, self._top_k)
         index.close()
         figures["bytes"] = {path.suffix[1:]: path.stat().st_size for path in self._directory.iterdir()}
-        before = _resident_bytes()
+        before = resident_bytes("RssAnon")
         figures["open_s"], index = _timed(self._open)
-        figures["open_resident_bytes"] = _resident_bytes() - before
+        figures["open_resident_bytes"] = resident_bytes("RssAnon") - before
         figures["searched"] = self._searches(index)
         figures["staged"] = self._stages(index)
         figures["filtered"] = [self._filtered(index, per_mille) for per_mille in PER_MILLE]
@@ -168,10 +161,7 @@ class _Bench:
 
 
 def _texts(data: Path, num_passages: int, num_questions: int) -> tuple[list[str], list[str]]:
-    passages = [
-        json.loads(line) for line in (data / "rag_trace" / "musique_docs.jsonl").read_text("utf-8").splitlines()
-    ]
-    rows = [json.loads(line) for line in (data / "qa" / "rag_top5_musique.jsonl").read_text("utf-8").splitlines()]
+    passages, rows = rows_of(data / "rag_trace/musique_docs.jsonl"), rows_of(data / "qa/rag_top5_musique.jsonl")
     texts = [f"{one['title']}\n{one['text']}" for one in passages[:num_passages]]
     return texts, [row["question"] for row in rows[:num_questions]]
 
@@ -207,18 +197,7 @@ def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def _resident_bytes() -> int:
-    """Memory of this process that no other program can take: mapped files do not count."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    return 0
-
-
 def _print(figures: dict[str, Any]) -> None:
-    table = Table(title=f"{figures['passages']:,} passages, {figures['dim']} dimensions, top {figures['top_k']}")
-    table.add_column("what")
-    table.add_column("figure", justify="right")
     trained, sizes = figures["trained"], figures["bytes"]
     own = trained["recall_of_own_rows"]
     rows = {
@@ -238,9 +217,8 @@ def _print(figures: dict[str, Any]) -> None:
         "one document changed, ms": f"{figures['changed']['one_document_ms']:.1f}",
         "search after the changes, p50 / p99 ms": _latency(figures["changed"]),
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(width=100).print(table)
+    title = f"{figures['passages']:,} passages, {figures['dim']} dimensions, top {figures['top_k']}"
+    show(("what", "figure"), rows.items(), title)
 
 
 def _latency(one: dict[str, float]) -> str:

@@ -21,11 +21,11 @@ from rich.progress import Progress
 from ccjax.cli.progress import bars
 from scripts.benchmarks import serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
-from scripts.benchmarks.common import BenchmarkError, environment
+from scripts.benchmarks.common import BenchmarkError, data_folder, environment
 from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
 from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, saturation, ttft_s
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
-from scripts.benchmarks.serve_options import add_arguments, data_folder, resolve
+from scripts.benchmarks.serve_options import add_arguments, resolve
 from scripts.benchmarks.serve_server import scrape, serving
 
 __all__ = ["add_arguments", "run"]
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
       BenchmarkError: a trace is too short, or a server does not start or answer without any load.
     """
     options = resolve(arguments)
-    return _run(options, data_folder(options))
+    return _run(options, data_folder(options.data))
 
 
 def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
@@ -158,9 +158,7 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     comparison = serve_report.compare([case.row for case in cases], saturated)
     serve_report.show([case.row for case in cases], saturated, comparison, bench.slo_s, options)
     if options.output is not None:
-        from scripts.benchmarks.serve_plots import plot
-
-        plot([(case.row, case.records) for case in cases], comparison, options.output)
+        serve_report.plot([(case.row, case.records) for case in cases], comparison, options.output)
     return {
         "benchmark": "serve",
         **environment(),
@@ -210,14 +208,8 @@ def _flags(options: argparse.Namespace, strategy: str, model: BenchModel) -> lis
     """Flags of `scripts/serve.py`. Idle repair is off: what is reused shall depend on the requests alone. Nothing is
     left for idle time to compile beside them."""
     flags = [*model.flags, "--no-docs", "--max-model-len", str(options.max_model_len)]
-    flags += [
-        "--host-cache-bytes",
-        options.host_cache_bytes,
-        "--no-repair",
-        "--no-prepare",
-        "--store-refresh-interval-s",
-        "0",
-    ]
+    flags += ["--host-cache-bytes", options.host_cache_bytes, "--store-refresh-interval-s", "0"]
+    flags += ["--no-repair", "--no-prepare"]
     flags += ["--strategy", strategy]
     if strategy not in ("full", "prefix", "reuse"):
         flags += ["--recompute-ratio", str(options.recompute_ratio)]

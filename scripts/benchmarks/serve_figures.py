@@ -10,21 +10,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from scripts.benchmarks.common import spread
 from scripts.benchmarks.serve_client import Record
 
 Counters = Mapping[str, float]
 """Sample name -> value of a server's /metrics, labels summed up."""
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Mean and percentiles in milliseconds, linear between samples as numpy's; None of nothing."""
-    if not seconds:
-        return dict.fromkeys(("mean", "p50", "p90", "p99"))
-    values = np.asarray(seconds) * 1e3
-    p50, p90, p99 = np.percentile(values, (50, 90, 99))
-    return {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
 
 
 def ttft_s(record: Record) -> float:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import copy
-import os
-import sys
 from pathlib import Path
 
+from scripts.benchmarks.common import check, filled_in
 from scripts.benchmarks.serve_workload import RECORDINGS, TRACES
 
 STRATEGIES = ("prefix", "cachecraft", "full")
-_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 _QUICK = {"requests": 4, "history": 4, "passages": 2, "max_tokens": 4, "max_model_len": 512, "probes": 1}
 _QUICK |= {
     "layers": 2,
@@ -64,36 +61,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The options with every default in place. Ends the program where one is out of range."""
-    options = copy.copy(arguments)
-    options.requests_given = options.requests
-    for name, value in (_QUICK if options.quick else _USUAL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    """The options with every default in place.
+
+    Raises:
+      BenchmarkError: one is out of range.
+    """
+    options = filled_in(arguments, _USUAL, _QUICK)
+    options.requests_given = arguments.requests
     for name in ("requests", "passages", "max_tokens", "max_model_len", "concurrency"):
-        if getattr(options, name) < 1:
-            _refuse(name, "a positive number", getattr(options, name))
-    if options.layers < 1 or options.width < 32 or options.width % 32:
-        _refuse("width", "at least one layer and a positive multiple of 32", f"{options.layers} x {options.width}")
+        check(name, getattr(options, name) >= 1, "a positive number", getattr(options, name))
+    is_shape = options.layers >= 1 and options.width >= 32 and options.width % 32 == 0
+    shape = f"{options.layers} x {options.width}"
+    check("width", is_shape, "at least one layer and a positive multiple of 32", shape)
     for name in ("history", "probes", "arrival_start", "slo_s"):
-        if getattr(options, name) < 0:
-            _refuse(name, "0 or more", getattr(options, name))
+        check(name, getattr(options, name) >= 0, "0 or more", getattr(options, name))
     if options.rates is not None:
         options.rates = sorted(set(options.rates))
-        if options.rates[0] <= 0.0:
-            _refuse("rates", "positive numbers", options.rates[0])
+        check("rates", options.rates[0] > 0.0, "positive numbers", options.rates[0])
     if options.soak is not None:
-        if not options.soak > 0.0:
-            _refuse("soak", "a positive number of seconds", options.soak)
-        if options.soak == float("inf") and options.requests_given is None:
-            _refuse("soak", "seconds, or inf together with --requests", options.soak)
+        check("soak", options.soak > 0.0, "a positive number of seconds", options.soak)
+        is_ending = options.soak < float("inf") or options.requests_given is not None
+        check("soak", is_ending, "seconds, or inf together with --requests", options.soak)
     return options
-
-
-def data_folder(options: argparse.Namespace) -> Path:
-    """Where the traces are, if they are there."""
-    return Path(options.data or os.environ.get("CCJAX_TEST_DATA") or _DATA)
-
-
-def _refuse(name: str, wanted: str, got: object) -> None:
-    sys.exit(f"bench.py serve: --{name.replace('_', '-')}: wanted {wanted}, got {got}")

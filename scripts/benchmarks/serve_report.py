@@ -1,17 +1,21 @@
-"""Tables of the serving benchmark, and the line that puts two strategies beside the paper."""
+"""Tables and plots of the serving benchmark, and the line that puts two strategies beside the paper."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from scripts.benchmarks.serve_figures import Saturation
+from ccjax.evaluation import pages
+from ccjax.evaluation.pages import text
+from scripts.benchmarks.serve_client import Record
+from scripts.benchmarks.serve_figures import Saturation, itl_s
 
+_COLOURS = {"full": "tab:red", "prefix": "tab:orange", "cachecraft": "tab:blue"}
+_LATENCIES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
 BASE, OTHER = "prefix", "cachecraft"
 PAPER = {"throughput": 1.6, "latency": 2.1, "p99_ttft": 3.0}
 """CacheCraft sec. 5.3, 30 % recomputed, continuous batching, LLaMA-3-8B, against prefix caching."""
@@ -48,17 +52,19 @@ def show(
     options: argparse.Namespace,
 ) -> None:
     """Prints the tables and the line."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(_throughput(rows, slo_s))
-    console.print(_latencies(rows))
+    says = []
     for strategy, found in saturated.items():
         bounded = "no rate tried" if found.bounded is None else f"{found.bounded:.3g} requests a second"
         above = "" if found.unbounded is None else f", no longer at {found.unbounded:.3g}"
-        console.print(f"{strategy}: p99 TTFT stays within {slo_s:.3g} s at {bounded}{above}")
-    console.print(line(comparison))
+        says.append(f"{strategy}: p99 TTFT stays within {slo_s:.3g} s at {bounded}{above}")
+    says.append(line(comparison))
     if options.arrivals != "poisson":
         trace = f"{options.arrivals} arrivals, rescaled, with {options.trace} passages"
-        console.print(f"{trace}: no public trace has both; the combination is this benchmark's own")
+        says.append(f"{trace}: no public trace has both; the combination is this benchmark's own")
+    head = ("strategy", "load", "whole", "429", "failed", "requests/s", f"within {slo_s:.3g} s", "tokens/s", "computed")
+    pages.show((*head, "queue ms", "keeps up", "compiled", "memory GB"), map(_throughput, rows), "throughput")
+    head = ("strategy", "load", *_LATENCIES.values())
+    pages.show(head, map(_latencies, rows), "latency in ms: mean / p50 / p90 / p99", says)
 
 
 def line(found: Mapping[str, Any] | None) -> str:
@@ -81,43 +87,65 @@ def load_of(row: Mapping[str, Any]) -> str:
     return f"{row['rate']:.3g}/s{' (probe)' if row['load'] == 'probe' else ''}"
 
 
-def _throughput(rows: Sequence[Mapping[str, Any]], slo_s: float) -> Table:
-    titles = (
-        "strategy",
-        "load",
-        "whole",
-        "429",
-        "failed",
-        "requests/s",
-        f"within {slo_s:.3g} s",
-        "tokens/s",
-        "computed",
-    )
-    table = Table(*titles, "queue ms", "keeps up", "compiled", "memory GB", title="throughput")
-    for row in rows:
-        counts = (str(row[key]) for key in ("completed", "refused", "failed"))
-        rates = (f"{row[key]:.3g}" for key in ("request_throughput", "request_goodput", "output_throughput"))
-        computed = _text(row["computed_share"], "{:.0%}")
-        memory = "" if row["rss_bytes"] is None else f"{row['rss_bytes'] / 1e9:.2f}"
-        ends = (
-            computed,
-            _text(row["queue_ms"]),
-            "yes" if row["bounded"] else "no",
-            f"{row['compilations']:.0f}",
-            memory,
-        )
-        table.add_row(row["strategy"], load_of(row), *counts, *rates, *ends)
-    return table
+def _throughput(row: Mapping[str, Any]) -> list[str]:
+    return [
+        row["strategy"],
+        load_of(row),
+        *(str(row[key]) for key in ("completed", "refused", "failed")),
+        *(f"{row[key]:.3g}" for key in ("request_throughput", "request_goodput", "output_throughput")),
+        text(row["computed_share"], ".0%"),
+        text(row["queue_ms"]),
+        "yes" if row["bounded"] else "no",
+        text(row["compilations"]),
+        "" if row["rss_bytes"] is None else f"{row['rss_bytes'] / 1e9:.2f}",
+    ]
 
 
-def _latencies(rows: Sequence[Mapping[str, Any]]) -> Table:
-    names = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
-    table = Table("strategy", "load", *names.values(), title="latency in ms: mean / p50 / p90 / p99")
-    for row in rows:
-        cells = (" / ".join(_text(row[key][at]) for at in ("mean", "p50", "p90", "p99")) for key in names)
-        table.add_row(row["strategy"], load_of(row), *cells)
-    return table
+def _latencies(row: Mapping[str, Any]) -> list[str]:
+    cells = (" / ".join(text(row[key][at]) for at in ("mean", "p50", "p90", "p99")) for key in _LATENCIES)
+    return [row["strategy"], load_of(row), *cells]
 
 
-def _text(value: float | None, form: str = "{:.0f}") -> str:
-    return "" if value is None else form.format(value)
+def plot(
+    cases: Sequence[tuple[Mapping[str, Any], Sequence[Record]]], comparison: Mapping[str, Any] | None, folder: Path
+) -> None:
+    """Writes rates.svg and itl.svg to `folder`, which is made if need be.
+
+    Args:
+      cases: row and records of every run.
+      comparison: ITLs are drawn at its rate, else at the lowest one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = sorted((case for case in cases if case[0]["rate"] is not None), key=lambda case: case[0]["rate"])
+    strategies = list(dict.fromkeys(row["strategy"] for row, _ in cases))
+    colours = {name: _COLOURS.get(name, f"C{number}") for number, name in enumerate(strategies)}
+    ends = [opened[0][0]["rate"], opened[-1][0]["rate"]] if opened else [0.0, 1.0]
+    rate = comparison["rate"] if comparison is not None else ends[0]
+    with pages.plot_file(folder / "rates.svg", 1, 2, (11, 4)) as ((left, right),):
+        for name in strategies:
+            rows = [row for row, _ in opened if row["strategy"] == name and row["completed"]]
+            rates = [row["rate"] for row in rows]
+            for key, style in (("p50", "o--"), ("p99", "o-")):
+                times = [row["ttft_ms"][key] / 1e3 for row in rows]
+                left.plot(rates, times, style, color=colours[name], label=f"{name}, {key}")
+            right.plot(rates, [row["request_throughput"] for row in rows], "o-", color=colours[name], label=name)
+        right.plot(ends, ends, ":", color="grey", label="as many as arrive")
+        left.set(xlabel="requests a second", ylabel="TTFT, s", yscale="log")
+        right.set(xlabel="requests a second", ylabel="answers a second")
+        for panel in (left, right):
+            panel.legend(fontsize="small")
+    with pages.plot_file(folder / "itl.svg", 1, 1, (5.5, 4)) as ((panel,),):
+        for row, records in opened:
+            gaps = np.sort([gap * 1e3 for record in records if record.status == "ok" for gap in itl_s(record)])
+            if row["rate"] == rate and row["load"] == "open" and gaps.size:
+                panel.step(
+                    gaps,
+                    np.arange(1, gaps.size + 1) / gaps.size,
+                    color=colours[row["strategy"]],
+                    where="post",
+                    label=row["strategy"],
+                )
+        panel.set(xlabel="time between tokens (ITL), ms", ylabel="share", xscale="log", ylim=(0, 1.02))
+        panel.set_title(f"{rate:.3g} requests a second", fontsize="medium")
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize="small", loc="lower right")

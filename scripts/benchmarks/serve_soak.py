@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from ccjax.evaluation.pages import show
 from scripts.benchmarks.serve_client import Record, closed_loop
 from scripts.benchmarks.serve_figures import figures
 from scripts.benchmarks.serve_server import Watch, scrape, serving
@@ -27,10 +26,7 @@ _LONGEST_END_S = 30.0
 
 
 def soak(
-    questions: Sequence[Question],
-    flags_of: Callable[[str], list[str]],
-    options: argparse.Namespace,
-    progress: Progress,
+    questions: Sequence[Question], flags_of: Callable[[str], list[str]], options: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     """Runs it and prints what came of it; `failures` of the result is not empty if an answer was not whole."""
     strategy = "cachecraft" if "cachecraft" in options.strategies else options.strategies[0]
@@ -52,7 +48,7 @@ def soak(
     row |= figures(records, options.slo_s or math.inf, before, after)
     row |= trend(watch.samples) | {"changed_answers": changed_answers(records, len(bodies))}
     row["page_usage"] = [scraped["ccjax_kv_cache_usage_perc"] for scraped in (before, after)]
-    _show(row)
+    _print(row)
     broken = [record for record in records if record.status != "ok"]
     failures = [f"{len(broken)} of {len(records)} answers were not whole: {broken[0].error}"] if broken else []
     if "--device-cache-bytes" not in options.serve_args:  # else cached chunks take pages
@@ -104,9 +100,8 @@ def changed_answers(records: Sequence[Record], num_questions: int) -> int:
     return sum(len(found) > 1 for found in texts.values())
 
 
-def _show(row: dict[str, Any]) -> None:
-    table = Table("", row["strategy"], show_header=True)
-    for name, text in (
+def _print(row: dict[str, Any]) -> None:
+    rows = (
         ("answers whole / refused / failed", f"{row['completed']} / {row['refused']} / {row['failed']}"),
         ("requests a second", f"{row['request_throughput']:.2f}"),
         ("TTFT p50, p99", " ".join(f"{row['ttft_ms'][key] or 0:.0f} ms" for key in ("p50", "p99"))),
@@ -115,9 +110,8 @@ def _show(row: dict[str, Any]) -> None:
         ("server memory, largest", _mb(row["rss_max_bytes"])),
         ("growth from the third to the last quarter", _mb(row["rss_growth_bytes"])),
         ("questions answered in more than one way", str(row["changed_answers"])),
-    ):
-        table.add_row(name, text)
-    Console().print(table)
+    )
+    show(("", row["strategy"]), rows)
 
 
 def _mb(num_bytes: float | None) -> str:

@@ -6,18 +6,16 @@ passages is ours.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import datetime
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.common import BenchmarkError
+from scripts.benchmarks.common import BenchmarkError, existing, rows_of
+from scripts.simulation.workload import recorded
 
 TRACES = ("musique", "nq")
 RECORDINGS = {"azure": "azure_2023_conv.csv", "mooncake": "mooncake_conversation.jsonl"}
@@ -65,14 +63,14 @@ def load_trace(data: Path, name: str, num_passages: int) -> list[Question]:
       BenchmarkError: the trace is not below `data`.
     """
     folder = data / "rag_trace"
-    texts = _rows(folder / "musique_docs.jsonl")
+    texts = rows_of(folder / "musique_docs.jsonl")
     if name == "musique":
         passages = {row["id"]: Passage(row["id"], row["title"], row["text"]) for row in texts}
         known = _known_questions(data / "qa" / "rag_top5_musique.jsonl")
     else:
         passages, known = _Borrowed(texts), {}
     questions = []
-    for row in _rows(folder / f"{name}_trace.jsonl"):
+    for row in rows_of(folder / f"{name}_trace.jsonl"):
         found = tuple(passages[number] for number in row["docs"])
         text = known.get(tuple(row["docs"]))
         own = text or f"What do the passages say about {found[0].title}?"
@@ -96,7 +94,7 @@ class _Borrowed(dict[int, Passage]):
 def _known_questions(path: Path) -> dict[tuple[int, ...], str]:
     if not path.exists():
         return {}
-    return {tuple(doc["doc_id"] for doc in row["docs"]): row["question"] for row in _rows(path)}
+    return {tuple(doc["doc_id"] for doc in row["docs"]): row["question"] for row in rows_of(path)}
 
 
 def history(questions: Sequence[Question], start: int, stop: int, most: int, *, is_prefix: bool) -> list[Question]:
@@ -161,18 +159,5 @@ def arrival_times(gaps: np.ndarray, rate: float) -> np.ndarray:
 
 @functools.cache
 def _recorded_times(path: Path) -> np.ndarray:
-    """Ascending seconds."""
-    if path.suffix == ".jsonl" or not path.exists():
-        seconds = [row["timestamp"] / 1000 for row in _rows(path)]
-    else:
-        with path.open(encoding="utf-8", newline="") as lines:
-            # Seven digits of a second; Python's clock takes six.
-            stamps = [datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in csv.DictReader(lines)]
-        seconds = [(stamp - stamps[0]).total_seconds() for stamp in stamps]
-    return np.sort(np.asarray(seconds))
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        raise BenchmarkError(f"wanted {path}, which is not there; set --data or CCJAX_TEST_DATA")
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    """Ascending seconds from the first one on."""
+    return recorded(existing(path))[0]

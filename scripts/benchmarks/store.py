@@ -19,20 +19,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ccjax.cli.progress import bars
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.rates import Rates
 from ccjax.engine.variants import VariantIndex
+from ccjax.evaluation.pages import show
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
 from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 from ccjax.store.formats import AS_IT_IS, expected_layout
 from ccjax.store.records import encode_record
 from ccjax.types import ChunkId
-from scripts.benchmarks.common import environment
+from scripts.benchmarks.common import environment, resident_bytes
 
 LLAMA3_8B = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 IDENTITY = StoreIdentity("benchmark")
@@ -106,11 +104,11 @@ def new_index(store: TieredStore) -> VariantIndex:
 
 def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any]:
     """Figures of one process that opens the store; run in a fresh one, so that nothing is warm but the page cache."""
-    before = _resident_bytes()
+    before = resident_bytes()
     opened, store = timed(lambda: open_store(root))
-    after_open = _resident_bytes()
+    after_open = resident_bytes()
     indexed, index = timed(lambda: new_index(store))
-    after_index = _resident_bytes()
+    after_index = resident_bytes()
     first, again = [], []
     rng = random.Random(2)
     for _ in range(num_plans):
@@ -152,11 +150,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _resident_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--part", choices=("index",), default="index", help="what to measure (default index)")
@@ -190,15 +183,14 @@ def _remove_records(root: Path, seed: int, num_variants: int) -> None:
 
 
 def _print(cases: list[dict[str, Any]], record_bytes: int) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    title = f"{cases[0]['variants']} variants, records of {record_bytes} bytes; ms by the clock (of processor time)"
-    table = Table("", *("catalog" if case["catalog"] else "no catalog" for case in cases), title=title)
+    rows = []
     for name, value in cases[0].items():
         if isinstance(value, dict):
-            table.add_row(name, *(f"{1e3 * c[name]['wall_s']:.2f} ({1e3 * c[name]['cpu_s']:.2f})" for c in cases))
+            rows.append((name, *(f"{1e3 * c[name]['wall_s']:.2f} ({1e3 * c[name]['cpu_s']:.2f})" for c in cases)))
         elif name.endswith("bytes_per_variant"):
-            table.add_row(name, *(str(case[name]) for case in cases))
-    console.print(table)
+            rows.append((name, *(str(case[name]) for case in cases)))
+    title = f"{cases[0]['variants']} variants, records of {record_bytes} bytes; ms by the clock (of processor time)"
+    show(("", *("catalog" if case["catalog"] else "no catalog" for case in cases)), rows, title)
 
 
 if __name__ == "__main__":

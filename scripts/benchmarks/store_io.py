@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
+from ccjax.evaluation.pages import show
 from ccjax.store import KVSpec, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
 from scripts.benchmarks.common import environment, median
 
@@ -163,12 +162,10 @@ def _drop_from_cache(folder: Path) -> None:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Disk tier against plain files, GB/s")
-    for heading in ("variant", "operation", "tier", "plain", "ratio"):
-        table.add_column(heading, justify="left" if heading in ("variant", "operation") else "right")
-    for row in rows:
-        for operation in ("write", "cold_read", "warm_read"):
-            one = row[operation]
-            rates = (f"{one[who]:.2f}" for who in ("tier_gb_per_s", "plain_gb_per_s"))
-            table.add_row(row["variant"], operation.replace("_", " "), *rates, f"{one['ratio']:.0%}")
-    Console().print(table)
+    cells = [
+        (row["variant"], name.replace("_", " "), f"{one['tier_gb_per_s']:.2f}", f"{one['plain_gb_per_s']:.2f}")
+        + (f"{one['ratio']:.0%}",)
+        for row in rows
+        for name, one in ((name, row[name]) for name in ("write", "cold_read", "warm_read"))
+    ]
+    show(("variant", "operation", "tier", "plain", "ratio"), cells, "Disk tier against plain files, GB/s")

@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
@@ -25,10 +22,11 @@ from ccjax.engine.batch_sizes import BatchSizes
 from ccjax.engine.buckets import slot_bucket
 from ccjax.engine.loading import LoadedModel
 from ccjax.engine.warmup import compile_pack
+from ccjax.evaluation.pages import show, text
 from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.types import ReuseMode
 from scripts.benchmarks import transformers_peer, ttft_default
-from scripts.benchmarks.common import environment, median
+from scripts.benchmarks.common import environment, median, random_config, shapes_of
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 8
 
@@ -65,8 +63,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all cases in alternation and prints the table."""
     lengths = arguments.context_tokens or ([512] if arguments.quick else [2048, 4096])
     repetitions = 2 if arguments.quick else arguments.repetitions
-    layers, width = (2, 256) if arguments.quick else (16, 1024)
-    config = LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
+    config = random_config(is_quick=arguments.quick)
     params = init_params(config, jax.random.key(0))
     has_peer = transformers_peer.is_installed() and not arguments.no_peers
     peer = transformers_peer.full_prefill(config) if has_peer else None
@@ -100,9 +97,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 peers.append({**name, "ttft_s": median(peer_s[1:]), "runs_s": peer_s[1:]})
     rows, peers = [*default_rows, *rows], [*default_peers, *peers]
     _print(rows, peers, skipped)
-    shapes_of = {"layers": layers, "d_model": width, "heads": 16, "kv_heads": 4, "d_ff": config.d_ff}
-    shapes_of |= {"system_tokens": NUM_SYSTEM, "question_tokens": NUM_QUESTION, "passages": NUM_PASSAGES}
-    figures = {"shapes": {**shapes_of, "dtype": "float32"}, "cases": rows, "peers": peers, "skipped": skipped}
+    shapes = {"system_tokens": NUM_SYSTEM, "question_tokens": NUM_QUESTION, "passages": NUM_PASSAGES}
+    figures = {"shapes": {**shapes_of(config), **shapes}, "cases": rows, "peers": peers, "skipped": skipped}
     return {"benchmark": "ttft", **environment(), **figures}
 
 
@@ -163,21 +159,19 @@ def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]], skipped: lis
     # Nothing is reused of an empty store.
     is_full = lambda row: row["strategy"] == "full" or row.get("state") == "empty"  # noqa: E731
     full = {(row["model"], row["context_tokens"]): row["ttft_s"] for row in rows if is_full(row)}
-    table = Table("model", "context", "strategy", "store", "recompute", "focus cut", "computed", "TTFT s", "faster")
-    for row in [*rows, *peers]:
-        focus = "" if "focus" not in row else "on" if row["focus"] else "off"
-        table.add_row(
+    cells = [
+        (
             row["model"],
             str(row["context_tokens"]),
             row.get("strategy") or row["name"],
             row.get("state", ""),
-            f"{row['ratio']:.0%}" if "ratio" in row else "",
-            focus,
-            f"{row['computed_share']:.1%}" if "computed_share" in row else "",
+            text(row.get("ratio"), ".0%"),
+            "" if "focus" not in row else "on" if row["focus"] else "off",
+            text(row.get("computed_share"), ".1%"),
             f"{row['ttft_s']:.3f}",
             f"{full[row['model'], row['context_tokens']] / row['ttft_s']:.2f}x",
         )
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
-    for reason in skipped:
-        console.print(f"SKIPPED {reason}", highlight=False, markup=False)
+        for row in (*rows, *peers)
+    ]
+    head = ("model", "context", "strategy", "store", "recompute", "focus cut", "computed", "TTFT s", "faster")
+    show(head, cells, says=[f"SKIPPED {reason}" for reason in skipped])

@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ccjax.demo.corpus import build_corpus
 from ccjax.engine import Engine, EngineConfig, Response
 from ccjax.engine.loading import LoadedModel, load_model
 from ccjax.errors import ConfigError
@@ -26,6 +25,7 @@ from ccjax.loading.named import gguf_path
 from ccjax.types import Document
 from scripts.benchmarks import llama_cpp_peer, transformers_peer
 from scripts.benchmarks.common import BenchmarkError, median
+from scripts.demo_model.corpus import build_corpus
 
 MODEL = "smollm2"
 NUM_PASSAGES = 8

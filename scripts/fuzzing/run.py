@@ -10,16 +10,7 @@ from pathlib import Path
 import atheris
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-INSTRUMENTED = [
-    "ccjax",
-    "ccjax.models.llama3",
-    "ccjax.store",
-    "gguf",
-    "yaml",
-    "bs4",
-    "html.parser",
-    "pypdf",
-]
+INSTRUMENTED = ["ccjax", "ccjax.models.llama3", "ccjax.store", "gguf", "yaml", "bs4", "html.parser", "pypdf"]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,15 +8,8 @@ from typing import Any
 
 from scripts.benchmarks.common import environment
 
-PACKAGES = (
-    "jaxlib",
-    "jax-cuda13-plugin",
-    "jax-cuda12-plugin",
-    "libtpu",
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12",
-    "triton",
-)
+PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+PACKAGES += ("triton",)
 
 
 def machine() -> dict[str, Any]:

@@ -113,26 +113,12 @@ def controls() -> Iterator[tuple[str, str, Any, Any, str]]:
 
     for chip in CHIPS:
         large = TritonBlocks(queries=128, keys=128, num_warps=8, num_stages=4)
-        yield (
-            "four stages of 128 keys exceed shared memory",
-            chip,
-            CONTROL,
-            functools.partial(triton_attention, blocks=large),
-            "(?i)shared memory",
-        )
+        attend = functools.partial(triton_attention, blocks=large)
+        yield "four stages of 128 keys exceed shared memory", chip, CONTROL, attend, "(?i)shared memory"
         few_warps = TritonBlocks(queries=128, keys=64, num_warps=4, num_stages=2)
-        yield (
-            "four warps for 128 x 64 spill",
-            chip,
-            CONTROL,
-            functools.partial(triton_attention, blocks=few_warps),
-            "spill_bytes",
-        )
+        attend = functools.partial(triton_attention, blocks=few_warps)
+        yield "four warps for 128 x 64 spill", chip, CONTROL, attend, "spill_bytes"
         long_steps = TritonDecodeBlocks(slots=1024, num_warps=4, num_stages=2, programs=1024)
-        yield (
-            "decode steps of 1,024 slots spill",
-            chip,
-            DECODE_CONTROL,
-            functools.partial(triton_decode, blocks=long_steps),
-            "(?i)spill_bytes|shared memory|shared_bytes",
-        )
+        decode = functools.partial(triton_decode, blocks=long_steps)
+        words = "(?i)spill_bytes|shared memory|shared_bytes"
+        yield "decode steps of 1,024 slots spill", chip, DECODE_CONTROL, decode, words

@@ -117,12 +117,7 @@ def _paged_layer(case: StepCase, place: Place, implementation: str) -> tuple[tup
     rows, slots = (a.ints(n), a.ints(n), a.ints(n)), (a.ints(s), a.ints(s), a.ints(s))
     segments = a.ints(s) if case.num_segments else None
     arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), *rows, *slots, segments, a.rotation(n), a.rotation(s))
-    return arrays, {
-        "config": case.config,
-        "num_segments": case.num_segments,
-        "implementation": implementation,
-        "mesh": None,
-    }
+    return arrays, _statics(case, implementation, num_segments=case.num_segments)
 
 
 def _paged_decode(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,10 +13,7 @@ PLATFORM = "tpu"
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 """Chip -> the topology that it is compiled for."""
 PACKAGES = ("jax", "libtpu")
-LIMITS = {
-    "vmem_bytes": {"v5e": 16 << 20, "v6e": 32 << 20},
-    "hbm_bytes": {"v5e": 16 << 30, "v6e": 32 << 30},
-}
+LIMITS = {"vmem_bytes": {"v5e": 16 << 20, "v6e": 32 << 20}, "hbm_bytes": {"v5e": 16 << 30, "v6e": 32 << 30}}
 """What the compiler grants one kernel unless asked for more, and a chip's memory."""
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import scipy.optimize
 
 from ccjax.engine.requests import Response
-from ccjax.simulation.costs import GridCosts, Piece
-from ccjax.simulation.replica import HostWork
+from scripts.simulation.costs import GridCosts, Piece
+from scripts.simulation.replica import HostWork
 
 
 @dataclasses.dataclass(frozen=True)

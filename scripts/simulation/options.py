@@ -12,8 +12,8 @@ from ccjax.cli.serving.options import ServeOptions
 from ccjax.cli.values import num_bytes
 
 if TYPE_CHECKING:
-    from ccjax.simulation.run import Deployment
-    from ccjax.simulation.workload import Workload
+    from scripts.simulation.run import Deployment
+    from scripts.simulation.workload import Workload
 
 _TYPICAL_TOKENS = (90, 110, 130, 160, 200, 260)
 """Lengths of drawn passages where none are given: about what paragraphs of Wikipedia have."""
@@ -91,7 +91,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
     """
     import numpy as np
 
-    from ccjax.simulation import workload as made
+    from scripts.simulation import workload as made
 
     if not 0 <= args.warmup < args.requests:
         raise ValueError(f"--warmup: wanted fewer than --requests {args.requests}, got {args.warmup}")
@@ -130,11 +130,11 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     from ccjax.models.llama3.presets import preset
     from ccjax.policy.eviction import DEFAULT_POLICY, make_policy
     from ccjax.policy.scheduling import SchedulerSettings
-    from ccjax.simulation.cache import CacheSettings
-    from ccjax.simulation.costs import GridCosts, RooflineCosts
-    from ccjax.simulation.hardware import hardware
-    from ccjax.simulation.run import Deployment
     from ccjax.store.spec import KVSpec
+    from scripts.simulation.cache import CacheSettings
+    from scripts.simulation.costs import GridCosts, RooflineCosts
+    from scripts.simulation.hardware import hardware
+    from scripts.simulation.run import Deployment
 
     device = hardware(args.hardware)
     config = preset(args.model, vocab_size=128_256)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ import numpy as np
 from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.scheduling import SchedulerSettings
-from ccjax.simulation.cache import CacheSettings
-from ccjax.simulation.costs import Piece, RooflineCosts
-from ccjax.simulation.hardware import HARDWARE, Hardware
-from ccjax.simulation.run import Deployment, Simulation
-from ccjax.simulation.workload import Passages, Workload, draw_which, poisson, zipf_lists
 from ccjax.store.spec import KVSpec
+from scripts.simulation.cache import CacheSettings
+from scripts.simulation.costs import Piece, RooflineCosts
+from scripts.simulation.hardware import HARDWARE, Hardware
+from scripts.simulation.run import Deployment, Simulation
+from scripts.simulation.workload import Passages, Workload, draw_which, poisson, zipf_lists
 
 A100 = HARDWARE["a100"]
 H800 = HARDWARE["h800"]
@@ -110,27 +110,30 @@ MMLU = {"exponent": 0.95, "answer_tokens": 1}
 NQ = {"exponent": 0.7, "answer_tokens": 6}
 
 
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What answers: a model on devices, with memory for its caches."""
+
+    config: LlamaConfig
+    device: Hardware
+    device_bytes: int
+    host_bytes: int
+    tensor_parallel_size: int = 1
+    seats: int = 32
+    batched_tokens: int = 8192
+
+
 def simulate(
-    config: LlamaConfig,
-    device: Hardware,
-    workload: Workload,
-    system: System,
-    *,
-    warmup: int,
-    tensor_parallel_size: int = 1,
-    device_bytes: int = 0,
-    host_bytes: int = 0,
-    seats: int = 32,
-    batched_tokens: int = 8192,
-    is_hurried: bool = False,
+    setup: Setup, workload: Workload, system: System, size: Size, *, is_hurried: bool = False
 ) -> tuple[Simulation, Row]:
     """One run and its figures.
 
     Args:
       is_hurried: the requests before those that count come as fast as these.
     """
+    config = setup.config
     if not is_hurried:
-        workload = workload.unhurried(warmup, _APART_S)
+        workload = workload.unhurried(size.warmup, _APART_S)
     kv_spec = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, "bfloat16")
     uses = system.strategy != "full"
     cache = CacheSettings(
@@ -138,36 +141,31 @@ def simulate(
         reuse="bounded" if uses else "off",
         recompute_ratio=system.recompute_ratio,
         eviction_policy=system.eviction_policy,
-        device_cache_bytes=device_bytes if uses else 0,
-        host_cache_bytes=host_bytes if system.uses_host and uses else 0,
+        device_cache_bytes=setup.device_bytes if uses else 0,
+        host_cache_bytes=setup.host_bytes if system.uses_host and uses else 0,
     )
     limits = SchedulerSettings(
         num_pages=_PLENTY,
         page_tokens=PAGE_TOKENS,
-        max_num_seqs=seats,
-        max_num_batched_tokens=batched_tokens,
+        max_num_seqs=setup.seats,
+        max_num_batched_tokens=setup.batched_tokens,
         max_queue=_PLENTY,
         reorder_window=system.reorder_window,
     )
-    deployment = Deployment(RooflineCosts(config, device, tensor_parallel_size), kv_spec, cache, limits)
-    simulation = Simulation(deployment, workload)
-    figures = simulation.run().figures(workload, warmup=warmup)
-    return simulation, figures
+    costs = RooflineCosts(config, setup.device, setup.tensor_parallel_size)
+    simulation = Simulation(Deployment(costs, kv_spec, cache, limits), workload)
+    return simulation, simulation.run().figures(workload, warmup=size.warmup)
 
 
 def _row(system: System, figures: Row, **more: Any) -> Row:
-    return {
-        **more,
-        "system": system.name,
-        "ttft_s": figures["ttft_s"],
-        "latency_s": figures["latency_s"],
-        "throughput": figures["throughput"],
-        "computed_share": figures["computed_share"],
-        "hit_ratio": figures["hit_ratio"],
-    }
+    names = ("ttft_s", "latency_s", "throughput", "computed_share", "hit_ratio")
+    return {**more, "system": system.name, **{name: figures[name] for name in names}}
 
 
-# -- Cache-Craft -------------------------------------------------------------------------------------------------------
+def _rows(setup: Setup, workload: Workload, systems: Sequence[System], size: Size, **about: Any) -> list[Row]:
+    """A row for each system."""
+    return [_row(system, simulate(setup, workload, system, size)[1], **about) for system in systems]
+
 
 _CRAFT_MODELS = (
     ("Llama-3-8B on an A100", LLAMA3_8B, 1, (60, 120, 180, 240), 20 * GIB),
@@ -175,24 +173,17 @@ _CRAFT_MODELS = (
 )
 
 
+_ONE_A100 = Setup(LLAMA3_8B, A100, 20 * GIB, 128 * GIB)
+
+
 def fig_22(size: Size) -> list[Row]:
     """CacheCraft fig. 22: throughput and response latency by load, in queries a minute; our default options first."""
     rows = []
     for name, config, devices, loads, device_bytes in _CRAFT_MODELS:
+        setup = Setup(config, A100, device_bytes, 128 * GIB, devices, batched_tokens=150_000)
         for load in loads:
-            for system in (DEFAULT, FULL, PREFIX, NAIVE, CRAFT_30):
-                _, figures = simulate(
-                    config,
-                    A100,
-                    sys_x(size, load / 60),
-                    system,
-                    warmup=size.warmup,
-                    tensor_parallel_size=devices,
-                    device_bytes=device_bytes,
-                    host_bytes=128 * GIB,
-                    batched_tokens=150_000,
-                )
-                rows.append(_row(system, figures, model=name, load=load))
+            systems = (DEFAULT, FULL, PREFIX, NAIVE, CRAFT_30)
+            rows += _rows(setup, sys_x(size, load / 60), systems, size, model=name, load=load)
     return rows
 
 
@@ -201,9 +192,7 @@ def fig_23a(size: Size) -> list[Row]:
     workload = sys_x(size, 0.05)
     found = {}
     for system in (PREFIX, CRAFT_39):
-        run, _ = simulate(
-            LLAMA3_8B, A100, workload, system, warmup=size.warmup, device_bytes=20 * GIB, host_bytes=128 * GIB
-        )
+        run, _ = simulate(_ONE_A100, workload, system, size)
         found[system.name] = run.outcome.ttft_s[size.warmup :]
         lengths = run.outcome.prompt[size.warmup :]
     edges = (0, 2000, 4000, 8000, 20_000)
@@ -242,16 +231,7 @@ def fig_24_25(size: Size) -> Row:
     workload = sys_x(size, 1.0)
     found: Row = {"systems": []}
     for system in (PREFIX, CRAFT_30):
-        run, figures = simulate(
-            LLAMA3_8B,
-            A100,
-            workload,
-            system,
-            warmup=size.warmup,
-            device_bytes=20 * GIB,
-            host_bytes=128 * GIB,
-            is_hurried=True,
-        )
+        run, figures = simulate(_ONE_A100, workload, system, size, is_hurried=True)
         hits = run.outcome.hits
         found["systems"].append(
             _row(system, figures)
@@ -266,10 +246,19 @@ def fig_24_25(size: Size) -> Row:
     return found
 
 
-# -- RAGCache ----------------------------------------------------------------------------------------------------------
-
 _CACHE_MODELS = (("Mistral-7B", MISTRAL_7B, 4 * GIB), ("Llama2-7B", LLAMA2_7B, 4 * GIB))
+_LARGE_MODELS = (
+    ("Mixtral-8x7B", MIXTRAL_8X7B, 8, (1.0, 4.0, 8.0)),
+    ("Llama2-70B", LLAMA3_70B, 4, (0.5, 1.0, 2.0)),
+)
+_HOST_GIB = (8, 16, 32, 64, 128)
+_PEERS = (VLLM, SGLANG, RAGCACHE)
 _DATASETS = (("MMLU", MMLU, (0.5, 1.0, 1.5, 2.0, 2.5)), ("Natural Questions", NQ, (0.4, 0.8, 1.2, 1.6)))
+
+
+def _on_an_a10g(config: LlamaConfig, host_gib: int, device_bytes: int = 4 * GIB) -> Setup:
+    """Four requests at once on an A10G."""
+    return Setup(config, A10G, device_bytes, host_gib * GIB, seats=4)
 
 
 def fig_15(size: Size) -> list[Row]:
@@ -278,18 +267,8 @@ def fig_15(size: Size) -> list[Row]:
     for model, config, device_bytes in _CACHE_MODELS:
         for dataset, about, rates in _DATASETS:
             for rate in rates:
-                for system in (VLLM, SGLANG, RAGCACHE):
-                    _, figures = simulate(
-                        config,
-                        A10G,
-                        wikipedia(size, rate, **about),
-                        system,
-                        warmup=size.warmup,
-                        device_bytes=device_bytes,
-                        host_bytes=192 * GIB,
-                        seats=4,
-                    )
-                    rows.append(_row(system, figures, model=model, dataset=dataset, rate=rate))
+                workload, setup = wikipedia(size, rate, **about), _on_an_a10g(config, 192, device_bytes)
+                rows += _rows(setup, workload, _PEERS, size, model=model, dataset=dataset, rate=rate)
     return rows
 
 
@@ -297,83 +276,45 @@ def fig_18(size: Size) -> list[Row]:
     """RAGCache fig. 18: mean TTFT by top-k, Mistral-7B, MMLU; documents of top-5 are cut as in the paper."""
     rows = []
     for top_k, tokens, rate in ((1, 1200, 1.5), (3, 1200, 0.7), (5, 800, 0.6)):
-        for system in (VLLM, SGLANG, RAGCACHE):
-            _, figures = simulate(
-                MISTRAL_7B,
-                A10G,
-                wikipedia(size, rate, top_k=top_k, mean_tokens=tokens, **MMLU),
-                system,
-                warmup=size.warmup,
-                device_bytes=4 * GIB,
-                host_bytes=192 * GIB,
-                seats=4,
-            )
-            rows.append(_row(system, figures, top_k=top_k, rate=rate))
+        workload = wikipedia(size, rate, top_k=top_k, mean_tokens=tokens, **MMLU)
+        rows += _rows(_on_an_a10g(MISTRAL_7B, 192), workload, _PEERS, size, top_k=top_k, rate=rate)
     return rows
 
 
 def fig_19(size: Size) -> list[Row]:
     """RAGCache fig. 19: large models on two H800, MMLU. Llama2-70B has the shapes of Llama-3-70B but for its words."""
     rows = []
-    for model, config, seats, rates in (
-        ("Mixtral-8x7B", MIXTRAL_8X7B, 8, (1.0, 4.0, 8.0)),
-        ("Llama2-70B", LLAMA3_70B, 4, (0.5, 1.0, 2.0)),
-    ):
+    for model, config, seats, rates in _LARGE_MODELS:
+        setup = Setup(config, H800, 20 * GIB, 384 * GIB, 2, seats)
         for rate in rates:
-            for system in (VLLM, SGLANG, RAGCACHE):
-                _, figures = simulate(
-                    config,
-                    H800,
-                    wikipedia(size, rate, **MMLU),
-                    system,
-                    warmup=size.warmup,
-                    tensor_parallel_size=2,
-                    device_bytes=20 * GIB,
-                    host_bytes=384 * GIB,
-                    seats=seats,
-                )
-                rows.append(_row(system, figures, model=model, rate=rate))
+            rows += _rows(setup, wikipedia(size, rate, **MMLU), _PEERS, size, model=model, rate=rate)
     return rows
 
 
 def fig_20(size: Size) -> list[Row]:
     """RAGCache fig. 20, table 2: hit rate and TTFT by policy and host memory, at 0.8 requests a second."""
+    policies = ("pgdsf", "gdsf", "lru", "lfu", "saved_seconds")
+    systems = [dataclasses.replace(RAGCACHE, name=policy, eviction_policy=policy) for policy in policies]
     rows = []
     for dataset, about, _ in _DATASETS:
-        for host_gib in (8, 16, 32, 64, 128):
-            for policy in ("pgdsf", "gdsf", "lru", "lfu", "saved_seconds"):
-                system = dataclasses.replace(RAGCACHE, name=policy, eviction_policy=policy)
-                _, figures = simulate(
-                    MISTRAL_7B,
-                    A10G,
-                    wikipedia(size, 0.8, **about),
-                    system,
-                    warmup=size.warmup,
-                    device_bytes=4 * GIB,
-                    host_bytes=host_gib * GIB,
-                    seats=4,
-                )
-                rows.append(_row(system, figures, dataset=dataset, host_gib=host_gib))
+        for host_gib in _HOST_GIB:
+            setup, workload = _on_an_a10g(MISTRAL_7B, host_gib), wikipedia(size, 0.8, **about)
+            rows += _rows(setup, workload, systems, size, dataset=dataset, host_gib=host_gib)
     return rows
 
 
 def fig_21(size: Size) -> list[Row]:
     """RAGCache fig. 21: cache-aware order on and off, a little more load than can be served: 1.1 times what the same
     replica does when all requests come at once."""
+    off, on = (dataclasses.replace(RAGCACHE, name=f"window {window}", reorder_window=window) for window in (1, 32))
     rows = []
     for dataset, about, _ in _DATASETS:
-        for host_gib in (16, 32, 64, 128):
-            memory: dict[str, Any] = {"device_bytes": 4 * GIB, "host_bytes": host_gib * GIB, "seats": 4}
-            flat = dataclasses.replace(RAGCACHE, reorder_window=1)
-            at_once = wikipedia(size, 1e3, **about)
-            run, _ = simulate(MISTRAL_7B, A10G, at_once, flat, warmup=size.warmup, **memory)
+        for host_gib in _HOST_GIB[1:]:
+            setup = _on_an_a10g(MISTRAL_7B, host_gib)
+            run, _ = simulate(setup, wikipedia(size, 1e3, **about), off, size)
             rate = 1.1 * size.measured / run.outcome.latency_s[size.warmup :].max()
-            for window in (1, 32):
-                system = dataclasses.replace(RAGCACHE, name=f"window {window}", reorder_window=window)
-                _, figures = simulate(
-                    MISTRAL_7B, A10G, wikipedia(size, rate, **about), system, warmup=size.warmup, **memory
-                )
-                rows.append(_row(system, figures, dataset=dataset, host_gib=host_gib, rate=rate))
+            workload = wikipedia(size, rate, **about)
+            rows += _rows(setup, workload, (off, on), size, dataset=dataset, host_gib=host_gib, rate=rate)
     return rows
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ccjax.evaluation.pages import markdown_table, plot_file
 from scripts.simulation.paper import CRAFT_30, CRAFT_39, DEFAULT, FULL, NAIVE, PREFIX, RAGCACHE, SGLANG, VLLM, Row
 
 _SATURATED = 5.0
@@ -26,13 +27,10 @@ def page(found: Found, plot: Path | None, took_s: float, size: str) -> str:
     """The part from `HEADING` on."""
     parts = [
         HEADING,
-        f"`make simulate-paper`, {size}, {took_s:.0f} s on a CPU. Hardware is from data sheets, loads and budgets "
-        "from the "
-        "papers. The workloads are drawn: popularity and lengths are our choice, to fit what the papers say of "
-        "theirs, and "
-        "the A10G's efficiency is read off RAGCache's fig. 3. Beyond saturation TTFT grows with the length of a "
-        "run, so "
-        "there only the order of systems means something.",
+        f"`make simulate-paper`, {size}, {took_s:.0f} s on a CPU. Hardware is from data sheets, loads and budgets from "
+        "the papers. The workloads are drawn: popularity and lengths are our choice, to fit what the papers say of "
+        "theirs, and the A10G's efficiency is read off RAGCache's fig. 3. Beyond saturation TTFT grows with the "
+        "length of a run, so there only the order of systems means something.",
         *_craft_22(found["craft_22"]),
         *_craft_23(found["craft_23a"], found["craft_23bcd"]),
         *_craft_24(found["craft_24_25"]),
@@ -45,11 +43,6 @@ def page(found: Found, plot: Path | None, took_s: float, size: str) -> str:
     if plot is not None:
         parts.append(f"![the figures as curves and bars]({plot.name})")
     return "\n\n".join(parts) + "\n"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def by(rows: Sequence[Row], *keys: str) -> dict[tuple, dict[str, Row]]:
@@ -93,27 +86,16 @@ def _craft_22(rows: Sequence[Row]) -> list[str]:
                 f"{_ratio(_mean(full, 'latency_s'), _mean(one, 'latency_s'))}"
             )
         lines.append(cells)
-    head = (
-        "model",
-        "queries a minute",
-        "default options",
-        "full prefill",
-        "prefix",
-        "none recomputed",
-        "30 %",
-        "gain, default",
-        "gain, none",
-        "gain, 30 %",
-    )
+    head = ("model", "queries a minute", "default options", "full prefill", "prefix", "none recomputed", "30 %")
+    head += ("gain, default", "gain, none", "gain, 30 %")
     return [
         "### Cache-Craft fig. 22: throughput and response latency",
         "Answers a minute / mean latency; gains over full prefill, throughput / latency. The default options of ccjax "
         "come first: they recompute at most 15 %.",
-        _table(head, lines),
-        "Paper, 8B at 240 and 70B at 120 a minute: 1.9 / 3.3 and 2.0 / 3.3 with nothing recomputed, 1.6 / 2.1 "
-        "and 1.6 / "
-        "2.0 with 30 %. That reuse wins, and by more the higher the load, comes out; the sizes do not. "
-        "Latency gains at full load grow with the length of the run, and say only that full prefill is overloaded.",
+        markdown_table(head, lines),
+        "Paper, 8B at 240 and 70B at 120 a minute: 1.9 / 3.3 and 2.0 / 3.3 with nothing recomputed, 1.6 / 2.1 and 1.6 "
+        "/ 2.0 with 30 %. That reuse wins, and by more the higher the load, comes out; the sizes do not. Latency "
+        "gains at full load grow with the length of the run, and say only that full prefill is overloaded.",
     ]
 
 
@@ -136,13 +118,12 @@ def _craft_23(lengths: Sequence[Row], batches: Sequence[Row]) -> list[str]:
     return [
         "### Cache-Craft fig. 23: TTFT by length, model and batch",
         "a: requests far apart, 39 % of each passage recomputed behind another prefix, against prefix caching.",
-        _table(("input tokens", "requests", "prefix", "Cache-Craft", "gain"), rows),
+        markdown_table(("input tokens", "requests", "prefix", "Cache-Craft", "gain"), rows),
         "Paper: about 2.5 on average, at 18 % of tokens behind exact prefixes.",
         "b to d: a batch at 25 % recomputed (prefix caching granted 60 %, as in the paper); costs alone.",
-        _table(("panel", "tokens x batch", "full", "prefix", "Cache-Craft", "gain over full"), cases),
-        "Paper: 1.6 (8B) and 2.3 (70B) in b, 1.7 at 16,000 tokens in c. Ours are well above: a roofline gives "
-        "close to 1 / 0.25, for it has the products and nothing else. What its implementation adds the paper does "
-        "not say.",
+        markdown_table(("panel", "tokens x batch", "full", "prefix", "Cache-Craft", "gain over full"), cases),
+        "Paper: 1.6 (8B) and 2.3 (70B) in b, 1.7 at 16,000 tokens in c. Ours are well above: a roofline gives close "
+        "to 1 / 0.25, for it has the products and nothing else. What its implementation adds the paper does not say.",
     ]
 
 
@@ -162,16 +143,11 @@ def _craft_24(found: Found) -> list[str]:
     variants = found["variants"]
     return [
         "### Cache-Craft fig. 24 and 25: a trace, and what it leaves in the store",
-        _table(("system", "mean TTFT", "p99", "tokens computed", "passages reused", "all five reused"), rows),
-        f"p99 is {_ratio(prefix['ttft_s']['p99'], craft['ttft_s']['p99'])} times lower than with prefix caching "
-        "(paper 3), "
-        f"{1 - craft['computed_share'] / prefix['computed_share']:.0%} fewer tokens are computed (paper 51 %). At "
-        "the end "
-        f"all {len(variants)} chunks, as many as the paper has by our choice, are stored in {sum(variants)} "
-        f"variants, the "
-        "most of one chunk "
-        f"{variants[0]} "
-        f"(paper 11), {variants[len(variants) // 2]} of the median one.",
+        markdown_table(("system", "mean TTFT", "p99", "tokens computed", "passages reused", "all five reused"), rows),
+        f"p99 is {_ratio(prefix['ttft_s']['p99'], craft['ttft_s']['p99'])} times lower than with prefix caching (paper "
+        f"3), {1 - craft['computed_share'] / prefix['computed_share']:.0%} fewer tokens are computed (paper 51 %). At "
+        f"the end all {len(variants)} chunks, as many as the paper has by our choice, are stored in {sum(variants)} "
+        f"variants, the most of one chunk {variants[0]} (paper 11), {variants[len(variants) // 2]} of the median one.",
     ]
 
 
@@ -207,14 +183,12 @@ def _ragcache_15(rows: Sequence[Row]) -> list[str]:
     throughput = [one[RAGCACHE.name] / one[VLLM.name] for one in most.values()]
     return [
         "### RAGCache fig. 15: mean TTFT by rate",
-        _table(("model", "dataset", "rate", *_GAINS), lines),
-        f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM "
-        "(paper 1.2 to 4) "
-        f"and {_span(gains[SGLANG.name])} than SGLang (paper 1.1 to 3.5). The highest rate at which it stays below "
+        markdown_table(("model", "dataset", "rate", *_GAINS), lines),
+        f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.2 to 4) and "
+        f"{_span(gains[SGLANG.name])} than SGLang (paper 1.1 to 3.5). The highest rate at which it stays below "
         f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1), as "
-        f"finely as the "
-        "rates are set. Llama2-7B's KV takes four times the bytes, so it has "
-        "fewer hits and less gain, as in the paper.",
+        "finely as the rates are set. Llama2-7B's KV takes four times the bytes, so it has fewer hits and less gain, "
+        "as in the paper.",
     ]
 
 
@@ -222,11 +196,10 @@ def _ragcache_18(rows: Sequence[Row]) -> list[str]:
     lines, gains = _gains(rows, "top_k", "rate")
     return [
         "### RAGCache fig. 18: top-k",
-        _table(("top-k", "rate", *_GAINS), lines),
+        markdown_table(("top-k", "rate", *_GAINS), lines),
         f"At these rates RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.7 to 3.1), "
         f"{_span(gains[SGLANG.name])} than SGLang (paper 1.2 to 2.5): more than in the paper, as the others stand "
-        f"close "
-        "to saturation here.",
+        "close to saturation here.",
     ]
 
 
@@ -234,7 +207,7 @@ def _ragcache_19(rows: Sequence[Row]) -> list[str]:
     lines, gains = _gains(rows, "model", "rate")
     return [
         "### RAGCache fig. 19: large models on two H800",
-        _table(("model", "rate", *_GAINS), lines),
+        markdown_table(("model", "rate", *_GAINS), lines),
         f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.4 to 2.1 at "
         f"low rates), {_span(gains[SGLANG.name])} than SGLang (paper 1.2 to 2.6).",
     ]
@@ -255,7 +228,7 @@ def _ragcache_20(rows: Sequence[Row]) -> list[str]:
     return [
         "### RAGCache fig. 20, table 2: policies by host memory",
         "Hit rate / mean TTFT at 0.8 requests a second.",
-        _table(("dataset", "host memory", *policies), lines),
+        markdown_table(("dataset", "host memory", *policies), lines),
         f"PGDSF's hits are {hits['gdsf']} times GDSF's (paper 1.02 to 1.32), {hits['lru']} LRU's (1.06 to 1.62) and "
         f"{hits['lfu']} LFU's (1.06 to 1.75). Once all that is asked for fits, policies are alike. Draws by Zipf's law "
         "do not drift, which suits LFU better than real requests do.",
@@ -279,25 +252,20 @@ def _ragcache_21(rows: Sequence[Row]) -> list[str]:
         )
     return [
         "### RAGCache fig. 21: cache-aware order",
-        _table(("dataset", "host memory", "rate", "off", "on", "gain"), lines),
+        markdown_table(("dataset", "host memory", "rate", "off", "on", "gain"), lines),
         f"Mean TTFT is {_span(gains)} times lower with the order on, {statistics.median(gains):.2f} in the median "
         "(paper 1.2 "
         "to 2.1). How much a window of 32 does depends on how full it is, so on how far beyond saturation the rate is.",
     ]
 
 
-# -- plot --------------------------------------------------------------------------------------------------------------
-
-
 def draw(found: Found, path: Path) -> None:
     """Nine panels; the format follows the file's ending."""
-    import matplotlib
+    with plot_file(path, 3, 3, (14, 11)) as panels:
+        _draw(found, panels)
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ccjax"  # the same bytes for the same figures
-    from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(3, 3, figsize=(14, 11), layout="constrained")
+def _draw(found: Found, panels: Any) -> None:
     first, second, third, fourth, fifth, sixth, seventh, eighth, ninth = panels.flat
     for panel, model in ((first, "Llama-3-8B on an A100"), (second, "Llama-3-70B on four A100")):
         own = [row for row in found["craft_22"] if row["model"] == model]
@@ -329,8 +297,6 @@ def draw(found: Found, path: Path) -> None:
     for panel in panels.flat:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize="xx-small")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
 
 
 def _curves(panel: Any, rows: Sequence[Row], key: str, value: Callable[[Row], float]) -> None:

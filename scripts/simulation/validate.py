@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from ccjax.cli.progress import bars
 from ccjax.engine import Engine
@@ -29,15 +27,12 @@ from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.engine.prefill_profile import PrefillProfile, write_profile
 from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.evaluation.pages import show
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.policy.scheduling import SchedulerSettings
-from ccjax.simulation.cache import CacheSettings
-from ccjax.simulation.costs import GridCosts
-from ccjax.simulation.replica import HostWork
-from ccjax.simulation.run import Deployment, Simulation
-from ccjax.simulation.workload import Passages, Workload, poisson
+from ccjax.server.loading import use_compile_cache
 from ccjax.text import PromptBuilder
-from scripts.benchmarks.common import BenchmarkError, environment
+from scripts.benchmarks.common import BenchmarkError, data_folder, environment, spread
 from scripts.benchmarks.ragcache_replay import (
     BATCHED_TOKENS,
     RECOMPUTE_RATIO,
@@ -51,7 +46,12 @@ from scripts.benchmarks.ragcache_replay import (
 from scripts.benchmarks.ragcache_replay import distinct_bytes as bytes_of_all
 from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import Question, load_trace
+from scripts.simulation.cache import CacheSettings
+from scripts.simulation.costs import GridCosts
 from scripts.simulation.observed import Prefill, fit
+from scripts.simulation.replica import HostWork
+from scripts.simulation.run import Deployment, Simulation
+from scripts.simulation.workload import Passages, Workload, poisson
 
 STRATEGIES = ("prefix", "cachecraft")
 LOADS = (0.3, 0.6)
@@ -78,7 +78,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
       ValueError: the trace is not there.
     """
-    data = args.data or Path(os.environ.get("CCJAX_TEST_DATA") or "shared/data")
+    data = data_folder(args.data)
     count = min(args.requests, _MOST_REQUESTS)
     if count < 8:
         raise ValueError(f"--requests: wanted at least 8, got {count}")
@@ -93,11 +93,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(args: argparse.Namespace, data: Path, questions: Sequence[Question], progress: Progress) -> dict[str, Any]:
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compile"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    use_compile_cache(cache_folder() / "compile")
     asked = bench_model(None, data, *SHAPE)
     model = load_model(asked.name, dtype="float32", tokenizer=asked.tokenizer)
     half = len(questions) // 2
@@ -169,7 +165,7 @@ def _case(
         "load": load,
         "rate": rate,
         "speed": dataclasses.asdict(speed),
-        "measured": _spread(measured) | {"computed_share": _mean(one.computed_share for one in served)},
+        "measured": _spread(measured) | {"computed_share": statistics.fmean(one.computed_share for one in served)},
         "simulated": _spread(simulated) | {"computed_share": share},
     }
 
@@ -191,12 +187,7 @@ def _prompt(model: LoadedModel, question: Question) -> Prompt:
 
 
 def _simulate(
-    bench: Bench,
-    prompts: Sequence[Prompt],
-    times_s: np.ndarray,
-    strategy: str,
-    costs: GridCosts,
-    host_work: HostWork,
+    bench: Bench, prompts: Sequence[Prompt], times_s: np.ndarray, strategy: str, costs: GridCosts, host_work: HostWork
 ) -> tuple[np.ndarray, float]:
     """TTFT of the measured requests, the past before them one by one, of several draws of how long packs take; and
     their mean share of computed tokens."""
@@ -242,40 +233,20 @@ def _simulate(
     return np.concatenate([outcome.ttft_s[num_past:] for outcome in outcomes]), float(np.mean(shares))
 
 
-def _mean(values) -> float:
-    return statistics.fmean(values)
-
-
-def _spread(seconds: np.ndarray) -> dict[str, float]:
-    return {
-        "mean_s": float(seconds.mean()),
-        "p50_s": float(np.median(seconds)),
-        "p99_s": float(np.percentile(seconds, 99)),
-    }
+def _spread(seconds: np.ndarray) -> dict[str, Any]:
+    return {f"{name}_s": value for name, value in spread(seconds.tolist(), 1.0).items()}
 
 
 def _print(cases: Sequence[dict[str, Any]]) -> None:
-    table = Table("strategy", "load", "req/s", "", "mean TTFT", "p99 TTFT", "computed", title="measured and simulated")
+    rows = []
     for case in cases:
-        for way in ("measured", "simulated"):
+        own = [case["strategy"], f"{case['load']:g}", f"{case['rate']:.1f}"]
+        for way, about in (("measured", own), ("simulated", ["", "", ""])):
             one, other = case[way], case["measured"]
             off = ["" if way == "measured" else f" ({one[key] / other[key] - 1:+.0%})" for key in ("mean_s", "p99_s")]
-            table.add_row(
-                *(
-                    (case["strategy"], f"{case['load']:g}", f"{case['rate']:.1f}")
-                    if way == "measured"
-                    else ("", "", "")
-                ),
-                way,
-                f"{1e3 * one['mean_s']:.1f} ms{off[0]}",
-                f"{1e3 * one['p99_s']:.1f} ms{off[1]}",
-                f"{one['computed_share']:.1%}",
-            )
-    close = [
-        abs(case["simulated"][key] / case["measured"][key] - 1) <= TARGET
-        for case in cases
-        for key in ("mean_s", "p99_s")
-    ]
-    console = Console(width=120)
-    console.print(table)
-    console.print(f"{sum(close)} of {len(close)} figures are within {TARGET:.0%}")
+            times = [f"{1e3 * one[key]:.1f} ms{by}" for key, by in zip(("mean_s", "p99_s"), off, strict=True)]
+            rows.append([*about, way, *times, f"{one['computed_share']:.1%}"])
+    ratios = [case["simulated"][key] / case["measured"][key] for case in cases for key in ("mean_s", "p99_s")]
+    close = sum(abs(ratio - 1) <= TARGET for ratio in ratios)
+    says = [f"{close} of {len(ratios)} figures are within {TARGET:.0%}"]
+    show(("strategy", "load", "req/s", "", "mean TTFT", "p99 TTFT", "computed"), rows, "measured and simulated", says)

@@ -8,15 +8,8 @@ import pytest
 from ccjax.demo.lexicon import MEN, NICKNAME, RELATIONS, SITE, SURNAMES, WOMEN, WORKPLACE
 from ccjax.demo.world import KINDS, MIN_DISTRACTORS, Difficulty, Town, ask, guess_ratio, sample_context
 
-WEIGHTS = (
-    ("register", 1.0),
-    ("portrait", 1.0),
-    ("pair", 1.0),
-    ("follow", 2.0),
-    ("nickname", 1.0),
-    ("gossip", 0.5),
-    ("place", 1.0),
-)
+EQUAL = tuple((name, 1.0) for name in ("register", "portrait", "pair", "nickname", "place"))
+WEIGHTS = (*EQUAL, ("follow", 2.0), ("gossip", 0.5))
 VALUES = {relation.name: relation.values for relation in (*RELATIONS, WORKPLACE, SITE, NICKNAME)}
 
 
@@ -35,97 +28,57 @@ def contexts():
     return _contexts()
 
 
+def _asked(contexts, kind=None):
+    """(question, texts of the passages that it needs, the person it names, context) of all questions of a kind."""
+    for context in contexts:
+        for question in context.questions:
+            if kind in (None, question.kind):
+                names = re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+", re.sub(r"^\w+ ", "", question.text))
+                texts = [context.passages[index].text for index in question.passages]
+                yield question, texts, names[0] if names else None, context
+
+
 def test_every_question_has_distractors_of_its_relation_in_the_text(contexts):
-    for context in contexts:
+    for question, texts, _, context in _asked(contexts):
         text = "\n".join(passage.text for passage in context.passages)
-        for question in context.questions:
-            present = {value for value in VALUES[question.relation] if _has(text, value)}
-            assert question.answer in present
-            assert len(present - {question.answer}) >= MIN_DISTRACTORS
-            assert question.guess_ratio < 0.75
-
-
-def test_mean_guess_is_far_below_answering(contexts):
-    ratios = [question.guess_ratio for context in contexts for question in context.questions]
-    assert sum(ratios) / len(ratios) < 0.42
-
-
-def test_answer_stands_in_the_last_passage_needed(contexts):
-    for context in contexts:
-        assert len(context.passages) == 5
-        for question in context.questions:
-            assert _has(context.passages[question.passages[-1]].text, question.answer)
-
-
-def _person(question):
-    names = re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+", re.sub(r"^\w+ ", "", question.text))
-    return names[0] if names else None
+        present = {value for value in VALUES[question.relation] if _has(text, value)}
+        assert question.answer in present and len(present - {question.answer}) >= MIN_DISTRACTORS
+        assert question.guess_ratio < 0.75
+        assert len(context.passages) == 5 and _has(texts[-1], question.answer), "in the last passage needed"
+    ratios = [question.guess_ratio for question, *_ in _asked(contexts)]
+    assert sum(ratios) / len(ratios) < 0.42, "far below answering"
 
 
 def test_single_questions_name_their_subject_in_the_passage(contexts):
-    checked = 0
-    for context in contexts:
-        for question in context.questions:
-            if question.kind == "single" and (name := _person(question)):
-                checked += 1
-                passage = context.passages[question.passages[0]]
-                assert name in passage.text + passage.title
-    assert checked > 50
-
-
-def test_pronoun_questions_need_the_passage_right_before(contexts):
-    found = 0
-    for context in contexts:
-        for question in context.questions:
-            if question.kind != "pronoun":
-                continue
-            found += 1
-            before, after = question.passages
-            name = _person(question)
-            assert after == before + 1
-            assert re.match(r"(He|She) ", context.passages[after].text)
-            assert name not in context.passages[after].text
-            assert _names(context.passages[before].text)[-1] == name, "the pronoun stands for the last person named"
-    assert found >= 10
+    named = [one for one in _asked(contexts, "single") if one[2]]
+    for question, (text,), name, context in named:
+        assert name in text + context.passages[question.passages[0]].title
+    assert len(named) > 50
 
 
 def _names(text):
     """Full names in the text, in order."""
-    return [
-        f"{a} {b}" for a, b in re.findall(r"([A-Z][a-z]+) ([A-Z][a-z]+)", text) if a in WOMEN + MEN and b in SURNAMES
-    ]
+    found = re.findall(r"([A-Z][a-z]+) ([A-Z][a-z]+)", text)
+    return [f"{first} {last}" for first, last in found if first in WOMEN + MEN and last in SURNAMES]
 
 
-def test_alias_is_defined_before_it_is_used(contexts):
-    found = 0
-    for context in contexts:
-        for question in context.questions:
-            if question.kind != "alias":
-                continue
-            found += 1
-            first, second = question.passages
-            assert first < second
-            name = _person(question)
-            assert name in context.passages[first].text
-            assert name not in context.passages[second].text
-            assert question.bridge in NICKNAME.values
-            assert all(_has(context.passages[index].text, question.bridge) for index in question.passages)
-    assert found >= 10
+def test_pronoun_questions_need_the_passage_right_before(contexts):
+    found = list(_asked(contexts, "pronoun"))
+    for question, (before, after), name, _ in found:
+        assert question.passages[1] == question.passages[0] + 1
+        assert re.match(r"(He|She) ", after) and name not in after
+        assert _names(before)[-1] == name, "the pronoun stands for the last person named"
+    assert len(found) >= 10
 
 
-def test_two_hop_needs_both_passages(contexts):
-    found = 0
-    for context in contexts:
-        for question in context.questions:
-            if question.kind != "two_hop":
-                continue
-            found += 1
-            staff, place = (context.passages[index].text for index in question.passages)
-            name = _person(question)
-            assert name in staff and name not in place
-            assert question.bridge in WORKPLACE.values
-            assert _has(staff, question.bridge) and _has(place, question.bridge)
-    assert found >= 10
+@pytest.mark.parametrize(("kind", "relation"), [("alias", NICKNAME), ("two_hop", WORKPLACE)])
+def test_what_leads_to_the_answer_stands_in_both_passages(contexts, kind, relation):
+    found = list(_asked(contexts, kind))
+    for question, (first, second), name, _ in found:
+        assert name in first and name not in second
+        assert question.bridge in relation.values and _has(first, question.bridge) and _has(second, question.bridge)
+        assert kind == "two_hop" or question.passages[0] < question.passages[1], "defined before it is used"
+    assert len(found) >= 10
 
 
 def test_same_seed_same_towns_other_seed_other_towns():
@@ -165,12 +118,8 @@ def test_people_and_surnames_are_unique_within_a_town():
 def test_a_fact_is_written_once(seed):
     """Else two values answer one question: someone who worked at two places once spoilt a third of the two-hop ones."""
     town = Town(random.Random(seed))
-    stories = (
-        [town.portrait() for _ in range(10)]
-        + [town.register() for _ in range(10)]
-        + [town.nickname() for _ in range(6)]
-        + [town.place() for _ in range(4)]
-    )
+    counts = ((town.portrait, 10), (town.register, 10), (town.nickname, 6), (town.place, 4))
+    stories = [story() for story, count in counts for _ in range(count)]
     facts = [fact for story in stories for fact in story.facts]
     stated = [(fact.subject, fact.relation) for fact in facts]
     assert len(stated) == len(set(stated))
@@ -179,9 +128,7 @@ def test_a_fact_is_written_once(seed):
 
 
 def test_facts_without_enough_distractors_are_not_asked():
-    town = Town(random.Random(3))
-    story = town.portrait()
-    facts = [(fact, (0,)) for fact in story.facts]
+    facts = [(fact, (0,)) for fact in Town(random.Random(3)).portrait().facts]
     assert ask(random.Random(0), facts, 5, KINDS) == ()
 
 

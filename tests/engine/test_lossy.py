@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from ccjax.demo.evaluate import held_out_contexts
-from ccjax.demo.world import KINDS
+from ccjax.demo.world import KINDS, held_out_contexts
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
 from ccjax.engine.loading import load_model
 from ccjax.errors import ConfigError

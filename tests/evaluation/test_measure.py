@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ccjax.demo.evaluate import answered, held_out_contexts
-from ccjax.demo.export import load_model
-from ccjax.demo.world import KINDS
+from ccjax.demo.world import KINDS, held_out_contexts
 from ccjax.engine import EngineConfig
 from ccjax.engine.loading import load_model as load_engine_model
 from ccjax.evaluation.measure import measure, measure_store
 from ccjax.evaluation.questions import demo_questions
 from ccjax.evaluation.scores import exact_match
 from ccjax.evaluation.ways import DEFAULT, FULL, Way
+from scripts.demo_model.evaluate import answered
+from scripts.demo_model.export import load_model
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from ccjax.demo.evaluate import TEST_SEED, VALIDATION_SEED, held_out_contexts
-from ccjax.demo.world import KINDS
+from ccjax.demo.world import KINDS, TEST_SEED, VALIDATION_SEED, held_out_contexts
 from ccjax.evaluation.questions import demo_questions, read_questions
 from tests.data import data_path
 

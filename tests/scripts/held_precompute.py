@@ -2,7 +2,7 @@
 
 Of the JSON object, `claim_s` is how long a claim lasts at least. A worker stands still once `held_at` records are in
 `store`, until it is told to end. With `own` and `other`, a run makes the first file when it has computed something, and
-goes on when there is the second. Engines pad to few sizes.
+goes on when there is the second. Engines pad to few sizes, and samples are computed once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from ccjax.engine import shared_warming
+from ccjax.precompute import worker
 from ccjax.precompute.compilation import Compilation
 from ccjax.precompute.worker import Worker
 from scripts.precompute import main
@@ -42,6 +43,7 @@ def take_in(self: Compilation, *answer) -> None:
 
 SIZES = few_shapes()
 SIZES.__enter__()
+worker._ROUNDS = 1
 shared_warming.LEAST_CLAIM_S = HOW["claim_s"]
 if "held_at" in HOW:
     Worker.is_cancelled = is_cancelled

@@ -6,13 +6,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from scripts import bench as bench_script
 
 _SETTINGS = (
     "jax_compilation_cache_dir",
@@ -39,6 +43,19 @@ def run(main: Callable[[Sequence[str]], int | None], *arguments: object) -> Done
         except SystemExit as end:
             code = end.code if not isinstance(end.code, str) else print(end.code, file=err) or 1
     return Done(code or 0, out.getvalue(), err.getvalue())
+
+
+def bench(name: str, *options: object) -> Done:
+    """`bench.py` with a benchmark's name and options."""
+    return run(bench_script.main, name, *options)
+
+
+def figures(name: str, *options: object) -> tuple[list[str], dict[str, Any]]:
+    """The lines of a benchmark that went well, and its figures, which are the last line."""
+    done = bench(name, "--quick", "--json", *options)
+    assert done.returncode == 0, done.stderr + done.stdout
+    *lines, last = done.stdout.splitlines()
+    return lines, json.loads(last)
 
 
 @contextlib.contextmanager

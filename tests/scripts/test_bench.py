@@ -17,7 +17,6 @@ from ccjax.engine.device_model import DeviceModel
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.store import records
 from ccjax.store.throttle import Link
-from scripts import bench
 from scripts.benchmarks import decode, loading, prefill, retrieval, store, ttft, ttft_default
 from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.prefill import Prompt
@@ -32,20 +31,12 @@ SMALL = LlamaConfig(320, 64, 2, 4, 2, 16, 128, 1e4)
 def small_model(monkeypatch):
     """What prefills random weights has little to compute, and the same steps in all benchmarks."""
     for module in (decode, loading, prefill, ttft):
-        monkeypatch.setattr(module, "LlamaConfig", lambda *usual: SMALL)
-
-
-def figures_of(name: str, *options: object) -> list:
-    """The lines of a run that went well, the last one read."""
-    done = in_process.run(bench.main, name, "--quick", "--json", *options)
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
-    return [*lines, json.loads(last)]
+        monkeypatch.setattr(module, "random_config", lambda *, is_quick: SMALL)
 
 
 def test_ttft_prints_every_case_as_json(small_model, monkeypatch):
     monkeypatch.setattr(ttft_default, "MODEL", "demo")
-    *table, figures = figures_of("ttft", "--no-peers", "--repetitions", "1", "--context-tokens", "176")
+    table, figures = in_process.figures("ttft", "--no-peers", "--repetitions", "1", "--context-tokens", "176")
     assert {"benchmark", "date", "commit", "machine", "device", "python", "versions", "shapes"} <= figures.keys()
     assert figures["peers"] == figures["skipped"] == []
     empty, prepared, *others = figures["cases"]
@@ -71,7 +62,7 @@ def test_ttft_prints_every_case_as_json(small_model, monkeypatch):
 
 
 def test_prefill_prints_every_share_as_json(small_model):
-    *table, figures = figures_of("prefill", "--no-peers", "--repetitions", "1", "--context-tokens", "200")
+    table, figures = in_process.figures("prefill", "--no-peers", "--repetitions", "1", "--context-tokens", "200")
     cases = figures["cases"]
     assert [(case["context_tokens"], case["computed"]) for case in cases] == [(200, "100%"), (200, "15%"), (200, "30%")]
     for case in cases:
@@ -107,7 +98,7 @@ def test_store_prints_a_case_without_and_two_with_a_catalog(monkeypatch):
 
     monkeypatch.setattr(store.subprocess, "run", run)
     monkeypatch.setattr(records, "decode_record", counted)
-    *_, figures = figures_of("store", "--variants", "400")
+    _, figures = in_process.figures("store", "--variants", "400")
     assert [(case["catalog"], case["variants"]) for case in figures["cases"]] == [
         (False, 420),
         (True, 420),
@@ -119,16 +110,37 @@ def test_store_prints_a_case_without_and_two_with_a_catalog(monkeypatch):
         assert all(case[name]["wall_s"] > 0 for name in costs)
 
 
+NO_DATA = ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("serve", ["--data", "/no/such/folder"], NO_DATA),
+        ("serve", ["--requests", "0"], ["--requests", "positive", "0"]),
+        ("serve", ["--rates", "1", "-2"], ["--rates", "positive", "-2.0"]),
+        ("serve", ["--soak", "inf"], ["--soak", "--requests"]),
+        ("serve", ["--width", "100"], ["--width", "32", "100"]),
+        ("ragcache", ["--data", "/no/such/folder"], NO_DATA),
+        ("ragcache", ["--requests", "3"], ["--requests", "at least 4", "3"]),
+        ("ragcache", ["--budgets", "0.5", "1.5"], ["--budgets", "at most 1", "1.5"]),
+        ("ragcache", ["--ratios", "0"], ["--ratios", "above 0", "0.0"]),
+        ("ragcache", ["--width", "100"], ["--width", "64", "100"]),
+        ("ragcache", ["--clusters", "5000"], ["--clusters", "--vectors", "5000"]),
+        ("ragcache", ["--markdown", "/no/such/folder/page.md"], ["--markdown", "/no/such/folder/page.md"]),
+    ],
+)
+def test_bad_options_end_with_one_line(name, options, words):
+    done = in_process.bench(name, "--quick", *options)
+    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"bench.py {name}: ") and all(word in done.stderr for word in words), done.stderr
+
+
 @pytest.mark.parametrize("option", ["--repetitions", "--context-tokens"])
 @pytest.mark.parametrize("value", ["0", "-5", "x"])
 def test_counts_are_positive(option, value):
-    done = in_process.run(bench.main, "prefill", option, value)
+    done = in_process.bench("prefill", option, value)
     assert done.returncode == 2 and option in done.stderr and repr(value) in done.stderr
-
-
-def test_what_a_benchmark_cannot_do_is_one_line(tmp_path):
-    done = in_process.run(bench.main, "serve", "--quick", "--data", tmp_path)
-    assert done.returncode == 1 and done.stderr.startswith("bench.py serve: ") and done.stderr.count("\n") == 1
 
 
 def test_an_unknown_benchmark_is_named():
@@ -151,7 +163,7 @@ def test_loading_prints_every_mode_with_what_it_hid(small_model, monkeypatch):
 
     clock = types.SimpleNamespace(sleep=in_line, perf_counter=time.perf_counter)
     monkeypatch.setattr(loading, "time", clock)
-    *_, figures = figures_of("loading", "--context-tokens", "256")
+    _, figures = in_process.figures("loading", "--context-tokens", "256")
     rows = {(row["tier"], row["mode"]): row for row in figures["cases"]}
     modes = ["sync", "async", "layer", "alg2", "async + layer"]
     assert list(rows) == [("device", "layer"), ("host", "sync"), ("host", "layer"), *(("disk", mode) for mode in modes)]
@@ -166,7 +178,7 @@ def test_loading_prints_every_mode_with_what_it_hid(small_model, monkeypatch):
 
 
 def test_decode_prints_every_way(small_model):
-    *_, figures = figures_of("decode", "--batch", "1", "3", "--steps", "1", "--repetitions", "1")
+    _, figures = in_process.figures("decode", "--batch", "1", "3", "--steps", "1", "--repetitions", "1")
     ways = [(case["context_tokens"], case["batch"], case["way"]) for case in figures["cases"]]
     assert ways == [(256, batch, way) for batch in (1, 3) for way in ("one by one", "rope-free", "rotated")]
     for case in figures["cases"]:
@@ -178,7 +190,7 @@ def test_retrieval_measures_an_index_that_finds_changes_and_filters(test_data, m
     """Over few real texts, which take by far the longest to embed."""
     texts = retrieval._texts
     monkeypatch.setattr(retrieval, "_texts", lambda data, *counts: texts(data, 20, 8))
-    *_, figures = figures_of("retrieval", "--passages", "4000", "--data", test_data())
+    _, figures = in_process.figures("retrieval", "--passages", "4000", "--data", test_data())
     assert figures["passages"] == 4000 and figures["trained"]["kind"] == "ivf"
     assert figures["trained"]["recall_of_own_rows"] >= 0.95 and 0.8 < figures["recall_of_questions"] <= 1.0
     assert [one["per_mille"] for one in figures["filtered"]] == [1, 10, 100, 500]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -14,103 +10,32 @@ from ccjax.cli.options import StartupError, config_lines, flag
 from ccjax.cli.serving.options import ServeOptions, serve_options
 from tests.scripts import in_process
 
-ROOT = Path(__file__).resolve().parents[2]
-
-GIVEN = {  # every option, each with another value than its default
-    "host": "0.0.0.0",
-    "port": "0",
-    "served-model-name": "llama",
-    "api-key-file": "/keys",
-    "admin-key-file": "/admin-keys",
-    "store-key-file": "/store-keys",
-    "quota-file": "/quotas.toml",
-    "max-queue": "3",
-    "request-timeout-s": "1e2",
-    "stall-timeout-s": "5",
-    "max-body-bytes": "1MB",
-    "page": "false",
-    "log-format": "json",
-    "otlp-traces-endpoint": "http://traces:4318/v1/traces",
-    "warmup": "false",
-    "warmup-all": "true",
-    "frame": "none",
-    "compile-cache-dir": "/compiled",
-    "log-level": "info",
-    "docs": "/documents",
-    "no-docs": "true",
-    "index-dir": "/index",
-    "index-kind": "hnsw",
-    "index-recall": "0.9",
-    "embedder": "lexical",
-    "chunk-tokens": "100",
-    "overlap-tokens": "5",
-    "top-k": "2",
-    "retrieval-stages": "3",
-    "max-prefill-bs": "2",
-    "refresh-interval-s": "60",
-    "cluster": "ray",
-    "replicas": "2:3",
-    "scale-up-after-s": "5",
-    "scale-down-after-s": "60",
-    "cluster-address": "10.0.0.1:6379",
-    "coordinator-address": "10.0.0.1:8476",
-    "num-processes": "2",
-    "process-id": "1",
-    "cluster-host": "10.0.0.2",
-    "cluster-port": "6380",
+# Every option, each with another value than its default.
+GIVEN: dict[str, object] = dict(
+    pair.split("=", 1)
+    for pair in """
+host=0.0.0.0 port=0 served-model-name=llama api-key-file=/keys admin-key-file=/admin-keys store-key-file=/store-keys
+quota-file=/quotas.toml max-queue=3 request-timeout-s=1e2 stall-timeout-s=5 max-body-bytes=1MB page=false
+log-format=json otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false warmup-all=true frame=none
+compile-cache-dir=/compiled log-level=info docs=/documents no-docs=true index-dir=/index index-kind=hnsw
+index-recall=0.9 embedder=lexical chunk-tokens=100 overlap-tokens=5 top-k=2 retrieval-stages=3 max-prefill-bs=2
+refresh-interval-s=60 cluster=ray replicas=2:3 scale-up-after-s=5 scale-down-after-s=60 cluster-address=10.0.0.1:6379
+coordinator-address=10.0.0.1:8476 num-processes=2 process-id=1 cluster-host=10.0.0.2 cluster-port=6380 generators=2
+generator-device=device drain-timeout-s=10 model=random:tiny reuse=exact repair=false prepare=false
+store-refresh-interval-s=5 dtype=bfloat16 tensor-parallel-size=2 quantization=int8 tokenizer=/tokenizer attention=xla
+max-model-len=4096 strategy=cacheblend alpha=0.5 recompute-ratio=0.25 max-deviation=0.1 calibration=/calibration.json
+prefill-profile=/profile.json focus-window=4 focus-rule=largest_gap store=s3://bucket/prefix?endpoint=http://host:9000
+store-index=redis://host:6379/1 reorder-window=8 flow-share=2.0 max-num-seqs=16 max-num-batched-tokens=512
+max-decode-gap-ms=50 max-retries=1 order-after-s=0.25 device-cache-bytes=8GiB gpu-memory-utilization=0.8
+device-memory-bytes=80GB host-cache-bytes=1GiB disk-cache-bytes=1TB disk-kv-dtype=int8 disk-compression=zstd
+preload-bytes=64MiB eviction-policy=lru max-variants=1000 cached-documents=4 pin-share=0.25 loading=sync
+read-only=true shadow-ratio=0.01 shadow-target=0.95 share-computation=true encrypt-store=true even-out-timing=true
+""".split()
+)
+GIVEN |= {
     "replica-resources": {"GPU": "1", "fast": "0.5"},
-    "generators": "2",
-    "generator-device": "device",
-    "drain-timeout-s": "10",
-    "model": "random:tiny",
-    "reuse": "exact",
-    "repair": "false",
-    "prepare": "false",
-    "store-refresh-interval-s": "5",
-    "dtype": "bfloat16",
-    "tensor-parallel-size": "2",
-    "quantization": "int8",
-    "tokenizer": "/tokenizer",
-    "attention": "xla",
-    "max-model-len": "4096",
-    "strategy": "cacheblend",
-    "alpha": "0.5",
-    "recompute-ratio": "0.25",
-    "max-deviation": "0.1",
-    "calibration": "/calibration.json",
-    "prefill-profile": "/profile.json",
     "ranking-layers": ["0", "1"],
-    "focus-window": "4",
-    "focus-rule": "largest_gap",
-    "store": "s3://bucket/prefix?endpoint=http://host:9000",
-    "store-index": "redis://host:6379/1",
-    "reorder-window": "8",
-    "flow-share": "2.0",
-    "max-num-seqs": "16",
-    "max-num-batched-tokens": "512",
-    "max-decode-gap-ms": "50",
-    "max-retries": "1",
-    "order-after-s": "0.25",
-    "device-cache-bytes": "8GiB",
-    "gpu-memory-utilization": "0.8",
-    "device-memory-bytes": "80GB",
-    "host-cache-bytes": "1GiB",
-    "disk-cache-bytes": "1TB",
-    "disk-kv-dtype": "int8",
-    "disk-compression": "zstd",
-    "preload-bytes": "64MiB",
-    "eviction-policy": "lru",
-    "max-variants": "1000",
-    "cached-documents": "4",
-    "pin-share": "0.25",
-    "loading": "sync",
-    "read-only": "true",
-    "shadow-ratio": "0.01",
-    "shadow-target": "0.95",
     "system-prompt": 'Answer: briefly, "please" - or yes.',
-    "share-computation": "true",
-    "encrypt-store": "true",
-    "even-out-timing": "true",
 }
 SECRET = {"api-key": "first", "admin-key": "second", "tenant-salt": "third"}
 
@@ -210,9 +135,8 @@ def test_what_is_wrong_is_named_with_file_and_key(read, content, message):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    for name, content in (("missing.yaml", None), ("latin.yaml", b"host: \xe9")):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
+    (tmp_path / "latin.yaml").write_bytes(b"host: \xe9")
+    for name in ("missing.yaml", "latin.yaml"):
         with pytest.raises(StartupError, match=f"--config: cannot read .*{name}: "):
             serve_options(["--config", str(tmp_path / name)])
 
@@ -252,6 +176,5 @@ def test_the_command_checks_what_it_prints(argv, message):
 
 
 def test_the_command_prints_a_file():
-    command = [sys.executable, "scripts/serve.py", "--print-config", "--port", "81"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert yaml.safe_load(done.stdout)["port"] == 81
+    done = in_process.run(serve.main, "--print-config", "--port", "81")
+    assert done.returncode == 0 and yaml.safe_load(done.stdout)["port"] == 81

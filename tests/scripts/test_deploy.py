@@ -54,12 +54,7 @@ def test_compose():
 def test_dockerfile_copies_what_there_is():
     text = (DEPLOY / "Dockerfile").read_text()
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
-    assert {name for line in copied for name in line.split()} >= {
-        "ccjax",
-        "models",
-        "pallas_kernels",
-        "store",
-    }
+    assert {name for line in copied for name in line.split()} >= {"ccjax", "models", "pallas_kernels", "store"}
     assert all((ROOT / name).exists() for line in copied for name in line.split())
 
 

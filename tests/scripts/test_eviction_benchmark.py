@@ -17,16 +17,16 @@ from tests.data import data_path
 
 NAMES = tuple(POLICIES)
 ALL_PERCENTS = bench.SIZE_PERCENTS
+COST = bench.CostModel()
 
 
 def test_cost_model_is_llama_3_8b():
-    cost = bench.CostModel()
-    assert cost.bytes_per_token == 131_072  # 2 * 32 layers * 8 heads * 128 * 2 bytes
-    assert cost.prefill_s(0, 300) + cost.prefill_s(300, 200) == pytest.approx(cost.prefill_s(0, 500), rel=1e-12)
+    assert COST.bytes_per_token == 131_072  # 2 * 32 layers * 8 heads * 128 * 2 bytes
+    assert COST.prefill_s(0, 300) + COST.prefill_s(300, 200) == pytest.approx(COST.prefill_s(0, 500), rel=1e-12)
     # 7.5 G weights without embeddings (16.06 GB in bfloat16, less two tables of 128,256 x 4,096), twice as many FLOPs
     weights = 8_030_261_248 - 2 * LLAMA3_8B.vocab_size * LLAMA3_8B.d_model
-    assert cost.prefill_s(0, 1) * bench.FLOPS_PER_S == pytest.approx(2 * weights, rel=1e-3)
-    pairs_s = cost.prefill_s(1000, 1) - cost.prefill_s(0, 1)
+    assert COST.prefill_s(0, 1) * bench.FLOPS_PER_S == pytest.approx(2 * weights, rel=1e-3)
+    pairs_s = COST.prefill_s(1000, 1) - COST.prefill_s(0, 1)
     assert pairs_s * bench.FLOPS_PER_S == pytest.approx(1000 * 4 * 32 * 4096)
 
 
@@ -38,36 +38,32 @@ def small_trace(*requests, tokens=10):
 def test_replay_by_hand():
     """Room for two of three passages under LRU: A B | A hits exactly, C pushes B out | B pushes A out | C hits."""
     trace = small_trace("AB", "AC", "B", "C")
-    cost = bench.CostModel()
-    outcome = bench.replay(make_policy("lru"), trace, 2 * 10 * cost.bytes_per_token, cost)
+    outcome = bench.replay(make_policy("lru"), trace, 2 * 10 * COST.bytes_per_token, COST)
     assert (outcome.num_uses, outcome.num_hits, outcome.num_evicted, outcome.num_refused) == (6, 2, 2, 0)
     # A is exact again: all saved. C was computed behind A and is used alone: beta' = 0, ceil(6.1) of 10 tokens anew.
-    exact = cost.prefill_s(0, 10)
+    exact = COST.prefill_s(0, 10)
     assert outcome.saved_s == pytest.approx(exact + 0.3 * exact)
-    parts = [cost.prefill_s(0, 20), cost.prefill_s(0, 20), exact, exact]
+    parts = [COST.prefill_s(0, 20), COST.prefill_s(0, 20), exact, exact]
     assert outcome.compute_s == pytest.approx(sum(parts))
 
 
 def test_a_request_never_pushes_out_its_own_passages():
-    cost = bench.CostModel()
-    outcome = bench.replay(make_policy("lru"), small_trace("AB", "ABC", "ABC"), 20 * cost.bytes_per_token, cost)
+    outcome = bench.replay(make_policy("lru"), small_trace("AB", "ABC", "ABC"), 20 * COST.bytes_per_token, COST)
     assert (outcome.num_hits, outcome.num_evicted, outcome.num_refused) == (4, 0, 2)
 
 
 @given(st.lists(st.sampled_from("ABCDEFG"), min_size=1, max_size=40), st.integers(1, 6))
 def test_no_policy_beats_belady_at_equal_sizes(letters, room):
     trace = small_trace(*letters)
-    cost = bench.CostModel()
-    budget_bytes = room * 10 * cost.bytes_per_token
-    best = bench.replay(bench.Belady(trace.requests), trace, budget_bytes, cost)
+    budget_bytes = room * 10 * COST.bytes_per_token
+    best = bench.replay(bench.Belady(trace.requests), trace, budget_bytes, COST)
     for name in NAMES:
-        assert bench.replay(make_policy(name), trace, budget_bytes, cost).num_hits <= best.num_hits
+        assert bench.replay(make_policy(name), trace, budget_bytes, COST).num_hits <= best.num_hits
 
 
 def test_belady_refuses_what_never_comes_again():
-    cost = bench.CostModel()
     trace = small_trace("A", "B", "A")
-    outcome = bench.replay(bench.Belady(trace.requests), trace, 10 * cost.bytes_per_token, cost)
+    outcome = bench.replay(bench.Belady(trace.requests), trace, 10 * COST.bytes_per_token, COST)
     assert (outcome.num_hits, outcome.num_refused) == (1, 1)
 
 
@@ -97,16 +93,14 @@ def figures(request):
         yield bench.run(arguments)
 
 
-@pytest.mark.parametrize("name", GOLDEN_HITS)
-def test_hits_on_the_real_trace(figures, name):
-    wanted = dict(zip(ALL_PERCENTS, GOLDEN_HITS[name], strict=True))
-    hits = [case["hits"] for case in figures["cases"] if case["policy"] == name]
-    assert hits == [wanted[percent] for percent in bench.SIZE_PERCENTS]
-
-
-def test_every_policy_is_measured(figures):
-    assert set(GOLDEN_HITS) == {case["policy"] for case in figures["cases"]} == {*NAMES, "belady (offline)"}
+def test_hits_on_the_real_trace(figures):
+    names = {case["policy"] for case in figures["cases"]}
+    assert set(GOLDEN_HITS) == names == {*NAMES, "belady (offline)"}
     assert figures["shapes"]["uses"] == 5000 and figures["shapes"]["passages"] == 2897
+    for name in names:
+        wanted = dict(zip(ALL_PERCENTS, GOLDEN_HITS[name], strict=True))
+        hits = [case["hits"] for case in figures["cases"] if case["policy"] == name]
+        assert hits == [wanted[percent] for percent in bench.SIZE_PERCENTS], name
     for case in figures["cases"]:
         assert case["hits"] == round(5000 * case["hit_ratio"])
         assert 0.0 < case["saved_compute_share"] < case["byte_hit_ratio"] < 1.0

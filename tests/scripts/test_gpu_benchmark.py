@@ -19,25 +19,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ccjax.models.llama3 import LLAMA3_8B, abstract_params, init_params
-from scripts import bench as bench_script
 from scripts.benchmarks import gpu_cases, gpu_plan, gpu_report, gpu_torch
 from scripts.benchmarks.gpu_engines import Prompts, _steps
-from scripts.benchmarks.gpu_plan import (
-    LLAMA3_8B_SCALE,
-    QUICK_SCALE,
-    Case,
-    cases,
-    decode_bytes,
-    estimate_s,
-    kv_bytes,
-    layer_weights,
-    pool_bytes,
-    pool_tokens,
-    prefill_flops,
-    recomputed_tokens,
-    too_large,
-    weight_bytes,
-)
+from scripts.benchmarks.gpu_plan import LLAMA3_8B_SCALE, QUICK_SCALE, Case, cases
 from scripts.gpucheck.needs import NEEDED
 from scripts.gpucheck.record import Record
 from scripts.gpucheck.timing import transfer_gbps
@@ -50,18 +34,11 @@ H100_BYTES, H100_TORCH_BYTES = int(0.75 * 85.5e9), int(0.24 * 85.5e9)
 """What JAX takes of an H100 by default, and what that leaves."""
 
 
-def bench(*options):
-    return in_process.run(bench_script.main, "gpu", *options)
-
-
 def process_of(code, *options):
     """What to call for `bench.py gpu` with other code in front, and where: one device is there."""
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     how = {"cwd": ROOT, "env": {**os.environ, "XLA_FLAGS": " ".join(flags)}}
     return [sys.executable, "-c", code, "gpu", *options], how
-
-
-# -- the plan ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_matters_most_comes_first_and_nothing_is_left_out():
@@ -77,19 +54,20 @@ def test_prompts_fill_their_context_and_no_step_is_a_size_larger():
     for context in LARGE.contexts:
         assert 0.98 * context < LARGE.prompt_tokens(context) <= context
     assert LARGE.prompt_tokens(4096) == 4096 == 32 + 4 * 1012 + 16
-    assert recomputed_tokens(Case("reuse", 8192, 1, 0.15, "host"), LARGE) == 8 * 152
+    assert gpu_plan.recomputed_tokens(Case("reuse", 8192, 1, 0.15, "host"), LARGE) == 8 * 152
     assert LARGE.max_model_len <= LLAMA3_8B.max_position_embeddings
 
 
 def test_weights_are_those_of_the_model():
     params = abstract_params(LLAMA3_8B)
     matrices = [leaf for leaf in jax.tree.leaves(params.layers) if leaf.ndim > 1]
-    assert layer_weights(LLAMA3_8B) == sum(leaf.size for leaf in matrices)
+    assert gpu_plan.layer_weights(LLAMA3_8B) == sum(leaf.size for leaf in matrices)
     tables = params.embedding.size + params.lm_head.size
-    assert weight_bytes(LARGE) == 2 * (sum(leaf.size for leaf in matrices) + tables)
+    assert gpu_plan.weight_bytes(LARGE) == 2 * (sum(leaf.size for leaf in matrices) + tables)
     one = Case("decode", 8192)
     context = LARGE.prompt_tokens(8192) + LARGE.steps // 2
-    assert decode_bytes(one, LARGE) == weight_bytes(LARGE) - 2 * params.embedding.size + 131072 * context
+    table_bytes = 2 * params.embedding.size
+    assert gpu_plan.decode_bytes(one, LARGE) == gpu_plan.weight_bytes(LARGE) - table_bytes + 131072 * context
 
 
 @pytest.mark.parametrize("case", [Case("full", 8192), Case("reuse", 8192, 1, 0.15, "device")], ids=lambda c: c.kind)
@@ -100,42 +78,41 @@ def test_operations_are_those_of_the_rows_and_the_pairs_they_see(case):
     if case.kind == "reuse":
         chosen = np.random.default_rng(0).choice(length - 16, 8 * math.ceil(0.15 * 1012), replace=False)
         rows = np.concatenate([chosen, np.arange(length - 16, length)])
-    products = 2 * len(rows) * layer_weights(config) + 2 * config.d_model * config.vocab_size
+    products = 2 * len(rows) * gpu_plan.layer_weights(config) + 2 * config.d_model * config.vocab_size
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * (rows + 1).sum()
-    assert prefill_flops(case, LARGE) == pytest.approx(products + attention, rel=0.01)
+    flops = gpu_plan.prefill_flops(case, LARGE)
+    assert flops == pytest.approx(products + attention, rel=0.01)
     everything = 4 * config.num_layers * config.num_heads * config.head_dim * len(rows) * length
-    assert prefill_flops(case, LARGE) != pytest.approx(products + everything, rel=0.01)
-    assert prefill_flops(Case(case.kind, 8192, 4, case.ratio, case.tier), LARGE) == 4 * prefill_flops(case, LARGE)
+    assert flops != pytest.approx(products + everything, rel=0.01)
+    assert gpu_plan.prefill_flops(dataclasses.replace(case, batch=4), LARGE) == 4 * flops
 
 
 def test_what_does_not_fit_is_told_with_its_size():
     planned = cases(LARGE)
-    left_out = {case: too_large(case, LARGE, H100_BYTES, H100_TORCH_BYTES) for case in planned}
+    left_out = {case: gpu_plan.too_large(case, LARGE, H100_BYTES, H100_TORCH_BYTES) for case in planned}
     assert [case for case in planned if left_out[case]] == [Case("torch", 32768, 4)]
-    on_40_gb = [case for case in planned if too_large(case, LARGE, int(0.75 * 42.4e9), int(0.24 * 42.4e9))]
+    on_40_gb = [case for case in planned if gpu_plan.too_large(case, LARGE, int(0.75 * 42.4e9), int(0.24 * 42.4e9))]
     assert Case("reuse", 32768, 4, 0.15, "device") in on_40_gb and Case("full", 8192) not in on_40_gb
-    assert re.fullmatch(
-        r"does not fit: needs \d+\.\d GB of device memory, 16\.0 GB are there",
-        str(too_large(Case("full", 8192), LARGE, 16 * 10**9, None)),
-    )
-    assert too_large(Case("full", 8192), LARGE, None, None) is None
+    told = str(gpu_plan.too_large(Case("full", 8192), LARGE, 16 * 10**9, None))
+    assert re.fullmatch(r"does not fit: needs \d+\.\d GB of device memory, 16\.0 GB are there", told)
+    assert gpu_plan.too_large(Case("full", 8192), LARGE, None, None) is None
 
 
 def test_one_pool_holds_what_each_case_needs():
     planned = cases(LARGE)
-    pool = pool_bytes(planned, LARGE, 0)
-    assert all(kv_bytes(LARGE, pool_tokens(case, LARGE)) <= pool for case in planned)
+    pool = gpu_plan.pool_bytes(planned, LARGE, 0)
+    assert all(gpu_plan.kv_bytes(LARGE, gpu_plan.pool_tokens(case, LARGE)) <= pool for case in planned)
     # 32 passages of 64 pages for each of four requests and once for the tier, system, question and a new page.
     widest = Case("reuse", 32768, 4, 0.15, "device")
-    assert pool_tokens(widest, LARGE) == 16 * (4 * (32 * 64 + 2 + 1 + 1) + (32 + 4) * 64)
-    assert pool_bytes([], LARGE, 7) == 7
+    assert gpu_plan.pool_tokens(widest, LARGE) == 16 * (4 * (32 * 64 + 2 + 1 + 1) + (32 + 4) * 64)
+    assert gpu_plan.pool_bytes([], LARGE, 7) == 7
 
 
 def test_the_first_fourteen_cases_are_estimated_to_fit_ten_minutes():
     seen, total = set(), 0.0
     for case in cases(LARGE)[:14]:
         key = (case.kind, case.context, case.ratio)
-        total += estimate_s(case, LARGE, 700.0, compiles=key not in seen, opens=case.kind != "torch")
+        total += gpu_plan.estimate_s(case, LARGE, 700.0, compiles=key not in seen, opens=case.kind != "torch")
         seen.add(key)
     assert total < 540.0
 
@@ -163,9 +140,6 @@ def test_a_transfer_is_timed_from_both_kinds_of_memory():
     assert all(transfer_gbps(1 << 20, 2, kind) > 0.0 for kind in ("pinned_host", "unpinned_host"))
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
 def results(*rows, is_complete=True, is_quick=False, **changes):
     """A results file with some rows; those of cases as `row` makes them."""
     suites = {"cases": list(rows), "ceilings": [{"name": "matmul_tflops", "value": 700.0}]}
@@ -191,14 +165,8 @@ def test_targets_are_judged_and_what_is_missing_is_not_measured():
         row(Case("decode", 8192), step_s=0.008, gbps=2000.0, share_of_copy=0.70),
     ]
     found = gpu_report.targets(results(*measured))
-    assert [one.verdict for one in found] == [
-        "reached",
-        "NOT reached",
-        "not measured",
-        "reached",
-        "not measured",
-        "reached",
-    ]
+    verdicts = ["reached", "NOT reached", "not measured"]
+    assert [one.verdict for one in found] == [*verdicts, "reached", "not measured", "reached"]
     assert found[1].got == pytest.approx(0.30 / 0.061) and found[3].got == pytest.approx(61 / 67)
     faster = [row(DEVICE, ttft_s=0.059), *measured[:1]]
     assert gpu_report.targets(results(*faster))[1].verdict == "reached"
@@ -231,11 +199,11 @@ def test_the_readme_gets_what_stands_between_its_markers(tmp_path):
     readme.write_text(f"before\n\n{gpu_report.BEGIN}\nold table\n{gpu_report.END}\n\nafter\n")
     assert gpu_report.write_section(readme, folder)
     assert readme.read_text().splitlines() == [
-        *("before", "", gpu_report.BEGIN, gpu_report.NO_RESULTS, gpu_report.END, "", "after"),
+        *("before", "", gpu_report.BEGIN, gpu_report.NO_RESULTS, gpu_report.END, "", "after")
     ]
     assert not gpu_report.write_section(readme, folder), "the second time nothing changes"
     (folder / "rule.json").write_text(json.dumps(results(row(FULL, ttft_s=0.3, share_of_matmul=0.6))))
-    done = bench("--readme", readme, "--output", folder)
+    done = in_process.bench("gpu", "--readme", readme, "--output", folder)
     assert done.returncode == 0 and "changed" in done.stdout, done.stderr
     text = readme.read_text()
     assert text.startswith("before\n\n" + gpu_report.BEGIN) and text.endswith(gpu_report.END + "\n\nafter\n")
@@ -252,9 +220,6 @@ def test_a_readme_without_its_markers_stays_as_it_is(tmp_path, text):
     assert readme.read_text() == text
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
 def few_cases(scale):
     """What the targets are judged by, and each other kind, tier, batch and ratio in some."""
     planned = cases(scale)
@@ -268,12 +233,10 @@ def test_every_code_path_runs_on_a_cpu(tmp_path, monkeypatch):
     config = dataclasses.replace(QUICK_SCALE.config, vocab_size=128, num_layers=2, d_model=64, d_ff=128)
     scale = dataclasses.replace(QUICK_SCALE, config=config)
     monkeypatch.setattr(gpu_plan, "QUICK_SCALE", scale)
-    monkeypatch.setattr(gpu_cases, "cases", few_cases)
+    monkeypatch.setattr(gpu_plan, "cases", few_cases)
     assert {case.kind for case in few_cases(scale)} == {case.kind for case in cases(scale)}
     options = ["--output", tmp_path, "--compile-cache", tmp_path / "cache", "--time-limit-s", 1e6]
-    done = bench("--quick", "--json", *options)
-    assert done.returncode == 0, done.stderr + done.stdout
-    found = json.loads(done.stdout.splitlines()[-1])
+    _, found = in_process.figures("gpu", *options)
     (path,) = tmp_path.glob("*-quick.json")
     assert json.loads(path.read_text())["suites"] == found["suites"] and found["is_complete"]
     assert {"date", "commit", "machine", "device", "python", "versions", "shapes", "gpu"} <= found.keys()
@@ -298,10 +261,10 @@ def test_every_code_path_runs_on_a_cpu(tmp_path, monkeypatch):
                 continue
             assert got["late_compilations"] == 0
             assert got["tiers"] == [case.tier] and got["as_named"]
-            assert got["recomputed_tokens"] == case.batch * recomputed_tokens(case, scale)
-            assert got["loaded_bytes"] == case.batch * kv_bytes(
+            assert got["recomputed_tokens"] == case.batch * gpu_plan.recomputed_tokens(case, scale)
+            assert got["loaded_bytes"] == case.batch * gpu_plan.kv_bytes(
                 scale, scale.prompt_tokens(case.context) - scale.question_tokens
-            ) - case.batch * kv_bytes(scale, scale.system_tokens) * (case.tier == "device")
+            ) - case.batch * gpu_plan.kv_bytes(scale, scale.system_tokens) * (case.tier == "device")
             assert ("merge_gbps" in got) == (case.tier in ("host", "disk"))
     assert sum(row["compilations"] for row in found["suites"]["cases"] if "compilations" in row) > 10
     assert [row["verdict"] for row in found["suites"]["targets"]].count("not measured") == 0
@@ -318,8 +281,8 @@ def test_what_was_compiled_is_kept(tmp_path):
 
 
 def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
-    done = bench("--quick", "--time-limit-s", 0.5, "--output", tmp_path, "--compile-cache", tmp_path / "c")
-    assert done.returncode == 0, done.stderr
+    options = ["--time-limit-s", 0.5, "--output", tmp_path, "--compile-cache", tmp_path / "c"]
+    lines, _ = in_process.figures("gpu", *options)
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert found["is_complete"] and {"matmul_tflops", "copy_gbps", "transfer_gbps"} <= {
@@ -330,7 +293,7 @@ def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
     assert all(row["note"].startswith(told) for row in rows)
     assert all(row["note"].startswith("not run: may take") for row in rows if row["kind"] != "torch")
     assert len(found["suites"]["cases"]) == len(cases(QUICK_SCALE))
-    assert "not run: full prefill, 128 tokens, batch 1; " in done.stdout
+    assert "not run: full prefill, 128 tokens, batch 1; " in "\n".join(lines)
 
 
 @pytest.mark.slow
@@ -368,7 +331,7 @@ def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):
 
 
 def test_without_an_accelerator_it_says_so_and_is_no_failure(tmp_path):
-    done = bench("--output", tmp_path / "out")
+    done = in_process.bench("gpu", "--output", tmp_path / "out")
     assert done.returncode == 0 and "skipped, jax sees no accelerator" in done.stdout
     assert not (tmp_path / "out").exists()
 

@@ -283,31 +283,36 @@ def test_missing_packages_are_listed(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == "gpu_check: not installed: tensorstore, xxhash\n"
 
 
-@pytest.mark.parametrize(("tolerance", "status"), [(1e-5, 0), (1e-9, 1)])
-def test_files_are_written_and_a_wrong_number_is_status_1(monkeypatch, capsys, tmp_path, tolerance, status):
+@pytest.fixture
+def checked(monkeypatch, tmp_path):
+    """`checked(*suites)` checks a GPU that is not there: the exit status, what is found, and the page."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(gpu_check, "device_kind", lambda: "NVIDIA Slide Rule")
-    monkeypatch.setattr(gpu_check, "SUITES", ("rope_numerics",))
+
+    def run(*suites):
+        monkeypatch.setattr(gpu_check, "SUITES", suites)
+        status = gpu_check.main(["--quick", "--out", str(tmp_path)])
+        (results,) = tmp_path.glob("nvidia-slide-rule-*-quick.json")
+        return status, json.loads(results.read_text()), results.with_suffix(".md").read_text()
+
+    return run
+
+
+@pytest.mark.parametrize(("tolerance", "status"), [(1e-5, 0), (1e-9, 1)])
+def test_files_are_written_and_a_wrong_number_is_status_1(checked, monkeypatch, capsys, tolerance, status):
     monkeypatch.setattr(rope_numerics, "TOLERANCE", {"float32": tolerance})
-    assert gpu_check.main(["--quick", "--out", str(tmp_path)]) == status
-    (results,) = tmp_path.glob("nvidia-slide-rule-*-quick.json")
-    found = json.loads(results.read_text())
+    code, found, page = checked("rope_numerics")
     assert {"date", "commit", "machine", "versions", "gpu", "suites", "failures", "elapsed_s"} <= found.keys()
-    assert found["is_complete"] and bool(found["failures"]) is bool(status)
-    assert "RoPE at positions" in results.with_suffix(".md").read_text()
-    assert ("FAILED" in capsys.readouterr().out) is bool(status)
+    assert code == status and found["is_complete"] and bool(found["failures"]) is bool(status)
+    assert "RoPE at positions" in page and ("FAILED" in capsys.readouterr().out) is bool(status)
 
 
-def test_a_suite_that_breaks_leaves_what_the_others_found(monkeypatch, capsys, tmp_path):
+def test_a_suite_that_breaks_leaves_what_the_others_found(checked, monkeypatch, capsys):
     def breaks(record):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(gpu_check, "device_kind", lambda: "NVIDIA Slide Rule")
-    monkeypatch.setattr(gpu_check, "SUITES", ("attention_numerics", "rope_numerics"))
     monkeypatch.setattr(attention_numerics, "run", breaks)
     monkeypatch.setattr(rope_numerics, "TOLERANCE", {})
-    assert gpu_check.main(["--quick", "--out", str(tmp_path)]) == 1
-    (results,) = tmp_path.glob("*.json")
-    assert "no such instruction" in json.loads(results.read_text())["failures"][0]
+    code, found, page = checked("attention_numerics", "rope_numerics")
+    assert code == 1 and "no such instruction" in found["failures"][0] and "RoPE at positions" in page
     assert "no such instruction" in capsys.readouterr().err

@@ -8,11 +8,11 @@ import pytest
 
 from ccjax.engine import Engine
 from ccjax.policy.prefill_cost import PrefillGrid
-from ccjax.simulation.costs import GridCosts, Piece
-from ccjax.simulation.replica import HostWork
 from ccjax.types import Document
 from scripts.benchmarks.ragcache_replay import request_of
+from scripts.simulation.costs import GridCosts, Piece
 from scripts.simulation.observed import Prefill, fit
+from scripts.simulation.replica import HostWork
 from tests.server.tiny_model import write_tiny_model
 
 GRID = PrefillGrid((0, 100), (10, 210), ((0.010, 0.210), (0.020, 0.220)))

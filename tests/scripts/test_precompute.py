@@ -112,6 +112,7 @@ def run_here(tmp_path, cache, model, monkeypatch):
     handled = types.SimpleNamespace(signal=lambda number, handler: None, **dict(signal.Signals.__members__))
     handled.SIG_IGN = signal.SIG_IGN
     monkeypatch.setattr(worker, "signal", handled)
+    monkeypatch.setattr(worker, "_ROUNDS", 1)
     return lambda name, *options: in_process.run(precompute.main, *arguments(tmp_path, cache, model, name), *options)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import random
 import threading
 from collections import Counter
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 from ccjax.engine.loading import load_model
 from ccjax.engine.requests import Delta, Request, Response
 from ccjax.types import DocumentReuse, ReuseReport
-from scripts import bench as bench_script
 from scripts.benchmarks import ragcache
 from scripts.benchmarks import ragcache_order as order
 from scripts.benchmarks import ragcache_policies as policies
@@ -29,7 +26,7 @@ from scripts.benchmarks.ragcache_corpus import Corpus, build, differences_to_nea
 from scripts.benchmarks.serve_workload import Passage, Question
 from scripts.benchmarks.store import Cost
 from tests.scripts import in_process
-from tests.scripts.test_serve_benchmark import write_trace
+from tests.scripts.test_serve_benchmark import tiny_data
 from tests.server.tiny_model import write_tiny_model
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -156,39 +153,28 @@ def served(*ttfts_s: float, hits: int = 0) -> list[replay.Served]:
 
 def test_figures_of_policies_by_hand():
     found = policies.figures({"pgdsf": served(0.1, 0.2, 0.3, hits=1), "lru": served(0.2, 0.4, 0.6)})
-    assert (found["pgdsf"]["hits"], found["pgdsf"]["documents"], found["pgdsf"]["hit_ratio"]) == (3, 6, 0.5)
-    assert found["pgdsf"]["ttft_ms"]["mean"] == pytest.approx(200.0)
-    assert 100.0 <= found["pgdsf"]["ttft_ms"]["low"] < 200.0 < found["pgdsf"]["ttft_ms"]["high"] <= 300.0
-    assert found["pgdsf"]["ttft_over_pgdsf"] is None
+    own, other = found["pgdsf"], found["lru"]
+    assert (own["hits"], own["documents"], own["hit_ratio"], own["ttft_over_pgdsf"]) == (3, 6, 0.5, None)
+    assert own["ttft_ms"]["mean"] == pytest.approx(200.0)
+    assert 100.0 <= own["ttft_ms"]["low"] < 200.0 < own["ttft_ms"]["high"] <= 300.0
     # In pairs every request takes twice as long, so chance has no part in it.
-    assert found["lru"]["ttft_over_pgdsf"] == pytest.approx({"mean": 2.0, "low": 2.0, "high": 2.0})
+    assert other["ttft_over_pgdsf"] == pytest.approx({"mean": 2.0, "low": 2.0, "high": 2.0})
 
 
-def test_policies_take_turns_at_every_request():
+def test_policies_take_turns_at_every_request(monkeypatch):
     asked: list[str] = []
-
-    class Asked:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def run(self, request: Request) -> Response:
-            asked.append(self._name)
-            return Response("x", (1,), "length", reused((9, 0, 0)), 9, 0.1, 0.1)
-
-    found = policies.in_turns({"a": Asked("a"), "b": Asked("b")}, QUESTIONS[:3])  # type: ignore[dict-item]
+    monkeypatch.setattr(policies, "ask", lambda engine, question: asked.append(engine))
+    found = policies.in_turns({"a": "a", "b": "b"}, QUESTIONS[:3])  # type: ignore[dict-item]
     assert asked == ["a", "b", "b", "a", "a", "b"]
     assert {name: len(answers) for name, answers in found.items()} == {"a": 3, "b": 3}
 
 
-def test_the_median_round_counts():
-    rounds = [{"mean_gain": gain, "number": number} for number, gain in enumerate((1.5, 0.9, 1.2, 3.0))]
-    assert [order.median_round(rounds[:count])["number"] for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
-
-
-def test_gains_of_the_order():
+def test_gains_of_the_order_and_the_median_round():
     off, on = order.figures(served(0.2, 0.6, hits=1)), order.figures(served(0.1, 0.3))
     assert off["ttft_ms"]["mean"] == pytest.approx(400.0) and (off["hit_ratio"], on["hit_ratio"]) == (0.5, 0.0)
     assert order.gains(off, on) == pytest.approx({"mean_gain": 2.0, "p99_gain": 2.0})
+    rounds = [{"mean_gain": gain, "number": number} for number, gain in enumerate((1.5, 0.9, 1.2, 3.0))]
+    assert [order.median_round(rounds[:count])["number"] for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
 
 
 def test_drawn_requests_are_some_of_the_traces_over_and_over():
@@ -206,20 +192,20 @@ def test_drawn_requests_are_some_of_the_traces_over_and_over():
     assert [name for name, _ in ranked[:3]] != ["q0", "q1", "q2"], "ranks are drawn, too"
 
 
-# -- speculation -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("begun_s", "was_right", "wanted_s"), [([3.0], True, 3.0), ([9.0], True, 8.0), ([], True, 8.0), ([3.0], False, 8.0)]
+)
+def test_the_search_is_waited_for_until_the_right_answer_begins(begun_s, was_right, wanted_s):
+    """It ends at 8 s, before or after that the answer leaves the queue."""
+    assert speculation.exposed_until(begun_s, 8.0, was_right=was_right) == wanted_s
 
 
-def test_the_search_is_waited_for_until_the_right_answer_begins():
-    assert speculation.exposed_until([3.0], 8.0, was_right=True) == 3.0
-    assert speculation.exposed_until([9.0], 8.0, was_right=True) == 8.0, "it left the line after the search"
-    assert speculation.exposed_until([], 8.0, was_right=True) == 8.0, "it is still in line"
-    assert speculation.exposed_until([3.0], 8.0, was_right=False) == 8.0
-
-
-def test_known_is_from_when_the_list_stays():
-    assert speculation.known_at([(1.0, (1, 2)), (2.0, (2, 1)), (3.0, (1, 2)), (4.0, (1, 2))]) == (3.0, True)
-    assert speculation.known_at([(1.0, (1, 2)), (2.0, (2, 1))]) == (2.0, False)
-    assert speculation.known_at([(1.0, (1,))]) == (1.0, False)
+@pytest.mark.parametrize(
+    ("lists", "wanted"),
+    [(((1, 2), (2, 1), (1, 2), (1, 2)), (3.0, True)), (((1, 2), (2, 1)), (2.0, False)), (((1,),), (1.0, False))],
+)
+def test_known_is_from_when_the_list_stays(lists, wanted):
+    assert speculation.known_at([(float(number), one) for number, one in enumerate(lists, 1)]) == wanted
 
 
 def test_only_the_start_of_the_last_answer_counts():
@@ -302,25 +288,17 @@ def test_topics_are_like_real_ones():
     assert topics.mean(axis=0) @ real.mean(axis=0) > 0.9 * (real.mean(axis=0) @ real.mean(axis=0))
 
 
-def searched(corpus: Corpus, num_stages: int) -> speculation.Searched:
+@pytest.mark.parametrize("num_stages", [1, 8])
+def test_a_search_in_stages_begins_answers(corpus, num_stages):
     engine = ScriptedEngine()
     engine.batch_counts = argparse.Namespace(waiting=0)  # type: ignore[attr-defined]
     corpus.index.nprobe = 8
     corpus.index.make_direct_map()
-    vector = corpus.index.reconstruct(3)
-    return speculation.search(engine, corpus, "?", vector, argparse.Namespace(passages=2), num_stages)  # type: ignore
-
-
-def test_a_search_in_one_stage_is_waited_for(corpus):
-    one = searched(corpus, 1)
-    assert one.exposed_s == one.search_s == one.known_s and one.num_started == 0
-    assert not one.was_right and not one.is_early and one.ttft_s >= one.search_s
-
-
-def test_a_search_in_stages_begins_answers(corpus):
-    one = searched(corpus, 8)
-    assert one.num_started >= 1 and one.is_early and one.was_right and one.known_s < one.search_s
+    how = argparse.Namespace(passages=2), num_stages
+    one = speculation.search(engine, corpus, "?", corpus.index.reconstruct(3), *how)  # type: ignore
     assert one.exposed_s <= one.search_s and one.ttft_s >= one.search_s, "nobody gets it before it is known to be right"
+    assert one.was_right == one.is_early == (num_stages > 1) == (one.num_started > 0)
+    assert one.known_s < one.search_s if num_stages > 1 else one.exposed_s == one.search_s == one.known_s
 
 
 def test_figures_of_searches_by_hand():
@@ -334,9 +312,6 @@ def test_figures_of_searches_by_hand():
     assert found["gain"]["mean"] == pytest.approx(2.0), "against the baseline's search, not the slower staged one"
     assert found["wrong_per_request"] == 1.0 and found["right_share"] == found["known_early_share"] == 0.5
     assert found["ttft_gain"]["mean"] == pytest.approx(2.0) and found["staged_search_ms"] == pytest.approx(400.0)
-
-
-# -- scheduling --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -384,9 +359,6 @@ def test_p99_of_a_sum_is_not_the_sum_of_p99s():
     assert rows["plan"]["mean_ms"] == pytest.approx(0.25)
 
 
-# -- what the page says ------------------------------------------------------------------------------------------------
-
-
 def case(policy: str, share: float, hits: int, low: float = 0.9, high: float = 1.1) -> dict[str, Any]:
     over = None if policy == "pgdsf" else {"mean": (low + high) / 2, "low": low, "high": high}
     return {"strategy": "prefix", "budget_share": share, "policy": policy, "hits": hits, "ttft_over_pgdsf": over}
@@ -417,25 +389,17 @@ def test_the_page_says_which_targets_are_missed():
     assert "not below 1 ms" in report.scheduling_line([{**total, "mean_ms": 1.0}])
 
 
-# -- the program -------------------------------------------------------------------------------------------------------
-
-
-def bench(*arguments: object) -> in_process.Done:
-    return in_process.run(bench_script.main, "ragcache", *arguments)
-
-
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny model, a trace of few passages, so that they recur, and arrivals a second apart."""
     folder = tmp_path_factory.mktemp("ragcache")
-    draw = random.Random(0)
-    data = write_trace(folder / "data", [draw.sample(range(7), 3) for _ in range(40)])
-    write_tiny_model(folder / "tiny", (data / "rag_trace/musique_docs.jsonl").read_text().splitlines())
-    (data / "arrivals").mkdir()
+    found = tiny_data(folder, 7)
+    (folder / "data/arrivals").mkdir()
     start = datetime.datetime(2023, 11, 16, 18)
     stamps = [f"{start + datetime.timedelta(seconds=number)}.0000000,1,1" for number in range(60)]
-    (data / "arrivals/azure_2023_conv.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]))
-    return ["--quick", "--json", "--data", str(data), "--model", str(folder / "tiny"), "--max-model-len", "512"]
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]
+    (folder / "data/arrivals/azure_2023_conv.csv").write_text("\n".join(lines))
+    return [*found, "--max-model-len", "512"]
 
 
 def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
@@ -445,9 +409,9 @@ def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
     more += ["--embedded", "4", "--searches", "2", "--decisions", "5"]
     monkeypatch.setattr(replay, "PROFILED_CACHED", replay.PROFILED_CACHED[:2])
     monkeypatch.setattr(replay, "PROFILED_NEW", replay.PROFILED_NEW[:2])
-    done = bench(*options, *more, "--markdown", str(page), "--plot", str(picture))
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    for module in (policies, report):
+        monkeypatch.setattr(module, "POLICIES", ("pgdsf", "lru", "saved_seconds"))
+    _, figures = in_process.figures("ragcache", *options, *more, "--markdown", page, "--plot", picture)
     rows = {(one["strategy"], one["budget_share"], one["policy"]): one for one in figures["policies"]["cases"]}
     assert list(rows) == [(s, b, p) for s in ("prefix", "cachecraft") for b in (0.3, 1.0) for p in policies.POLICIES]
     for one in rows.values():
@@ -478,26 +442,6 @@ def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
     assert text.count("\n## ") == 4 and picture.read_text().count("</svg>") == 1
 
 
-def test_one_part_alone(options, tmp_path):
-    done = bench("--quick", "--json", "--only", "scheduling", "--data", "/no/such/folder", "--nodes", "50")
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+def test_one_part_alone():
+    _, figures = in_process.figures("ragcache", "--only", "scheduling", "--data", "/no/such/folder", "--nodes", 50)
     assert "scheduling" in figures and not {"policies", "order", "speculation"} & figures.keys()
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--data", "/no/such/folder"], ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]),
-        (["--requests", "3"], ["--requests", "at least 4", "3"]),
-        (["--budgets", "0.5", "1.5"], ["--budgets", "at most 1", "1.5"]),
-        (["--ratios", "0"], ["--ratios", "above 0", "0.0"]),
-        (["--width", "100"], ["--width", "64", "100"]),
-        (["--clusters", "5000"], ["--clusters", "--vectors", "5000"]),
-        (["--markdown", "/no/such/folder/page.md"], ["--markdown", "/no/such/folder/page.md"]),
-    ],
-)
-def test_bad_options_end_with_one_line(arguments, words):
-    done = bench("--quick", *arguments)
-    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert all(word in done.stderr for word in words), done.stderr

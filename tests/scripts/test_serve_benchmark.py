@@ -17,12 +17,11 @@ from ccjax.cli.options import part
 from ccjax.cli.serving.options import engine_settings, serve_options
 from ccjax.server import ServerSettings, Service
 from ccjax.server.loading import load_engine
-from scripts import bench as bench_script
 from scripts.benchmarks import serve, serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
-from scripts.benchmarks.common import BenchmarkError
+from scripts.benchmarks.common import BenchmarkError, spread
 from scripts.benchmarks.serve_client import Record
-from scripts.benchmarks.serve_figures import Saturation, bracket, figures, is_bounded, saturation, spread
+from scripts.benchmarks.serve_figures import Saturation, bracket, figures, is_bounded, saturation
 from scripts.benchmarks.serve_soak import changed_answers, lost_pages, trend
 from tests.data import data_path
 from tests.scripts import in_process
@@ -67,7 +66,7 @@ def test_recorded_arrivals_keep_their_shape(tmp_path):
     stamps = ("15:46.6000000", "15:47.6000000", "15:47.6000000", "15:50.6000005", "15:50.7000000")
     lines = [f"2023-11-16 18:{stamp},374,44" for stamp in stamps]
     (folder / "azure_2023_conv.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
-    rows = [json.dumps({"timestamp": ms, "input_length": 1}) for ms in (0, 3000, 3000, 9000)]
+    rows = [json.dumps({"timestamp": ms, "input_length": 1, "output_length": 1}) for ms in (0, 3000, 3000, 9000)]
     (folder / "mooncake_conversation.jsonl").write_text("\n".join(rows))
     gaps = workload.recorded_gaps(tmp_path, "azure", 3, 0)
     np.testing.assert_allclose(gaps, np.asarray([1.0, 0.0, 3.0]) * 3 / 4, atol=1e-6)
@@ -88,9 +87,6 @@ def test_a_real_recording_is_rescaled_to_the_rate(name):
     assert times[-1] == pytest.approx(2000 / 2.5)
     # Azure's are nearly Poisson (CV 1.1 over the hour); Mooncake's come in bursts at the same instant.
     assert (gaps == 0).mean() > 0.5 if name == "mooncake" else 0.9 < gaps.std() < 1.5
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def write_trace(data: Path, docs: list[list[int]]) -> Path:
@@ -151,9 +147,6 @@ def test_the_real_traces():
     assert len(set(texts.values())) == len(texts) > 4000  # ids that borrow the same text are still different passages
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
-
-
 def test_spread_is_numpys():
     found = spread([0.001 * n for n in range(1, 101)])
     assert found == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p99": 99.01})
@@ -194,9 +187,6 @@ def test_figures_by_hand():
     assert nothing["request_throughput"] == 0.0 and nothing["ttft_ms"]["p99"] is None and not is_bounded(nothing, 9.0)
 
 
-# -- saturation --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first", [0.1, 5.0, 7.0, 8.0, 60.0])
 def test_the_search_closes_in_on_a_step(first):
     capacity, tried = 7.3, []
@@ -211,13 +201,19 @@ def test_the_search_closes_in_on_a_step(first):
     assert len(tried) < 20 and first not in tried
 
 
-def test_the_search_stops_when_it_may_not_go_on():
-    assert saturation(lambda rate: True, {2.0: True}, 2) == Saturation(4.5, None)
-    assert saturation(lambda rate: False, {4.5: False}, 2) == Saturation(None, pytest.approx(2.0))
-    assert saturation(lambda rate: 1 / 0 > 0, {1.0: True, 2.0: False}, 0) == Saturation(1.0, 2.0)
+@pytest.mark.parametrize(
+    ("is_good", "known", "most", "wanted"),
+    [
+        (lambda rate: True, {2.0: True}, 2, Saturation(4.5, None)),
+        (lambda rate: False, {4.5: False}, 2, Saturation(None, pytest.approx(2.0))),
+        (lambda rate: 1 / 0 > 0, {1.0: True, 2.0: False}, 0, Saturation(1.0, 2.0)),
+    ],
+)
+def test_the_search_stops_when_it_may_not_go_on(is_good, known, most, wanted):
+    assert saturation(is_good, known, most) == wanted
     assert bracket({1.0: True, 2.0: False, 3.0: True}) == Saturation(1.0, 2.0)  # a lucky run above is no proof
     with pytest.raises(ValueError, match="known: wanted at least one"):
-        saturation(lambda rate: True, {}, 3)
+        saturation(is_good, {}, 3)
 
 
 def test_the_search_finds_the_capacity_of_a_queue():
@@ -258,9 +254,6 @@ def test_the_line_beside_the_paper():
     assert serve_report.compare(rows[:1] + rows[2:3], limits) is None
 
 
-# -- a soak ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_page_that_is_not_given_back_is_a_failure():
     name = "ccjax_kv_cache_usage_perc"
     assert lost_pages({name: 0.0}, {name: 0.0}) == []
@@ -282,13 +275,6 @@ def test_changed_answers_are_counted_by_question():
     assert changed_answers(records, 2) == 1 and changed_answers(records, 6) == 0
     records[3].status = "failed"
     assert changed_answers(records, 2) == 0
-
-
-# -- the program -------------------------------------------------------------------------------------------------------
-
-
-def bench(*arguments: object) -> in_process.Done:
-    return in_process.run(bench_script.main, "serve", *arguments)
 
 
 @contextlib.contextmanager
@@ -315,24 +301,25 @@ def tiny_bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return tiny_options(tmp_path_factory.mktemp("serve"), num_passages=7)
 
 
-def tiny_options(folder: Path, num_passages: int) -> list[str]:
+def tiny_data(folder: Path, num_passages: int) -> list[str]:
+    """Options that name a trace of few passages, so that they recur, and a tiny model with their words."""
     draw = random.Random(0)
-    docs = [draw.sample(range(num_passages), 3) for _ in range(40)]
-    data = write_trace(folder / "data", docs)
-    write_tiny_model(
-        folder / "tiny", [line for line in (data / "rag_trace/musique_docs.jsonl").read_text().splitlines()]
-    )
+    data = write_trace(folder / "data", [draw.sample(range(num_passages), 3) for _ in range(40)])
+    write_tiny_model(folder / "tiny", (data / "rag_trace/musique_docs.jsonl").read_text().splitlines())
+    return ["--data", str(data), "--model", str(folder / "tiny")]
+
+
+def tiny_options(folder: Path, num_passages: int) -> list[str]:
     serve_args = f"--no-warmup --compile-cache-dir {folder / 'compiled'}"
-    return ["--quick", "--json", "--data", str(data), "--model", str(folder / "tiny"), "--serve-args", serve_args]
+    return [*tiny_data(folder, num_passages), "--serve-args", serve_args]
 
 
 def test_a_real_run_of_two_strategies(tiny_bench, tmp_path, monkeypatch):
     """The first server is a process of its own."""
     servers = iter([serve.serving, serving_here])
     monkeypatch.setattr(serve, "serving", lambda *given: next(servers)(*given))
-    done = bench(*tiny_bench, "--rates", "4", "200", "--requests", "3", "--slo-s", "0.001", "--output", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    options = ["--rates", 4, 200, "--requests", 3, "--slo-s", 0.001, "--output", tmp_path]
+    lines, figures = in_process.figures("serve", *tiny_bench, *options)
     loads = [(case["strategy"], case["load"], case["rate"]) for case in figures["cases"]]
     rates = [("closed", None), ("open", 4.0), ("open", 200.0), ("probe", pytest.approx(4 / 1.5))]
     assert loads == [(strategy, *load) for strategy in ("prefix", "cachecraft") for load in rates]
@@ -347,7 +334,7 @@ def test_a_real_run_of_two_strategies(tiny_bench, tmp_path, monkeypatch):
     shares = {name: [c["computed_share"] for c in figures["cases"] if c["strategy"] == name] for name, *_ in loads}
     assert sum(shares["cachecraft"]) < sum(shares["prefix"])
     assert figures["comparison"]["rate"] == 4.0 and figures["saturation"]["prefix"]["bounded"] is None
-    assert any("where prefix saturates, cachecraft has" in line for line in done.stdout.splitlines())
+    assert any("where prefix saturates, cachecraft has" in line for line in lines)
     for name in ("rates.svg", "itl.svg"):
         assert (tmp_path / name).read_text().count("</svg>") == 1
 
@@ -357,9 +344,8 @@ def test_precomputed_passages_leave_cachecraft_little_to_compute(tmp_path, serve
     options = tiny_options(tmp_path, num_passages=80)
     shares = {}
     for more in ([], ["--precompute"]):
-        done = bench(*options, "--history", "0", "--rates", "4", "--requests", "3", "--probes", "0", *more)
-        assert done.returncode == 0, done.stderr
-        figures = json.loads(done.stdout.splitlines()[-1])
+        few = ["--history", 0, "--rates", 4, "--requests", 3, "--probes", 0]
+        _, figures = in_process.figures("serve", *options, *few, *more)
         assert figures["shapes"]["precompute"] == bool(more)
         for case in figures["cases"]:
             shares[case["strategy"], case["load"], bool(more)] = case["computed_share"]
@@ -368,40 +354,23 @@ def test_precomputed_passages_leave_cachecraft_little_to_compute(tmp_path, serve
 
 
 def test_a_soak_ends_with_every_answer_whole(tiny_bench, servers_here):
-    done = bench(*tiny_bench, "--soak", "inf", "--requests", "30", "--concurrency", "4")
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    _, figures = in_process.figures("serve", *tiny_bench, "--soak", "inf", "--requests", 30, "--concurrency", 4)
     (case,) = figures["cases"]
     assert (case["strategy"], case["load"], case["completed"]) == ("cachecraft", "soak", 30)
     assert figures["failures"] == [] and figures["samples"] and case["compilations"] >= 0
     assert case["page_usage"] == [0.0, 0.0]
-    done = bench(*tiny_bench, "--soak", "inf", "--requests", "2", "--timeout-s", "0.001")
+    late = ["--soak", "inf", "--requests", 2, "--timeout-s", 0.001]
+    done = in_process.bench("serve", "--quick", "--json", *tiny_bench, *late)
     assert done.returncode == 1 and "2 of 2 answers were not whole: TimeoutError" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["failures"]
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--data", "/no/such/folder"], ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]),
-        (["--requests", "0"], ["--requests", "positive", "0"]),
-        (["--rates", "1", "-2"], ["--rates", "positive", "-2.0"]),
-        (["--soak", "inf"], ["--soak", "--requests"]),
-        (["--width", "100"], ["--width", "32", "100"]),
-    ],
-)
-def test_bad_options_end_with_one_line(arguments, words):
-    done = bench("--quick", *arguments)
-    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert all(word in done.stderr for word in words), done.stderr
-
-
 @pytest.mark.slow
 def test_a_server_that_cannot_start_says_why(tiny_bench):
-    done = bench(*tiny_bench, "--serve-args=--alpha -1")
+    done = in_process.bench("serve", "--quick", "--json", *tiny_bench, "--serve-args=--alpha -1")
     assert done.returncode == 1 and "the server did not start" in done.stderr and "--alpha" in done.stderr
 
 
 def test_a_server_that_fails_without_load_is_not_measured(tiny_bench, servers_here):
-    done = bench(*tiny_bench, "--timeout-s", "0.001")
+    done = in_process.bench("serve", "--quick", "--json", *tiny_bench, "--timeout-s", "0.001")
     assert done.returncode == 1 and done.stdout == "" and "prefix: 12 requests failed before any load" in done.stderr

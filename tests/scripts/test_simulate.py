@@ -12,14 +12,15 @@ SMALL = ("--requests", "300", "--passages", "200", "--lists", "300", "--quiet", 
 
 
 def run(capsys, *options):
-    assert main([*SMALL, *options]) == 0
-    return capsys.readouterr().out
+    """What a run prints, and its figures, the last line."""
+    assert main([*SMALL, "--json", *options]) == 0
+    out = capsys.readouterr().out
+    return out, json.loads(out.splitlines()[-1])
 
 
 def test_a_run_prints_its_table_and_json(capsys):
-    out = run(capsys, "--json", "--warmup", "100", "--recompute-ratio", "0.3")
+    out, found = run(capsys, "--warmup", "100", "--recompute-ratio", "0.3")
     assert "tokens computed" in out and "TTFT" in out
-    found = json.loads(out.splitlines()[-1])
     assert found["figures"]["requests"] == 200 and found["figures"]["answered"] == 200
     assert 0 < found["figures"]["computed_share"] < 1
     assert found["settings"]["model"] == "llama3-8b"
@@ -32,24 +33,14 @@ def test_reuse_is_worth_something_on_every_device(capsys):
     ):
         mean = {}
         for strategy in ("full", "cachecraft"):
-            out = run(capsys, *options, "--strategy", strategy, "--json", "--recompute-ratio", "0.15")
-            mean[strategy] = json.loads(out.splitlines()[-1])["figures"]["ttft_s"]["mean"]
+            _, found = run(capsys, *options, "--strategy", strategy, "--recompute-ratio", "0.15")
+            mean[strategy] = found["figures"]["ttft_s"]["mean"]
         assert mean["cachecraft"] < mean["full"]
 
 
 def test_sizes_are_searched(capsys):
-    out = run(
-        capsys,
-        "--size-for",
-        "p99 TTFT < 0.15 s at 40 req/s",
-        "--budgets",
-        "1GB",
-        "20GB",
-        "--most-replicas",
-        "8",
-        "--json",
-    )
-    found = json.loads(out.splitlines()[-1])
+    options = ["--budgets", "1GB", "20GB", "--most-replicas", "8"]
+    out, found = run(capsys, "--size-for", "p99 TTFT < 0.15 s at 40 req/s", *options)
     assert "fewest" in out
     by_budget = {one["host_cache_bytes"]: one["replicas"] for one in found["needed"]}
     assert by_budget[20 * 10**9] <= by_budget[10**9]
@@ -80,6 +71,8 @@ def test_the_papers_page_keeps_what_stands_before_it(tmp_path, monkeypatch):
     (name, config, devices, loads, device_bytes), *_ = paper._CRAFT_MODELS
     monkeypatch.setattr(paper, "_CRAFT_MODELS", ((name, config, devices, loads[-2:], device_bytes),))
     monkeypatch.setattr(paper, "_CACHE_MODELS", paper._CACHE_MODELS[:1])
+    monkeypatch.setattr(paper, "_LARGE_MODELS", paper._LARGE_MODELS[:1])
+    monkeypatch.setattr(paper, "_HOST_GIB", (8, 16))
     monkeypatch.setattr(paper, "_DATASETS", tuple((name, about, rates[:2]) for name, about, rates in paper._DATASETS))
     lists = paper._lists
     monkeypatch.setattr(paper, "_lists", lambda passages, count, *of: lists(passages, min(count, 100), *of))

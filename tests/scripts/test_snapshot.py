@@ -13,6 +13,7 @@ from ccjax.engine.loading import load_model, read_model_files
 from ccjax.engine.snapshot import inspect_snapshot
 from scripts.snapshot import main
 from tests.engine.snapshots import data_files
+from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [{"text": "Anna lives in Paris and has a dog."}, {"text": "Bob lives in Rome. He is a baker."}]
@@ -31,20 +32,18 @@ def filled(tmp_path_factory):
 @pytest.fixture
 def snapshot(filled, tmp_path):
     place = tmp_path / "snapshot"
-    assert main(["save", "--store", filled[0], "--to", str(place)]) == 0
+    assert in_process.run(main, "save", "--store", filled[0], "--to", place).returncode == 0
     return place
 
 
-def refusal(capsys, *arguments):
-    """The one line of a run that is refused."""
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 2
-    output, errors = capsys.readouterr()
-    assert output == "" and errors.startswith("ccjax snapshot: error: ") and errors.count("\n") == 1
-    return errors
+def printed(*arguments, code=0):
+    """What a run with this exit code prints."""
+    done = in_process.run(main, *arguments)
+    assert done.returncode == code, done.stderr
+    return done.stdout
 
 
-def test_a_store_moves_by_the_command_line(filled, tmp_path, capsys):
+def test_a_store_moves_by_the_command_line(filled, tmp_path):
     """First as a process of its own; the answer after the move reuses what was computed before it."""
     url, answer = filled
     other = (tmp_path / "other").as_uri()
@@ -58,9 +57,8 @@ def test_a_store_moves_by_the_command_line(filled, tmp_path, capsys):
 
     saved, errors = run("save", "--store", url, "--to", str(tmp_path / "snapshot"))
     assert saved["num_variants"] == 3 and "Saving" in errors and "WARNING" not in errors
-    capsys.readouterr()
-    assert main(["restore", "--store", other, "--from", str(tmp_path / "snapshot"), "--json"]) == 0
-    output, errors = capsys.readouterr()
+    done = in_process.run(main, "restore", "--store", other, "--from", tmp_path / "snapshot", "--json")
+    output, errors = done.stdout, done.stderr
     restored = json.loads(output)
     assert restored["num_restored"] == 3 and restored["failed_writes"] == 0 and "Restoring" in errors
     with Engine.from_pretrained("demo", store=other) as engine:
@@ -73,33 +71,26 @@ def test_a_store_moves_by_the_command_line(filled, tmp_path, capsys):
         assert frequencies[variant.record.variant_id] > variant.frequency_reuse > 0  # restored, then used once more
 
 
-def test_restoring_counts_what_is_there_and_what_is_beyond_the_limit(snapshot, tmp_path, capsys):
-    url = (tmp_path / "other").as_uri()
+def test_restoring_counts_what_is_there_and_what_is_beyond_the_limit(snapshot, tmp_path):
     smallest = min(variant.record.num_bytes for variant in inspect_snapshot(snapshot).variants)
-    arguments = ["restore", "--store", url, "--from", str(snapshot)]
-    capsys.readouterr()
-    assert main([*arguments, "--max-bytes", str(smallest)]) == 0
-    assert "Restored 1 variants, " in capsys.readouterr().out
-    assert main(arguments) == 0
-    assert "Restored 2 variants" in (text := capsys.readouterr().out) and text.endswith("; 1 there already\n")
+    arguments = ["restore", "--store", (tmp_path / "other").as_uri(), "--from", snapshot]
+    assert "Restored 1 variants, " in printed(*arguments, "--max-bytes", smallest)
+    text = printed(*arguments)
+    assert "Restored 2 variants" in text and text.endswith("; 1 there already\n")
 
 
-def test_damage_is_told_by_the_exit_code(snapshot, tmp_path, capsys):
+def test_damage_is_told_by_the_exit_code(snapshot, tmp_path):
     file = data_files(snapshot)[0]
-    raw = bytearray(file.read_bytes())
-    raw[0] ^= 1
-    file.write_bytes(raw)
-    assert main(["restore", "--store", (tmp_path / "other").as_uri(), "--from", str(snapshot)]) == 1
-    assert "; 1 damaged, left out" in capsys.readouterr().out
+    raw = file.read_bytes()
+    file.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    text = printed("restore", "--store", (tmp_path / "other").as_uri(), "--from", snapshot, code=1)
+    assert "; 1 damaged, left out" in text
 
 
-def test_inspect_shows_the_hottest_chunks(snapshot, capsys):
-    capsys.readouterr()
-    assert main(["inspect", str(snapshot), "--model", "demo"]) == 0
-    text = capsys.readouterr().out
+def test_inspect_shows_the_hottest_chunks(snapshot):
+    text = printed("inspect", snapshot, "--model", "demo")
     assert "Anna lives in Paris and has a dog." in text and "3 of 3 chunks" in text and "float32, 6 layers" in text
-    assert main(["inspect", str(snapshot), "--json", "--top", "2", "--model", "demo"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json.loads(printed("inspect", snapshot, "--json", "--top", "2", "--model", "demo"))
     index = inspect_snapshot(snapshot)
     assert (facts["num_variants"], facts["num_bytes"]) == (3, index.num_bytes) and 0 <= facts["age_s"] < 86_400
     hottest = [chunk["frequency_reuse"] for chunk in facts["hottest"]]
@@ -107,22 +98,23 @@ def test_inspect_shows_the_hottest_chunks(snapshot, capsys):
     assert facts["hottest"][0]["text"].strip() == DOCUMENTS[0]["text"]
 
 
-def test_refusals_name_what_was_wanted(filled, snapshot, tmp_path, capsys):
-    url = filled[0]
-    assert "holds a snapshot already" in refusal(capsys, "save", "--store", url, "--to", snapshot)
-    text = refusal(capsys, "save", "--store", url, "--to", tmp_path / "new", "--tenant-salt", "another")
-    assert "holds no KV of demo (under this tenant salt)" in text and not (tmp_path / "new").exists()
-    text = refusal(capsys, "save", "--store", url, "--to", tmp_path / "new", "--dtype", "bfloat16")
-    assert "holds no KV of demo in bfloat16" in text
-    text = refusal(capsys, "save", "--store", (tmp_path / "typo").as_uri(), "--to", tmp_path / "new")
-    assert "wanted a directory" in text and not (tmp_path / "typo").exists()
-    other = (tmp_path / "other").as_uri()
-    text = refusal(capsys, "restore", "--store", other, "--from", snapshot, "--tenant-salt", "another")
-    assert "taken under another tenant salt" in text
-    text = refusal(capsys, "restore", "--store", other, "--from", snapshot, "--model", tmp_path / "none")
-    assert 'wanted "demo", "smollm2", a directory' in text
-    assert "holds no snapshot" in refusal(capsys, "inspect", tmp_path)
-    assert "--model: wanted" in refusal(capsys, "inspect", snapshot, "--model", tmp_path)
+def test_refusals_name_what_was_wanted(filled, snapshot, tmp_path):
+    new, other, typo = tmp_path / "new", tmp_path / "other", tmp_path / "typo"
+    save, restore = ["save", "--store", filled[0], "--to"], ["restore", "--store", other.as_uri(), "--from", snapshot]
+    for arguments, words in (
+        ([*save, snapshot], "holds a snapshot already"),
+        ([*save, new, "--tenant-salt", "another"], "holds no KV of demo (under this tenant salt)"),
+        ([*save, new, "--dtype", "bfloat16"], "holds no KV of demo in bfloat16"),
+        (["save", "--store", typo.as_uri(), "--to", new], "wanted a directory"),
+        ([*restore, "--tenant-salt", "another"], "taken under another tenant salt"),
+        ([*restore, "--model", tmp_path / "none"], 'wanted "demo", "smollm2", a directory'),
+        (["inspect", tmp_path], "holds no snapshot"),
+        (["inspect", snapshot, "--model", tmp_path], "--model: wanted"),
+    ):
+        done = in_process.run(main, *arguments)
+        assert (done.returncode, done.stdout) == (2, "") and words in done.stderr
+        assert done.stderr.startswith("ccjax snapshot: error: ") and done.stderr.count("\n") == 1
+    assert not new.exists() and not typo.exists()
 
 
 def test_the_fingerprint_needs_no_weights_in_memory():

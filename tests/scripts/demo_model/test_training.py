@@ -10,19 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ccjax.demo import objective, training
-from ccjax.demo.batches import exact_matches, induction_batch, make_batch, stage_batch
-from ccjax.demo.curriculum import QUICK_STAGES, STAGES
-from ccjax.demo.initial import initial_params
-from ccjax.demo.objective import training_logits, weighted_loss
-from ccjax.demo.tokenizer import train_tokenizer
-from ccjax.demo.training import Progression, TrainingConfig, advance, demo_config, train
 from ccjax.demo.world import KINDS, Difficulty, sample_context
 from ccjax.models.llama3 import forward as model_forward
 from ccjax.models.llama3 import init_params
 from ccjax.models.llama3.layers import unembed
 from scripts import train_demo
+from scripts.demo_model import objective, training
+from scripts.demo_model.batches import exact_matches, induction_batch, make_batch, stage_batch
+from scripts.demo_model.curriculum import QUICK_STAGES, STAGES
+from scripts.demo_model.initial import initial_params
+from scripts.demo_model.objective import training_logits, weighted_loss
+from scripts.demo_model.tokenizer import train_tokenizer
+from scripts.demo_model.training import Progression, TrainingConfig, advance, demo_config, train
 
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 forward = jax.jit(model_forward, static_argnums=1)
 loss_of = jax.jit(weighted_loss, static_argnums=(1, 5))
 
@@ -159,54 +160,46 @@ def test_exact_match_wants_every_token_of_the_answer(tokenizer):
 
 def test_curriculum_moves_on_when_the_window_is_good_enough():
     stages = STAGES[:2]
-    good = Progression(stage_steps=500)
-    for _ in range(49):
-        good = advance(good, stages, 1.0, 0.1)
-        assert good.stage == 0
-    good = advance(good, stages, 1.0, 0.1)
+
+    def stepped(progression, count, matched_ratio):
+        for _ in range(count):
+            progression = advance(progression, stages, matched_ratio, 0.1)
+        return progression
+
+    good = stepped(Progression(stage_steps=500), 49, 1.0)
+    assert good.stage == 0
+    good = stepped(good, 1, 1.0)
     assert (good.stage, good.stage_steps, good.recent) == (1, 0, ())
-    bad = Progression(stage_steps=500)
-    for _ in range(100):
-        bad = advance(bad, stages, stages[0].advance_ratio - 0.01, 0.1)
+    bad = stepped(Progression(stage_steps=500), 100, stages[0].advance_ratio - 0.01)
     assert bad.stage == 0 and bad.step == 100
-    last = Progression(stage=1, stage_steps=500)
-    for _ in range(100):
-        last = advance(last, stages, 1.0, 0.1)
-    assert last.stage == 1, "the last stage has no next one"
+    assert stepped(Progression(stage=1, stage_steps=500), 100, 1.0).stage == 1, "the last stage has no next one"
 
 
-def test_smoke_training_lowers_the_loss_and_resumes_to_the_same_weights(config, tokenizer, tmp_path, monkeypatch):
+def test_the_command_line_trains_and_resumes_to_the_same_model(config, tokenizer, tmp_path, monkeypatch, capsys):
+    quick = functools.partial(TrainingConfig, warmup_steps=5, checkpoint_steps=8)
+    monkeypatch.setattr(train_demo, "TrainingConfig", quick)
+    monkeypatch.setattr(train_demo, "demo_config", lambda size: dataclasses.replace(config, vocab_size=size))
     monkeypatch.setattr(training, "make_step", functools.cache(training.make_step))  # compiled once
-    quick = TrainingConfig(config, QUICK_STAGES, 16, seed=3, warmup_steps=5, checkpoint_steps=8)
-    losses = []
-    monkeypatch.setattr(training, "advance", lambda *now: (losses.append(now[3]), advance(*now))[1])
-    whole, end = train(quick, tokenizer, tmp_path / "whole")
-    train(quick, tokenizer, tmp_path / "broken", stop_after=9)
-    resumed, resumed_end = train(quick, tokenizer, tmp_path / "broken", resume=True)
-    assert end.loss < 0.7 * losses[0]
-    assert end == resumed_end
-    jax.tree.map(np.testing.assert_array_equal, whole, resumed)
-    with pytest.raises(ValueError, match="wanted no earlier checkpoint, or resume"):
-        train(quick, tokenizer, tmp_path / "broken")
-    with pytest.raises(ValueError, match="wanted an earlier checkpoint"):
-        train(quick, tokenizer, tmp_path / "nothing", resume=True)
-
-
-def test_command_line_trains_and_writes_a_model(config, tmp_path, monkeypatch, capsys):
+    losses, ends = [], []
     monkeypatch.setattr(
-        train_demo, "demo_config", lambda vocab_size: dataclasses.replace(config, vocab_size=vocab_size)
+        training, "advance", lambda *now: (losses.append(now[3]), ends.append(advance(*now)), ends[-1])[-1]
     )
-    train_demo.main(["--out", str(tmp_path), "--quick", "--steps", "3"])
-    model = tmp_path / "model"
-    assert {path.name for path in model.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert json.loads((model / "config.json").read_text())["model_type"] == "llama"
-    assert "step     3" in capsys.readouterr().out
+
+    def run(name, *more):
+        train_demo.main(["--out", str(tmp_path / name), "--quick", "--steps", "16", "--seed", "3", *more])
+        assert "step    16" in capsys.readouterr().out
+        return ends[-1], {path.name: path.read_bytes() for path in (tmp_path / name / "model").iterdir()}
+
+    end, model = run("whole")
+    assert end.loss < 0.7 * losses[0]
+    assert model.keys() == FILES and json.loads(model["config.json"])["model_type"] == "llama"
+    interrupted = quick(config, QUICK_STAGES, 16, 3)
+    train(interrupted, tokenizer, tmp_path / "broken", stop_after=9)
+    assert run("broken", "--resume") == (end, model)
+    with pytest.raises(ValueError, match="wanted no earlier checkpoint, or resume"):
+        train(interrupted, tokenizer, tmp_path / "broken")
+    with pytest.raises(ValueError, match="wanted an earlier checkpoint"):
+        train(interrupted, tokenizer, tmp_path / "nothing", resume=True)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--out", "x", "--steps", "0"]])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine.prompts import chunk_id
-from ccjax.simulation import workload as made
+from scripts.simulation import workload as made
 
 
 def test_poisson_arrivals_have_their_rate_and_spread():

@@ -17,13 +17,13 @@ from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
 from ccjax.policy.reuse import chunk_context_impact
 from ccjax.policy.strategies import expected_share
-from ccjax.simulation.costs import CostModel
-from ccjax.simulation.store import NO_KV, SizedIndex, SizedStore
-from ccjax.simulation.workload import Passages, chunk_of
 from ccjax.store.spec import KVSpec
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, Segment, VariantId, VariantMeta
+from scripts.simulation.costs import CostModel
+from scripts.simulation.store import NO_KV, SizedIndex, SizedStore
+from scripts.simulation.workload import Passages, chunk_of
 
 INTRA_OVER_INTER = 2.18
 """CacheCraft sec. 6 (1): intra-attention is 2.18 times inter-attention on average; every chunk is taken to be so."""

@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ccjax.demo.lexicon import FILLERS
-from ccjax.demo.tokenizer import (
+from ccjax.demo.world import Context, Difficulty, Kind, sample_context
+from scripts.demo_model.tokenizer import (
     PAD,
     SYSTEM_PROMPT,
     answer_segment,
@@ -22,7 +23,6 @@ from ccjax.demo.tokenizer import (
     system_segment,
     world_words,
 )
-from ccjax.demo.world import Context, Difficulty, Kind, sample_context
 
 CONTEXT_WEIGHT = 0.03
 """Loss weight of passage tokens; answers weigh 1. Passages are mostly random: at equal weight they drown the rest."""

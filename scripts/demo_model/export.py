@@ -14,12 +14,12 @@ from pathlib import Path
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from ccjax.demo.corpus import ASSETS
-from ccjax.demo.tokenizer import BOS, END, PAD, save_tokenizer
+from ccjax.engine.loading import DEMO_MODEL
 from ccjax.models.llama3 import LlamaConfig, Params
 from ccjax.models.llama3.convert import load_config, load_params, save_pretrained
+from scripts.demo_model.tokenizer import BOS, END, PAD, save_tokenizer
 
-MODEL_DIRECTORY = ASSETS / "demo_model"
+MODEL_DIRECTORY = DEMO_MODEL
 
 
 def export_model(params: Params, config: LlamaConfig, tokenizer: Tokenizer, directory: Path = MODEL_DIRECTORY) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
-from ccjax.simulation.cache import Planned
-from ccjax.simulation.workload import Workload
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
+from scripts.simulation.cache import Planned
+from scripts.simulation.workload import Workload
 
 TIERS = (DEVICE, HOST, DISK)
 
@@ -91,16 +90,6 @@ class Outcome:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Mean and percentiles, seconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-
 def _span(workload: Workload, warmup: int) -> float:
     times = workload.arrival_s[warmup:]
     return float(times[-1] - times[0]) if len(times) > 1 else 0.0
@@ -110,6 +99,5 @@ def _spread(seconds: np.ndarray) -> dict[str, float] | None:
     found = seconds[~np.isnan(seconds)]
     if not len(found):
         return None
-    return dataclasses.asdict(
-        Spread(float(found.mean()), *(float(value) for value in np.percentile(found, (50, 90, 99))))
-    )
+    p50, p90, p99 = (float(value) for value in np.percentile(found, (50, 90, 99)))
+    return {"mean": float(found.mean()), "p50": p50, "p90": p90, "p99": p99}

@@ -14,12 +14,12 @@ import random
 from ccjax.engine.pool import PAGE_TOKENS, num_pages
 from ccjax.policy._checks import check_mass, check_masses
 from ccjax.policy.scheduling import Costs, LineFullError, Pack, Scheduler, SchedulerSettings, Work
-from ccjax.simulation.cache import Planned, ReplicaCache
-from ccjax.simulation.costs import CostModel, Piece, overlapped_s
-from ccjax.simulation.outcome import Outcome
-from ccjax.simulation.workload import Passages, Workload
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
+from scripts.simulation.cache import Planned, ReplicaCache
+from scripts.simulation.costs import CostModel, Piece, overlapped_s
+from scripts.simulation.outcome import Outcome
+from scripts.simulation.workload import Passages, Workload
 
 PLANNED_AHEAD = 8
 """Requests in line that are planned before each pack, as `ccjax.engine.batch.seating` does."""

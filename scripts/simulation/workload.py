@@ -91,17 +91,8 @@ def chunk_of(number: int) -> Chunk:
     return Chunk(ChunkId(hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()), ids)
 
 
-# -- passages ----------------------------------------------------------------------------------------------------------
-
-
 def zipf_lists(
-    num_passages: int,
-    num_lists: int,
-    top_k: int,
-    tokens: Sequence[int],
-    *,
-    exponent: float,
-    seed: int,
+    num_passages: int, num_lists: int, top_k: int, tokens: Sequence[int], *, exponent: float, seed: int
 ) -> list[Passages]:
     """Lists of `top_k` distinct passages, each drawn with odds `rank ** -exponent`, most alike first.
 
@@ -158,9 +149,6 @@ def trace_lists(path: Path, lengths: Sequence[int] | dict[int, int], top_k: int)
             )
         )
     return found
-
-
-# -- arrivals ----------------------------------------------------------------------------------------------------------
 
 
 def poisson(count: int, rate: float, seed: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ccjax.simulation.sizing import Goal, Size, parse_goal, search
+from scripts.simulation.sizing import Goal, Size, parse_goal, search
 
 
 @pytest.mark.parametrize(

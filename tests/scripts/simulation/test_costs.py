@@ -7,33 +7,35 @@ import pytest
 from ccjax.engine.memory import num_parameters
 from ccjax.models.llama3.config import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.prefill_cost import PrefillGrid
-from ccjax.simulation.costs import GridCosts, Piece, RooflineCosts, overlapped_s
-from ccjax.simulation.hardware import HARDWARE, Hardware, hardware
+from scripts.simulation.costs import GridCosts, Piece, RooflineCosts, overlapped_s
+from scripts.simulation.hardware import HARDWARE, Hardware, hardware
 
 # One layer of width 8, one head of 8, MLP 16, vocabulary 32: 4 x 64 attention weights, 384 of the MLP, 256 of the head.
 TINY = LlamaConfig(32, 8, 1, 1, 1, 8, 16)
 PLAIN = Hardware("plain", 1e6, 10**9, 1e6, 1e5, disk_bytes_per_s=1e4, compute_ratio=1.0, memory_ratio=1.0, layer_s=0.0)
 
 
-def test_a_prefill_takes_its_products():
-    # 10 tokens x 2 x 640, 55 pairs x 4 x 8, the head once 2 x 256: 12,800 + 1,760 + 512 FLOPs.
-    assert RooflineCosts(TINY, PLAIN).pack_s([Piece(10, 10)]) == pytest.approx(15_072e-6)
+@pytest.mark.parametrize(
+    ("piece", "flops"),
+    [
+        # 10 tokens x 2 x 640, 55 pairs x 4 x 8, the head once 2 x 256: 12,800 + 1,760 + 512.
+        (Piece(10, 10), 15_072),
+        # Cached tokens cost attention only: 4 tokens at positions 6 to 9 see 7 + 8 + 9 + 10 = 34 pairs.
+        (Piece(4, 10), 4 * 1280 + 34 * 32 + 512),
+        (Piece(10, 10, is_last=False), 14_560),  # without the head
+    ],
+)
+def test_a_prefill_takes_its_products(piece, flops):
+    assert RooflineCosts(TINY, PLAIN).pack_s([piece]) == pytest.approx(flops * 1e-6)
 
 
 def test_the_head_is_for_prompts_that_end():
-    # As above, without the head's 512 FLOPs; with slow memory, without its 256 weights: 640 and 10 tokens of 16 values.
-    unfinished = Piece(10, 10, is_last=False)
-    assert RooflineCosts(TINY, PLAIN).pack_s([unfinished]) == pytest.approx(14_560e-6)
+    # With slow memory, without its 256 weights: 640 and 10 tokens of 16 values.
     slow = RooflineCosts(TINY, dataclasses.replace(PLAIN, flops_per_s=1e9))
-    assert slow.pack_s([unfinished]) == pytest.approx(2 * (640 + 160) * 1e-6)
+    assert slow.pack_s([Piece(10, 10, is_last=False)]) == pytest.approx(2 * (640 + 160) * 1e-6)
     costs = GridCosts(GRID, 2, decode_fixed_s=0.0, head_s=0.008, scale=2.0)
     assert costs.pack_s([Piece(20, 120, is_last=False)]) == pytest.approx(2 * (0.06 - 0.008))
     assert costs.pack_s([Piece(20, 120, is_last=False), Piece(10, 10)]) == pytest.approx(2 * (0.06 + 0.02 - 0.01))
-
-
-def test_cached_tokens_cost_attention_only():
-    # 4 tokens at positions 6 to 9: 7 + 8 + 9 + 10 = 34 pairs.
-    assert RooflineCosts(TINY, PLAIN).pack_s([Piece(4, 10)]) == pytest.approx((4 * 1280 + 34 * 32 + 512) * 1e-6)
 
 
 def test_a_decode_step_takes_its_bytes():
@@ -75,10 +77,8 @@ def test_an_8b_prefill_is_within_what_an_h100_can_do():
 
 
 def test_loads_take_every_link_on_the_way():
-    costs = RooflineCosts(TINY, PLAIN)
-    assert costs.load_s("device", 1000) == 0
-    assert costs.load_s("host", 1000) == pytest.approx(0.01)
-    assert costs.load_s("disk", 1000) == pytest.approx(0.11)
+    loads_s = [RooflineCosts(TINY, PLAIN).load_s(tier, 1000) for tier in ("device", "host", "disk")]
+    assert loads_s == pytest.approx([0.0, 0.01, 0.11])
 
 
 def test_hidden_loads_leave_one_layer():

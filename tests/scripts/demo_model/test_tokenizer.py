@@ -7,15 +7,15 @@ import sys
 import pytest
 from tokenizers import Tokenizer
 
-from ccjax.demo.batches import make_batch, tokenize_context
-from ccjax.demo.export import MODEL_DIRECTORY
 from ccjax.demo.lexicon import SYSTEM_PROMPT
-from ccjax.demo.tokenizer import SPECIAL_TOKENS, question_segment, train_tokenizer, world_words
 from ccjax.demo.world import KINDS, Difficulty, sample_context
 from ccjax.text.prompt import PromptBuilder
 from ccjax.text.template import ChatTemplate
 from ccjax.text.tokenizer import load_tokenizer
 from ccjax.types import Document
+from scripts.demo_model.batches import make_batch, tokenize_context
+from scripts.demo_model.export import MODEL_DIRECTORY
+from scripts.demo_model.tokenizer import SPECIAL_TOKENS, question_segment, train_tokenizer, world_words
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_any_text_comes_back(tokenizer, text):
 
 def test_shipped_tokenizer_is_the_trained_one_in_any_process(tokenizer):
     shipped = Tokenizer.from_file(str(MODEL_DIRECTORY / "tokenizer.json"))
-    code = "from ccjax.demo.tokenizer import train_tokenizer; print(train_tokenizer().to_str())"
+    code = "from scripts.demo_model.tokenizer import train_tokenizer; print(train_tokenizer().to_str())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert shipped.to_str() == tokenizer.to_str() == other
 

@@ -6,11 +6,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ccjax.simulation.costs import Piece
-from ccjax.simulation.replica import HostWork
-from ccjax.simulation.run import Simulation
-from ccjax.simulation.workload import Workload, draw_which, poisson, zipf_lists
-from tests.simulation.builders import PerToken, deployment, simulated, workload
+from scripts.simulation.costs import Piece
+from scripts.simulation.replica import HostWork
+from scripts.simulation.run import Simulation
+from scripts.simulation.workload import Workload, draw_which, poisson, zipf_lists
+from tests.scripts.simulation.builders import PerToken, deployment, simulated, workload
 
 A, B, C = (1, 100), (2, 50), (3, 20)
 
@@ -29,17 +29,22 @@ def test_what_was_computed_is_reused_and_fixed():
     assert run.outcome.tier_tokens["host"].tolist() == [0, 150, 150]
 
 
-def test_a_prefix_is_reused_as_far_as_it_goes():
-    run = simulated(
-        workload([0, 1, 2], [[A, B], [A, C], [B, A]]), deployment(strategy="prefix", eviction_policy="pgdsf")
-    )
-    assert run.outcome.computed.tolist() == [160, 30, 160]
+SLOW_DISK = PerToken(disk_bytes_per_s=100)
 
 
-def test_without_reuse_all_is_computed():
-    run = simulated(workload([0, 1], [[A, B], [A, B]]), deployment(reuse="off", strategy="full"))
-    assert run.outcome.computed.tolist() == [160, 160]
-    assert len(run.replicas[0].cache.index) == 0
+@pytest.mark.parametrize(
+    ("lists", "settings", "computed"),
+    [
+        ([[A, B], [A, C], [B, A]], {"strategy": "prefix", "eviction_policy": "pgdsf"}, [160, 30, 160]),
+        ([[A, B], [A, B]], {"strategy": "full", "reuse": "off"}, [160, 160]),
+        ([[A], [A]], {"costs": SLOW_DISK, "host_cache_bytes": 0, "disk_cache_bytes": 1 << 20}, [110, 110]),
+    ],
+    ids=["a prefix as far as it goes", "no reuse", "a disk slower than computing"],
+)
+def test_what_is_computed(lists, settings, computed):
+    run = simulated(workload(range(len(lists)), lists), deployment(**settings))
+    assert run.outcome.computed.tolist() == computed
+    assert len(run.replicas[0].cache.index) == 0 or settings.get("reuse") != "off"
 
 
 def test_requests_wait_for_those_before_them():
@@ -93,23 +98,11 @@ def test_what_waits_is_read_from_disk_meanwhile():
     assert times(waited)[2] - times(ahead)[2] > 0.09
 
 
-def test_a_disk_that_is_slower_than_computing_is_left_alone():
-    work = workload([0, 1], [[A], [A]])
-    run = simulated(work, deployment(PerToken(disk_bytes_per_s=100), host_cache_bytes=0, disk_cache_bytes=1 << 20))
-    assert run.outcome.computed.tolist() == [110, 110]
-
-
-def test_what_is_worth_least_leaves():
-    # Room for one passage: the one that is used again stays.
-    run = simulated(
-        workload([0, 1, 2, 3, 4], [[A], [A], [(5, 100)], [A], [(5, 100)]]), deployment(host_cache_bytes=3200)
-    )
-    assert run.outcome.hits.tolist() == [0, 1, 0, 1, 0]
-    recent = simulated(
-        workload([0, 1, 2, 3, 4], [[A], [A], [(5, 100)], [A], [(5, 100)]]),
-        deployment(host_cache_bytes=3200, eviction_policy="lru"),
-    )
-    assert recent.outcome.hits.tolist() == [0, 1, 0, 0, 0]
+@pytest.mark.parametrize(("settings", "hits"), [({}, [0, 1, 0, 1, 0]), ({"eviction_policy": "lru"}, [0, 1, 0, 0, 0])])
+def test_what_is_worth_least_leaves(settings, hits):
+    """Room for one passage: the one that is used again stays."""
+    work = workload(range(5), [[A], [A], [(5, 100)], [A], [(5, 100)]])
+    assert simulated(work, deployment(host_cache_bytes=3200, **settings)).outcome.hits.tolist() == hits
 
 
 def test_a_full_line_refuses():
@@ -198,16 +191,8 @@ def drawn(count, rate, seed=0):
 def test_a_drawn_run_keeps_its_budgets_and_counts_every_token(strategy, policy):
     work = drawn(300, 15.0)
     budget = 3000 * 32
-    run = simulated(
-        work,
-        deployment(
-            strategy=strategy,
-            eviction_policy=policy,
-            device_cache_bytes=budget // 4,
-            host_cache_bytes=budget,
-            disk_cache_bytes=2 * budget,
-        ),
-    )
+    tiers = {"device_cache_bytes": budget // 4, "host_cache_bytes": budget, "disk_cache_bytes": 2 * budget}
+    run = simulated(work, deployment(strategy=strategy, eviction_policy=policy, **tiers))
     for usage in run.replicas[0].cache.store.usage().values():
         assert usage.used_bytes <= usage.budget_bytes
     outcome = run.outcome

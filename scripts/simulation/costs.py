@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.policy._checks import check_count, check_mass
 from ccjax.policy.prefill_cost import PrefillGrid
-from ccjax.simulation.hardware import Hardware
 from ccjax.store.usage import DEVICE, DISK, HOST
+from scripts.simulation.hardware import Hardware
 
 
 class Piece(NamedTuple):

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from ccjax.demo.batches import Stage, exact_matches, stage_batch
-from ccjax.demo.initial import initial_params
-from ccjax.demo.objective import weighted_loss
 from ccjax.models.llama3 import LayerParams, LlamaConfig, Params
+from scripts.demo_model.batches import Stage, exact_matches, stage_batch
+from scripts.demo_model.initial import initial_params
+from scripts.demo_model.objective import weighted_loss
 
 WINDOW_STEPS = 50
 """Steps over which accuracy is averaged before the curriculum moves on."""
@@ -38,7 +38,7 @@ class TrainingConfig:
 
     Attributes:
       num_steps: steps in all; the learning rate falls over the last fifth.
-      stages: the curriculum, see `ccjax.demo.curriculum`.
+      stages: the curriculum, see `scripts.demo_model.curriculum`.
     """
 
     model: LlamaConfig

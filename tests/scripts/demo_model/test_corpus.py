@@ -7,15 +7,9 @@ from collections import Counter
 
 import pytest
 
-from ccjax.demo.corpus import (
-    CORPUS_DIRECTORY,
-    QUESTIONS_FILE,
-    build_corpus,
-    question_context,
-    write_corpus,
-)
-from ccjax.demo.tokenizer import train_tokenizer
 from ccjax.demo.world import KINDS
+from scripts.demo_model.corpus import CORPUS_DIRECTORY, QUESTIONS_FILE, build_corpus, question_context, write_corpus
+from scripts.demo_model.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +17,13 @@ def corpus():
     return build_corpus()
 
 
-@pytest.fixture(scope="module")
-def lines():
-    return [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
-
-
 def test_regenerates_byte_for_byte(corpus, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/old.md").write_text("# Old\n")  # no longer belongs there
     write_corpus(corpus, tmp_path / "corpus", tmp_path / "questions.jsonl")
     fresh = {path.name: path.read_bytes() for path in (tmp_path / "corpus").iterdir()}
     assert fresh == {path.name: path.read_bytes() for path in CORPUS_DIRECTORY.iterdir()}
     assert (tmp_path / "questions.jsonl").read_bytes() == QUESTIONS_FILE.read_bytes()
-
-
-def test_rewriting_removes_what_no_longer_belongs(corpus, tmp_path):
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus/old.md").write_text("# Old\n")
-    write_corpus(corpus, tmp_path / "corpus", tmp_path / "questions.jsonl")
-    assert not (tmp_path / "corpus/old.md").exists()
 
 
 def test_documents_have_a_title_and_a_body_of_the_promised_length(corpus):
@@ -51,7 +35,8 @@ def test_documents_have_a_title_and_a_body_of_the_promised_length(corpus):
         assert 30 <= len(tokenizer.encode(body.strip()).ids) <= 120, document_id
 
 
-def test_answers_stand_in_the_named_document(corpus, lines):
+def test_answers_stand_in_the_named_document():
+    lines = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
     assert 60 <= len(lines) <= 150
     assert {line["kind"] for line in lines} == set(KINDS)
     for line in lines:

@@ -77,7 +77,7 @@ HARDWARE: Mapping[str, Hardware] = {
     )
 }
 """By name. `compute_ratio` one half and `memory_ratio` four fifths are assumed for all of them: what served models
-usually get of data-sheet figures. The machine that asks is measured instead: `ccjax.simulation.this_cpu`."""
+usually get of data-sheet figures. The machine that asks is measured instead: `scripts.simulation.this_cpu`."""
 
 
 def hardware(name: str) -> Hardware:
@@ -87,7 +87,7 @@ def hardware(name: str) -> Hardware:
       ValueError: there is none; the message names those there are.
     """
     if name == "cpu":
-        from ccjax.simulation.this_cpu import measure_cpu
+        from scripts.simulation.this_cpu import measure_cpu
 
         return measure_cpu()
     if name not in HARDWARE:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from ccjax.demo.lexicon import RELATIONS
 from ccjax.demo.world import MIN_DISTRACTORS, Context, Fact, Kind, Passage, Question, Story, Town, guess_ratio
+from ccjax.engine.loading import ASSETS, DEMO_CORPUS
 
 CORPUS_SEED = "saltmere"
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
-CORPUS_DIRECTORY = ASSETS / "demo_corpus"
+CORPUS_DIRECTORY = DEMO_CORPUS
 QUESTIONS_FILE = ASSETS / "demo_questions.jsonl"
 MAX_QUESTIONS_PER_KIND = {"single": 84, "pronoun": 24, "alias": 18, "two_hop": 14}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ccjax.simulation.hardware import Hardware
+from scripts.simulation.hardware import Hardware
 
 _WIDTH = 1536
 _COPY_BYTES = 1 << 28

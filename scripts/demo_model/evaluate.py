@@ -15,21 +15,11 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from ccjax.demo.batches import exact_matches, make_batch
-from ccjax.demo.corpus import Corpus, question_context
-from ccjax.demo.world import KINDS, Context, Difficulty, Kind, sample_context
+from ccjax.demo.world import KINDS, TEST_SEED, Context, Kind, held_out_contexts
 from ccjax.models.llama3 import LlamaConfig, Params, forward
+from scripts.demo_model.batches import exact_matches, make_batch
+from scripts.demo_model.corpus import Corpus, question_context
 
-TEST_SEED, VALIDATION_SEED = "test", "validation"
-TEST_WEIGHTS = (
-    ("register", 1.0),
-    ("portrait", 2.0),
-    ("pair", 1.0),
-    ("follow", 2.0),
-    ("nickname", 1.0),
-    ("gossip", 0.5),
-    ("place", 1.0),
-)
 PAD_TOKENS = 64
 
 
@@ -71,13 +61,6 @@ def score(contexts: Sequence[Context], results: Sequence[bool]) -> Score:
     """The figures of these contexts' first questions."""
     guesses = [context.questions[0].guess_ratio for context in contexts]
     return Score(sum(results) / len(results), sum(guesses) / len(guesses), len(results))
-
-
-def held_out_contexts(kind: Kind, num_contexts: int, num_passages: int = 4, *, seed: str = TEST_SEED) -> list[Context]:
-    """Contexts of towns with a fixed seed that training does not draw from, each with one question of the kind."""
-    rng = random.Random(f"{seed}/{kind}")
-    difficulty = Difficulty(num_passages, TEST_WEIGHTS, min_words=24, max_words=80, kinds=(kind,))
-    return [sample_context(rng, difficulty, 1) for _ in range(num_contexts)]
 
 
 def evaluate_worlds(

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from ccjax.policy._checks import check_count, check_mass
 from ccjax.policy.routing import ChunkFilter, PromptSummary, ReplicaState, Summary, load_cost, rank
 from ccjax.policy.scheduling import SchedulerSettings
-from ccjax.simulation.cache import CacheSettings, ReplicaCache
-from ccjax.simulation.costs import CostModel
-from ccjax.simulation.outcome import Outcome
-from ccjax.simulation.replica import HostWork, Replica
-from ccjax.simulation.workload import Workload
 from ccjax.store.spec import KVSpec
 from ccjax.store.usage import DISK
 from ccjax.types import ChunkId
+from scripts.simulation.cache import CacheSettings, ReplicaCache
+from scripts.simulation.costs import CostModel
+from scripts.simulation.outcome import Outcome
+from scripts.simulation.replica import HostWork, Replica
+from scripts.simulation.workload import Workload
 
 _ADVANCE_EVERY = 1000
 

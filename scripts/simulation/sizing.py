@@ -76,10 +76,7 @@ class Tried:
 
 
 def search(
-    goal: Goal,
-    budgets: Sequence[int],
-    most_replicas: int,
-    simulate: Callable[[Size], Mapping[str, Any]],
+    goal: Goal, budgets: Sequence[int], most_replicas: int, simulate: Callable[[Size], Mapping[str, Any]]
 ) -> tuple[dict[int, Size], list[Tried]]:
     """For each budget the fewest replicas that meet the goal, budgets that none meets left out; and all that was tried.
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ccjax.policy.scheduling import SchedulerSettings
-from ccjax.simulation.cache import CacheSettings
-from ccjax.simulation.costs import Piece
-from ccjax.simulation.run import Deployment, Simulation
-from ccjax.simulation.workload import Passages, Workload
 from ccjax.store.spec import KVSpec
+from scripts.simulation.cache import CacheSettings
+from scripts.simulation.costs import Piece
+from scripts.simulation.run import Deployment, Simulation
+from scripts.simulation.workload import Passages, Workload
 
 KV = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
 """32 bytes a token."""

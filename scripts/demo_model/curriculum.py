@@ -11,8 +11,8 @@ the bridge (`Stage.hint_weight`).
 
 from __future__ import annotations
 
-from ccjax.demo.batches import Rows, Stage
 from ccjax.demo.world import KINDS, Difficulty, Kind
+from scripts.demo_model.batches import Rows, Stage
 
 
 def _mix(**weights: float) -> tuple[tuple[str, float], ...]:
