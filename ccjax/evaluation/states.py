@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 State = Literal["empty", "alone", "prepared", "seen"]
 """Nothing is stored; each passage was computed directly behind the instructions; so, and behind the frame, as
-`Engine.warm` does by default; or an earlier prompt had the same passages in the reverse order."""
+`Engine.documents.warm` does by default; or an earlier prompt had the same passages in the reverse order."""
 STATES: tuple[State, ...] = ("empty", "alone", "prepared", "seen")
 
 

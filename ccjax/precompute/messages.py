@@ -55,7 +55,7 @@ class Collection:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Some variants to compute: each document behind those of `behind`; see `Engine.begin_warming`."""
+    """Some variants to compute: each document behind those of `behind`; see `EngineDocuments.begin_warming`."""
 
     documents: tuple[Document, ...]
     behind: tuple[tuple[Document, ...], ...]

@@ -312,7 +312,7 @@ def test_limits_and_read_only_engines_are_conflicts(start_server: StartServer, t
         ask(small, ANNA, BOB)
         assert call(small, "PUT", "/pins/anna", json={}).status_code == 200
         refused(call(small, "PUT", "/pins/bob", json={}), 409, "pin_limit", "document_id", "at most 1 variants")
-        small.engine.flush()
+        small.engine.cache.flush()
     with start_server(SETTINGS, store=url, read_only=True) as reader:
         refused(call(reader, "DELETE", "/documents/anna"), 409, "read_only", "read_only")
         refused(call(reader, "POST", "/warm", json={"documents": [ANNA]}), 409, "read_only", "read_only")
