@@ -143,19 +143,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "gpu": os.environ.get("JAX_PLATFORMS") == "cpu" or shutil.which("nvidia-smi") is None,
     }
     reasons = {"peers": "needs torch and transformers", "gpu": "needs an NVIDIA GPU and `-m gpu`"}
+    marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
     for item in items:
         for name, is_missing in missing.items():
-            if is_missing and item.get_closest_marker(name):
+            if is_missing and name in marks[item]:
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
     is_named = any("::" in argument for argument in config.args)
     if not (config.getoption("--all") or is_named or "slow" in (config.getoption("markexpr") or "")):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=[item for item in items if "slow" in marks[item]])
+        items[:] = [item for item in items if "slow" not in marks[item]]
     seed = config.getoption("--shuffle")
     if seed is not None:  # the same in every worker
         files = {item.path: random.Random(f"{seed} {item.path.name}").random() for item in items}
         items.sort(key=lambda item: (files[item.path], random.Random(f"{seed} {item.nodeid}").random()))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays to the end: no collection of garbage looks through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

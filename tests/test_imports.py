@@ -118,12 +118,9 @@ def violations(module, imported):
     return [name for name in ours if not any(name == a or name.startswith(a + ".") for a in allowed)]
 
 
-@pytest.mark.parametrize(
-    ("module", "path"), list(_modules()), ids=lambda value: str(value) if "/" not in str(value) else ""
-)
-def test_imports_follow_the_arrows(module, path):
-    if module not in EXEMPT:
-        assert not violations(module, _imports(path))
+def test_imports_follow_the_arrows():
+    wrong = {module: violations(module, _imports(path)) for module, path in _modules() if module not in EXEMPT}
+    assert len(wrong) > 200 and not {module: names for module, names in wrong.items() if names}
 
 
 @pytest.mark.parametrize(
