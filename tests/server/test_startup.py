@@ -343,10 +343,12 @@ def test_told_twice_it_ends_at_once(tiny_model: Path, environment: dict[str, str
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
-def test_it_ends_while_it_still_loads(tiny_model: Path, environment: dict[str, str], hold: Path) -> None:
+def test_it_ends_while_it_still_loads(
+    tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    arguments = ["--model", str(tiny_model), "--port", str(port), *FEW_STEPS, "--no-repair", "--no-prepare"]
+    arguments = ["--model", str(tiny_model), "--port", str(port), *FEW_STEPS, *kept, "--no-repair", "--no-prepare"]
     with start(arguments, environment, held_by(hold)) as process:
         ready: list[httpx.Response] = []
 
