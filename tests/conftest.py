@@ -45,6 +45,7 @@ def _quick_compiles() -> list[str]:
         "xla_cpu_use_fusion_emitters": "false",
         "xla_cpu_use_onednn": "false",
         "xla_cpu_use_xnnpack": "false",
+        "xla_cpu_parallel_codegen_split_count": 1,
     }
     return [f"--{name}={value}" for name, value in flags.items()]
 
@@ -75,6 +76,7 @@ gc.set_threshold(50_000, 20, 20)  # what is imported is looked through less ofte
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("XLA_FLAGS", " ".join(["--xla_force_host_platform_device_count=8", *_quick_compiles()]))
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # of each operation, a tenth of what lowering takes
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Some virtual machines report AMX and then stop a process that uses it: torch's bfloat16 would end the test run.
@@ -143,19 +145,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "gpu": os.environ.get("JAX_PLATFORMS") == "cpu" or shutil.which("nvidia-smi") is None,
     }
     reasons = {"peers": "needs torch and transformers", "gpu": "needs an NVIDIA GPU and `-m gpu`"}
+    marks = {item: {mark.name for mark in item.own_markers} | _marks(item.parent) for item in items}
     for item in items:
         for name, is_missing in missing.items():
-            if is_missing and item.get_closest_marker(name):
+            if is_missing and name in marks[item]:
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
     is_named = any("::" in argument for argument in config.args)
     if not (config.getoption("--all") or is_named or "slow" in (config.getoption("markexpr") or "")):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=[item for item in items if "slow" in marks[item]])
+        items[:] = [item for item in items if "slow" not in marks[item]]
     seed = config.getoption("--shuffle")
     if seed is not None:  # the same in every worker
         files = {item.path: random.Random(f"{seed} {item.path.name}").random() for item in items}
         items.sort(key=lambda item: (files[item.path], random.Random(f"{seed} {item.nodeid}").random()))
+
+
+@functools.cache
+def _marks(node: Any) -> frozenset[str]:
+    """Of a module or class and what it is in, once for all its tests."""
+    return frozenset() if node is None else _marks(node.parent) | {mark.name for mark in node.own_markers}
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays to the end: no collection of garbage looks through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

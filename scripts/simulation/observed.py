@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.optimize
 
 from ccjax.engine.requests import Response
 from scripts.simulation.costs import GridCosts, Piece
@@ -114,6 +113,8 @@ def fit(prefills: Sequence[Prefill], costs: GridCosts, batched_tokens: int) -> S
             "wanted packs in which prompts end, some after a pause and some not, "
             f"got {len(rows)}, {len(before)} and {len(behind)}"
         )
+    import scipy.optimize  # half a second, which only fitting needs
+
     weights, _ = scipy.optimize.nnls(np.asarray(rows), np.asarray(taken))
     scale, pack_s, piece_s, wake_s = weights.tolist()
     if not scale:

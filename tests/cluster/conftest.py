@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx
-import openai
 import pytest
 
 from ccjax.cluster.front import Front
@@ -16,6 +16,9 @@ from ccjax.server import ServerSettings, create_app
 from tests.cluster.local import ADMIN_KEY, API_KEY, MAX_BODY_BYTES, LocalReplicas, running_front
 from tests.polling import wait_until
 from tests.server.conftest import Server, docs_dir, few_shapes, start_server, tiny_model
+
+if TYPE_CHECKING:
+    import openai
 
 __all__ = ["docs_dir", "few_shapes", "start_server", "tiny_model"]
 SETTINGS = ServerSettings(
@@ -26,8 +29,9 @@ SETTINGS = ServerSettings(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what starts a real cluster, unless it is asked for: `-m cluster`."""
     if "cluster" not in (config.getoption("markexpr") or ""):
-        left_out = [item for item in items if item.get_closest_marker("cluster")]
-        config.hook.pytest_deselected(items=left_out)
+        ours = [item for item in items if item.nodeid.startswith("tests/cluster/")]
+        left_out = {item for item in ours if item.get_closest_marker("cluster")}
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 
@@ -46,6 +50,8 @@ class Cluster:
     searcher: Retriever
 
     def client(self) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=60)
 
     def post(self, path: str, json, key: str | None = API_KEY) -> httpx.Response:

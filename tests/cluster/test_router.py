@@ -12,17 +12,21 @@ import pytest
 from ccjax.policy.routing import ChunkFilter, PromptSummary, Summary
 from ccjax.types import ChunkId
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Ray's own, as it is imported
-    from ray.serve._private.common import DeploymentID, RequestMetadata
-    from ray.serve.request_router import PendingRequest, ReplicaID
-
-    from ccjax.cluster import router as module
-    from ccjax.cluster.replica import NUMBER, STATS
-
-DEPLOYMENT = DeploymentID("Replica", "ccjax")
 CHUNKS = tuple(ChunkId(hashlib.sha256(name.encode()).hexdigest()) for name in "abc")
 PROMPT = PromptSummary(tuple((chunk, 100) for chunk in CHUNKS), 10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """Ray takes a second, which only the process that runs these tests should spend."""
+    global DeploymentID, RequestMetadata, PendingRequest, ReplicaID, module, NUMBER, STATS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own
+        from ray.serve._private.common import DeploymentID, RequestMetadata
+        from ray.serve.request_router import PendingRequest, ReplicaID
+
+        from ccjax.cluster import router as module
+        from ccjax.cluster.replica import NUMBER, STATS
 
 
 @dataclasses.dataclass
@@ -34,7 +38,7 @@ class Replica:
 
     @property
     def replica_id(self) -> ReplicaID:
-        return ReplicaID(self.name, DEPLOYMENT)
+        return ReplicaID(self.name, DeploymentID("Replica", "ccjax"))
 
     def publish(self, number, held=(), waiting=0):
         self.routing_stats = {NUMBER: number, STATS: Summary(ChunkFilter.of(held), waiting)}

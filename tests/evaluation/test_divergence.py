@@ -13,7 +13,7 @@ from ccjax.engine.requests import SamplingParams
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.oracles import llama_forward
 
-MODEL = TinyModel(seed=11, num_hidden_layers=6)
+MODEL = TinyModel(seed=11, num_hidden_layers=4)
 RATIOS = (0.0, 0.2, 0.6, 1.0)
 NUM_PROMPTS = 3
 

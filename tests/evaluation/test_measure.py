@@ -26,8 +26,8 @@ def right(outcome):
 
 
 def test_full_prefill_scores_what_a_plain_forward_pass_scores(model, tmp_path):
-    (outcome,) = measure(model, demo_questions(2), [FULL], tmp_path)
-    contexts = [context for kind in KINDS for context in held_out_contexts(kind, 2)]
+    (outcome,) = measure(model, demo_questions(1), [FULL], tmp_path)
+    contexts = [context for kind in KINDS for context in held_out_contexts(kind, 1)]
     assert right(outcome) == answered(*load_model(), contexts, batch_size=len(contexts))
     for one in outcome.answers:
         assert (one.computed_ratio, one.cfo, one.first_kl, one.is_same) == (1.0, 1.0, 0.0, True)

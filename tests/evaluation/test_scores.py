@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rouge_score.rouge_scorer import RougeScorer
-from scipy import stats
 
 from ccjax.evaluation.scores import (
     TEXT_SCORES,
@@ -54,6 +52,8 @@ def test_f1_counts_every_occurrence_and_jaccard_none_twice(answer, reference, f1
 
 
 def test_rouge_l_is_the_packages_with_stemming():
+    from rouge_score.rouge_scorer import RougeScorer
+
     pairs = [("the boats were painted", "a boat was painted red"), ("x", "x"), ("", "x")]
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     for answer, reference in pairs:
@@ -68,6 +68,8 @@ def test_of_several_references_the_best_counts():
 
 @pytest.mark.parametrize("is_share", [True, False], ids=["Wilson", "bootstrap"])
 def test_an_interval_covers_the_mean_of_what_was_drawn_from_about_as_often_as_it_says(is_share):
+    from scipy import stats
+
     rng = np.random.default_rng(0)
     covered = 0
     for seed in range(200):
@@ -81,6 +83,8 @@ def test_an_interval_covers_the_mean_of_what_was_drawn_from_about_as_often_as_it
 
 
 def test_shares_have_wilsons_interval_also_where_all_answers_are_right():
+    from scipy import stats
+
     whole = mean_interval([1.0] * 24)
     assert (whole.mean, whole.high) == (1.0, pytest.approx(1.0))
     z = stats.norm.ppf(0.975)

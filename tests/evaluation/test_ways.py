@@ -7,57 +7,53 @@ import pytest
 from ccjax.engine import EngineConfig
 from ccjax.evaluation.ways import DEFAULT, FULL, Way, expand, parse_way
 
+WAYS = [
+    ("full", FULL),
+    ("default", DEFAULT),
+    ("reuse", Way("reuse")),
+    ("auto", Way("auto")),
+    ("cachecraft:0.15", Way("cachecraft", 0.15)),
+    ("cachecraft@0,1:0.3", Way("cachecraft", 0.3, (0, 1))),
+    ("cachecraft@12", Way("cachecraft", None, (12,))),
+    ("reuse/old", Way("reuse", fixes_positions=False)),
+    ("cachecraft@2/old:0.3", Way("cachecraft", 0.3, (2,), fixes_positions=False)),
+    ("map_rerank", Way("map_rerank")),
+    ("auto~0.25", Way("auto", max_deviation=0.25)),
+    ("cachecraft/entropy3:0.3", Way("cachecraft", 0.3, focus_window=3)),
+    ("auto@0/old/largest_gap12", Way("auto", None, (0,), False, focus_window=12, focus_rule="largest_gap")),
+]
+BAD = [
+    ("", "strategy"),
+    ("cachecraft:", "strategy"),
+    ("cachecraft@:0.1", "strategy"),
+    ("best:0.1", "wanted one of default"),
+    ("cachecraft:1.5", "share from 0 to 1"),
+    ("cachecraft:0.1.2", "share from 0 to 1"),
+    ("reuse:0.1", "recomputes nothing"),
+    ("prefix@1", "recomputes nothing"),
+    ("map_reduce:0.1", "recomputes nothing"),
+    ("cachecraft~0.3", "only auto"),
+    ("auto~1.2.3", "share from 0 to 1"),
+    ("default:0.1", "as they are"),
+    ("default/old", "as they are"),
+    ("full/old", "moves no passage"),
+    ("map_reduce/old", "moves no passage"),
+    ("cachecraft:0.1/old", "strategy"),
+    ("cachecraft/entropy:0.1", "strategy"),
+    ("cachecraft/entropy0:0.1", "window"),
+    ("cachecraft/best3:0.1", "largest_gap"),
+    ("reuse/entropy3", "recomputes nothing"),
+]
 
-@pytest.mark.parametrize(
-    ("text", "way"),
-    [
-        ("full", FULL),
-        ("default", DEFAULT),
-        ("reuse", Way("reuse")),
-        ("auto", Way("auto")),
-        ("cachecraft:0.15", Way("cachecraft", 0.15)),
-        ("cachecraft@0,1:0.3", Way("cachecraft", 0.3, (0, 1))),
-        ("cachecraft@12", Way("cachecraft", None, (12,))),
-        ("reuse/old", Way("reuse", fixes_positions=False)),
-        ("cachecraft@2/old:0.3", Way("cachecraft", 0.3, (2,), fixes_positions=False)),
-        ("map_rerank", Way("map_rerank")),
-        ("auto~0.25", Way("auto", max_deviation=0.25)),
-        ("cachecraft/entropy3:0.3", Way("cachecraft", 0.3, focus_window=3)),
-        ("auto@0/old/largest_gap12", Way("auto", None, (0,), False, focus_window=12, focus_rule="largest_gap")),
-    ],
-)
-def test_text_and_way(text, way):
-    assert parse_way(text) == way and str(way) == text
+
+def test_text_and_way():
+    assert [(str(way), parse_way(text)) for text, way in WAYS] == WAYS
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "strategy"),
-        ("cachecraft:", "strategy"),
-        ("cachecraft@:0.1", "strategy"),
-        ("best:0.1", "wanted one of default"),
-        ("cachecraft:1.5", "share from 0 to 1"),
-        ("cachecraft:0.1.2", "share from 0 to 1"),
-        ("reuse:0.1", "recomputes nothing"),
-        ("prefix@1", "recomputes nothing"),
-        ("map_reduce:0.1", "recomputes nothing"),
-        ("cachecraft~0.3", "only auto"),
-        ("auto~1.2.3", "share from 0 to 1"),
-        ("default:0.1", "as they are"),
-        ("default/old", "as they are"),
-        ("full/old", "moves no passage"),
-        ("map_reduce/old", "moves no passage"),
-        ("cachecraft:0.1/old", "strategy"),
-        ("cachecraft/entropy:0.1", "strategy"),
-        ("cachecraft/entropy0:0.1", "window"),
-        ("cachecraft/best3:0.1", "largest_gap"),
-        ("reuse/entropy3", "recomputes nothing"),
-    ],
-)
-def test_bad_text_is_named(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_way(text)
+def test_bad_text_is_named():
+    for text, message in BAD:
+        with pytest.raises(ValueError, match=message):
+            parse_way(text)
 
 
 def test_shares_are_for_strategies_that_recompute_and_have_none_of_their_own():

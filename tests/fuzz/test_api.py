@@ -22,13 +22,25 @@ ADMIN = {"Authorization": "Bearer admin"}
 CHECKS = [content_type_conformance, response_schema_conformance]
 VALID = {"messages": [{"role": "user", "content": "Who lives in Paris?"}], "prompt": "Anna lives in", "max_tokens": 2}
 
-schema = schemathesis.openapi.from_dict(create_app(Service(SETTINGS)).openapi())
+# What is sent is worked out where it is sent, in one process of three.
+schema = schemathesis.pytest.from_fixture("described")
 drawn = settings(
     max_examples=int(EXAMPLES or 3),
     deadline=None,
     derandomize=EXAMPLES is None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.fixture(autouse=True)
+def named(request):
+    """Schemathesis keeps the test's name in an attribute that pytest 9.2 no longer has."""
+    request.node._nodeid = request.node.nodeid
+
+
+@pytest.fixture(scope="module")
+def described():
+    return schemathesis.openapi.from_dict(create_app(Service(SETTINGS)).openapi())
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +66,15 @@ def send(case, url) -> int:
     return response.status_code
 
 
-@schema.parametrize()
 @drawn
+@schema.parametrize()
 def test_whatever_is_sent_is_answered_or_refused(case, url):
     send(case, url)
 
 
+@settings(drawn, max_examples=4 * drawn.max_examples)
 @schema.include(path_regex="completions").parametrize()
 @schema.given(data=strategies.data())
-@settings(drawn, max_examples=4 * drawn.max_examples)
 def test_single_odd_fields_are_answered_or_refused(case, url, data, statuses):
     """All at once they would nearly always be refused for the first of them."""
     body = case.body if isinstance(case.body, dict) else {}

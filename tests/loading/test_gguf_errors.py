@@ -38,19 +38,12 @@ def refused(path, *wanted, read=lambda path: load_model(path, dtype="float32")):
         assert text in message, message
 
 
-def test_no_such_file(tmp_path):
-    refused(tmp_path / "model.gguf", "no such file")
-
-
-@pytest.mark.parametrize("content", [b"", b"GGU", b"PK\3\4" + bytes(100), b"GGUF" + struct.pack("<I", 1) + bytes(16)])
-def test_no_gguf(tmp_path, content):
+def test_no_gguf(tmp_path):
     path = tmp_path / "model.gguf"
-    path.write_bytes(content)
-    refused(path, "wanted a whole GGUF file, got")
-
-
-def test_big_endian(tmp_path):
-    path = tmp_path / "model.gguf"
+    refused(path, "no such file")
+    for content in (b"", b"GGU", b"PK\3\4" + bytes(100), b"GGUF" + struct.pack("<I", 1) + bytes(16)):
+        path.write_bytes(content)
+        refused(path, "wanted a whole GGUF file, got")
     path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
     refused(path, "big-endian")
 
@@ -99,11 +92,11 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_lengths_are_not_trusted(tmp_path, name):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(HOSTILE[name])
-    refused(path, "wanted a")
+def test_lengths_are_not_trusted(tmp_path):
+    for name, content in HOSTILE.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(content)
+        refused(path, "wanted a")
 
 
 def test_a_header_has_a_most_of_values(tmp_path, monkeypatch):
@@ -112,83 +105,65 @@ def test_a_header_has_a_most_of_values(tmp_path, monkeypatch):
     refused(path, "more than 100 values in its header")
 
 
-@pytest.mark.parametrize("kind", [Kind.IQ4_XS, 99])
-def test_a_type_that_is_not_supported(tmp_path, kind):
+def test_a_type_that_is_not_supported(tmp_path):
     path = tmp_path / "model.gguf"
-    info = text(b"blk.0.attn_q.weight") + struct.pack("<IQQIQ", 2, 256, 1, int(kind), 0)
-    path.write_bytes(header(info, num_fields=0, num_tensors=1) + bytes(4096))
-    shown = kind.name if isinstance(kind, Kind) else str(kind)
-    refused(path, "tensor 'blk.0.attn_q.weight'", f"of type {shown}", "Q4_K", read=open_gguf)
-
-
-def test_rows_that_are_no_whole_blocks(tmp_path):
-    path = tmp_path / "model.gguf"
-    info = text(b"t") + struct.pack("<IQQIQ", 2, 48, 1, int(Kind.Q4_0), 0)
+    for kind, shown in ((Kind.IQ4_XS, "IQ4_XS"), (99, "99")):
+        info = text(b"blk.0.attn_q.weight") + struct.pack("<IQQIQ", 2, 256, 1, int(kind), 0)
+        path.write_bytes(header(info, num_fields=0, num_tensors=1) + bytes(4096))
+        refused(path, "tensor 'blk.0.attn_q.weight'", f"of type {shown}", "Q4_K", read=open_gguf)
+    info = text(b"t") + struct.pack("<IQQIQ", 2, 48, 1, int(Kind.Q4_0), 0)  # rows that are no whole blocks
     path.write_bytes(header(info, num_fields=0, num_tensors=1) + bytes(4096))
     refused(path, "tensor 't' of shape [1, 48]", "Q4_0 blocks of 32", read=open_gguf)
 
 
-def test_another_architecture(tmp_path):
-    path = write(tmp_path / "model.gguf", architecture="gemma3")
-    refused(path, "general.architecture: wanted 'llama', got 'gemma3'")
-    refused(path, "'gemma3'", read=model_config)
+METADATA = [
+    ({"block_count": None}, ("llama.block_count: wanted an integer, got no such key",)),
+    ({"block_count": 2**32 - 1}, ("llama.block_count: wanted no more than the file's 12 tensors",)),
+    ({"expert_count": 2**32 - 1}, ("llama.expert_count: wanted 0, as in blk.0.ffn_gate_exps.weight",)),
+    ({"block_count": 0}, ("llama.block_count: wanted a positive integer, got 0",)),
+    ({"block_count": "two"}, ("llama.block_count: wanted an integer, got 'two'",)),
+    ({"attention.head_count": [4, 4]}, ("llama.attention.head_count: wanted an integer, got an array of 2",)),
+    ({"attention.head_count": 3}, ("llama.attention.head_count: wanted a divisor of 256, got 3",)),
+    ({"attention.head_count_kv": 3}, ("num_kv_heads: wanted a divisor of num_heads=4, got 3",)),
+    ({"attention.layer_norm_rms_epsilon": None}, ("layer_norm_rms_epsilon: wanted a number",)),
+    ({"attention.value_length": 32}, ("llama.attention.value_length: wanted 64, got 32",)),
+    ({"rope.dimension_count": 32}, ("llama.rope.dimension_count: wanted 64, got 32",)),
+    ({"rope.scaling.type": "yarn"}, ("llama.rope.scaling.type: wanted 'none'", "got 'yarn'")),
+    ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, ("llama.rope.scaling.type", "'linear'")),
+    ({"rope.scale_linear": 2.0}, ("llama.rope.scale_linear: wanted 1.0, got 2.0",)),
+    ({"rope.freq_base": float("nan")}, ("rope_theta: wanted a positive number, got nan",)),
+    ({"vocab_size": 7}, ("tensor 'token_embd.weight': wanted shape [7, 256], got [262, 256]",)),
+    ({"feed_forward_length": 512}, ("tensor 'blk.0.ffn_gate.weight': wanted shape [512, 256], got [256, 256]",)),
+    ({"block_count": 2}, ("wanted tensor 'blk.1.attn_k.weight'", "got no such tensor")),
+]
+UP = "model.layers.{}.mlp.up_proj.weight"
+ROPE = "tensor 'rope_freqs.weight'"
+REFUSED = [
+    *(
+        ({"metadata": changed, "words": None if "vocab_size" in changed else WORDS}, words)
+        for changed, words in METADATA
+    ),
+    ({"architecture": "gemma3"}, ("general.architecture: wanted 'llama', got 'gemma3'",)),
+    ({"rope_factors": np.linspace(1, 8, 32)}, (ROPE, "wanted Llama 3.1's frequency scaling")),
+    ({"rope_factors": np.full(32, 0.5)}, (ROPE, "wanted divisors of 1 and more")),
+    ({"rope_factors": np.full(32, np.nan)}, (ROPE, "wanted divisors of 1 and more")),
+    ({"rope_factors": np.ones(31)}, (ROPE, "wanted 32 values of F32, got [31] of F32")),
+    ({"without": [UP.format(0)]}, ("wanted tensor 'blk.0.ffn_up.weight', got no such tensor (",)),
+    (
+        {"instead": {UP.format(1): np.zeros((256, 256), np.float32)}},
+        ("wanted only tensors of 1 llama layers, got tensor 'blk.1.ffn_up.weight'",),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("metadata", "wanted"),
-    [
-        ({"block_count": None}, ("llama.block_count: wanted an integer, got no such key",)),
-        ({"block_count": 2**32 - 1}, ("llama.block_count: wanted no more than the file's 12 tensors",)),
-        ({"expert_count": 2**32 - 1}, ("llama.expert_count: wanted 0, as in blk.0.ffn_gate_exps.weight",)),
-        ({"block_count": 0}, ("llama.block_count: wanted a positive integer, got 0",)),
-        ({"block_count": "two"}, ("llama.block_count: wanted an integer, got 'two'",)),
-        ({"attention.head_count": [4, 4]}, ("llama.attention.head_count: wanted an integer, got an array of 2",)),
-        ({"attention.head_count": 3}, ("llama.attention.head_count: wanted a divisor of 256, got 3",)),
-        ({"attention.head_count_kv": 3}, ("num_kv_heads: wanted a divisor of num_heads=4, got 3",)),
-        ({"attention.layer_norm_rms_epsilon": None}, ("layer_norm_rms_epsilon: wanted a number",)),
-        ({"attention.value_length": 32}, ("llama.attention.value_length: wanted 64, got 32",)),
-        ({"rope.dimension_count": 32}, ("llama.rope.dimension_count: wanted 64, got 32",)),
-        ({"rope.scaling.type": "yarn"}, ("llama.rope.scaling.type: wanted 'none'", "got 'yarn'")),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, ("llama.rope.scaling.type", "'linear'")),
-        ({"rope.scale_linear": 2.0}, ("llama.rope.scale_linear: wanted 1.0, got 2.0",)),
-        ({"rope.freq_base": float("nan")}, ("rope_theta: wanted a positive number, got nan",)),
-        ({"vocab_size": 7}, ("tensor 'token_embd.weight': wanted shape [7, 256], got [262, 256]",)),
-        ({"feed_forward_length": 512}, ("tensor 'blk.0.ffn_gate.weight': wanted shape [512, 256], got [256, 256]",)),
-        ({"block_count": 2}, ("wanted tensor 'blk.1.attn_k.weight'", "got no such tensor")),
-    ],
-)
-def test_metadata_that_is_not_supported(tmp_path, metadata, wanted):
-    words = None if "vocab_size" in metadata else WORDS
-    refused(write(tmp_path / "model.gguf", metadata=metadata, words=words), *wanted)
-
-
-@pytest.mark.parametrize(
-    ("factors", "wanted"),
-    [
-        (np.linspace(1, 8, 32), "wanted Llama 3.1's frequency scaling"),
-        (np.full(32, 0.5), "wanted divisors of 1 and more"),
-        (np.full(32, np.nan), "wanted divisors of 1 and more"),
-        (np.ones(31), "wanted 32 values of F32, got [31] of F32"),
-    ],
-)
-def test_rope_factors_of_no_kind_that_is_known(tmp_path, factors, wanted):
-    refused(write(tmp_path / "model.gguf", rope_factors=factors), "tensor 'rope_freqs.weight'", wanted)
-
-
-def test_a_missing_tensor(tmp_path):
-    path = write(tmp_path / "model.gguf", without=["model.layers.0.mlp.up_proj.weight"])
-    refused(path, "wanted tensor 'blk.0.ffn_up.weight', got no such tensor (")
-
-
-def test_an_unknown_tensor(tmp_path):
-    path = write(
-        tmp_path / "model.gguf", instead={"model.layers.1.mlp.up_proj.weight": np.zeros((256, 256), np.float32)}
-    )
-    refused(path, "wanted only tensors of 1 llama layers, got tensor 'blk.1.ffn_up.weight'")
+def test_what_is_not_supported(tmp_path):
+    for settings, wanted in REFUSED:
+        refused(write(tmp_path / "model.gguf", **settings), *wanted)
+    refused(write(tmp_path / "model.gguf", architecture="gemma3"), "'gemma3'", read=model_config)
 
 
 def test_weights_that_cannot_be_quantised(tmp_path):
-    name = "model.layers.0.mlp.up_proj.weight"
+    name = UP.format(0)
     broken = TENSORS[name].copy()
     broken[3, 3] = np.inf
     path = write(tmp_path / "model.gguf", instead={name: broken})
@@ -197,61 +172,44 @@ def test_weights_that_cannot_be_quantised(tmp_path):
         load_gguf(file, config_of(file), dtype=jnp.float32, quantization="int8")
 
 
-def split_files(folder):
-    write(folder / "model.gguf", split_max_tensors=6)
-    return sorted(folder.glob("model-*.gguf"))
-
-
-def test_a_split_file_without_a_part(tmp_path):
-    first, second, *_ = split_files(tmp_path)
-    second.unlink()
-    refused(second, "no such file", read=lambda _: open_gguf(first))
-
-
-def test_a_split_file_by_a_later_part(tmp_path):
-    first, second, *_ = split_files(tmp_path)
+def test_split_files_whose_parts_do_not_belong_together(tmp_path):
+    write(tmp_path / "model.gguf", split_max_tensors=6)
+    first, second, *_ = sorted(tmp_path.glob("model-*.gguf"))
     refused(second, f"wanted the first part, {first.name}, got part 2 of")
-
-
-def test_a_split_file_with_a_part_of_another(tmp_path):
-    first, second, *_ = split_files(tmp_path)
     second.write_bytes(first.read_bytes())
     refused(second, "split.no: wanted 1, as its name says, got 0", read=lambda _: open_gguf(first))
+    second.unlink()
+    refused(second, "no such file", read=lambda _: open_gguf(first))
+    refused(first.rename(tmp_path / "model.gguf"), "because it is one of", "-00001-of-")
 
 
-def test_a_part_under_another_name(tmp_path):
-    first, *others = split_files(tmp_path)
-    renamed = first.rename(tmp_path / "model.gguf")
-    refused(renamed, "because it is one of", "-00001-of-")
+VOCABULARIES = [
+    ({"model": "t5"}, "tokenizer.ggml.model: wanted 'gpt2' or 'llama', got 't5'"),
+    ({"pre": "newest-bpe"}, "tokenizer.ggml.pre: wanted one of default, llama-bpe"),
+    (
+        {"tokens": WORDS.tokens[:-1] + (WORDS.tokens[0],)},
+        "tokens: wanted tokens, each once, got '<|endoftext|>' twice",
+    ),
+    ({"types": WORDS.types[:-1]}, "tokenizer.ggml.token_type: wanted one for each of 262 tokens, got 261"),
+    ({"merges": ("Ġ z",)}, "tokenizer.ggml.merges: wanted two tokens that make one, got 'Ġ z' at 0"),
+    ({"merges": ("Ġ",)}, "tokenizer.ggml.merges: wanted two tokens that make one, got 'Ġ' at 0"),
+    ({"merges": ()}, "tokenizer.ggml.merges: wanted an array, got no such key"),
+    ({"extra": {"eos_token_id": 262}}, "tokenizer.ggml.eos_token_id: wanted one of 262 tokens, got 262"),
+    ({"extra": {"add_bos_token": 1}}, "tokenizer.ggml.add_bos_token: wanted true or false, got 1"),
+    ({"extra": {"chat_template": "{% for"}}, "chat_template: wanted a Jinja template"),
+    ({"extra": {"chat_template": "{{ " + "(" * 9000}}, "chat_template: wanted a Jinja template, got one too deep"),
+    (
+        {"model": "llama", "tokens": ("a" * 1025, *WORDS.tokens[1:])},
+        "tokens: wanted at most 1024 characters, got 1025",
+    ),
+    ({"model": "llama", "scores": (1.0,)}, "tokenizer.ggml.scores: wanted one for each of 262 tokens, got 1"),
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ({"model": "t5"}, "tokenizer.ggml.model: wanted 'gpt2' or 'llama', got 't5'"),
-        ({"pre": "newest-bpe"}, "tokenizer.ggml.pre: wanted one of default, llama-bpe"),
-        (
-            {"tokens": WORDS.tokens[:-1] + (WORDS.tokens[0],)},
-            "tokens: wanted tokens, each once, got '<|endoftext|>' twice",
-        ),
-        ({"types": WORDS.types[:-1]}, "tokenizer.ggml.token_type: wanted one for each of 262 tokens, got 261"),
-        ({"merges": ("Ġ z",)}, "tokenizer.ggml.merges: wanted two tokens that make one, got 'Ġ z' at 0"),
-        ({"merges": ("Ġ",)}, "tokenizer.ggml.merges: wanted two tokens that make one, got 'Ġ' at 0"),
-        ({"merges": ()}, "tokenizer.ggml.merges: wanted an array, got no such key"),
-        ({"extra": {"eos_token_id": 262}}, "tokenizer.ggml.eos_token_id: wanted one of 262 tokens, got 262"),
-        ({"extra": {"add_bos_token": 1}}, "tokenizer.ggml.add_bos_token: wanted true or false, got 1"),
-        ({"extra": {"chat_template": "{% for"}}, "chat_template: wanted a Jinja template"),
-        ({"extra": {"chat_template": "{{ " + "(" * 9000}}, "chat_template: wanted a Jinja template, got one too deep"),
-        (
-            {"model": "llama", "tokens": ("a" * 1025, *WORDS.tokens[1:])},
-            "tokens: wanted at most 1024 characters, got 1025",
-        ),
-        ({"model": "llama", "scores": (1.0,)}, "tokenizer.ggml.scores: wanted one for each of 262 tokens, got 1"),
-    ],
-)
-def test_vocabularies_that_cannot_be_used(tmp_path, words, wanted):
-    changed = Words(**{**vars(WORDS), **words})
-    refused(write(tmp_path / "model.gguf", words=changed), wanted, read=lambda path: text_of(open_gguf(path)))
+def test_vocabularies_that_cannot_be_used(tmp_path):
+    for words, wanted in VOCABULARIES:
+        changed = Words(**{**vars(WORDS), **words})
+        refused(write(tmp_path / "model.gguf", words=changed), wanted, read=lambda path: text_of(open_gguf(path)))
 
 
 def test_tokens_that_are_no_text(tmp_path):

@@ -34,8 +34,13 @@ def test_blocks_of_other_requests_are_left_out():
     assert bounds([7, 7, 0, 5], k_pos, [0, 0, 1, 1], k_request) == [[0, 2], [0, 4], [2, 4], [2, 4]]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_bounds_hold_for_any_order_and_are_tight_for_ascending_positions(seed):
+@pytest.mark.parametrize("first_seed", (0, 1, 10, 11))
+def test_bounds_hold_for_any_order_and_are_tight_for_ascending_positions(first_seed):
+    for seed in range(first_seed, first_seed + 10, 2):
+        check_bounds(seed)
+
+
+def check_bounds(seed):
     random = np.random.default_rng(seed)
     q_pos = np.sort(random.integers(-1, 60, 24))
     k_pos = np.where(np.arange(64) < 60, np.arange(64), UNUSED)
@@ -58,19 +63,19 @@ def test_bounds_hold_for_any_order_and_are_tight_for_ascending_positions(seed):
             assert last - first == some[block].sum() and full_last - full_first == whole[block].sum()
 
 
-@pytest.mark.parametrize(
-    ("kind", "chip"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-PCIE-40GB", "a100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h100"),
-        ("TPU v5 lite", "v5e"),
-        ("TPU v6 lite", "v6e"),
-        ("TPU v5", "TPU v5"),
-        ("NVIDIA A10G", "NVIDIA A10G"),
-    ],
-)
-def test_chips_by_device_kind(kind, chip):
-    assert chip_of(kind) == chip
-    assert (chip in TRITON or chip in MOSAIC_TPU) == (chip != kind)
+CHIPS = [
+    ("NVIDIA A100-SXM4-80GB", "a100"),
+    ("NVIDIA A100-PCIE-40GB", "a100"),
+    ("NVIDIA H100 80GB HBM3", "h100"),
+    ("NVIDIA H200", "h100"),
+    ("TPU v5 lite", "v5e"),
+    ("TPU v6 lite", "v6e"),
+    ("TPU v5", "TPU v5"),
+    ("NVIDIA A10G", "NVIDIA A10G"),
+]
+
+
+def test_chips_by_device_kind():
+    for kind, chip in CHIPS:
+        assert chip_of(kind) == chip
+        assert (chip in TRITON or chip in MOSAIC_TPU) == (chip != kind)

@@ -62,11 +62,12 @@ def test_packed_requests_whose_keys_are_before_rope(implementation, dtype):
 
 
 @needs_tokamax
-@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_broken_variants_exceed_the_tolerance(mutant, dtype):
+def test_broken_variants_exceed_the_tolerance(dtype):
     case = packed(head_dim=64, theta=10000.0, dtype=dtype)
-    assert worst(case.run("tokamax_xla", **mutant(case)), case.expected()) > TOLERANCE[dtype]
+    expected = case.expected()
+    errors = {name: worst(case.run("tokamax_xla", **mutant(case)), expected) for name, mutant in MUTANTS.items()}
+    assert min(errors.values()) > TOLERANCE[dtype], errors
 
 
 @needs_tokamax

@@ -7,8 +7,6 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from scipy.special import entr, expit
-from scipy.stats import kendalltau
 
 
 def beta(old: Sequence[str], inter: Sequence[float], new: Sequence[str]) -> Fraction:
@@ -25,6 +23,8 @@ def beta(old: Sequence[str], inter: Sequence[float], new: Sequence[str]) -> Frac
 
 def gamma(old: Sequence[str], new: Sequence[str]) -> float:
     """CacheCraft eq. 7 for distinct chunks, from SciPy's tau: distance = (1 - tau) / 2."""
+    from scipy.stats import kendalltau
+
     common = [chunk for chunk in old if chunk in new]
     if len(common) < 2:
         return 0.0
@@ -34,6 +34,8 @@ def gamma(old: Sequence[str], new: Sequence[str]) -> float:
 
 def cci(a: float, b: float) -> float:
     """CacheCraft eq. 11 by SciPy's logistic function."""
+    from scipy.special import expit
+
     return float(expit(a / b))
 
 
@@ -44,6 +46,8 @@ def cfo(cci_value: float, beta_adjusted: float, alpha: float) -> Fraction:
 
 def focused(mass: list[float], rule: str) -> set[int]:
     """CacheCraft alg. 1 l. 4-9 with every gap a candidate; SciPy's `entr` is -p ln p. For positive, distinct gaps."""
+    from scipy.special import entr
+
     order = np.argsort(-np.asarray(mass), kind="stable")
     gaps = -np.diff(np.asarray(mass, np.float64)[order])
     p = gaps / gaps.sum()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from ccjax.policy import calibration
 from ccjax.policy.calibration import Calibration, Trial, cheapest_safe, confidence_of_each, kept_lower_bound
@@ -19,6 +18,8 @@ from ccjax.policy.calibration import Calibration, Trial, cheapest_safe, confiden
 
 @given(st.integers(1, 400), st.data(), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
 def test_the_bound_is_clopper_and_pearsons(num_answers, data, confidence):
+    from scipy import stats
+
     num_kept = data.draw(st.integers(0, num_answers))
     test = stats.binomtest(num_kept, num_answers, alternative="greater")
     wanted = test.proportion_ci(confidence_level=confidence, method="exact").low

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.interpolate import RegularGridInterpolator
 
 from ccjax.policy.prefill_cost import PrefillGrid
 
@@ -17,6 +16,8 @@ GRID = PrefillGrid((0, 100, 400), (10, 50), ((1.0, 3.0), (2.0, 6.0), (8.0, 9.0))
 
 @given(st.data())
 def test_between_the_points_it_is_scipys_bilinear_interpolation(data):
+    from scipy.interpolate import RegularGridInterpolator
+
     cached = sorted(data.draw(st.sets(st.integers(0, 5000), min_size=2, max_size=6)))
     new = sorted(data.draw(st.sets(st.integers(1, 5000), min_size=2, max_size=6)))
     seconds = np.random.default_rng(data.draw(st.integers(0, 99))).random((len(cached), len(new)))

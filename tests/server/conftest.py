@@ -8,9 +8,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import uvicorn
 
@@ -20,6 +19,9 @@ from ccjax.server import ServerSettings, Service, create_app
 from tests.engine import few_shapes as sizes
 from tests.server import patience
 from tests.server.tiny_model import write_tiny_model
+
+if TYPE_CHECKING:
+    import openai
 
 DOCUMENTS = {
     "anna.md": "# Anna\n\nAnna lives in Paris. She repairs violins in a small shop by the river.",
@@ -43,6 +45,8 @@ class Server:
 
     def client(self) -> openai.OpenAI:
         """OpenAI's own client, without its retries: a test sees the first answer."""
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
 
 

@@ -4,12 +4,13 @@ when nobody else is there."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from tests.server import patience
 from tests.server.conftest import DOCUMENTS, Server
+
+if TYPE_CHECKING:
+    import openai
 
 NUM_CHATS = 32
 NAMES = tuple(name.removesuffix(".md").capitalize() for name in DOCUMENTS)
@@ -54,6 +55,8 @@ def test_32_chats_at_once_get_the_answers_they_get_alone(server: Server) -> None
     requests = [chat(number) for number in range(NUM_CHATS)]
 
     async def ask() -> tuple[list[Any], list[Any]]:
+        import openai
+
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
         ) as client:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import openai
 import pytest
 
 import ccjax
@@ -16,6 +16,9 @@ from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.server import patience
 from tests.server.conftest import MAX_MODEL_LEN, Server
+
+if TYPE_CHECKING:
+    import openai
 
 QUESTION = [{"role": "user", "content": "Who lives in Paris?"}]
 PASSAGES = [
@@ -237,6 +240,8 @@ def test_truncate_drops_passages_from_the_end(client: openai.OpenAI) -> None:
 
 
 def test_retrieved_passages_give_way_to_a_long_question(server: Server, client: openai.OpenAI) -> None:
+    import openai
+
     messages = [{"role": "user", "content": "Who teaches chess on Tuesdays in Oslo? " * 39}]
 
     def count(**extra) -> int:
@@ -276,6 +281,8 @@ def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
 def test_ignore_eos_goes_on_to_the_length_asked_for(
     server: Server, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import openai
+
     whole = ask(client, extra={"reuse": "off"}).choices[0]
     monkeypatch.setattr(server.engine, "_eos_ids", frozenset(range(server.engine.model_config.vocab_size)))
     for value in (None, False):

@@ -109,40 +109,33 @@ BAD_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("fields, param, words", BAD_FIELDS, ids=[f"{n}-{bad[1]}" for n, bad in enumerate(BAD_FIELDS)])
-def test_bad_fields(server: Server, fields: dict[str, Any], param: str, words: list[str]) -> None:
-    body = {"messages": QUESTION, "max_tokens": 2} | fields
-    error = assert_refused(patience.post(f"{server.url}{CHAT}", json=body), 400, param, *words)
-    assert len(error["message"]) < 500
-    assert (error["code"] == "context_length_exceeded") == ("max_model_len" in error["message"])
-    assert_serves(server)
+BAD_COMPLETIONS = [
+    ({"prompt": ""}, "prompt", ["non-empty"]),
+    ({"prompt": ["one", "two"]}, "prompt", ["one text"]),
+    ({"prompt": {"text": "x"}}, "prompt", ["one text"]),
+    ({"prompt": []}, "prompt", ["one text"]),
+    ({"prompt": [5, -1]}, "prompt", ["token ids", "-1"]),
+    ({"prompt": [5, 10**9]}, "prompt", ["token ids", str(10**9)]),
+    ({"prompt": [5, 6], "documents": [{"text": "x"}]}, "documents", ["token ids"]),
+    ({"prompt": [5, 6], "retrieval": {"top_k": 1}}, "retrieval", ["token ids"]),
+    ({"prompt": "word " * 3000}, "prompt", [str(MAX_MODEL_LEN)]),
+    ({"prompt": "x", "logprobs": 50}, "logprobs", ["20", "50"]),
+    ({"prompt": "x", "echo": True}, "echo", ["not supported"]),
+    ({"prompt": "x", "best_of": 3}, "best_of", ["not supported"]),
+    ({}, "prompt", ["required"]),
+]
 
 
-@pytest.mark.parametrize(
-    "fields, param, words",
-    [
-        ({"prompt": ""}, "prompt", ["non-empty"]),
-        ({"prompt": ["one", "two"]}, "prompt", ["one text"]),
-        ({"prompt": {"text": "x"}}, "prompt", ["one text"]),
-        ({"prompt": []}, "prompt", ["one text"]),
-        ({"prompt": [5, -1]}, "prompt", ["token ids", "-1"]),
-        ({"prompt": [5, 10**9]}, "prompt", ["token ids", str(10**9)]),
-        ({"prompt": [5, 6], "documents": [{"text": "x"}]}, "documents", ["token ids"]),
-        ({"prompt": [5, 6], "retrieval": {"top_k": 1}}, "retrieval", ["token ids"]),
-        ({"prompt": "word " * 3000}, "prompt", [str(MAX_MODEL_LEN)]),
-        ({"prompt": "x", "logprobs": 50}, "logprobs", ["20", "50"]),
-        ({"prompt": "x", "echo": True}, "echo", ["not supported"]),
-        ({"prompt": "x", "best_of": 3}, "best_of", ["not supported"]),
-        ({}, "prompt", ["required"]),
-    ],
-)
-def test_bad_completions(server: Server, fields: dict[str, Any], param: str, words: list[str]) -> None:
-    assert_refused(patience.post(f"{server.url}{COMPLETIONS}", json=fields), 400, param, *words)
-    assert_serves(server)
-
-
-def test_missing_messages(server: Server) -> None:
+def test_bad_fields(server: Server) -> None:
+    for fields, param, words in BAD_FIELDS:
+        body = {"messages": QUESTION, "max_tokens": 2} | fields
+        error = assert_refused(patience.post(f"{server.url}{CHAT}", json=body), 400, param, *words)
+        assert len(error["message"]) < 500
+        assert (error["code"] == "context_length_exceeded") == ("max_model_len" in error["message"])
     assert_refused(patience.post(f"{server.url}{CHAT}", json={"max_tokens": 2}), 400, "messages", "required")
+    assert_serves(server)
+    for fields, param, words in BAD_COMPLETIONS:
+        assert_refused(patience.post(f"{server.url}{COMPLETIONS}", json=fields), 400, param, *words)
     assert_serves(server)
 
 
@@ -152,57 +145,51 @@ def test_too_many_documents_are_fine_with_truncate(server: Server) -> None:
     assert patience.post(f"{server.url}{CHAT}", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("path, body", [(CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x"})])
-def test_an_unknown_model_is_404(server: Server, path: str, body: dict[str, Any]) -> None:
-    error = assert_refused(
-        patience.post(f"{server.url}{path}", json=body | {"model": "gpt-9"}), 404, "model", "tiny", "gpt-9"
-    )
-    assert error["code"] == "model_not_found"
+def test_an_unknown_model_is_404(server: Server) -> None:
+    for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x"})):
+        answer = patience.post(f"{server.url}{path}", json=body | {"model": "gpt-9"})
+        assert assert_refused(answer, 404, "model", "tiny", "gpt-9")["code"] == "model_not_found"
     assert_refused(patience.get(f"{server.url}/v1/models/org/gpt-9"), 404, "model", "tiny", "org/gpt-9")
     assert_serves(server)
 
 
-@pytest.mark.parametrize(
-    "content, code, words",
-    [
-        (b'{"messages": [', "invalid_json", ["JSON", "EOF"]),
-        (b"", "invalid_json", ["JSON"]),
-        (b"hello", "invalid_json", ["JSON"]),
-        (b"[" * 10_000, "invalid_json", ["recursion"]),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_json", ["JSON"]),
-        (b'{"messages": [{"role": "user", "content": "caf\xe9"}]}', "invalid_encoding", ["UTF-8", "0xe9", "46"]),
-        ('{"messages": []}'.encode("utf-16"), "invalid_encoding", ["UTF-8"]),
-        (b"[1, 2]", None, ["object"]),
-        (b'"text"', None, ["object"]),
-    ],
-)
-def test_broken_bodies(server: Server, content: bytes, code: str | None, words: list[str]) -> None:
+BROKEN = [
+    (b'{"messages": [', "invalid_json", ["JSON", "EOF"]),
+    (b"", "invalid_json", ["JSON"]),
+    (b"hello", "invalid_json", ["JSON"]),
+    (b"[" * 10_000, "invalid_json", ["recursion"]),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_json", ["JSON"]),
+    (b'{"messages": [{"role": "user", "content": "caf\xe9"}]}', "invalid_encoding", ["UTF-8", "0xe9", "46"]),
+    ('{"messages": []}'.encode("utf-16"), "invalid_encoding", ["UTF-8"]),
+    (b"[1, 2]", None, ["object"]),
+    (b'"text"', None, ["object"]),
+]
+
+
+def test_broken_bodies(server: Server) -> None:
     headers = {"Content-Type": "application/json"}
-    error = assert_refused(patience.post(f"{server.url}{CHAT}", content=content, headers=headers), 400, None, *words)
-    assert error["code"] == code and "body" in error["message"]
-    assert_serves(server)
-
-
-def test_not_a_number_is_no_temperature(server: Server) -> None:
+    for content, code, words in BROKEN:
+        answer = patience.post(f"{server.url}{CHAT}", content=content, headers=headers)
+        error = assert_refused(answer, 400, None, *words)
+        assert error["code"] == code and "body" in error["message"]
+    # Not a number is no temperature.
     body = json.dumps({"messages": QUESTION, "temperature": float("nan")})
     headers = {"Content-Type": "application/json; charset=utf-8"}
     assert_refused(patience.post(f"{server.url}{CHAT}", content=body, headers=headers), 400, "temperature", "0 to 2")
-
-
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
-def test_other_content_types_are_415(server: Server, kind: str | None) -> None:
-    headers = {"Content-Type": kind} if kind else {}
-    content = json.dumps({"messages": QUESTION}).encode()
-    response = patience.post(f"{server.url}{CHAT}", content=content, headers=headers)
-    assert_refused(response, 415, None, "Content-Type", "application/json")
     assert_serves(server)
 
 
-def test_unknown_paths_and_methods(server: Server) -> None:
+def test_other_content_types_paths_and_methods(server: Server) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", None):
+        headers = {"Content-Type": kind} if kind else {}
+        content = json.dumps({"messages": QUESTION}).encode()
+        response = patience.post(f"{server.url}{CHAT}", content=content, headers=headers)
+        assert_refused(response, 415, None, "Content-Type", "application/json")
     assert_refused(patience.get(f"{server.url}/v1/nothing"), 404, None)
     response = patience.get(f"{server.url}{CHAT}")
     assert_refused(response, 405, None)
     assert response.headers["allow"] == "POST"
+    assert_serves(server)
 
 
 def test_a_50_mb_body_is_413(server: Server) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from ccjax.engine import Request, SamplingParams
@@ -14,6 +13,9 @@ from ccjax.engine.sampling import seed_of
 from tests.polling import wait_until
 from tests.server import patience
 from tests.server.conftest import Server
+
+if TYPE_CHECKING:
+    import openai
 
 QUESTION: list[Any] = [{"role": "user", "content": "Who lives in Paris?"}]
 DRAWN: dict[str, Any] = {"temperature": 1.5, "seed": 11, "extra_body": {"retrieval": False, "reuse": "off"}}
@@ -121,6 +123,8 @@ def test_metrics_count_every_answer_and_the_prompt_once(server: Server, client: 
 
 def test_a_client_that_hangs_up_ends_all_choices(server: Server) -> None:
     async def ask() -> None:
+        import openai
+
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             body = {"retrieval": False, "ignore_eos": True}
             stream = await client.chat.completions.create(

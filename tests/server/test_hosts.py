@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from ccjax.server import ServerSettings
@@ -32,7 +33,6 @@ from tests.store.servers import free_port
 
 __all__ = ["kept", "refusal", "usual"]
 CHAT = "/v1/chat/completions"
-BODY = {"messages": [{"role": "user", "content": "Which tool does Yara Ames own?"}], "max_tokens": 8}
 ASKED = chat(documents=DOCUMENTS, max_tokens=4, reuse="exact")
 _DEVICES = "--xla_force_host_platform_device_count="
 
@@ -101,8 +101,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def test_both_answer_together_and_end_together(
-    environment: dict[str, str], tiny_model: Path, kept: list[str], single: tuple[str, dict[str, Any]]
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_both_answer_together_and_where_one_is_killed_the_other_ends(
+    environment: dict[str, str], tiny_model: Path, kept: list[str], single: tuple[str, dict[str, Any]], killed: int
 ) -> None:
     """With what a server on one device answers."""
     wanted = single[1]["choices"][0]["message"]
@@ -111,21 +112,17 @@ def test_both_answer_together_and_end_together(
         answers = [patience.post(f"{url}{CHAT}", json=body).json() for body in bodies]
         assert [answer["choices"][0]["message"] for answer in answers] == [wanted] * 3
         assert answers[-1]["reuse"]["reused_tokens"] > 0
-        processes[0].terminate()
-        assert [ended(process)[0] for process in processes] == [0, 0]
-
-
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_where_one_is_killed_the_other_ends(
-    environment: dict[str, str], tiny_model: Path, kept: list[str], killed: int
-) -> None:
-    with serving(environment, [*small(tiny_model), *kept]) as (url, processes):
-        assert patience.post(f"{url}{CHAT}", json=BODY).status_code == 200
         processes[killed].kill()
         code, errors = ended(processes[1 - killed])
         assert code != 0
         if killed == 1:  # the leader itself sees it: JAX, which would miss a follower after 100 s only, aborts
             assert code == 1 and "process 1 has gone" in errors, errors
+
+
+def test_told_to_end_both_end(environment: dict[str, str], tiny_model: Path, kept: list[str]) -> None:
+    with serving(environment, [*small(tiny_model), *kept]) as (_, processes):
+        processes[0].terminate()
+        assert [ended(process)[0] for process in processes] == [0, 0]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as ray is imported
@@ -154,12 +151,10 @@ def test_what_does_not_fit_together_is_refused(refusal: Refusal, arguments: list
     assert all(word in line for word in words), line
 
 
-def test_a_split_that_leaves_devices_out_is_refused(environment: dict[str, str], tiny_model: Path) -> None:
-    group = ["--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    arguments = [*small(tiny_model), "--port", "0", *group, "--process-id"]
-    command = [sys.executable, str(ROOT / "scripts/serve.py"), *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(number)], env=environment, **pipes) for number in range(2)]
-    for process in processes:
-        code, errors = ended(process)
-        assert code == 2 and "--tensor-parallel-size: wanted 2, the devices of all 2 processes" in errors, errors
+def test_a_split_that_leaves_devices_out_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, refusal: Refusal
+) -> None:
+    """As in each of two processes."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    line = refusal([*small(tiny_model), "--port", "0"])
+    assert f"--tensor-parallel-size: wanted {jax.device_count()}, the devices of all 2 processes" in line

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from ccjax.errors import DeadlineError, DeviceMemoryError, OverloadError
@@ -36,7 +35,7 @@ LATE = ("ccjax_request_errors_total", "deadline_exceeded")
 def narrow(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
     """A server whose engine runs one request at a time."""
     with start_server(ServerSettings(refresh_interval_s=None), max_num_seqs=1, max_queue=64) as server:
-        ask(server, max_tokens=200)  # compiled once and for all
+        ask(server, max_tokens=120)  # compiled once and for all
         yield server
 
 
@@ -125,6 +124,8 @@ def test_who_floods_the_line_is_refused_before_others_are(narrow: Server) -> Non
 
 
 def test_a_deadline_in_line_is_504(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    import openai
+
     starts = Starts(narrow, monkeypatch)
     before = metrics(narrow).get(LATE, 0)
     with busy(narrow):
@@ -306,8 +307,8 @@ def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
     return jobs
 
 
-LONG = {"max_tokens": 200, "logprobs": True, "top_logprobs": 20}
-"""A stream of about 320 KB: more than the socket buffers here take."""
+LONG = {"max_tokens": 120, "logprobs": True, "top_logprobs": 20}
+"""A stream of about 190 KB: more than the socket buffers here take."""
 
 
 def test_who_does_not_read_holds_up_nobody_and_keeps_no_more_than_the_answer(

@@ -7,7 +7,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-import openai
 import pytest
 
 from ccjax.engine import Delta, Request
@@ -156,6 +155,8 @@ def test_a_client_that_leaves_while_the_search_goes_on_leaves_nothing_behind(
 def test_of_a_request_that_is_refused_in_the_end_nothing_goes_on(
     staged: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import openai
+
     submit = Recorded()
 
     def refuse(request: Request) -> int:

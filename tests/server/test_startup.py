@@ -227,9 +227,8 @@ def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, r
 
 def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path, environment: dict[str, str]) -> None:
     arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--embedder", "lexical", "--chunk-tokens", "40"]
-    arguments += ["--max-model-len", "128", "--top-k", "1", "--host-cache-bytes", "1MiB", "--system-prompt", "Answer."]
-    arguments += ["--served-model-name", "house", "--max-num-seqs", "1"]
-    arguments += ["--max-num-batched-tokens", "32"]  # few steps to compile
+    arguments += ["--top-k", "1", "--host-cache-bytes", "1MiB", "--system-prompt", "Answer."]
+    arguments += ["--served-model-name", "house", *FEW_STEPS]
     with serving(arguments, environment) as (url, line, process):
         assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
         assert patience.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}
@@ -258,6 +257,8 @@ def chat(**fields: object) -> dict:
     return {"messages": [{"role": "user", "content": "Who bakes bread?"}], "ignore_eos": True, **fields}
 
 
+FEW_STEPS = ["--max-model-len", "128", "--max-num-seqs", "1", "--max-num-batched-tokens", "32"]
+"""Of which few have to be compiled."""
 ONE_SEAT = ["--no-warmup", "--max-model-len", "128", "--max-num-seqs", "1", "--no-repair", "--no-prepare"]
 DOCUMENTS = [{"text": "Dino bakes bread in Naples, every morning."}]
 
@@ -342,10 +343,13 @@ def test_told_twice_it_ends_at_once(tiny_model: Path, environment: dict[str, str
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
-def test_it_ends_while_it_still_loads(tiny_model: Path, environment: dict[str, str], hold: Path) -> None:
+def test_it_ends_while_it_still_loads(
+    tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    with start(["--model", str(tiny_model), "--port", str(port)], environment, held_by(hold)) as process:
+    arguments = ["--model", str(tiny_model), "--port", str(port), *FEW_STEPS, *kept, "--no-repair", "--no-prepare"]
+    with start(arguments, environment, held_by(hold)) as process:
         ready: list[httpx.Response] = []
 
         def compiles() -> bool:

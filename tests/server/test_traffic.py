@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import jax
 import jax.numpy as jnp
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -89,6 +88,8 @@ def test_metrics_tell_memory_and_compilations(server: Server) -> None:
 def test_a_full_line_is_429_and_then_serves_again(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]],
 ) -> None:
+    import openai
+
     with start_server(max_queue=2, max_num_seqs=1) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         url = f"{server.url}/v1/chat/completions"
         with busy(server):
@@ -147,6 +148,8 @@ def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
 def test_a_failing_engine_is_a_500_and_the_next_request_is_served(
     server: Server, monkeypatch: pytest.MonkeyPatch, num_good: int
 ) -> None:
+    import openai
+
     def failing(request: Request, emit: Callable[[Delta | Exception], None], **_: object) -> Callable[[], None]:
         for delta in itertools.islice(server.engine.stream(request), num_good):
             emit(delta)
