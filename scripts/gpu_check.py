@@ -77,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return SKIPPED
 
     from scripts.gpucheck.machine import machine
-    from scripts.gpucheck.record import Record
+    from scripts.gpucheck.record import CheckRecord
 
     found = {"benchmark": "gpu_check", **machine()}
     name = f"{re.sub('[^a-z0-9]+', '-', kind.lower())}-{found['date']}{'-quick' * options.quick}"
     limit_s = options.limit or LIMIT_S["quick" if options.quick else "full"]
-    record = Record(options.out / f"{name}.json", found, is_quick=options.quick, limit_s=limit_s)
+    record = CheckRecord(options.out / f"{name}.json", found, is_quick=options.quick, limit_s=limit_s)
     shown = []
     for suite in SUITES:
         module = importlib.import_module(f"scripts.gpucheck.{suite}")

@@ -70,7 +70,7 @@ def _size(args: argparse.Namespace) -> dict:
     import dataclasses
 
     from ccjax.simulation.run import Simulation
-    from ccjax.simulation.sizing import Size, parse_goal, search
+    from ccjax.simulation.sizing import DeploymentSize, parse_goal, search
 
     goal = parse_goal(args.size_for)
     args.rate = goal.rate
@@ -81,7 +81,7 @@ def _size(args: argparse.Namespace) -> dict:
     budgets = args.budgets or [max(1, round(share * distinct_bytes)) for share in (0.05, 0.2, 0.5, 1.0)]
     with _progress(args) as progress:
 
-        def simulate(size: Size) -> dict:
+        def simulate(size: DeploymentSize) -> dict:
             task = progress.add_task(f"{size.host_cache_bytes / 1e9:.1f} GB x {size.replicas}", total=len(workload))
             cache = dataclasses.replace(deployment.cache, host_cache_bytes=size.host_cache_bytes)
             one = dataclasses.replace(deployment, cache=cache, replicas=size.replicas)
@@ -105,7 +105,7 @@ def _paper(args: argparse.Namespace) -> dict:
 
     check_writable("paper", args.paper)
     check_writable("plot", args.plot)
-    size = paper.Size(30, 20) if args.quick else paper.Size(200, 400)
+    size = paper.DeploymentSize(30, 20) if args.quick else paper.DeploymentSize(200, 400)
     started_s = time.perf_counter()
     found = {}
     with _progress(args) as progress:

@@ -151,7 +151,7 @@ class BucketRoot:
             with self._lock:
                 self._down = None
 
-    def note_failure(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         if isinstance(error, TimeoutError) or str(error).startswith(_NO_ANSWER):
             with self._lock:
                 if self._down is None:
@@ -175,7 +175,7 @@ class BucketRoot:
             failure = TimeoutError(f"no answer within {longest_s:g} s")
         except ValueError as error:
             failure = error
-        self.note_failure(failure)
+        self.record_failure(failure)
         raise StoreUnavailableError(f"store: {self.url}: {_reason(failure)}") from failure
 
     # -- objects -----------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Claims:
 
     def committed(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
         """Those that are on disk now, by whomever; what was not known before is from now on."""
-        return self._tier.look_up(variant_ids)
+        return self._tier.find_committed(variant_ids)
 
     def release(self, variant_ids: Collection[str]) -> None:
         """Nothing more will be stored of these: gives their leases up, those being written once they are."""

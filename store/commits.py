@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from ccjax.store.budget import ByteBudget
 from ccjax.store.bulk import uncollected
 from ccjax.store.catalog import delete_catalog, read_catalog, write_catalog
+from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
 from ccjax.store.foreign import ForeignRecords
 from ccjax.store.index.api import CHANGES_KEPT
-from ccjax.store.news import News
 from ccjax.store.objects import Root, for_each
 from ccjax.store.records import KnownShard, StoredShard, decode_known, has_known_version, known_from_raw
 from ccjax.store.spec import KVSpec, StoreIdentity
@@ -34,7 +34,9 @@ _VERIFY_AT_ONCE = 1024
 
 
 class CommittedShards:
-    """The known variants of `identity` below `root`. Thread-safe. `news` are told what is committed and deleted here.
+    """The known variants of `identity` below `root`. Thread-safe.
+
+    `change_feed` hears what is committed and deleted here.
 
     Attributes:
       lock: guards `budget`, in which every known variant is charged, too.
@@ -51,7 +53,7 @@ class CommittedShards:
         identity: StoreIdentity,
         kv_spec: KVSpec,
         budget: ByteBudget,
-        news: News | None = None,
+        change_feed: ChangeFeed | None = None,
     ):
         self.lock = threading.RLock()
         self.foreign = ForeignRecords(url)
@@ -63,11 +65,11 @@ class CommittedShards:
         self._identity = identity
         self._kv_spec = kv_spec
         self._budget = budget
-        self._news = news
+        self._change_feed = change_feed
         self._namespace = identity.namespace
         self._shards: dict[str, KnownShard] = {}
         self._unverified: set[str] = set()
-        self._gone: dict[str, str | None] = {}  # the last that went, as `Changes.removed` has them
+        self._removed: dict[str, str | None] = {}  # the last that went, as `Changes.removed` has them
         self._cataloged: frozenset[str] = frozenset()
         self._num_changes = 0  # at least as many as between `_shards` and `_cataloged`
         self._is_catalog_damaged = False  # or has something that it must not have
@@ -139,19 +141,19 @@ class CommittedShards:
             self.forget(variant_id, known[variant_id].object_id)
         return tuple(key for key in new if key in copies or key in singles), removed
 
-    def follow(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
+    def apply_commits(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
         """Takes in what another process says it committed, by the record where that came along and is sound; those that
         are known now. News may be old: of a variant that is known by another record, or was and went, the root is
         asked."""
         found = []
         for variant_id, raw in added.items():
             known = self.get(variant_id)
-            told = None if raw is None else self._told(variant_id, raw)
-            is_other = told is not None and known is not None and known.object_id != told.object_id
-            if told is None or is_other or self._gone.get(variant_id, "") in (None, told.object_id):
-                told = self._read_quietly(variant_id)
-            if told is not None:
-                self._adopt(told)
+            shard = None if raw is None else self._parse_sent(variant_id, raw)
+            is_other = shard is not None and known is not None and known.object_id != shard.object_id
+            if shard is None or is_other or self._removed.get(variant_id, "") in (None, shard.object_id):
+                shard = self._read_quietly(variant_id)
+            if shard is not None:
+                self._adopt(shard)
                 found.append(variant_id)
         return tuple(found)
 
@@ -164,15 +166,15 @@ class CommittedShards:
         except OSError:
             return None if known is None else known.object_id
 
-    def forget_gone(self, variant_id: str, object_id: str | None) -> None:
+    def forget_removed(self, variant_id: str, object_id: str | None) -> None:
         """Another process took out a variant, whose data was that object. What took the place of that stays."""
         self.foreign.discard(variant_id)  # the next listing finds the one that is there
         if object_id is None:
-            self._note_gone(variant_id, None)
+            self._remember_removal(variant_id, None)
         else:
             self.forget(variant_id, object_id)
 
-    def take_in(self, variant_id: str) -> bool:
+    def load_record(self, variant_id: str) -> bool:
         """Reads the record on disk into memory and says whether there is a sound one; a bad one goes to quarantine."""
         shard = self._read_quietly(variant_id)
         if shard is not None:
@@ -279,10 +281,10 @@ class CommittedShards:
                         self.forget(variant_id, known.object_id)
                     self._shards[variant_id] = mine
                     self._num_changes += 1
-                if self._news is not None:
-                    self._news.committed(variant_id, mine.object_id, raw)
+                if self._change_feed is not None:
+                    self._change_feed.record_commit(variant_id, mine.object_id, raw)
                 return True
-            if self.take_in(variant_id):
+            if self.load_record(variant_id):
                 return False
             # The name was held by a record that failed its check; it is in quarantine now, so try once more.
         return False
@@ -295,11 +297,11 @@ class CommittedShards:
             self._num_changes += len(hidden)
             return hidden
 
-    def deleted(self, variant_id: str, object_id: str | None) -> None:
+    def record_deletion(self, variant_id: str, object_id: str | None) -> None:
         """The record of a variant is no longer there, by this process's doing; None where nobody can say which object
         it was of."""
-        if self._news is not None:
-            self._news.deleted(variant_id, object_id)
+        if self._change_feed is not None:
+            self._change_feed.record_deletion(variant_id, object_id)
 
     def restore(self, shard: KnownShard) -> None:
         """Undoes `hide`."""
@@ -313,7 +315,7 @@ class CommittedShards:
     def forget(self, variant_id: str, object_id: str) -> None:
         """Drops the variant from memory and budget, unless another object took this one's place."""
         with self.lock:
-            self._note_gone(variant_id, object_id)
+            self._remember_removal(variant_id, object_id)
             known = self._shards.get(variant_id)
             if known is not None and known.object_id == object_id:
                 del self._shards[variant_id]
@@ -332,12 +334,12 @@ class CommittedShards:
         refresh."""
         _log.log(logging.WARNING if self._root.outage() is None else logging.DEBUG, message, *values)
 
-    def _note_gone(self, variant_id: str, object_id: str | None) -> None:
+    def _remember_removal(self, variant_id: str, object_id: str | None) -> None:
         with self.lock:
-            self._gone.pop(variant_id, None)  # the last come last
-            self._gone[variant_id] = object_id
-            while len(self._gone) > CHANGES_KEPT:
-                del self._gone[next(iter(self._gone))]
+            self._removed.pop(variant_id, None)  # the last come last
+            self._removed[variant_id] = object_id
+            while len(self._removed) > CHANGES_KEPT:
+                del self._removed[next(iter(self._removed))]
 
     def _known(self, variant_id: str, raw: bytes) -> KnownShard:
         return known_from_raw(raw, variant_id=variant_id, identity=self._identity, kv_spec=self._kv_spec)
@@ -357,10 +359,10 @@ class CommittedShards:
                 self.num_forged += isinstance(error, ShardForgedError)
         aside = f"{self._namespace}/quarantine/{variant_id}.{self._root.new_id()}.json"
         self._root.move(self.record_key(variant_id), aside)
-        self.deleted(variant_id, None)
+        self.record_deletion(variant_id, None)
         return None
 
-    def _told(self, variant_id: str, raw: bytes) -> KnownShard | None:
+    def _parse_sent(self, variant_id: str, raw: bytes) -> KnownShard | None:
         """What a record says that came along with news; None where it does not pass its check."""
         try:
             return self._known(variant_id, raw)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ccjax.store.arrays import ArrayDriver, ShardReader
 from ccjax.store.budget import ByteBudget
+from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.commits import CommittedShards
 from ccjax.store.encryption import KVCipher
 from ccjax.store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
@@ -21,7 +22,6 @@ from ccjax.store.index.api import LeaseTable
 from ccjax.store.index.leases import PreferredLeases
 from ccjax.store.leases import Leases
 from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
-from ccjax.store.news import News
 from ccjax.store.objects import Root, for_each, open_root
 from ccjax.store.records import KnownShard, encode_record
 from ccjax.store.spec import (
@@ -70,7 +70,7 @@ class TensorStoreTier:
         exclusive: bool = False,
         head_groups: int = 1,
         storage: StorageFormat = AS_IT_IS,
-        news: News | None = None,
+        change_feed: ChangeFeed | None = None,
     ):
         if kv_spec.num_kv_heads % positive_int("head_groups", head_groups):
             raise ValueError(f"head_groups: wanted a divisor of {kv_spec.num_kv_heads} KV heads, got {head_groups}")
@@ -85,11 +85,11 @@ class TensorStoreTier:
         self._namespace = identity.namespace
         cipher = None if identity.cipher is None else KVCipher(identity.cipher, self._namespace)
         self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s, identity.digest, cipher)
-        self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget, news)
+        self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget, change_feed)
         self._lock = self._commits.lock
         leases = Leases(self._root, identity)
-        self._index = None if news is None else news.index
-        self.leases: LeaseTable = leases if news is None else PreferredLeases(news.index.leases, leases)
+        self._index = None if change_feed is None else change_feed.index
+        self.leases: LeaseTable = leases if change_feed is None else PreferredLeases(change_feed.index.leases, leases)
         self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn, identity)
         self._suspects: list[str] = []
         try:
@@ -207,7 +207,7 @@ class TensorStoreTier:
             is_kept = True  # deleting the object would break the variant if the record is there after all
             raise
         except (OSError, ValueError) as error:
-            self._root.note_failure(error)
+            self._root.record_failure(error)
             raise StoreUnavailableError(f"store: cannot write to {self.url}: {error}") from error
         finally:
             if not committed:
@@ -265,7 +265,7 @@ class TensorStoreTier:
         try:
             if self._commits.names(variant_id, shard.object_id):
                 self._root.delete(self._commits.record_key(variant_id))
-                self._commits.deleted(variant_id, shard.object_id)
+                self._commits.record_deletion(variant_id, shard.object_id)
         except OSError as error:
             self._commits.warn("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
             if not condemned:
@@ -280,7 +280,9 @@ class TensorStoreTier:
     def erase_foreign(self) -> tuple[str, ...]:
         """Deletes what other releases stored in formats of their own, as far as `refresh` saw it: for who must be sure
         that nothing of a text is left, and cannot look into these. Returns the keys that could not be deleted."""
-        return self._commits.foreign.erase(self._root, self._namespace, self._delete_quietly, self._commits.deleted)
+        return self._commits.foreign.erase(
+            self._root, self._namespace, self._delete_quietly, self._commits.record_deletion
+        )
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Takes in what other processes committed and evicted since: `(added, removed)` variant ids.
@@ -290,24 +292,24 @@ class TensorStoreTier:
         """
         return self._commits.refresh()
 
-    def follow(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
+    def apply_commits(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
         """Takes in what another process says it committed, see `store.index.api.Changes`; those that are known now.
         Reads records that did not come along."""
-        return self._commits.follow(added)
+        return self._commits.apply_commits(added)
 
     def outdated_object(self, variant_id: str) -> str | None:
         """The data object by which a variant is known here and that is not what its record commits; reads that."""
         return self._commits.outdated_object(variant_id)
 
-    def forget_gone(self, variant_id: str, object_id: str | None) -> None:
+    def forget_removed(self, variant_id: str, object_id: str | None) -> None:
         """Another process says that it evicted a variant with that data object; another one of it stays known."""
-        self._commits.forget_gone(variant_id, object_id)
+        self._commits.forget_removed(variant_id, object_id)
 
-    def look_up(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
+    def find_committed(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
         """Those that are committed now, by whomever; reads the record of each that was not known. Much less than
         `refresh` for a few variants. What cannot be read counts as not committed, and is logged."""
         wanted = tuple(dict.fromkeys(variant_ids))
-        found = for_each(self._root, lambda key: key in self or self._commits.take_in(key), wanted)
+        found = for_each(self._root, lambda key: key in self or self._commits.load_record(key), wanted)
         return tuple(key for key, is_there in zip(wanted, found, strict=True) if is_there)
 
     def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
@@ -373,7 +375,7 @@ class TensorStoreTier:
         """What a failed read of a variant's object means; `error` is tensorstore's, None where the bytes are not what
         the record says."""
         if error is not None and not str(error).startswith(_BAD_DATA):
-            self._root.note_failure(error)
+            self._root.record_failure(error)
             return StoreUnavailableError(f"store: cannot read variant {variant_id} from {self.url}: {error}")
         try:
             is_outdated = not self._commits.names(variant_id, object_id)
@@ -381,7 +383,7 @@ class TensorStoreTier:
             return StoreUnavailableError(f"store: cannot read {self.url}: {record_error}")
         if is_outdated:
             self._commits.forget(variant_id, object_id)
-            self._commits.take_in(variant_id)
+            self._commits.load_record(variant_id)
             return ShardNotFoundError(f"disk tier: variant {variant_id} was evicted")
         with self._lock:
             self._commits.num_corrupt += 1

@@ -66,7 +66,7 @@ class FileRoot:
     def outage(self) -> StoreUnavailableError | None:
         return None  # a file system answers for itself, every time
 
-    def note_failure(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         pass
 
     def read(self, key: str) -> bytes | None:

@@ -35,7 +35,7 @@ class MemoryTier(abc.ABC, Generic[Held]):
         """Bytes that a variant of so many tokens takes out of the budget."""
 
     @abc.abstractmethod
-    def _take_in(self, kv: np.ndarray) -> Held:
+    def _hold(self, kv: np.ndarray) -> Held:
         """What is held of `kv` `[L, 2, T, K, H]`; TierFullError where there is no room in spite of the budget."""
 
     def __contains__(self, variant_id: str) -> bool:
@@ -82,7 +82,7 @@ class MemoryTier(abc.ABC, Generic[Held]):
         num_bytes = self.charge_bytes(record.num_tokens)
         self.budget.charge(num_bytes)
         try:
-            held = self._take_in(kv)
+            held = self._hold(kv)
         except BaseException:
             self.budget.release(num_bytes)
             raise

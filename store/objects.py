@@ -44,7 +44,7 @@ class Root(Protocol):
         """Why nothing is tried just now, None where all is well. Returns at once."""
         ...
 
-    def note_failure(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Takes in that tensorstore failed to read or write KV here, which may be the begin of an outage."""
         ...
 

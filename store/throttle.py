@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
-class Link:
+class ThrottledLink:
     """Lets reads through as one shared wire would: in the order they were started, together at `bytes_per_s`.
 
     A `store.arrays.OnRead`. A read is there `latency_s` after its start at the earliest, latencies of several reads

@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 
 from ccjax.store.arrays import OnRead
+from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.disk import TensorStoreTier
 from ccjax.store.erasure import erase_from_disk
 from ccjax.store.errors import ShardNotFoundError, TierFullError
-from ccjax.store.following import Following
 from ccjax.store.formats import StorageFormat
 from ccjax.store.host import HostTier
 from ccjax.store.index import open_index
 from ccjax.store.levels import Levels
 from ccjax.store.memory import MemoryTier
-from ccjax.store.news import News
 from ccjax.store.notes import Notes
 from ccjax.store.sharing import SharedReaders
 from ccjax.store.spec import Condemns, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from ccjax.store.tickets import LoadTicket, Source, StoreTicket
 from ccjax.store.usage import DISK, HOST
+from ccjax.store.watcher import StoreWatcher
 from ccjax.store.write_behind import MAX_PENDING_BYTES, WriteBehind
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class TieredStore(Levels):
 
     A variant is stored in every tier that has room; one that was read whole is promoted to the faster tiers.
     `notes` are small JSON objects beside the variants, shared with other processes; `claims` is what this process and
-    others say they compute, None without a disk; `news` of them come through a shared index, None without one.
+    others say they compute, None without a disk; `change_feed` of them come through a shared index, None without one.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TieredStore(Levels):
         disk: TensorStoreTier | None,
         max_pending_bytes: int,
         on_read: OnRead | None = None,
-        news: News | None = None,
+        change_feed: ChangeFeed | None = None,
     ):
         super().__init__(memory, disk, None if disk is None else WriteBehind(disk, max_pending_bytes))
         self.kv_spec = kv_spec
@@ -59,8 +59,8 @@ class TieredStore(Levels):
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
         self._open = True
-        self.news = news
-        self._following = None if disk is None else Following(disk, news, self._pins, self._lock)
+        self.change_feed = change_feed
+        self._watcher = None if disk is None else StoreWatcher(disk, change_feed, self._pins, self._lock)
 
     @classmethod
     def open(
@@ -97,15 +97,17 @@ class TieredStore(Levels):
         storage, host, disk = StorageFormat(kv_dtype, compression), HostTier(kv_spec, host_bytes), None
         if index is not None and url is None:
             raise ValueError("store_index: wanted a store that it is the index of, got none")
-        news = None
+        change_feed = None
         with contextlib.ExitStack() as undo:
             if index is not None:
-                news = undo.enter_context(contextlib.closing(News(open_index(index, identity.namespace, identity))))
+                change_feed = undo.enter_context(
+                    contextlib.closing(ChangeFeed(open_index(index, identity.namespace, identity)))
+                )
             if url is not None:
                 how: dict[str, Any] = {"exclusive": exclusive, "head_groups": head_groups, "storage": storage}
-                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, news=news, **how)
+                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, change_feed=change_feed, **how)
             undo.pop_all()
-        return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read, news)
+        return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read, change_feed)
 
     def __enter__(self) -> TieredStore:
         return self
@@ -134,7 +136,7 @@ class TieredStore(Levels):
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Takes in what other processes did to the disk tier: `(added, removed)` variant ids; both empty while the disk
         cannot be listed. The first failure of a row is logged as a warning, so is the recovery."""
-        return ((), ()) if self._following is None else self._following.list_all()
+        return ((), ()) if self._watcher is None else self._watcher.list_all()
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -322,19 +324,19 @@ class TieredStore(Levels):
         try:
             return self._writer.call(erase).result()  # on the writing thread: none of our own writes is under way then
         finally:
-            self.tell_others()  # what was erased is not only on disk
+            self.request_relisting()  # what was erased is not only on disk
 
-    def tell_others(self) -> None:
+    def request_relisting(self) -> None:
         """Through the index, if there is one: more happened than was stored and discarded, they had better look."""
-        if self.news is not None:
-            self.news.something()
+        if self.change_feed is not None:
+            self.change_feed.mark_incomplete()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that. For
         the index to know it waits a second more at most."""
         is_done = self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
-        if self.news is not None:
-            self.news.flush()
+        if self.change_feed is not None:
+            self.change_feed.flush()
         return is_done
 
     def close(self) -> None:
@@ -343,8 +345,8 @@ class TieredStore(Levels):
             self._open = False
         if self._writer is not None:
             self._writer.close()
-        if self.news is not None:
-            self.news.close()
+        if self.change_feed is not None:
+            self.change_feed.close()
         with self._lock:
             for tier in self._memory.values():
                 tier.close()

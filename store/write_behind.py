@@ -70,8 +70,8 @@ class WriteBehind:
         """
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._closed or self._has_room(record))
-            if self._closed or not self._has_room(record):
+                self._changed.wait_for(lambda: self._closed or self._fits(record))
+            if self._closed or not self._fits(record):
                 return False
             self._pending[record.variant_id] = (record, kv)
             self._executor.submit(self._write, record.variant_id)
@@ -116,7 +116,7 @@ class WriteBehind:
         self._executor.shutdown(wait=True)
         self.claims.close()
 
-    def _has_room(self, record: ShardRecord) -> bool:
+    def _fits(self, record: ShardRecord) -> bool:
         if record.variant_id in self._pending:
             return False
         waiting = sum(pending.num_bytes for pending, _ in self._pending.values())

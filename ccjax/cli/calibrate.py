@@ -29,7 +29,7 @@ from ccjax.cli.values import check_writable
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import LoadedModel
-    from ccjax.evaluation.measure import Outcome
+    from ccjax.evaluation.measure import WayResults
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.ways import Way
     from ccjax.policy.calibration import Calibration, Trial
@@ -144,7 +144,7 @@ def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_
     return ways
 
 
-def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Trial, ...]:
+def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[Trial, ...]:
     """What each setting of a strategy kept of full prefill's answers, which are the first outcome.
 
     An answer counts as kept if its score against the right answers is no lower than full prefill's; with the score
@@ -156,7 +156,7 @@ def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Tria
     from ccjax.evaluation.scores import TEXT_SCORES, best
     from ccjax.policy.calibration import Trial
 
-    def scored(outcome: Outcome) -> list[float]:
+    def scored(outcome: WayResults) -> list[float]:
         if score == "agreement":
             return [float(one.is_same) for one in outcome.answers]
         rated = (one for one in outcome.answers if one.question.answers)
@@ -185,7 +185,7 @@ def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Tria
     return tuple(found)
 
 
-def focus_cut_layers(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+def focus_cut_layers(outcomes: Sequence[WayResults]) -> dict[str, dict[str, int]]:
     """For each way with a focus cut, the first layer that ran without the unfocused passages -> how many questions."""
     found = {}
     for outcome in outcomes:

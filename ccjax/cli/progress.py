@@ -47,33 +47,33 @@ class Lines(Progress):
         super().__init__(console=Console(stderr=True), disable=True, auto_refresh=False, get_time=get_time)
         self._in_bytes = in_bytes
         self._write = write or (lambda line: print(line, end="", file=sys.stderr, flush=True))
-        self._began_s = self._told_s = self.get_time()
+        self._began_s = self._printed_s = self.get_time()
         self._known: set[str] = set()
 
     def add_task(self, description: str, *args: Any, **kwargs: Any) -> TaskID:
         """As of `Progress`."""
         task_id = super().add_task(description, *args, **kwargs)
-        self._tell(task_id)
+        self._print(task_id)
         return task_id
 
     def update(self, task_id: TaskID, **changes: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As of `Progress`."""
         super().update(task_id, **changes)
-        self._tell(task_id)
+        self._print(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """As of `Progress`."""
         super().advance(task_id, advance)
-        self._tell(task_id)
+        self._print(task_id)
 
-    def _tell(self, task_id: TaskID) -> None:
+    def _print(self, task_id: TaskID) -> None:
         with self._lock:
             task, now_s = self._tasks[task_id], self.get_time()
             stage = re.sub(r"\d+", "", task.description)
-            if not task.description or (stage in self._known and now_s - self._told_s < EVERY_S):
+            if not task.description or (stage in self._known and now_s - self._printed_s < EVERY_S):
                 return
             self._known.add(stage)
-            self._told_s = now_s
+            self._printed_s = now_s
             self._write(f"[{now_s - self._began_s:.0f} s] {task.description}{self._how_far(task)}\n")
 
     def _how_far(self, task: Task) -> str:

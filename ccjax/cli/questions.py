@@ -17,7 +17,7 @@ from ccjax.evaluation import squad5
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import LoadedModel
-    from ccjax.evaluation.measure import Outcome
+    from ccjax.evaluation.measure import WayResults
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.states import State
     from ccjax.evaluation.ways import Way
@@ -112,7 +112,7 @@ def run(
     description: str = "",
     *,
     with_forced: bool = False,
-) -> list[Outcome]:
+) -> list[WayResults]:
     """`ccjax.evaluation.measure.measure`, with stores in a directory that goes away."""
     from ccjax.evaluation.measure import measure
 

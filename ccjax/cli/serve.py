@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ccjax.cli.options import StartupError, config_lines, part
 from ccjax.cli.serving.cluster import check_no_cluster_flags, serve_cluster_of
-from ccjax.cli.serving.hosts import check_host_flags, follow_of, join_hosts
+from ccjax.cli.serving.hosts import check_host_flags, join_hosts, run_follower
 from ccjax.cli.serving.memory import memory_lines, print_memory_plan
 from ccjax.cli.serving.messages import Display, Stopped, final_line, naming, stages, url_of
 from ccjax.cli.serving.options import AUTO, ServeOptions, engine_settings, serve_options
@@ -58,7 +58,7 @@ def _serve(args: ServeOptions) -> int:
         configure_logging(args.log_level.upper(), args.log_format)
         _use_compile_cache(args.compile_cache_dir)
         join_hosts(args)
-        return follow_of(args)
+        return run_follower(args)
     # Before the slow imports: a port in use shows at once.
     with _listen(args.host, args.port, args.stall_timeout_s) as listener:
         return _serve_on(listener, args)
@@ -96,7 +96,7 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
     server = DrainingServer(config, service)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn puts these back when it is done
         signal.signal(number, server.handle_exit)
-    loader = _Loader(args, service, server, url_of(args, listener))
+    loader = _BackgroundLoader(args, service, server, url_of(args, listener))
     loader.start()
     try:
         server.run(sockets=[listener])
@@ -108,7 +108,7 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
     return 0
 
 
-class _Loader(threading.Thread):
+class _BackgroundLoader(threading.Thread):
     """Loads model and documents beside the running server and hands them to the service."""
 
     def __init__(self, args: ServeOptions, service: Service, server: uvicorn.Server, url: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 
-class _Loader(yaml.BaseLoader):
+class _StringLoader(yaml.BaseLoader):
     """To YAML 1.1 `2:3` is the number 123; here every value is for the option's own type to read. A key that comes
     twice is an error."""
 
@@ -32,7 +32,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
       ValueError: it is no YAML of this form.
     """
     try:
-        content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+        content = _StringLoader(path.read_text(encoding="utf-8")).get_single_data()
     except UnicodeDecodeError as error:
         raise OSError(str(error)) from None
     except (yaml.YAMLError, RecursionError) as error:

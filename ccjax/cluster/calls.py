@@ -50,7 +50,7 @@ class Head:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class ReplicaResponse:
     """A whole answer."""
 
     head: Head
@@ -117,12 +117,12 @@ async def perform(app: App, call: Call) -> AsyncGenerator[Head | bytes, None]:
             await running  # what it raised was told with the answer, or nobody is left to tell
 
 
-async def perform_whole(app: App, call: Call) -> Answer:
+async def perform_whole(app: App, call: Call) -> ReplicaResponse:
     """The whole answer of the application; raises as `perform`."""
     return await collect(perform(app, call))
 
 
-async def collect(pieces: AsyncIterator[Head | bytes]) -> Answer:
+async def collect(pieces: AsyncIterator[Head | bytes]) -> ReplicaResponse:
     """The pieces of an answer put together."""
     head, body = None, []
     async for piece in pieces:
@@ -132,7 +132,7 @@ async def collect(pieces: AsyncIterator[Head | bytes]) -> Answer:
             body.append(piece)
     if head is None:
         raise RuntimeError("an answer without a beginning")
-    return Answer(head, b"".join(body))
+    return ReplicaResponse(head, b"".join(body))
 
 
 def _scope(call: Call) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from ccjax.cluster.calls import Answer, Call, Head
+from ccjax.cluster.calls import Call, Head, ReplicaResponse
 from ccjax.cluster.merging import LIVE, can_merge, merged
 from ccjax.cluster.metrics import FrontMetrics
 from ccjax.cluster.prompts import PromptReader, Seen
-from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, NobodyThereError, Patience
+from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, NoLiveReplicaError, ReplicaWait
 from ccjax.policy.routing import PromptSummary
 from ccjax.server.admin import bearer_token
 from ccjax.server.errors import ApiError, as_api_error
@@ -57,7 +57,7 @@ class Replicas(Protocol):
         """The answer of one of them, chosen by the prompt. Raises ReplicaLostError, NoReplicaError."""
         ...
 
-    async def answers(self, call: Call, timeout_s: float) -> Sequence[Answer | Exception]:
+    async def answers(self, call: Call, timeout_s: float) -> Sequence[ReplicaResponse | Exception]:
         """The answers of all of them."""
         ...
 
@@ -166,10 +166,12 @@ class Front:
 
     async def _metrics(self, call: Call, send: Send) -> None:
         answers = await self._replicas.answers(call, _EVERYWHERE_S)
-        texts = [one.body.decode() for one in answers if isinstance(one, Answer) and one.head.status == 200]
+        texts = [one.body.decode() for one in answers if isinstance(one, ReplicaResponse) and one.head.status == 200]
         counts, generators = await asyncio.gather(self._replicas.counts(), self._replicas.generator_metrics())
         body = self.metrics.render(texts, counts, generators)
-        await _send(send, Answer(Head(200, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)), body))
+        await _send(
+            send, ReplicaResponse(Head(200, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)), body)
+        )
 
     async def _everywhere(self, call: Call, send: Send) -> None:
         """Tells or asks all replicas; answers what the worst of those said that failed, else what those said together
@@ -177,7 +179,7 @@ class Front:
         is_merged = can_merge(call)
         call = dataclasses.replace(call, is_whole_listing=is_merged)
         answers = await self._replicas.answers(call, _LIVE_S if call.path == LIVE else _EVERYWHERE_S)
-        whole = [one for one in answers if isinstance(one, Answer)]
+        whole = [one for one in answers if isinstance(one, ReplicaResponse)]
         told = [answer.body for answer in whole if answer.head.status == 200]
         if not answers:
             await _refuse(send, _no_replica("there is no replica"))
@@ -198,7 +200,7 @@ class Front:
         if key is not None or not self._keys.api.is_asked_for:
             seen = await asyncio.to_thread(self._reader.read, call, key)
             call = dataclasses.replace(call, passages=seen.passages)
-        patience = Patience(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
+        patience = ReplicaWait(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
         answering = asyncio.ensure_future(self._forward(call, seen.prompt, _Reply(send), patience))
         leaving = asyncio.ensure_future(_gone(receive))
         self._answering.add(answering)
@@ -212,7 +214,7 @@ class Front:
                 await answering
             self._answering.discard(answering)
 
-    async def _forward(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: Patience) -> None:
+    async def _forward(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: ReplicaWait) -> None:
         try:
             error = _shutting_down() if self._is_closing else await self._answer(call, prompt, reply, patience)
         except asyncio.CancelledError:
@@ -225,7 +227,7 @@ class Front:
         if error is not None:
             await reply.fail(error)
 
-    async def _answer(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: Patience) -> ApiError | None:
+    async def _answer(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: ReplicaWait) -> ApiError | None:
         """Passes an answer on; what to say where there is none, or no more of it."""
         num_lost = 0
         while True:
@@ -237,8 +239,8 @@ class Front:
                         await reply.take(piece)
                 await reply.end()
                 return None
-            except NobodyThereError:
-                if await patience.until_somebody():
+            except NoLiveReplicaError:
+                if await patience.wait_for_replica():
                     continue
                 return _no_replica(f"no replica runs, and none came within {patience.waited_s:.0f} s")
             except NoReplicaError as error:
@@ -340,10 +342,10 @@ async def _send_json(send: Send, status: int, value: Any) -> None:
 
 
 async def _send_response(send: Send, response: JSONResponse) -> None:
-    await _send(send, Answer(Head(response.status_code, tuple(response.raw_headers)), bytes(response.body)))
+    await _send(send, ReplicaResponse(Head(response.status_code, tuple(response.raw_headers)), bytes(response.body)))
 
 
-async def _send(send: Send, answer: Answer) -> None:
+async def _send(send: Send, answer: ReplicaResponse) -> None:
     head = answer.head
     await send({"type": "http.response.start", "status": head.status, "headers": list(head.headers)})
     await send({"type": "http.response.body", "body": answer.body, "more_body": False})

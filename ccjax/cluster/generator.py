@@ -21,7 +21,7 @@ from ccjax.server.metrics import ServerMetrics
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_AWAY_S = 1.0
+_RETRY_S = 1.0
 
 _IDLE_S, _IDLE_CPUS = 0.2, 0.5
 """So much of the CPUs must have been idle for so long."""
@@ -82,10 +82,10 @@ def work(engine: Engine, stopping: threading.Event, *, needs_idle_cpus: bool) ->
                 pause_s = 0.0
         except OSError as error:
             logger.debug("no orders: %s", error)
-            pause_s = _AWAY_S
+            pause_s = _RETRY_S
         except Exception:
             logger.exception("an order failed")
-            pause_s = _AWAY_S
+            pause_s = _RETRY_S
         stopping.wait(pause_s)
 
 

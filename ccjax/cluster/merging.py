@@ -57,11 +57,11 @@ def _page(call: Call, bodies: Sequence[Body]) -> dict[str, Any]:
     start, count = int(query.get("offset", ["0"])[0]), int(query.get("limit", [str(DEFAULT_PAGE)])[0])
     data = _documents(bodies)
     page = data[start : start + count]
-    return {**bodies[0], "data": page, "total": len(data), "has_more": start + count < len(data), **_told(bodies)}
+    return {**bodies[0], "data": page, "total": len(data), "has_more": start + count < len(data), **_notices(bodies)}
 
 
 def _versions(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
-    return {**bodies[0], "data": _documents(bodies), **_told(bodies)}
+    return {**bodies[0], "data": _documents(bodies), **_notices(bodies)}
 
 
 def _documents(bodies: Iterable[Body]) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def _removal(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
         **_largest(bodies, "chunks", "kept_chunks", "variants"),
         "bytes": _bytes(bodies),
         "in_documents_directory": any(one["in_documents_directory"] for one in bodies),
-        **_told(bodies),
+        **_notices(bodies),
     }
 
 
@@ -118,7 +118,7 @@ def _live(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
     }
 
 
-def _told(bodies: Sequence[Body]) -> dict[str, int]:
+def _notices(bodies: Sequence[Body]) -> dict[str, int]:
     return {"replicas": len(bodies)}
 
 

@@ -19,11 +19,11 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from ccjax.cluster.calls import Answer, Call, Head
+from ccjax.cluster.calls import Call, Head, ReplicaResponse
 from ccjax.cluster.followers import actor_options, bundle, lead_followers
 from ccjax.cluster.front import NoReplicaError, ReplicaLostError
 from ccjax.cluster.generator import Generator
-from ccjax.cluster.replica import Replica, ReplicaOptions, Scale
+from ccjax.cluster.replica import Replica, ReplicaOptions, ReplicaScale
 from ccjax.cluster.router import CacheAwareRouter
 from ccjax.policy.routing import PromptSummary
 
@@ -77,7 +77,7 @@ class RayReplicas:
         except _LOST as error:
             raise ReplicaLostError(str(error)) from error
 
-    async def answers(self, call: Call, timeout_s: float) -> Sequence[Answer | Exception]:
+    async def answers(self, call: Call, timeout_s: float) -> Sequence[ReplicaResponse | Exception]:
         """The answers of all replicas that run; none where there are none."""
         response = self._all.broadcast("answer_whole", call)
         try:
@@ -87,7 +87,7 @@ class RayReplicas:
         except TimeoutError as error:
             return [error]
 
-    def made_of(self) -> list[tuple[ReplicaOptions, Scale]]:
+    def made_of(self) -> list[tuple[ReplicaOptions, ReplicaScale]]:
         """What each of them was made of, as far as they answer."""
         try:
             found = self._all.broadcast("made_of").results(timeout_s=_ABOUT_S, return_exceptions=True)
@@ -127,7 +127,7 @@ class RayReplicas:
         return [one for one in found if isinstance(one, str)]
 
 
-def deploy(options: ReplicaOptions, scale: Scale, resources: dict[str, float], *, drain_s: float) -> RayReplicas:
+def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, float], *, drain_s: float) -> RayReplicas:
     """Starts the replicas, or puts them in the place of those that run, one after the other, so that some answer all
     the time. Returns once all answer.
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ccjax.cluster.calls import Answer, Call, Head, perform, perform_whole
+from ccjax.cluster.calls import Call, Head, ReplicaResponse, perform, perform_whole
 from ccjax.config import DocumentOptions
 from ccjax.policy.routing import PromptSummary
 from ccjax.server import ServerSettings, Service, create_app
@@ -53,7 +53,7 @@ class ReplicaOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
+class ReplicaScale:
     """How many replicas there are to be.
 
     Attributes:
@@ -88,7 +88,9 @@ def _alone_on_host(directory: Path) -> Iterator[None]:
 class Replica:
     """A server without a socket."""
 
-    async def __init__(self, options: ReplicaOptions, scale: Scale, begin: Callable[[], None] = lambda: None) -> None:
+    async def __init__(
+        self, options: ReplicaOptions, scale: ReplicaScale, begin: Callable[[], None] = lambda: None
+    ) -> None:
         """Loads everything; until that is done Ray sends nothing here.
 
         Args:
@@ -129,7 +131,7 @@ class Replica:
             async for piece in pieces:
                 yield piece
 
-    async def answer_whole(self, call: Call) -> Answer:
+    async def answer_whole(self, call: Call) -> ReplicaResponse:
         """The whole answer to a request that goes to every replica."""
         return await perform_whole(self._app, call)
 
@@ -137,7 +139,7 @@ class Replica:
         """Of its KV."""
         return self._service.backend.engine.config.dtype
 
-    def made_of(self) -> tuple[ReplicaOptions, Scale]:
+    def made_of(self) -> tuple[ReplicaOptions, ReplicaScale]:
         """What it was told when it was made."""
         return self._made_of
 

@@ -17,7 +17,7 @@ _UNDER_WAY_S = 0.25
 
 
 @dataclasses.dataclass
-class _Book:
+class _ReplicaLedger:
     """What this process knows of one replica; times by its own clock, so that no host's clock matters."""
 
     number: int | None = None
@@ -26,7 +26,7 @@ class _Book:
     sent: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     under_way: set[str] = dataclasses.field(default_factory=set)
 
-    def take_in(self, stats: dict[str, Any], now_s: float) -> None:
+    def update(self, stats: dict[str, Any], now_s: float) -> None:
         """Notes a publication, if it is a new one."""
         if not stats or stats.get(NUMBER) == self.number:
             return
@@ -44,7 +44,7 @@ class CacheAwareRouter(RequestRouter):
 
     def initialize_state(self, **_: Any) -> None:
         """Called by Ray once."""
-        self._books: dict[str, _Book] = {}
+        self._books: dict[str, _ReplicaLedger] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -53,7 +53,7 @@ class CacheAwareRouter(RequestRouter):
         now_s = time.monotonic()
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         for name, replica in by_name.items():
-            self._book(name).take_in(replica.routing_stats, now_s)
+            self._book(name).update(replica.routing_stats, now_s)
         states = [self._books[name].state(name, now_s) for name in by_name]
         order = rank(states, _prompt_of(pending_request), random.random())
         return [[by_name[name]] for name in order]
@@ -74,8 +74,8 @@ class CacheAwareRouter(RequestRouter):
         super().on_replica_actor_died(replica_id)
         self._books.pop(replica_id.unique_id, None)
 
-    def _book(self, name: str) -> _Book:
-        return self._books.setdefault(name, _Book())
+    def _book(self, name: str) -> _ReplicaLedger:
+        return self._books.setdefault(name, _ReplicaLedger())
 
 
 def _prompt_of(pending: PendingRequest | None) -> PromptSummary:

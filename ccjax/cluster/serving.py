@@ -17,7 +17,7 @@ from ccjax.cluster.front import Front
 from ccjax.cluster.nodes import RayNode
 from ccjax.cluster.prompts import PromptReader
 from ccjax.cluster.ray_replicas import RayReplicas, deploy, deploy_generators, replica_counts, running
-from ccjax.cluster.replica import ReplicaOptions, Scale
+from ccjax.cluster.replica import ReplicaOptions, ReplicaScale
 from ccjax.engine import EngineConfig
 from ccjax.engine.loading import Progress, load_prompt_builder, model_tokenizer
 from ccjax.retrieval import Retriever
@@ -45,7 +45,7 @@ class ClusterOptions:
     host: str | None = None
     port: int = 0
     address: str | None = None
-    scale: Scale | None = None
+    scale: ReplicaScale | None = None
     generators: int = 0
     generators_on_cpu: bool = True
     resources: dict[str, float] | None = None
@@ -132,7 +132,7 @@ def _replicas(options: ClusterOptions, node: RayNode) -> RayReplicas:
                 "a replica takes %g of %s, the cluster has %g: waiting for hosts to join", number, name, there
             )
     use_compile_cache(Path(options.replica.compile_cache_dir))
-    replicas = deploy(options.replica, scale or Scale(1, 1), resources, drain_s=options.drain_s)
+    replicas = deploy(options.replica, scale or ReplicaScale(1, 1), resources, drain_s=options.drain_s)
     if options.generators:
         deploy_generators(
             options.replica, replicas.dtype(), options.generators, resources, on_cpu=options.generators_on_cpu

@@ -39,7 +39,7 @@ class Person:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passage:
+class WorldPassage:
     """One document: what the retriever returns and the model reads."""
 
     title: str
@@ -73,7 +73,7 @@ class Fact:
 class Story:
     """Passages that were written together; where `order` is "adjacent" nothing may come between them."""
 
-    passages: tuple[Passage, ...]
+    passages: tuple[WorldPassage, ...]
     facts: tuple[Fact, ...]
     order: Literal["free", "later", "adjacent"] = "free"
 
@@ -103,7 +103,7 @@ class Question:
 class Context:
     """Passages in prompt order and the questions asked behind them."""
 
-    passages: tuple[Passage, ...]
+    passages: tuple[WorldPassage, ...]
     questions: tuple[Question, ...]
 
 
@@ -276,7 +276,7 @@ class Town:
         )
         return Story(passages, tuple(facts))
 
-    def _passage(self, title: str, sentences: list[str]) -> Passage:
+    def _passage(self, title: str, sentences: list[str]) -> WorldPassage:
         """The sentences, with lines about the town put in behind the first one: one or two, more up to `min_words`."""
         sentences = list(sentences)
         fillers = self.rng.sample(lex.FILLERS, len(lex.FILLERS))
@@ -286,7 +286,7 @@ class Town:
         while wanted > 0 or len(" ".join(sentences).split()) < num_words:
             sentences.insert(self.rng.randint(1, len(sentences)), fillers.pop())
             wanted -= 1
-        return Passage(title, " ".join(sentences))
+        return WorldPassage(title, " ".join(sentences))
 
     def _template(self, relation: Relation) -> str:
         """One of a relation's sentences; the direct one with the town's share."""
@@ -340,7 +340,7 @@ def _start(rng: random.Random, sentence: str, reference: str, *, opening: bool) 
 
 def order_stories(
     rng: random.Random, stories: Sequence[Story]
-) -> tuple[list[Passage], list[tuple[Fact, tuple[int, ...]]]]:
+) -> tuple[list[WorldPassage], list[tuple[Fact, tuple[int, ...]]]]:
     """The passages of all stories, shuffled as far as their order allows; each fact with its passages' indices."""
     blocks: list[tuple[int, tuple[int, ...]]] = []
     for index, story in enumerate(stories):

@@ -67,7 +67,7 @@ from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.sharding import num_kv_shards
 from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.policy.strategies import expected_share
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
@@ -80,7 +80,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
     reads of the disk tier go through, for tests and benchmarks of slow ones.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: Link | None = None) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: ThrottledLink | None = None) -> None:
         config = with_pool(model.config, config)
         self.config = config
         self.rates = Rates()
@@ -178,7 +178,7 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
             with_mass=self._sizes.with_mass,
             take_in_news=lambda: self._following.take_in(),
         )
-        self._following = Following(self._store.news, self._maintenance, self._exclusive, self.refresh)
+        self._following = Following(self._store.change_feed, self._maintenance, self._exclusive, self.refresh)
         self._closed = False
         self._following.start()
 
@@ -259,9 +259,9 @@ class Engine(DocumentCalls, CacheCalls, AheadCalls, SizeCalls):
         assert response is not None
         return response
 
-    def check_place(self, flow: str) -> None:
+    def check_queue_limit(self, flow: str) -> None:
         """Raises OverloadError where `submit` would for a request of that flow."""
-        self._loop.check_place(flow)
+        self._loop.check_queue_limit(flow)
 
     def validate(self, request: Request) -> int:
         """Number of prompt tokens of a request that could run; raises what `run` would raise before its first step."""

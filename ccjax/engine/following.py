@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ccjax.engine.maintenance import Maintenance
-from ccjax.store.news import POLL_S, News
+from ccjax.store.change_feed import POLL_S, ChangeFeed
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,9 @@ class Following:
       refresh: lists the store and takes in what it finds, as a guest.
     """
 
-    def __init__(self, news: News | None, maintenance: Maintenance, let_in: LetIn, refresh: Callable[[], None]) -> None:
+    def __init__(
+        self, news: ChangeFeed | None, maintenance: Maintenance, let_in: LetIn, refresh: Callable[[], None]
+    ) -> None:
         self._news = news
         self._maintenance = maintenance
         self._let_in = let_in
@@ -51,7 +53,7 @@ class Following:
 
     def take_in(self) -> None:
         """Tells the variants what came and went since the last call; a failure is logged."""
-        if self._news is None or not self._news.has_come:
+        if self._news is None or not self._news.has_changes:
             return
         try:
             self._maintenance.follow(*self._news.take())

@@ -67,7 +67,7 @@ class Answered:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class WayResults:
     """All questions, answered one way, in their order; `state` of the store, None for full prefill."""
 
     way: Way
@@ -86,7 +86,7 @@ def measure(
     with_forced: bool = False,
     settings: dict[str, Any] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> list[Outcome]:
+) -> list[WayResults]:
     """Full prefill first, whether it is among `ways` or not, then in each state each of these.
 
     In state "empty" only the first one: with nothing to reuse all are the same.
@@ -140,7 +140,7 @@ def measure_store(
     *,
     max_new_tokens: int = 32,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Outcome]:
+) -> list[WayResults]:
     """Full prefill, then mode `bounded` over the store of `config` as it is; adds nothing to it.
 
     Args:
@@ -171,7 +171,7 @@ class _Asked:
         self._full: list[Response] = []
         self._full_logits: list[np.ndarray] = []
 
-    def outcome(self, way: Way, config: EngineConfig, state: State | None, tick: Callable[[], None]) -> Outcome:
+    def outcome(self, way: Way, config: EngineConfig, state: State | None, tick: Callable[[], None]) -> WayResults:
         """All questions answered by one engine, full prefill first of all."""
         answers = []
         with Engine(self._model, config) as engine:
@@ -184,7 +184,7 @@ class _Asked:
                     scores = self._forced(engine, index, way)
                 answers.append(_answered(question, answer, self._full[index], scores))
                 tick()
-        return Outcome(way, tuple(answers), state)
+        return WayResults(way, tuple(answers), state)
 
     def _forced(self, engine: Engine, index: int, way: Way) -> Forced:
         model, question = self._model, self._questions[index]

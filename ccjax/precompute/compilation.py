@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ccjax.precompute.estimate import Estimate, file_system_of, make_estimate, sample
-from ccjax.precompute.messages import Failure, Settings, Work
+from ccjax.precompute.messages import Failure, Settings, WarmingWork
 from ccjax.precompute.plan import Unit, batches
 from ccjax.precompute.report import Report
 from ccjax.precompute.workers import StoppedError, WorkerError, WorkerProcess, Workers
@@ -66,12 +66,12 @@ class Show(Protocol):
         ...
 
 
-class NoRoomError(ValueError):
+class DoesNotFitError(ValueError):
     """What is missing does not fit where it is to go."""
 
 
 @dataclasses.dataclass
-class _Batch:
+class _UnitBatch:
     units: tuple[Unit, ...]
     attempt: int = 1
     not_before: float = 0.0
@@ -104,8 +104,8 @@ class Compilation:
             },
             is_dry_run=options.is_dry_run,
         )
-        self._queue: collections.deque[_Batch] = collections.deque()
-        self._running: dict[int, _Batch] = {}
+        self._queue: collections.deque[_UnitBatch] = collections.deque()
+        self._running: dict[int, _UnitBatch] = {}
         self._started = 0.0
         self._why = "every worker died"
 
@@ -123,7 +123,7 @@ class Compilation:
         except StoppedError:
             self.report.interrupted = self._is_stopped()
             for worker, value in workers.end() if self._running else ():
-                self._take_in(worker, value)
+                self._handle_reply(worker, value)
         except WorkerError as error:
             self.report.error = str(error)
         finally:
@@ -184,7 +184,7 @@ class Compilation:
             needed += [] if estimate.disk_bytes is None else [f"{estimate.disk_bytes} of the file system"]
             free = [] if estimate.free_bytes is None else [f"{estimate.free_bytes} free there"]
             free += [] if estimate.budget_bytes is None else [f"{estimate.budget_bytes} left of disk_cache_bytes"]
-            raise NoRoomError(
+            raise DoesNotFitError(
                 f"store: wanted room for {', '.join(needed)}, got {', '.join(free)}: make room, store less "
                 "(neighbours, disk_kv_dtype), or force it"
             )
@@ -196,12 +196,12 @@ class Compilation:
           WorkerError: no worker is left.
           StoppedError: the user wants an end.
         """
-        self._queue = collections.deque(_Batch(tuple(units)) for units in work)
+        self._queue = collections.deque(_UnitBatch(tuple(units)) for units in work)
         while self._queue or self._running:
             for worker in workers.alive:
                 if not worker.is_busy and self._queue and self._queue[0].not_before <= time.monotonic():
                     batch = self._running[worker.number] = self._queue.popleft()
-                    worker.tell("compute", self._work(batch.units))
+                    worker.send("compute", self._work(batch.units))
             if not workers.alive:
                 raise WorkerError(f"{self._why}; none is left")
             event = workers.next_event()
@@ -211,9 +211,9 @@ class Compilation:
             if kind == "died":
                 self._lose(worker)
             else:
-                self._take_in(worker, value)
+                self._handle_reply(worker, value)
 
-    def _take_in(self, worker: WorkerProcess, value: Any) -> None:
+    def _handle_reply(self, worker: WorkerProcess, value: Any) -> None:
         """Counts what a worker answered to its batch; what others compute is looked at again later."""
         batch = self._running.pop(worker.number, None)
         if batch is None:
@@ -234,8 +234,8 @@ class Compilation:
                 counts.present += result.status == "present"
                 self.report.stored.add(unit.variant_id)
         if put_off:
-            self._queue.append(_Batch(tuple(put_off), not_before=time.monotonic() + _AGAIN_S))
-        self._note_progress()
+            self._queue.append(_UnitBatch(tuple(put_off), not_before=time.monotonic() + _AGAIN_S))
+        self._save_progress()
 
     def _lose(self, worker: WorkerProcess) -> None:
         """A worker died: what it was at is tried once more by another one."""
@@ -247,17 +247,17 @@ class Compilation:
             self._queue.appendleft(dataclasses.replace(batch, attempt=batch.attempt + 1))
             return
         self.report.counts.failed += [(unit.passage, len(unit.behind), self._why) for unit in batch.units]
-        self._note_progress()
+        self._save_progress()
 
-    def _note_progress(self) -> None:
+    def _save_progress(self) -> None:
         self.report.counts.seconds = time.monotonic() - self._started
         self._show.computed(self.report)
 
-    def _work(self, units: Sequence[Unit]) -> Work:
+    def _work(self, units: Sequence[Unit]) -> WarmingWork:
         collection = self.report.collection
         assert collection is not None
         passages = collection.passages
         behind = (
             collection.frame if unit.is_framed else tuple(passages[number] for number in unit.behind) for unit in units
         )
-        return Work(tuple(passages[unit.passage] for unit in units), tuple(behind))
+        return WarmingWork(tuple(passages[unit.passage] for unit in units), tuple(behind))

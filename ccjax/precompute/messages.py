@@ -54,7 +54,7 @@ class Collection:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class WarmingWork:
     """Some variants to compute: each document behind those of `behind`; see `Engine.begin_warming`."""
 
     documents: tuple[Document, ...]

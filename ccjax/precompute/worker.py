@@ -22,7 +22,7 @@ from ccjax.engine.shared_warming import SharedVariant
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.evaluation.questions import read_questions
 from ccjax.precompute.estimate import file_system_of
-from ccjax.precompute.messages import Collection, Failure, Settings, Work
+from ccjax.precompute.messages import Collection, Failure, Settings, WarmingWork
 from ccjax.precompute.plan import SPARE_NEIGHBOURS, Surroundings, make_plan
 from ccjax.precompute.quality import Quality, measure_quality
 from ccjax.precompute.stored import Sizes, stored_ids
@@ -47,7 +47,7 @@ class Worker:
     def __init__(self, settings: Settings, connection: Connection) -> None:
         self._settings = settings
         self._connection = connection
-        self._is_told_to_end = False
+        self._received_end = False
         self._engine: Engine | None = None
         self._retriever: Retriever | None = None
         self._chunks: tuple[Chunk, ...] = ()
@@ -67,11 +67,11 @@ class Worker:
 
     def end(self, *_: Any) -> None:
         """Breaks off what runs, at the next layer."""
-        self._is_told_to_end = True
+        self._received_end = True
 
     def is_cancelled(self) -> bool:
         """True once this process is told to end, or the one that directs it says anything or is gone."""
-        return self._is_told_to_end or self._connection.poll()
+        return self._received_end or self._connection.poll()
 
     def read(self) -> Collection:
         """Reads, cuts and embeds the documents as a server does, and says what is missing in the store."""
@@ -114,7 +114,7 @@ class Worker:
         assert self._config.store is not None
         return stored_ids(self._config.store, self._identity)
 
-    def calibrate(self, work: Work) -> float:
+    def calibrate(self, work: WarmingWork) -> float:
         """Seconds to compute and store a sample, as it will be done, in a store of its own on the same file system;
         done twice before, so that nothing is compiled then."""
         assert self._config.store is not None
@@ -153,12 +153,12 @@ class Worker:
         assert self._engine is not None
         return self._engine.prune({chunk.chunk_id for chunk in self._chunks})
 
-    def compute(self, work: Work) -> tuple[SharedVariant, ...]:
+    def compute(self, work: WarmingWork) -> tuple[SharedVariant, ...]:
         """Computes what is missing of some work; results of what was done when it was broken off."""
         assert self._engine is not None
         return self._warm(self._engine, work)
 
-    def _warm(self, engine: Engine, work: Work) -> tuple[SharedVariant, ...]:
+    def _warm(self, engine: Engine, work: WarmingWork) -> tuple[SharedVariant, ...]:
         return engine.warm_shared(work.documents, behind=work.behind, is_cancelled=self.is_cancelled)
 
     def ask(self, path: Path, top_k: int, limit: int | None, max_new_tokens: int) -> Quality:

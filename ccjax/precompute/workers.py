@@ -38,7 +38,7 @@ class WorkerProcess:
     connection: multiprocessing.connection.Connection
     is_busy: bool = True
 
-    def tell(self, command: str, *arguments: Any) -> None:
+    def send(self, command: str, *arguments: Any) -> None:
         """Sends a command; one that died will be found by `Workers.next_event`."""
         self.is_busy = True
         with contextlib.suppress(OSError):
@@ -132,13 +132,13 @@ class Workers:
 
     def ask(self, command: str, *arguments: Any) -> Any:
         """What the first worker answers; raises as `answers`."""
-        self.alive[0].tell(command, *arguments)
+        self.alive[0].send(command, *arguments)
         return self.answers()[0]
 
     def ask_all(self, command: str, *arguments: Any) -> list[Any]:
         """What each worker answers; raises as `answers`."""
         for worker in self.alive:
-            worker.tell(command, *arguments)
+            worker.send(command, *arguments)
         return self.answers()
 
     def end(self) -> list[tuple[WorkerProcess, Any]]:
@@ -148,7 +148,7 @@ class Workers:
         deadline = time.monotonic() + _END_S
         busy = [worker for worker in self.alive if worker.is_busy]
         for worker in self.alive:
-            worker.tell("end")
+            worker.send("end")
         for worker in busy:
             with contextlib.suppress(EOFError, OSError):
                 while worker.connection.poll(max(0.0, deadline - time.monotonic())):

@@ -149,9 +149,9 @@ class Catalog:
             if not tables:
                 for statement in _TABLES.split(";"):
                     self._connection.execute(statement)
-                self.note("settings", dataclasses.asdict(settings))
+                self.set_value("settings", dataclasses.asdict(settings))
         try:
-            saved = self.noted("settings")
+            saved = self.get_value("settings")
             wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
             changed = [key for key in wanted if saved.get(key) != wanted[key]]
         except (ValueError, AttributeError) as error:
@@ -183,11 +183,11 @@ class Catalog:
 
     # -- notes -------------------------------------------------------------------------------------------------
 
-    def note(self, name: str, value: Any) -> None:
+    def set_value(self, name: str, value: Any) -> None:
         """Keeps a JSON value."""
         self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value)))
 
-    def noted(self, name: str) -> Any:
+    def get_value(self, name: str) -> Any:
         """A value that was noted, or None."""
         row = self._connection.execute("SELECT value FROM about WHERE name = ?", (name,)).fetchone()
         return None if row is None else json.loads(row[0])

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class Changes:
+class IndexChanges:
     """What to do to the index. Document ids are in order.
 
     Attributes:
@@ -52,7 +52,7 @@ def find_changes(
     strict: bool,
     max_file_bytes: int,
     progress: Callable[[int, int], None],
-) -> Changes:
+) -> IndexChanges:
     """Every file is read and hashed; those whose hash is known are not parsed.
 
     Args:
@@ -66,7 +66,7 @@ def find_changes(
     Raises:
       DocumentError: with `strict`.
     """
-    changes = Changes()
+    changes = IndexChanges()
     finder = _Finder(changes, versions, digests, split, max_file_bytes, strict)
     files, failed = find_files(docs_dir, skip=skip)
     for path, reason in failed:
@@ -86,7 +86,7 @@ def find_changes(
 class _Finder:
     def __init__(
         self,
-        changes: Changes,
+        changes: IndexChanges,
         versions: Mapping[str, tuple[str, str]],
         digests: Mapping[str, str],
         split: Split,
@@ -131,13 +131,13 @@ class _Finder:
             num_problems = len(self._changes.problems)
             for line in jsonl.read_lines(path, name, max_line_bytes=self._max_file_bytes):
                 with self._reporting(path if isinstance(line, DocumentError) else f"{path}: {line.document_id}"):
-                    self._line(name, path, line)
+                    self._take_line(name, path, line)
             if len(self._changes.problems) == num_problems:  # else they are told again next time
                 self._changes.digests[name] = digest
             elif name in self._digests:
                 self._changes.digests[name] = None
 
-    def _line(self, name: str, path: Path, line: jsonl.Line | DocumentError) -> None:
+    def _take_line(self, name: str, path: Path, line: jsonl.CollectionLine | DocumentError) -> None:
         if isinstance(line, DocumentError):
             raise line
         if line.document_id in self.present:

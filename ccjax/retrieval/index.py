@@ -26,7 +26,7 @@ from ccjax.retrieval.catalog import (
     naming_damage,
 )
 from ccjax.retrieval.filters import Filter
-from ccjax.retrieval.segments import Chosen, Segment, appended, neighbours, search
+from ccjax.retrieval.segments import Chosen, IndexSegment, appended, neighbours, search
 from ccjax.retrieval.trained import Progress, Trained, TrainedKind, build, load
 
 __all__ = ["IndexKind", "IndexSettings", "IndexUnusableError", "IndexedDocument", "PassageIndex"]
@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 class _View:
     """What one search sees."""
 
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[IndexSegment, ...] = ()
     trained: Trained | None = None
     last_row: int = 0
 
@@ -258,7 +258,7 @@ class PassageIndex:
             segments = tuple(segment.without(gone) for segment in view.segments)
             added = np.concatenate(rows) if rows else np.empty(0, np.int64)
             if len(added):
-                segments = appended(segments, Segment.flat(added, vectors))
+                segments = appended(segments, IndexSegment.flat(added, vectors))
                 view = dataclasses.replace(view, last_row=int(added[-1]))
             self._show(dataclasses.replace(view, segments=tuple(one for one in segments if one.num_alive)))
 
@@ -293,9 +293,9 @@ class PassageIndex:
         made = _View() if trained is None else _View((load(trained, directory),), trained, trained.last_row)
         with self._lock:
             with self._catalog.transaction():
-                self._catalog.note("trained", None if trained is None else dataclasses.asdict(trained))
+                self._catalog.set_value("trained", None if trained is None else dataclasses.asdict(trained))
             self._sync(made)
-            noted = self._catalog.noted("trained") or {}
+            noted = self._catalog.get_value("trained") or {}
         for path in directory.glob("vectors-*.faiss"):
             if path.name != noted.get("file"):
                 path.unlink(missing_ok=True)
@@ -360,7 +360,7 @@ class PassageIndex:
         """Brings the segments, or those of `view`, in step with what any process wrote."""
         view = view or self._view
         with self._catalog.snapshot():
-            trained = self._noted_trained()
+            trained = self._stored_trained()
             if trained != view.trained:
                 view = self._opened(trained)
             new = list(self._catalog.vectors(self.settings.dim, after=view.last_row))
@@ -369,14 +369,14 @@ class PassageIndex:
         segments, last_row = view.segments, view.last_row
         if new:
             rows, vectors = np.concatenate([rows for rows, _ in new]), np.concatenate([some for _, some in new])
-            segments, last_row = appended(segments, Segment.flat(rows, vectors)), int(rows[-1])
+            segments, last_row = appended(segments, IndexSegment.flat(rows, vectors)), int(rows[-1])
         living = (one.without(np.setdiff1d(one.rows, alive, assume_unique=True)) for one in segments)
         segments = tuple(segment for segment in living if segment.num_alive)
         self._show(dataclasses.replace(view, segments=segments, last_row=last_row))
         self._stamp = stamp
 
-    def _noted_trained(self) -> Trained | None:
-        noted = self._catalog.noted("trained")
+    def _stored_trained(self) -> Trained | None:
+        noted = self._catalog.get_value("trained")
         try:
             return None if noted is None else Trained(**noted)
         except TypeError as error:

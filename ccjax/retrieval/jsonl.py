@@ -19,7 +19,7 @@ SUFFIX = ".jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class CollectionLine:
     """One document of a collection; `version` is the sha256 (hex) of its line."""
 
     document_id: str
@@ -40,7 +40,7 @@ def digest(path: Path) -> str:
         raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
 
 
-def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Line | DocumentError]:
+def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[CollectionLine | DocumentError]:
     """The documents of a collection, or why a line is none; the file is never held as a whole.
 
     Args:
@@ -76,7 +76,7 @@ def _lines(file: IO[bytes], max_bytes: int) -> Iterator[bytes | None]:
         yield None
 
 
-def _parse(line: bytes, name: str) -> Line:
+def _parse(line: bytes, name: str) -> CollectionLine:
     value = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
     if not isinstance(value, Mapping):
         raise ValueError(f"wanted an object with _id and text, got {type(value).__name__}")
@@ -86,7 +86,7 @@ def _parse(line: bytes, name: str) -> Line:
         raise ValueError(f"wanted {'_id' if not own_id else 'text'}, got nothing")
     title = " ".join(title.split()) or own_id
     document = LoadedDocument(title, text, metadata=plain_metadata(value.get("metadata")))
-    return Line(f"{name}/{own_id}", hashlib.sha256(line).hexdigest(), document)
+    return CollectionLine(f"{name}/{own_id}", hashlib.sha256(line).hexdigest(), document)
 
 
 def _text(value: Any, name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, PassageRow
-from ccjax.retrieval.changes import Changes, find_changes
+from ccjax.retrieval.changes import IndexChanges, find_changes
 from ccjax.retrieval.chunking import split
 from ccjax.retrieval.documents import MAX_FILE_BYTES, LoadedDocument
 from ccjax.retrieval.embedding import Embedder, default_embedder
@@ -356,7 +356,7 @@ class Retriever:
         )
         return tuple(passages)
 
-    def _apply(self, index: PassageIndex, changes: Changes) -> None:
+    def _apply(self, index: PassageIndex, changes: IndexChanges) -> None:
         """Embeds what is new and writes it batch by batch, so that a process that is killed has less to do again."""
         if changes.removed:
             index.write(removed=changes.removed)

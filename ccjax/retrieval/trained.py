@@ -20,7 +20,7 @@ import faiss
 import numpy as np
 
 from ccjax.retrieval.catalog import IndexUnusableError
-from ccjax.retrieval.segments import Segment
+from ccjax.retrieval.segments import IndexSegment
 
 TrainedKind = Literal["ivf", "hnsw"]
 TRAINED_KINDS: tuple[TrainedKind, ...] = get_args(TrainedKind)
@@ -70,7 +70,7 @@ def build(
     directory: Path,
     *,
     recall: float,
-    like: Segment | None = None,
+    like: IndexSegment | None = None,
     num_trained: int = 0,
     progress: Progress,
 ) -> Trained:
@@ -118,7 +118,7 @@ def build(
     return Trained(kind, name, digest, mapped.ntotal, num_trained, last_row, reached, width)
 
 
-def load(trained: Trained, directory: Path) -> Segment:
+def load(trained: Trained, directory: Path) -> IndexSegment:
     """The segment of a trained index, its vectors mapped into memory.
 
     Raises:
@@ -136,7 +136,7 @@ def load(trained: Trained, directory: Path) -> Segment:
     rows = faiss.vector_to_array(mapped.id_map).copy()
     index: Any = faiss.downcast_index(mapped.index)
     index.referenced_objects = [mapped]  # which owns it
-    return Segment(index, rows)
+    return IndexSegment(index, rows)
 
 
 def _widen(index: Any, width: int) -> None:

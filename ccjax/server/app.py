@@ -27,7 +27,7 @@ from ccjax.server.openai_format import DONE, Formatter, Kind, event
 from ccjax.server.page import add_page, live_routes
 from ccjax.server.schemas import ChatBody, CompletionBody, Generation, TokenizeBody
 from ccjax.server.service import Service, renamed
-from ccjax.server.telemetry import Telling
+from ccjax.server.telemetry import RequestTelemetry
 from ccjax.server.trace_format import trace_json
 from ccjax.server.worker import Job, JobCancelledError
 
@@ -41,7 +41,7 @@ WAITED_S = "ccjax.waited_s"
 """The same of the seconds since the request came there: they count towards its `timeout_s`."""
 
 _BODIES = (ChatBody, CompletionBody, TokenizeBody, *ADMIN_BODIES)
-_CLIENT_GONE = 499  # nginx's number; nobody reads it
+_CLIENT_DISCONNECTED = 499  # nginx's number; nobody reads it
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 """Besides JSON, where the body says `stream`; the schema is of each event, as OpenAPI 3.2 has it."""
@@ -146,7 +146,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def _generate(service: Service, request: Request, body: Generation, kind: Kind) -> Response:
-    telling = service.telling(kind, request.headers)
+    telemetry = service.telemetry(kind, request.headers)
     try:
         id_prefix = "chatcmpl" if kind == "chat" else "cmpl"
         job, documents = await service.submit(
@@ -156,8 +156,8 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
             key=request.state.key,
             waited_s=request.scope.get(WAITED_S, 0.0),
         )
-        telling.job = job
-        watcher = asyncio.create_task(_cancel_when_gone(request, telling, job))
+        telemetry.job = job
+        watcher = asyncio.create_task(_cancel_on_disconnect(request, telemetry, job))
         formatter = Formatter(
             kind,
             id=job.request.request_id,
@@ -171,26 +171,26 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
             # A stream, too, starts with the first token only: whatever fails before that has a status of its own.
             first = await anext(deltas)
             if body.stream:
-                events = _events(service, telling, first, deltas, formatter, body.include_usage, watcher)
+                events = _events(service, telemetry, first, deltas, formatter, body.include_usage, watcher)
                 return StreamingResponse(events, media_type="text/event-stream", headers=_SSE_HEADERS)
             async for _ in deltas:
                 pass
         assert job.response is not None
         await _add_trace(service, job, job.response, formatter)
-        telling.end()
+        telemetry.end()
         return JSONResponse(formatter.answer(job.response))
     except JobCancelledError:
-        telling.end()
-        return Response(status_code=_CLIENT_GONE)
+        telemetry.end()
+        return Response(status_code=_CLIENT_DISCONNECTED)
     except Exception as error:
         refusal = _refusal(service, error)
-        telling.end(refusal)
+        telemetry.end(refusal)
         return refusal.response()
 
 
 async def _events(
     service: Service,
-    telling: Telling,
+    telemetry: RequestTelemetry,
     first: Delta,
     rest: AsyncIterator[Delta],
     formatter: Formatter,
@@ -198,7 +198,7 @@ async def _events(
     watcher: asyncio.Task[None],
 ) -> AsyncIterator[str]:
     """The stream of all answers; `watcher` is only held so that it lives as long."""
-    job = telling.job
+    job = telemetry.job
     assert job is not None
     try:
         await _add_trace(service, job, first.response, formatter)
@@ -212,11 +212,11 @@ async def _events(
         return
     except Exception as error:
         refusal = _refusal(service, error)
-        telling.end(refusal)
+        telemetry.end(refusal)
         yield event(refusal.body())
     finally:
         job.cancel()
-        telling.end()
+        telemetry.end()
     yield DONE
 
 
@@ -235,12 +235,12 @@ async def _add_trace(service: Service, job: Job, response: Answer | None, format
         formatter.add_trace(trace)
 
 
-async def _cancel_when_gone(request: Request, telling: Telling, job: Job) -> None:
+async def _cancel_on_disconnect(request: Request, telemetry: RequestTelemetry, job: Job) -> None:
     """Cancels the job when the client hangs up; also returns when the response is complete."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
-    telling.end()
+    telemetry.end()
 
 
 def _bearer_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
@@ -268,7 +268,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def gone(_: Request, __: Exception) -> Response:
         service.metrics.count_error("cancelled")
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=_CLIENT_DISCONNECTED)
 
     for kind in (ApiError, RequestError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)

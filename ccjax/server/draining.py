@@ -31,7 +31,7 @@ class Drainable(Protocol):
         ...
 
 
-_TO_TELL_S = 2
+_REFUSAL_S = 2
 
 
 class DrainingServer(uvicorn.Server):
@@ -45,26 +45,26 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Drainable) -> None:
         super().__init__(config)
         self._service = service
-        self._is_told = self._is_told_twice = False
+        self._is_draining = self._is_breaking_off = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes a signal. It may come anywhere in this thread, so no lock is taken here."""
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_draining:
+            self._is_draining = True
             return
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         if self._service.is_closing:
             signal.raise_signal(sig)
         self.force_exit = self.should_exit  # only those who do not read their answers are waited for any more
-        self._is_told_twice = True
+        self._is_breaking_off = True
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: True once it is time to end."""
-        if self._is_told:
+        if self._is_draining:
             self._service.drain()
-            self.should_exit |= self._service.is_drained or self._is_told_twice
-        if self._is_told_twice:
+            self.should_exit |= self._service.is_drained or self._is_breaking_off
+        if self._is_breaking_off:
             self._service.break_off()
-            self.config.timeout_graceful_shutdown = _TO_TELL_S
+            self.config.timeout_graceful_shutdown = _REFUSAL_S
         return await super().on_tick(counter)

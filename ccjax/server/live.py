@@ -40,7 +40,7 @@ class LiveCounts:
         self._num_answered = 0
         self._uses: collections.OrderedDict[str, _Use] = collections.OrderedDict()
 
-    def note(self, job: Job) -> None:
+    def record(self, job: Job) -> None:
         """Takes in a job that has its response."""
         response = job.response
         assert response is not None and job.first_delta_s is not None
@@ -51,9 +51,9 @@ class LiveCounts:
             self._num_answered += 1
             self._tokens.update(tokens)
             self._recent.append({"at": now, "ttft_s": ttft_s, "exact": report.exact} | tokens)
-            self._note_documents(job, response, now)
+            self._record_documents(job, response, now)
 
-    def _note_documents(self, job: Job, response: Response, now: float) -> None:
+    def _record_documents(self, job: Job, response: Response, now: float) -> None:
         told = [one for one in response.reuse.per_document if one.role == "document"]
         seen = set()
         # Those that callers bring are their own business, and name no `source_id`.

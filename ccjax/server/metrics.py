@@ -273,7 +273,7 @@ class _NewsCollector:
         if counts is not None:
             yield GaugeMetricFamily("ccjax_store_index_up", "1 while the shared index answers", value=int(counts.is_up))
             text = "Variants that other processes stored or deleted, as the shared index told"
-            yield CounterMetricFamily("ccjax_store_index_changes", text, value=counts.num_followed)
+            yield CounterMetricFamily("ccjax_store_index_changes", text, value=counts.num_applied)
 
 
 class _CompilationsCollector:

@@ -28,7 +28,7 @@ class Quota:
     tokens_per_minute: int | None = None
 
 
-class Seat:
+class QuotaTicket:
     """The place of one request within its tenant's quota. Thread-safe."""
 
     def __init__(self, owner: _Owner) -> None:
@@ -69,7 +69,7 @@ class Quotas:
         self._lock = threading.Lock()
         self._owners: dict[str, _Owner] = {}
 
-    def enter(self, tenant: str, name: str) -> Seat:
+    def enter(self, tenant: str, name: str) -> QuotaTicket:
         """A seat for one more request.
 
         Args:
@@ -92,7 +92,7 @@ class Quotas:
                 wait_s = (1.0 - owner.tokens) * 60.0 / quota.tokens_per_minute
                 raise QuotaError(f"quota: wanted at most {quota.tokens_per_minute} tokens a minute", wait_s)
             owner.num_requests += 1
-        return Seat(owner)
+        return QuotaTicket(owner)
 
     def _forget_idle(self, now_s: float) -> None:
         """Drops those of whom nothing is to be remembered, now and then, so that keys that change leave nothing."""

@@ -32,7 +32,7 @@ from ccjax.server.preparing import DocumentPreparation
 from ccjax.server.quotas import Quotas
 from ccjax.server.schemas import Generation, TokenizeBody, WarmBody
 from ccjax.server.settings import ServerSettings
-from ccjax.server.telemetry import Telling
+from ccjax.server.telemetry import RequestTelemetry
 from ccjax.server.tracing import Tracing
 from ccjax.server.warming import MOST_JOBS, WarmJob, WarmJobs
 from ccjax.server.worker import EngineWorker, IdleWork, Job, QueueFullError, WorkerClosedError
@@ -177,10 +177,10 @@ class Service:
             )
         return self._backend
 
-    def telling(self, kind: Kind, headers: Mapping[str, str]) -> Telling:
+    def telemetry(self, kind: Kind, headers: Mapping[str, str]) -> RequestTelemetry:
         """What is to be told of a request that just came with these HTTP headers."""
         model = self.settings.served_model_name if self._backend is None else self._backend.model
-        return Telling(kind, headers, model or "", self._tracing)
+        return RequestTelemetry(kind, headers, model or "", self._tracing)
 
     async def submit(
         self,
@@ -209,7 +209,7 @@ class Service:
             raise _shutting_down()
         salt = self._check_access(body, key)
         flow = key.tenant if key is not None and key.tenant else body.flow
-        backend.engine.check_place(flow)  # before the costly part; `submit` asks again
+        backend.engine.check_queue_limit(flow)  # before the costly part; `submit` asks again
         request_of = functools.partial(
             body.to_request,
             reuse=self.settings.reuse,
@@ -218,7 +218,7 @@ class Service:
             cache_salt=salt,
             flow=flow,
         )
-        seat = self._quotas.enter("" if key is None else key.tenant, "" if key is None else key.name)
+        ticket = self._quotas.enter("" if key is None else key.tenant, "" if key is None else key.name)
         begun = None
         if self.settings.retrieval_stages > 1 and passages is None:
             begun = SpeculativeAnswer(
@@ -233,15 +233,15 @@ class Service:
                 found_s = time.perf_counter()
                 request = request_of(documents)
                 num_tokens = await asyncio.to_thread(backend.engine.validate, request)
-                seat.charge(num_tokens)
+                ticket.charge(num_tokens)
                 with _taking():
                     start = None if begun is None else begun.start
-                    job = backend.worker.submit(_what_is_left(request, arrived_s), start, on_leave=seat.leave)
+                    job = backend.worker.submit(_what_is_left(request, arrived_s), start, on_leave=ticket.leave)
                 job.arrived_s, job.found_s = arrived_s, found_s
                 if self.settings.even_out_timing:
                     job.least_ttft_s = _EVENED_OUT * backend.engine.full_prefill_s(num_tokens)
         except BaseException:  # the client's leaving included
-            seat.leave()
+            ticket.leave()
             if begun is not None:
                 begun.close()
             raise

@@ -20,7 +20,7 @@ logger = logging.getLogger("ccjax.request")
 
 
 @dataclasses.dataclass(eq=False)
-class Telling:
+class RequestTelemetry:
     """One request while it lasts.
 
     Attributes:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Tracer
 
-    from ccjax.server.telemetry import Telling
+    from ccjax.server.telemetry import RequestTelemetry
     from ccjax.server.worker import Job
 
 _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
@@ -68,11 +68,11 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer: Tracer = self._provider.get_tracer("ccjax", ccjax.__version__)
 
-    def record(self, telling: Telling, facts: Mapping[str, Any]) -> dict[str, str]:
+    def record(self, telemetry: RequestTelemetry, facts: Mapping[str, Any]) -> dict[str, str]:
         """Makes the spans of a request that is over; returns what a line of the log needs to be found beside them.
 
         Args:
-          facts: what `telling` tells.
+          facts: what `telemetry` tells.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -82,14 +82,14 @@ class Tracing:
         def at(seconds: float) -> int:
             return now_ns - round((now_s - seconds) * 1e9)
 
-        parent = TraceContextTextMapPropagator().extract(dict(telling.headers))
-        operation, job = _OPERATIONS[telling.kind], telling.job
+        parent = TraceContextTextMapPropagator().extract(dict(telemetry.headers))
+        operation, job = _OPERATIONS[telemetry.kind], telemetry.job
         span = self._tracer.start_span(
-            f"{operation} {telling.model}",
+            f"{operation} {telemetry.model}",
             parent,
             SpanKind.SERVER,
-            _attributes(telling, operation, facts),
-            start_time=at(telling.began_s),
+            _attributes(telemetry, operation, facts),
+            start_time=at(telemetry.began_s),
         )
         if job is not None:
             self._record_phases(job, set_span_in_context(span), at)
@@ -115,13 +115,13 @@ class Tracing:
                 span.end(at(end_s))
 
 
-def _attributes(telling: Telling, operation: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _attributes(telemetry: RequestTelemetry, operation: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "ccjax",
-        "gen_ai.request.model": telling.model,
+        "gen_ai.request.model": telemetry.model,
     }
-    job = telling.job
+    job = telemetry.job
     if job is None:
         return attributes
     sampling = job.request.sampling
@@ -138,7 +138,7 @@ def _attributes(telling: Telling, operation: str, facts: Mapping[str, Any]) -> d
         return attributes
     report = response.reuse
     return attributes | {
-        "gen_ai.response.model": telling.model,
+        "gen_ai.response.model": telemetry.model,
         "gen_ai.response.finish_reasons": [choice.finish_reason for choice in response.choices],
         "gen_ai.usage.input_tokens": report.prompt_tokens,
         "gen_ai.usage.output_tokens": response.num_answer_tokens,

@@ -40,7 +40,7 @@ class Start(Protocol):
     ) -> Callable[[], None]: ...
 
 
-class Preload(Protocol):
+class OpenPreload(Protocol):
     """What was begun for a request in line."""
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Job:
         self.response: Response | None = None
         self.least_ttft_s = 0.0
         self.cancelled = False
-        self.preload: Preload | None = None
+        self.preload: OpenPreload | None = None
         self.stop: Callable[[], None] = lambda: None
         self._worker = worker
         self._loop = asyncio.get_running_loop()
@@ -138,7 +138,7 @@ class EngineWorker:
         on_start: Callable[[Job], None] = lambda job: None,
         on_end: Callable[[Job], None] = lambda job: None,
         idle_work: IdleWork | None = None,
-        preload: Callable[[Request], Preload] | None = None,
+        preload: Callable[[Request], OpenPreload] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -230,7 +230,7 @@ class EngineWorker:
             self._changed.notify_all()
         try:
             start = start or self._start
-            job.stop = start(request, lambda event: self._take_in(job, event), on_start=lambda: self._begin(job))
+            job.stop = start(request, lambda event: self._handle_event(job, event), on_start=lambda: self._begin(job))
         except BaseException:
             self._leave(job)
             raise
@@ -296,13 +296,13 @@ class EngineWorker:
             if job.response is not None or job.cancelled:
                 return
             job.cancelled = True
-            is_in_line = job.started_s is None
+            is_queued = job.started_s is None
         job._emit(reason or JobCancelledError())
         job.stop()
-        if is_in_line:  # it need not wait for the engine to look
+        if is_queued:  # it need not wait for the engine to look
             self._end_cancelled(job)
 
-    def _take_in(self, job: Job, event: Delta | Exception) -> None:
+    def _handle_event(self, job: Job, event: Delta | Exception) -> None:
         """What the engine has to say of a job; on the engine's thread."""
         if isinstance(event, Exception):
             if job.cancelled:

@@ -33,7 +33,7 @@ _TYPICAL_TOKENS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheSettings:
+class SimulatedCacheSettings:
     """What `EngineConfig` says of the chunk-cache, under its names; checked where they are used.
 
     Attributes:
@@ -96,7 +96,7 @@ class ReplicaCache:
     `recompute_ratio` are what to compare. Which tokens a plan recomputes means nothing, how many does.
     """
 
-    def __init__(self, settings: CacheSettings, costs: CostModel, kv_spec: KVSpec) -> None:
+    def __init__(self, settings: SimulatedCacheSettings, costs: CostModel, kv_spec: KVSpec) -> None:
         self.settings = settings
         self.store = SizedStore(
             kv_spec,

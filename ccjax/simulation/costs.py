@@ -16,7 +16,7 @@ from ccjax.simulation.hardware import Hardware
 from ccjax.store.usage import DEVICE, DISK, HOST
 
 
-class Piece(NamedTuple):
+class SimulatedPiece(NamedTuple):
     """Part of a pack.
 
     Attributes:
@@ -42,7 +42,7 @@ class CostModel(Protocol):
         """Of the model."""
         ...
 
-    def pack_s(self, pieces: Sequence[Piece]) -> float:
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
         """One pack through all layers, loads left out."""
         ...
 
@@ -67,14 +67,14 @@ class _Derived(abc.ABC):
     """What of a `CostModel` follows from the rest."""
 
     @abc.abstractmethod
-    def pack_s(self, pieces: Sequence[Piece]) -> float: ...
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float: ...
 
     @abc.abstractmethod
     def link_s(self, tier: str, num_bytes: int) -> float: ...
 
     @functools.cached_property
     def _one_prefill_s(self) -> Callable[[int, int], float]:
-        return functools.lru_cache(_MEMO)(lambda cached, new: self.pack_s([Piece(new, cached + new)]))
+        return functools.lru_cache(_MEMO)(lambda cached, new: self.pack_s([SimulatedPiece(new, cached + new)]))
 
     def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
         """See `CostModel`."""
@@ -175,7 +175,7 @@ class RooflineCosts(_Derived):
             seconds += 2 * c.num_layers * ring / hardware.link_bytes_per_s
         return seconds
 
-    def pack_s(self, pieces: Sequence[Piece]) -> float:
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
         """See `CostModel`. Computed tokens are taken to stand at the end of their context. Those that CacheCraft
         recomputes stand all over it and see less: their attention is overrated, a tenth of all FLOPs of an 8B model
         behind 5,000 tokens."""
@@ -238,7 +238,7 @@ class GridCosts(_Derived):
         (first, second), row = self.grid.new[:2], self.grid.seconds[0]
         return max(0.0, row[0] - first * (row[1] - row[0]) / (second - first))
 
-    def pack_s(self, pieces: Sequence[Piece]) -> float:
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
         """See `CostModel`."""
         prefills = sum(max(self.fixed_s, self.grid.prefill_s(max(0, seen - new), new)) for new, seen, _ in pieces)
         shared_s = max(0, len(pieces) - 1) * self.fixed_s

@@ -15,7 +15,7 @@ from ccjax.store.usage import DEVICE, DISK, HOST
 TIERS = (DEVICE, HOST, DISK)
 
 
-class Outcome:
+class SimulationResults:
     """Figures of each request, in the order of arrival.
 
     Attributes:

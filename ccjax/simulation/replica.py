@@ -13,10 +13,17 @@ import random
 
 from ccjax.engine.pool import PAGE_TOKENS, num_pages
 from ccjax.policy._checks import check_mass, check_masses
-from ccjax.policy.scheduling import Costs, LineFullError, Pack, Scheduler, SchedulerSettings, Work
+from ccjax.policy.scheduling import (
+    AdmissionQueueFullError,
+    ScheduledPack,
+    Scheduler,
+    SchedulerSettings,
+    SequenceWork,
+    StepCosts,
+)
 from ccjax.simulation.cache import Planned, ReplicaCache
-from ccjax.simulation.costs import CostModel, Piece, overlapped_s
-from ccjax.simulation.outcome import Outcome
+from ccjax.simulation.costs import CostModel, SimulatedPiece, overlapped_s
+from ccjax.simulation.outcome import SimulationResults
 from ccjax.simulation.workload import Passages, Workload
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
@@ -57,7 +64,7 @@ class HostWork:
 
 
 @dataclasses.dataclass(slots=True)
-class Job:
+class SimulatedJob:
     """A request between arrival and its last token."""
 
     number: int
@@ -66,7 +73,7 @@ class Job:
     passages: Passages
     answer_tokens: int
     planned: Planned | None = None
-    work: Work | None = None
+    work: SequenceWork | None = None
     ticket: LoadTicket | None = None
     own_pages: int = 0
     tail_slots: int = 0
@@ -77,7 +84,7 @@ class Job:
     is_prefilled: bool = False
 
 
-class Replica:
+class SimulatedReplica:
     """Requests in, figures out. `advance` runs it up to a time, `submit` adds a request that comes then.
 
     Args:
@@ -92,7 +99,7 @@ class Replica:
         costs: CostModel,
         settings: SchedulerSettings,
         workload: Workload,
-        outcome: Outcome,
+        outcome: SimulationResults,
         *,
         name: str = "0",
         host_work: HostWork = HostWork(),
@@ -114,15 +121,15 @@ class Replica:
         self._index = int(name)
         first = random.Random(f"{seed} {name}").randrange(max(1, len(host_work.jitter)))
         self._jitter = itertools.cycle(host_work.jitter[first:] + host_work.jitter[:first] or (1.0,))
-        self._jobs: dict[str, Job] = {}
-        self._waiting: dict[str, Job] = {}
+        self._jobs: dict[str, SimulatedJob] = {}
+        self._waiting: dict[str, SimulatedJob] = {}
         self._free_pages = settings.num_pages
         self._link_free_s = {HOST: 0.0, DISK: 0.0}
         self._decode_step_s = 0.0
         self._has_paused = True
         self._answer_tokens: float | None = None
         self._token_s = costs.compute_s(1024, 0, 1024) / 1024
-        self._scheduler_costs = Costs(self._token_s, 0.0)
+        self._scheduler_costs = StepCosts(self._token_s, 0.0)
 
     @property
     def num_under_way(self) -> int:
@@ -131,10 +138,10 @@ class Replica:
 
     def submit(self, number: int, passages: Passages, arrival_s: float, answer_tokens: int) -> None:
         """A request comes; `advance` to its arrival comes first."""
-        job = Job(number, str(number), arrival_s, passages, answer_tokens)
+        job = SimulatedJob(number, str(number), arrival_s, passages, answer_tokens)
         lengths = (self._workload.system_tokens, *passages.num_tokens, self._workload.question_tokens)
         job.tail_slots = -lengths[-1] % PAGE_TOKENS
-        job.work = Work(
+        job.work = SequenceWork(
             job.request_id,
             prefill_tokens=sum(lengths),
             prompt_pages=sum(map(num_pages, lengths)),
@@ -144,7 +151,7 @@ class Replica:
         self._outcome.replica[number] = self._index
         try:
             self.scheduler.add(job.work)
-        except LineFullError:
+        except AdmissionQueueFullError:
             self._outcome.num_refused += 1
             return
         self._jobs[job.request_id] = self._waiting[job.request_id] = job
@@ -189,9 +196,9 @@ class Replica:
 
     def _plan_first(self) -> None:
         """As `Seating._plan_first`."""
-        num_seats = self.scheduler.settings.max_num_seqs - self.scheduler.num_running
-        num_planned = PLANNED_AHEAD if num_seats else 1
-        if 0 < num_seats < len(self._waiting):
+        num_free_slots = self.scheduler.settings.max_num_seqs - self.scheduler.num_running
+        num_planned = PLANNED_AHEAD if num_free_slots else 1
+        if 0 < num_free_slots < len(self._waiting):
             num_planned = max(num_planned, self.scheduler.settings.reorder_window)
         first = []
         for job in self._waiting.values():
@@ -202,7 +209,7 @@ class Replica:
             if job.planned is None or not self.cache.is_current(job.planned):
                 self._plan(job)
 
-    def _plan(self, job: Job) -> None:
+    def _plan(self, job: SimulatedJob) -> None:
         """Plans a request that has no pages, and tells the scheduler."""
         workload = self._workload
         planned = job.planned = self.cache.plan(job.passages, workload.system_tokens, workload.question_tokens)
@@ -215,7 +222,7 @@ class Replica:
                 if one.variant_id is not None and not one.recompute_offsets and tier_of(one.variant_id) == DEVICE
             )
         pages = sum(num_pages(one.num_tokens) for one in planned.plan.segments) - sum(map(num_pages, shared))
-        job.work = Work(
+        job.work = SequenceWork(
             job.request_id,
             prefill_tokens=planned.computed,
             prompt_pages=pages,
@@ -226,13 +233,13 @@ class Replica:
         )
         self.scheduler.replan(job.work)
 
-    def _carry_out(self, pack: Pack) -> None:
+    def _carry_out(self, pack: ScheduledPack) -> None:
         for preempted in pack.preempted:
             self._preempt(preempted)
         for request_id in pack.admitted:
             self._admit(self._jobs[request_id])
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: SimulatedJob) -> None:
         """Pins, draws pages and starts to load; a request whose plan had to change goes back in line."""
         planned = job.planned
         ticket = None if planned is None else self.cache.pin(planned)
@@ -250,7 +257,7 @@ class Replica:
         job.context = planned.num_tokens + job.answered
         self._load(job, planned, ticket)
 
-    def _load(self, job: Job, planned: Planned, ticket: LoadTicket) -> None:
+    def _load(self, job: SimulatedJob, planned: Planned, ticket: LoadTicket) -> None:
         """When its KV will be on the device."""
         host_tokens = disk_tokens = 0
         for one in planned.plan.segments:
@@ -274,12 +281,12 @@ class Replica:
 
     def _run_pack(self, pieces: list) -> None:
         jobs = [self._jobs[piece.request_id] for piece in pieces]
-        sizes: list[Piece] = []
+        sizes: list[SimulatedPiece] = []
         host, num_begun, load_s = self._host_work, 0, 0.0
         for job, piece in zip(jobs, pieces, strict=True):
             assert job.planned is not None
             cached = job.planned.num_tokens - job.planned.computed
-            sizes.append(Piece(piece.num_tokens, cached + piece.start + piece.num_tokens, piece.is_last))
+            sizes.append(SimulatedPiece(piece.num_tokens, cached + piece.start + piece.num_tokens, piece.is_last))
             if not piece.start:
                 load_s = max(load_s, job.loaded_at_s - self.now_s)
                 num_begun += 1
@@ -330,7 +337,7 @@ class Replica:
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _take_token(self, job: Job) -> None:
+    def _take_token(self, job: SimulatedJob) -> None:
         job.answered += 1
         job.context += 1
         if job.answered < job.answer_tokens:
@@ -350,18 +357,18 @@ class Replica:
         job.planned = job.disk_at_s = None
         self._waiting = {request_id: job, **self._waiting}
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: SimulatedJob) -> None:
         self._free_pages += job.own_pages
         job.own_pages = 0
         if job.ticket is not None:
             ticket, job.ticket = job.ticket, None
             self.cache.unpin(ticket)
 
-    def _as_costs(self) -> Costs:
+    def _as_costs(self) -> StepCosts:
         """What the engine measures for the scheduler."""
         last = self._scheduler_costs
         if (last.decode_step_s, last.answer_tokens) != (self._decode_step_s, self._answer_tokens):
-            self._scheduler_costs = Costs(self._token_s, self._decode_step_s, self._answer_tokens)
+            self._scheduler_costs = StepCosts(self._token_s, self._decode_step_s, self._answer_tokens)
         return self._scheduler_costs
 
 

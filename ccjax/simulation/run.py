@@ -9,10 +9,10 @@ from collections.abc import Callable
 from ccjax.policy._checks import check_count, check_mass
 from ccjax.policy.routing import ChunkFilter, PromptSummary, ReplicaState, Summary, load_cost, rank
 from ccjax.policy.scheduling import SchedulerSettings
-from ccjax.simulation.cache import CacheSettings, ReplicaCache
+from ccjax.simulation.cache import ReplicaCache, SimulatedCacheSettings
 from ccjax.simulation.costs import CostModel
-from ccjax.simulation.outcome import Outcome
-from ccjax.simulation.replica import HostWork, Replica
+from ccjax.simulation.outcome import SimulationResults
+from ccjax.simulation.replica import HostWork, SimulatedReplica
 from ccjax.simulation.workload import Workload
 from ccjax.store.spec import KVSpec
 from ccjax.store.usage import DISK
@@ -33,7 +33,7 @@ class Deployment:
 
     costs: CostModel
     kv_spec: KVSpec
-    cache: CacheSettings
+    cache: SimulatedCacheSettings
     scheduler: SchedulerSettings
     replicas: int = 1
     host_work: HostWork = HostWork()
@@ -54,11 +54,11 @@ class Simulation:
     """
 
     def __init__(self, deployment: Deployment, workload: Workload, *, seed: int = 0) -> None:
-        self.outcome = Outcome(len(workload))
+        self.outcome = SimulationResults(len(workload))
         self._workload = workload
         self._rng = random.Random(seed)
         self.replicas = [
-            Replica(
+            SimulatedReplica(
                 ReplicaCache(deployment.cache, deployment.costs, deployment.kv_spec),
                 deployment.costs,
                 deployment.scheduler,
@@ -74,7 +74,7 @@ class Simulation:
         ]
         self._router = _Router(self.replicas, deployment) if deployment.replicas > 1 else None
 
-    def run(self, progress: Callable[[int], None] = lambda done: None) -> Outcome:
+    def run(self, progress: Callable[[int], None] = lambda done: None) -> SimulationResults:
         """All requests, to their last tokens.
 
         Args:
@@ -101,7 +101,7 @@ class Simulation:
         progress(len(workload) % _ADVANCE_EVERY)
         return self.outcome
 
-    def _summary(self, number: int, replica: Replica) -> PromptSummary:
+    def _summary(self, number: int, replica: SimulatedReplica) -> PromptSummary:
         passages = self._workload.lists[int(self._workload.which[number])]
         view = replica.cache.view(passages, self._workload.system_tokens)
         chunks = tuple((chunk.chunk_id, chunk.num_tokens) for chunk in view.chunks if chunk.role == "document")
@@ -111,7 +111,7 @@ class Simulation:
 class _Router:
     """Books as `ccjax.cluster.router` keeps them: the last summary of each replica, and what was sent there since."""
 
-    def __init__(self, replicas: list[Replica], deployment: Deployment) -> None:
+    def __init__(self, replicas: list[SimulatedReplica], deployment: Deployment) -> None:
         self._replicas = {str(name): one for name, one in enumerate(replicas)}
         self._interval_s = deployment.summary_interval_s
         self._next_s = 0.0
@@ -124,7 +124,7 @@ class _Router:
         token_s = costs.compute_s(1024, 0, 1024) / 1024
         self._load_cost = load_cost(costs.load_s(DISK, token_bytes) if has_disk else None, token_s)
 
-    def choose(self, now_s: float, prompt: PromptSummary, draw: float) -> Replica:
+    def choose(self, now_s: float, prompt: PromptSummary, draw: float) -> SimulatedReplica:
         """Where a request goes."""
         if now_s >= self._next_s:
             self._publish()

@@ -58,7 +58,7 @@ def parse_goal(text: str) -> Goal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class DeploymentSize:
     """A deployment: host memory for chunk-caches on each replica, and how many of these."""
 
     host_cache_bytes: int
@@ -69,7 +69,7 @@ class Size:
 class Tried:
     """A size, its figures, and what the goal speaks of."""
 
-    size: Size
+    size: DeploymentSize
     figures: Mapping[str, Any]
     value: float
     is_met: bool
@@ -79,8 +79,8 @@ def search(
     goal: Goal,
     budgets: Sequence[int],
     most_replicas: int,
-    simulate: Callable[[Size], Mapping[str, Any]],
-) -> tuple[dict[int, Size], list[Tried]]:
+    simulate: Callable[[DeploymentSize], Mapping[str, Any]],
+) -> tuple[dict[int, DeploymentSize], list[Tried]]:
     """For each budget the fewest replicas that meet the goal, budgets that none meets left out; and all that was tried.
 
     More replicas are taken to be no worse, so the number is doubled until one meets the goal, and halved between. A
@@ -96,20 +96,20 @@ def search(
     check_count("most_replicas", most_replicas)
     if not budgets:
         raise ValueError("budgets: wanted at least one, got none")
-    tried: dict[Size, Tried] = {}
+    tried: dict[DeploymentSize, Tried] = {}
 
-    def is_met(size: Size) -> bool:
+    def is_met(size: DeploymentSize) -> bool:
         if size not in tried:
             figures = simulate(size)
             tried[size] = Tried(size, figures, goal.value(figures), goal.is_met(figures))
         return tried[size].is_met
 
-    needed: dict[int, Size] = {}
+    needed: dict[int, DeploymentSize] = {}
     most = most_replicas
     for budget in sorted(set(budgets)):
-        count = _least(lambda count, budget=budget: is_met(Size(budget, count)), most)
+        count = _least(lambda count, budget=budget: is_met(DeploymentSize(budget, count)), most)
         if count is not None:
-            needed[budget], most = Size(budget, count), count
+            needed[budget], most = DeploymentSize(budget, count), count
     return needed, list(tried.values())
 
 

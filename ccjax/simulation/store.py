@@ -36,7 +36,7 @@ class SizedTier(MemoryTier[None]):
         """See `MemoryTier`."""
         return num_tokens * self._token_bytes
 
-    def _take_in(self, kv: np.ndarray) -> None:
+    def _hold(self, kv: np.ndarray) -> None:
         return None
 
 

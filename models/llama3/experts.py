@@ -33,7 +33,7 @@ class Routing(NamedTuple):
     weights: Float[Array, "N C"]
 
 
-class _Rows(NamedTuple):
+class _ExpertRows(NamedTuple):
     """Rows sorted by expert, each expert's padded to whole blocks or to the same number.
 
     Attributes:
@@ -187,14 +187,16 @@ def _ranks(experts: Int[Array, "N C"], num_experts: int) -> tuple[Int[Array, "M"
     return before, is_expert.sum(0)
 
 
-def _sorted(experts: Int[Array, "N C"], starts: Int[Array, "E"], rank: Int[Array, "M"], num_rows: int) -> _Rows:
+def _sorted(experts: Int[Array, "N C"], starts: Int[Array, "E"], rank: Int[Array, "M"], num_rows: int) -> _ExpertRows:
     """The rows of each expert from its start on."""
     row = starts[experts.reshape(-1)] + rank
     token = jnp.arange(rank.size, dtype=jnp.int32) // experts.shape[1]
-    return _Rows(row, jnp.zeros(num_rows, jnp.int32).at[row].set(token, mode="drop"))
+    return _ExpertRows(row, jnp.zeros(num_rows, jnp.int32).at[row].set(token, mode="drop"))
 
 
-def _combine(out: Float[Array, "R D"], rows: _Rows, routing: Routing, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+def _combine(
+    out: Float[Array, "R D"], rows: _ExpertRows, routing: Routing, x: Float[Array, "N D"]
+) -> Float[Array, "N D"]:
     """The weighted sum over each token's experts, in float32."""
     each = out[rows.row_of_pair].reshape(*routing.experts.shape, -1).astype(jnp.float32)
     return (each * routing.weights[..., None]).sum(1).astype(x.dtype)

@@ -39,7 +39,7 @@ def follow(connection: socket.socket, shared: Mapping[str, Any]) -> None:
         except ConnectionError as error:
             raise LostHostError(f"the leader has gone: {error}") from error
         except Exception as error:
-            _tell(connection, error)
+            _send_error(connection, error)
             raise
     raise LostHostError("the leader has gone")
 
@@ -59,7 +59,7 @@ def _carried_out(message: wire.Message, arrays: Mapping[int, jax.Array], names: 
     ]
 
 
-def _tell(connection: socket.socket, error: Exception) -> None:
+def _send_error(connection: socket.socket, error: Exception) -> None:
     try:
         connection.sendall(f"{type(error).__name__}: {error}".encode()[:4096])
     except OSError:

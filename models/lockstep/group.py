@@ -110,7 +110,7 @@ class Group:
             self._listener.settimeout(max(0.01, deadline_s - time.monotonic()))
             connection, _ = self._listener.accept()
             try:
-                process = self._welcome(connection)
+                process = self._accept(connection)
             except OSError:  # it went again, or said nothing
                 process = None
             if process is None or process in connections:
@@ -123,7 +123,7 @@ class Group:
         for callback in self._when_lost:
             callback(reason)
 
-    def _welcome(self, connection: socket.socket) -> int | None:
+    def _accept(self, connection: socket.socket) -> int | None:
         """The process at the other end; None for a stranger."""
         connection.settimeout(10.0)
         said = b""

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from ccjax.cli.progress import bars
 from scripts.benchmarks import cluster_report
 from scripts.benchmarks.common import BenchmarkError, environment
-from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
+from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
 from scripts.benchmarks.serve_figures import spread
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_server import scrape, serving
@@ -38,7 +38,7 @@ _SHOWN = ("layers", "width", "replicas", "requests", "passes", "load", "order_af
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class ClusterWorkload:
     """Questions and a file of the paragraphs that they are asked of."""
 
     questions: Sequence[str]
@@ -109,7 +109,7 @@ def _fill_in(options: argparse.Namespace) -> None:
         options.no_overhead, options.systems = True, ["none", "generator"]
 
 
-def _workload(data: Path, count: int, folder: Path) -> Workload:
+def _workload(data: Path, count: int, folder: Path) -> ClusterWorkload:
     path = data / "qa" / "squad_xquad_en.jsonl"
     if not path.exists():
         raise BenchmarkError(f"--data: wanted a folder with qa/squad_xquad_en.jsonl, got {data}")
@@ -126,7 +126,7 @@ def _workload(data: Path, count: int, folder: Path) -> Workload:
     collection.write_text("\n".join(lines), encoding="utf-8")
     # Every few: the rows are in order of their articles, and a pass is to meet all of these.
     step = len(rows) / count
-    return Workload([rows[int(number * step)]["question"] for number in range(count)], collection.parent)
+    return ClusterWorkload([rows[int(number * step)]["question"] for number in range(count)], collection.parent)
 
 
 def _body(question: str, num_documents: int, *, reuse: str = "exact") -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _flags(options: argparse.Namespace, model: BenchModel, documents: Path | Non
 def _passes(
     options: argparse.Namespace,
     model: BenchModel,
-    workload: Workload,
+    workload: ClusterWorkload,
     num_documents: int,
     scratch: Path,
     progress: Progress,
@@ -213,7 +213,7 @@ def _warm_up(url: str, concurrency: int, num_documents: int, reuse: str) -> None
         _check(closed_loop(url, bodies, concurrency if round else 1, TIMEOUT_S))
 
 
-def _capacity(url: str, workload: Workload, num_documents: int, concurrency: int) -> float:
+def _capacity(url: str, workload: ClusterWorkload, num_documents: int, concurrency: int) -> float:
     """Answers a second without any cache, in closed loop."""
     questions = workload.questions[: max(8, len(workload.questions) // 2)]
     records = closed_loop(url, [_body(one, num_documents, reuse="off") for one in questions], concurrency, TIMEOUT_S)
@@ -221,7 +221,7 @@ def _capacity(url: str, workload: Workload, num_documents: int, concurrency: int
     return len(records) / max(record.end_s for record in records)
 
 
-def _figures(records: Sequence[Record], before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+def _figures(records: Sequence[RequestRecord], before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
     """Of one pass. Latency is from arrival to the end of the answer, which is its first token."""
     _check(records)
     span_s = max(record.end_s for record in records) - min(record.scheduled_s for record in records)
@@ -238,7 +238,7 @@ def _figures(records: Sequence[Record], before: dict[str, float], after: dict[st
     }
 
 
-def _check(records: Sequence[Record]) -> None:
+def _check(records: Sequence[RequestRecord]) -> None:
     failed = [record for record in records if record.status != "ok"]
     if failed:
         raise BenchmarkError(f"{len(failed)} of {len(records)} requests failed, the first: {failed[0].error}")

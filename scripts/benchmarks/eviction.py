@@ -75,7 +75,7 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True)
-class CostModel:
+class RooflineModel:
     """Bytes and seconds of a model on one device."""
 
     config: LlamaConfig = LLAMA3_8B
@@ -106,7 +106,7 @@ def _num_pairs(num_cached: int, num_new: int) -> int:
 
 
 @dataclasses.dataclass(slots=True)
-class Outcome:
+class ReplayCounts:
     """Sums over a replay: uses are passages in prompts; seconds are compute seconds of the passages alone."""
 
     num_uses: int = 0
@@ -191,7 +191,7 @@ def load_trace(data: Path, retriever: str = "docs") -> Trace:
     return Trace(requests, {key: len(tokenizer.encode(texts[key], allow_special=False)) for key in wanted})
 
 
-def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: CostModel) -> Outcome:
+def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: RooflineModel) -> ReplayCounts:
     """What one tier of `budget_bytes` under `policy` saves over the trace; nothing lies below it.
 
     A passage is one entry, with the KV of its last prefill behind the passages before it. A hit recomputes CFO of its
@@ -199,7 +199,7 @@ def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: CostMo
     the entry. As in the engine, all look-ups come first, and a request's passages never push each other out.
     """
     tier = _Tier(policy, budget_bytes)
-    outcome = Outcome()
+    outcome = ReplayCounts()
     for now, keys in enumerate(trace.requests):
         lengths = [trace.num_tokens[key] for key in keys]
         hits = [key in tier.prefix_of for key in keys]
@@ -227,7 +227,7 @@ def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: CostMo
     return outcome
 
 
-def _info(cost: CostModel, num_tokens: int, compute_s: float, cfo: float) -> EntryInfo:
+def _info(cost: RooflineModel, num_tokens: int, compute_s: float, cfo: float) -> EntryInfo:
     num_bytes = num_tokens * cost.bytes_per_token
     return EntryInfo(num_bytes, num_tokens, compute_s, recomputed_share=cfo, load_s=num_bytes / LOAD_BYTES_PER_S)
 
@@ -258,7 +258,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trace = load_trace(arguments.data, arguments.retriever)
     if arguments.quick:
         trace = dataclasses.replace(trace, requests=trace.requests[:100])
-    cost = CostModel()
+    cost = RooflineModel()
     makers: dict[str, Callable[[], EvictionPolicy]] = {
         **POLICIES,
         **(ABLATIONS if arguments.ablate else {}),
@@ -282,7 +282,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"benchmark": "eviction", **environment(), "shapes": shapes, "default": DEFAULT_POLICY, "cases": cases}
 
 
-def _figures(outcome: Outcome, size_ratio: float, budget_bytes: int) -> dict[str, Any]:
+def _figures(outcome: ReplayCounts, size_ratio: float, budget_bytes: int) -> dict[str, Any]:
     return {
         "size_ratio": size_ratio,
         "budget_bytes": budget_bytes,

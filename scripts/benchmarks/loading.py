@@ -32,7 +32,7 @@ from ccjax.engine.prefill import Prefiller, PrefillResult
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.policy.preload import preload_depth
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 from scripts.benchmarks.common import environment, median
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass
-class Case:
+class LoadingCase:
     """One row: where the KV is, how it is loaded, and what came of it; times in seconds."""
 
     tier: str
@@ -131,8 +131,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             engine.run(fill)
         ideal = Ideal(params, config, lengths, arguments.recompute_ratio)
 
-        def case(tier: str, mode: str, load_s: float = 0.0, link: Link | None = None) -> Case:
-            loading, is_in_line = MODES[mode]
+        def case(tier: str, mode: str, load_s: float = 0.0, link: ThrottledLink | None = None) -> LoadingCase:
+            loading, is_queued = MODES[mode]
             budgets = {} if link is None else {"host_cache_bytes": 1}  # nothing moves up from the slow disk
             if tier == "device":
                 # The chunks, a request that uses none of them, and 64 to spare; the last page of each may be part full.
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             engine = Engine(model, EngineConfig(store=url, loading=loading, **budgets, **settings), disk_link=link)
             if ideal.result is not None:  # else nothing is known of computing, and a slow load is soon given up
                 engine.rates.compute.observe(ideal.result, layers, ideal.runs_s[-1])
-            return Case(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_in_line else 0.0)
+            return LoadingCase(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_queued else 0.0)
 
         ratios = (2.0,) if arguments.quick else RATIOS
         task = progress.add_task("compile, then measure", total=3 + (len(MODES) * len(ratios) + 3) * (repetitions + 1))
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         prefill_s, kv_bytes = min(ideal.runs_s), cases[0].reports[0].loaded_bytes
         for ratio in ratios:
             load_s = ratio * prefill_s
-            cases += [case("disk", mode, load_s, Link(kv_bytes / load_s)) for mode in MODES]
+            cases += [case("disk", mode, load_s, ThrottledLink(kv_bytes / load_s)) for mode in MODES]
         for _ in range(repetitions + 1):
             ideal.measure()
             for one in cases:
@@ -214,7 +214,7 @@ def _plan(lengths: Sequence[int], recompute_ratio: float) -> PrefillPlan:
     return PrefillPlan("ideal", tuple(segments))
 
 
-def _row(case: Case, ideal_s: float, num_layers: int, repetitions: int) -> dict[str, Any]:
+def _row(case: LoadingCase, ideal_s: float, num_layers: int, repetitions: int) -> dict[str, Any]:
     reports = case.reports[-repetitions:]
     prefill_s = median([report.prefill_s for report in reports])
     figures: dict[str, Any] = {"tier": case.tier, "mode": case.mode, "prefill_s": prefill_s}

@@ -22,7 +22,7 @@ from ccjax.cli.progress import bars
 from scripts.benchmarks import serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
 from scripts.benchmarks.common import BenchmarkError, environment
-from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
+from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
 from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, saturation, ttft_s
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_options import add_arguments, data_folder, resolve
@@ -39,26 +39,28 @@ NUM_WARM = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ServeCase:
     """One run: its figures as they are printed, and what they are made of."""
 
     row: dict[str, Any]
-    records: list[Record]
+    records: list[RequestRecord]
 
 
 @dataclasses.dataclass
-class Bench:
+class ServeBench:
     """What all strategies share; `rates` and `slo_s` are set by the first strategy where the user did not."""
 
     options: argparse.Namespace
-    questions: Sequence[workload.Question]
+    questions: Sequence[workload.WorkloadQuestion]
     gaps: np.ndarray
     windows: Sequence[range]
     rates: Sequence[float]
     slo_s: float
     progress: Progress
 
-    def bodies(self, questions: Sequence[workload.Question], max_tokens: int | None = None) -> list[dict[str, Any]]:
+    def bodies(
+        self, questions: Sequence[workload.WorkloadQuestion], max_tokens: int | None = None
+    ) -> list[dict[str, Any]]:
         """Bodies of the requests, with the answers' usual length by default."""
         return [q.body(max_tokens=max_tokens or self.options.max_tokens) for q in questions]
 
@@ -66,8 +68,8 @@ class Bench:
 class StrategyRun:
     """One strategy on one server: each run takes the next requests of the trace, the store stays as it came to be."""
 
-    def __init__(self, bench: Bench, strategy: str, url: str) -> None:
-        self.cases: list[Case] = []
+    def __init__(self, bench: ServeBench, strategy: str, url: str) -> None:
+        self.cases: list[ServeCase] = []
         self._bench, self.strategy, self._url = bench, strategy, url
 
     def warm_up(self) -> float:
@@ -91,14 +93,14 @@ class StrategyRun:
             )
         return statistics.median(map(ttft_s, records))
 
-    def closed(self, window: range, concurrency: int) -> Case:
+    def closed(self, window: range, concurrency: int) -> ServeCase:
         """As many requests under way all the time."""
         bodies = self._bodies(window)
         before = scrape(self._url)
         records = closed_loop(self._url, bodies, concurrency, self._bench.options.timeout_s)
         return self._keep({"load": "closed", "concurrency": concurrency, "rate": None}, records, before)
 
-    def open(self, window: range, rate: float, *, is_probe: bool = False) -> Case:
+    def open(self, window: range, rate: float, *, is_probe: bool = False) -> ServeCase:
         """Requests that arrive at a mean rate, whatever the server does."""
         times = workload.arrival_times(self._bench.gaps, rate)
         before = scrape(self._url)
@@ -119,11 +121,11 @@ class StrategyRun:
     def _bodies(self, window: range) -> list[dict[str, Any]]:
         return self._bench.bodies(self._bench.questions[window.start : window.stop])
 
-    def _keep(self, load: dict[str, Any], records: list[Record], before: dict[str, float]) -> Case:
+    def _keep(self, load: dict[str, Any], records: list[RequestRecord], before: dict[str, float]) -> ServeCase:
         row = {"strategy": self.strategy, **load}
         row |= figures(records, self._bench.slo_s, before, scrape(self._url))
         row["bounded"] = is_bounded(row, self._bench.slo_s)
-        self.cases.append(Case(row, records))
+        self.cases.append(ServeCase(row, records))
         return self.cases[-1]
 
 
@@ -146,9 +148,11 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
             return {"benchmark": "serve", **environment(), "shapes": _shapes(options, model), **found}
         num_rates = len(options.rates or RATE_MULTIPLES)
         windows = workload.windows(len(questions), 1 + num_rates + options.probes, options.requests)
-        bench = Bench(options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, progress)
+        bench = ServeBench(
+            options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, progress
+        )
         task = progress.add_task("", total=len(options.strategies) * (2 + num_rates + options.probes))
-        cases: list[Case] = []
+        cases: list[ServeCase] = []
         saturated: dict[str, Saturation] = {}
         groups = [[name] for name in options.strategies] if options.sequential else [options.strategies]
         for group in groups:
@@ -172,7 +176,7 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
 
 
 def _measure(
-    bench: Bench, strategies: Sequence[str], model: BenchModel, task: Any
+    bench: ServeBench, strategies: Sequence[str], model: BenchModel, task: Any
 ) -> list[tuple[StrategyRun, Saturation]]:
     """All runs of some strategies, each on a server and a store of its own. They take turns at every load, so that a
     machine that gets busier slows them alike; the servers that wait do nothing."""

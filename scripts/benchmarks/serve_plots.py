@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.serve_client import Record
+from scripts.benchmarks.serve_client import RequestRecord
 from scripts.benchmarks.serve_figures import itl_s
 
 COLOURS = {"full": "tab:red", "prefix": "tab:orange", "cachecraft": "tab:blue"}
 
 
 def plot(
-    cases: Sequence[tuple[Mapping[str, Any], Sequence[Record]]], comparison: Mapping[str, Any] | None, folder: Path
+    cases: Sequence[tuple[Mapping[str, Any], Sequence[RequestRecord]]],
+    comparison: Mapping[str, Any] | None,
+    folder: Path,
 ) -> None:
     """Writes rates.svg and itl.svg to `folder`, which is made if need be.
 

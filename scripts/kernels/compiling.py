@@ -12,12 +12,12 @@ from jax.sharding import SingleDeviceSharding
 
 from ccjax.models.llama3 import LLAMA3_8B, abstract_params
 from ccjax.models.llama3.steps import layer_step
-from scripts.kernels.cases import Case, DecodeCase
+from scripts.kernels.cases import DecodeCase, KernelCase
 
 
 def compile_case(
     attend: Callable[..., Any],
-    case: Case | DecodeCase,
+    case: KernelCase | DecodeCase,
     device: Any,
     platform: str,
     options: dict[str, Any] | None = None,
@@ -32,7 +32,7 @@ def compile_case(
 
 
 def compile_layer_step(
-    implementation: str, case: Case, device: Any, platform: str, options: dict[str, Any] | None = None
+    implementation: str, case: KernelCase, device: Any, platform: str, options: dict[str, Any] | None = None
 ) -> tuple[Any, int]:
     """The engine's own step, one layer of Llama-3-8B with the case's sizes: its executable, and bytes of device memory.
 

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.optimize
 
 from ccjax.engine.requests import Response
-from ccjax.simulation.costs import GridCosts, Piece
+from ccjax.simulation.costs import GridCosts, SimulatedPiece
 from ccjax.simulation.replica import HostWork
 
 
@@ -83,7 +83,7 @@ class _Pack(NamedTuple):
 
     started_s: float
     ended_s: float | None
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[SimulatedPiece, ...] | None
     num_begun: int
     num_ended: int
     arrived_s: float | None
@@ -152,7 +152,7 @@ def _packs(prefills: Sequence[Prefill], batched_tokens: int) -> Iterator[_Pack]:
             left[number] = None if size is None or was_left is None else was_left - size
             if size is not None and was_left is not None:
                 one = prefills[number]
-                pieces.append(Piece(size, one.cached + one.new - was_left + size, number in ending))
+                pieces.append(SimulatedPiece(size, one.cached + one.new - was_left + size, number in ending))
         begun = [prefills[number] for number in numbers if prefills[number].packs_s[0] == started_s]
         yield _Pack(
             started_s,

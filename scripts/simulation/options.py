@@ -130,7 +130,7 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     from ccjax.models.llama3.presets import preset
     from ccjax.policy.eviction import DEFAULT_POLICY, make_policy
     from ccjax.policy.scheduling import SchedulerSettings
-    from ccjax.simulation.cache import CacheSettings
+    from ccjax.simulation.cache import SimulatedCacheSettings
     from ccjax.simulation.costs import GridCosts, RooflineCosts
     from ccjax.simulation.hardware import hardware
     from ccjax.simulation.run import Deployment
@@ -170,7 +170,7 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     return Deployment(
         costs,
         kv_spec,
-        CacheSettings(
+        SimulatedCacheSettings(
             strategy=args.strategy,
             reuse="off" if args.strategy == "full" else args.reuse,
             recompute_ratio=args.recompute_ratio,

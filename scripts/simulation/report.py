@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ccjax.simulation.sizing import Size, Tried
+from ccjax.simulation.sizing import DeploymentSize, Tried
 
 
 def console() -> Console:
@@ -40,7 +40,7 @@ def print_figures(figures: Mapping[str, Any], took: Mapping[str, float]) -> None
     console().print(table, counts)
 
 
-def print_sizes(goal: str, needed: Mapping[int, Size], tried: Sequence[Tried], distinct_bytes: int) -> None:
+def print_sizes(goal: str, needed: Mapping[int, DeploymentSize], tried: Sequence[Tried], distinct_bytes: int) -> None:
     """What a search found."""
     table = Table("host budget", "of all passages", "replicas", "value", "tokens computed", "busy", "", title=goal)
     for one in sorted(tried, key=lambda one: (one.size.host_cache_bytes, one.size.replicas)):

@@ -31,7 +31,7 @@ from ccjax.engine.prompts import Prompt, assemble
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.policy.scheduling import SchedulerSettings
-from ccjax.simulation.cache import CacheSettings
+from ccjax.simulation.cache import SimulatedCacheSettings
 from ccjax.simulation.costs import GridCosts
 from ccjax.simulation.replica import HostWork
 from ccjax.simulation.run import Deployment, Simulation
@@ -41,7 +41,7 @@ from scripts.benchmarks.common import BenchmarkError, environment
 from scripts.benchmarks.ragcache_replay import (
     BATCHED_TOKENS,
     RECOMPUTE_RATIO,
-    Bench,
+    ReplayBench,
     ask_all,
     documents_of,
     measure_profile,
@@ -50,7 +50,7 @@ from scripts.benchmarks.ragcache_replay import (
 )
 from scripts.benchmarks.ragcache_replay import distinct_bytes as bytes_of_all
 from scripts.benchmarks.serve_model import bench_model, cache_folder
-from scripts.benchmarks.serve_workload import Question, load_trace
+from scripts.benchmarks.serve_workload import WorkloadQuestion, load_trace
 from scripts.simulation.observed import Prefill, fit
 
 STRATEGIES = ("prefix", "cachecraft")
@@ -64,7 +64,7 @@ _MOST_REQUESTS = 1000
 _NUM_PASSAGES = 3
 _BUDGET_SHARE = 0.4
 _POLICY = "saved_seconds"
-_SEATS = 4
+_MAX_NUM_SEQS = 4
 _MAX_MODEL_LEN = 1088  # profiles go up to less than half of it: a whole pack behind a whole pack
 _NUM_PROFILES = 4
 _NUM_DRAWS = 10
@@ -92,7 +92,9 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _measure(args: argparse.Namespace, data: Path, questions: Sequence[Question], progress: Progress) -> dict[str, Any]:
+def _measure(
+    args: argparse.Namespace, data: Path, questions: Sequence[WorkloadQuestion], progress: Progress
+) -> dict[str, Any]:
     import jax
 
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compile"))
@@ -101,9 +103,9 @@ def _measure(args: argparse.Namespace, data: Path, questions: Sequence[Question]
     asked = bench_model(None, data, *SHAPE)
     model = load_model(asked.name, dtype="float32", tokenizer=asked.tokenizer)
     half = len(questions) // 2
-    options = argparse.Namespace(max_model_len=_MAX_MODEL_LEN, seats=_SEATS, quick=False)
+    options = argparse.Namespace(max_model_len=_MAX_MODEL_LEN, seats=_MAX_NUM_SEQS, quick=False)
     total = bytes_of_all(model, questions)
-    bench = Bench(options, model, questions[:half], questions[half:], None, total, progress)
+    bench = ReplayBench(options, model, questions[:half], questions[half:], None, total, progress)
     task = progress.add_task("compile")
     with bench.engine("prefix", policy=_POLICY, share=1.0) as engine:
         engine.warmup(lambda stage, done, of: progress.update(task, completed=done, total=of))
@@ -130,7 +132,7 @@ def _measure(args: argparse.Namespace, data: Path, questions: Sequence[Question]
     return {**environment(), **about, "profile": profile.grid.to_json(), "cases": cases}
 
 
-def _profile(bench: Bench) -> PrefillProfile:
+def _profile(bench: ReplayBench) -> PrefillProfile:
     """Of several profiles the least times: what slows this machine down for a second or two is no part of a prefill."""
     profiles = [measure_profile(bench) for _ in range(_NUM_PROFILES)]
     least = np.min([one.grid.seconds for one in profiles], axis=0)
@@ -139,7 +141,7 @@ def _profile(bench: Bench) -> PrefillProfile:
 
 
 def _case(
-    bench: Bench,
+    bench: ReplayBench,
     prompts: Sequence[Prompt],
     grid: PrefillGrid,
     strategy: str,
@@ -174,7 +176,7 @@ def _case(
     }
 
 
-def _fill(engine: Engine, bench: Bench, advance: Callable[[], None]) -> float:
+def _fill(engine: Engine, bench: ReplayBench, advance: Callable[[], None]) -> float:
     """Asks the past one by one; how many of its second half were answered a second."""
     ask_all(engine, bench.past[: len(bench.past) // 2], advance)
     started_s = time.perf_counter()
@@ -182,7 +184,7 @@ def _fill(engine: Engine, bench: Bench, advance: Callable[[], None]) -> float:
     return len(second) / (time.perf_counter() - started_s)
 
 
-def _prompt(model: LoadedModel, question: Question) -> Prompt:
+def _prompt(model: LoadedModel, question: WorkloadQuestion) -> Prompt:
     """As the engine puts it together."""
     assert model.tokenizer is not None and model.template is not None
     builder = PromptBuilder(model.tokenizer, model.template)
@@ -191,7 +193,7 @@ def _prompt(model: LoadedModel, question: Question) -> Prompt:
 
 
 def _simulate(
-    bench: Bench,
+    bench: ReplayBench,
     prompts: Sequence[Prompt],
     times_s: np.ndarray,
     strategy: str,
@@ -222,7 +224,7 @@ def _simulate(
     deployment = Deployment(
         costs,
         kv_spec_of(bench.model.config, "float32"),
-        CacheSettings(
+        SimulatedCacheSettings(
             strategy=strategy,
             recompute_ratio=RECOMPUTE_RATIO,
             eviction_policy=_POLICY,
@@ -232,7 +234,7 @@ def _simulate(
             num_pages=_PLENTY_OF_PAGES,
             page_tokens=PAGE_TOKENS,
             max_num_batched_tokens=BATCHED_TOKENS,
-            max_num_seqs=_SEATS,
+            max_num_seqs=_MAX_NUM_SEQS,
             reorder_window=32,
         ),
         host_work=host_work,

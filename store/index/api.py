@@ -27,7 +27,7 @@ ADDED, REMOVED, MORE = "added", "removed", "more"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Changes:
+class StoreChanges:
     """What happened to the variants of a store since a cursor.
 
     Attributes:
@@ -123,7 +123,7 @@ class SharedIndex(Protocol):
         than that: what they read next is not complete."""
         ...
 
-    def changes(self, cursor: str | None) -> Changes:
+    def changes(self, cursor: str | None) -> StoreChanges:
         """What others told since `cursor`, or the first part of it: nothing more is there once it is empty. With None
         nothing, and the cursor of this moment."""
         ...
@@ -142,7 +142,7 @@ def changes_to_send(
     return found if is_complete else [*found, (MORE, "", b"")]
 
 
-def changes_read(cursor: str, found: Iterable[tuple[str, str, bytes]], is_complete: bool) -> Changes:
+def changes_read(cursor: str, found: Iterable[tuple[str, str, bytes]], is_complete: bool) -> StoreChanges:
     """The changes that `changes_to_send` made, in order."""
     added: dict[str, bytes | None] = {}
     removed: dict[str, str | None] = {}
@@ -152,10 +152,10 @@ def changes_read(cursor: str, found: Iterable[tuple[str, str, bytes]], is_comple
         elif kind == ADDED:
             added[variant_id] = value or None
         else:
-            note_removal(removed, variant_id, value.decode("latin-1") or None)  # whatever somebody wrote
-    return Changes(cursor, added, removed, is_complete)
+            record_removal(removed, variant_id, value.decode("latin-1") or None)  # whatever somebody wrote
+    return StoreChanges(cursor, added, removed, is_complete)
 
 
-def note_removal(removed: dict[str, str | None], variant_id: str, object_id: str | None) -> None:
-    """Adds to `Changes.removed` or what becomes it; where two objects of a variant went, the store has to be asked."""
+def record_removal(removed: dict[str, str | None], variant_id: str, object_id: str | None) -> None:
+    """Adds to `StoreChanges.removed`; with two removed objects of one variant, the store has to be asked."""
     removed[variant_id] = object_id if removed.get(variant_id, object_id) == object_id else None

@@ -32,7 +32,7 @@ class LeaseRows(Protocol):
         """Writes value under key for so many seconds, in order, up to the first key that is there; how many."""
         ...
 
-    def look(self, keys: Collection[str]) -> Mapping[str, str]:
+    def values_of(self, keys: Collection[str]) -> Mapping[str, str]:
         """Key -> value, of those that are there and did not expire."""
         ...
 
@@ -78,7 +78,7 @@ class IndexLeases:
         return [Lease(key, 0, value, until_s) for key, value in rows[:num_won]]
 
     def held(self, keys: Collection[str]) -> frozenset[str]:
-        return frozenset(key for key, value in self._rows.look(keys).items() if self._is_ours(key, value))
+        return frozenset(key for key, value in self._rows.values_of(keys).items() if self._is_ours(key, value))
 
     def release(self, lease: Lease) -> None:
         self._rows.drop(lease.key, lease.holder)
@@ -105,7 +105,7 @@ class IndexLeases:
 
     def _drop_forged(self, key: str) -> bool:
         """Makes room where somebody without our keys holds a key; False where one of us does."""
-        value = self._rows.look([key]).get(key)
+        value = self._rows.values_of([key]).get(key)
         if value is None:  # it just ended
             return True
         if self._is_ours(key, value):

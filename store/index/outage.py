@@ -44,7 +44,7 @@ class Outage:
             is_due = not self._is_probing and time.monotonic() >= self._next_probe_s
             self._is_probing = self._is_probing or is_due
         if is_due:
-            threading.Thread(target=self._look, name="store-index-probe", daemon=True).start()
+            threading.Thread(target=self._check, name="store-index-probe", daemon=True).start()
         raise error
 
     def begin(self, error: Exception) -> IndexUnavailableError:
@@ -58,7 +58,7 @@ class Outage:
         """What to raise for a call that the index answered with a refusal."""
         return IndexUnavailableError(f"{self._name}: {_first_line(error)}")
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         reason = None
         try:
             self._probe()

@@ -15,10 +15,10 @@ from ccjax.store.index.api import (
     CHANGES_AT_ONCE,
     CHANGES_KEPT,
     MOST_ORDERS,
-    Changes,
     LeaseTable,
     Order,
     OrderBoard,
+    StoreChanges,
     changes_read,
     changes_to_send,
 )
@@ -125,7 +125,7 @@ class RedisIndex:
             flat = [part for change in found for part in change]
             self._server.run(scripts.NOTIFY, self._keys, uuid.uuid4().hex, self._origin, CHANGES_KEPT, *flat)
 
-    def changes(self, cursor: str | None) -> Changes:
+    def changes(self, cursor: str | None) -> StoreChanges:
         theirs, _, entry = (cursor or "").partition(" ")
         reply = self._server.run(
             scripts.CHANGES, self._keys, uuid.uuid4().hex, self._origin, theirs, entry, CHANGES_AT_ONCE
@@ -152,7 +152,7 @@ class RedisLeaseRows:
         places = self._places([key for key, _ in rows])
         return self._server.run(scripts.ACQUIRE, places, _milliseconds(seconds), *(value for _, value in rows))
 
-    def look(self, keys: Collection[str]) -> dict[str, str]:
+    def values_of(self, keys: Collection[str]) -> dict[str, str]:
         wanted = tuple(keys)
         found = zip(wanted, self._server.values(self._places(wanted)), strict=True)
         return {key: value.decode("latin-1") for key, value in found if value is not None}

@@ -16,10 +16,10 @@ from ccjax.store.index.api import (
     CHANGES_AT_ONCE,
     CHANGES_KEPT,
     MOST_ORDERS,
-    Changes,
     LeaseTable,
     Order,
     OrderBoard,
+    StoreChanges,
     changes_read,
     changes_to_send,
 )
@@ -99,15 +99,15 @@ class SqliteIndex:
         if rows:
             self._database.run(write)
 
-    def changes(self, cursor: str | None) -> Changes:
-        def read(connection: sqlite3.Connection) -> Changes:
+    def changes(self, cursor: str | None) -> StoreChanges:
+        def read(connection: sqlite3.Connection) -> StoreChanges:
             facts = dict(connection.execute("SELECT name, value FROM facts"))
             generation, newest = facts["generation"], _newest(connection)
             if cursor is None:
-                return Changes(f"{generation} {newest}", {}, {}, True)
+                return StoreChanges(f"{generation} {newest}", {}, {}, True)
             theirs, _, number = cursor.partition(" ")
             if theirs != generation or not int(facts["forgotten"]) <= int(number) <= newest:
-                return Changes(f"{generation} {newest}", {}, {}, False)
+                return StoreChanges(f"{generation} {newest}", {}, {}, False)
             statement = (
                 "SELECT number, namespace, origin, kind, variant_id, record FROM changes WHERE number > ? "
                 "ORDER BY number LIMIT ?"
@@ -144,7 +144,7 @@ class SqliteLeaseRows:
 
         return self._database.run(write)
 
-    def look(self, keys: Collection[str]) -> dict[str, str]:
+    def values_of(self, keys: Collection[str]) -> dict[str, str]:
         def read(connection: sqlite3.Connection) -> dict[str, str]:
             now_s, found = self._clock(), {}
             statement = "SELECT holder FROM leases WHERE (namespace, key) = (?, ?) AND expires_s > ?"

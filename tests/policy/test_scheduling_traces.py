@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ccjax.policy.scheduling import LineFullError, NeverFitsError, SchedulerSettings, Work
+from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, SchedulerSettings, SequenceWork
 from tests.policy.scheduling_simulator import SimulatedEngine
 
 CHUNKS = {"a": 1, "b": 3, "c": 6}
@@ -61,7 +61,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail, is_divisible, answers
     ):
         engine = self.engine
-        work = Work(
+        work = SequenceWork(
             f"r{len(engine.jobs)}",
             prefill,
             pages,
@@ -78,7 +78,7 @@ class SchedulingTrace(RuleBasedStateMachine):
             engine.submit(work, answer, chunks, answers)
         except NeverFitsError:
             assert most > engine.settings.num_pages
-        except LineFullError:
+        except AdmissionQueueFullError:
             waiting = [engine.jobs[name].work.flow for name in engine.unended() if not engine.jobs[name].is_admitted]
             assert 5 * waiting.count(flow) >= 4 or len(waiting) >= 12
             assert engine.scheduler.retry_after_s(flow, engine.costs) >= 0.0

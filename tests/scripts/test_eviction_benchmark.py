@@ -20,7 +20,7 @@ ALL_PERCENTS = bench.SIZE_PERCENTS
 
 
 def test_cost_model_is_llama_3_8b():
-    cost = bench.CostModel()
+    cost = bench.RooflineModel()
     assert cost.bytes_per_token == 131_072  # 2 * 32 layers * 8 heads * 128 * 2 bytes
     assert cost.prefill_s(0, 300) + cost.prefill_s(300, 200) == pytest.approx(cost.prefill_s(0, 500), rel=1e-12)
     # 7.5 G weights without embeddings (16.06 GB in bfloat16, less two tables of 128,256 x 4,096), twice as many FLOPs
@@ -38,7 +38,7 @@ def small_trace(*requests, tokens=10):
 def test_replay_by_hand():
     """Room for two of three passages under LRU: A B | A hits exactly, C pushes B out | B pushes A out | C hits."""
     trace = small_trace("AB", "AC", "B", "C")
-    cost = bench.CostModel()
+    cost = bench.RooflineModel()
     outcome = bench.replay(make_policy("lru"), trace, 2 * 10 * cost.bytes_per_token, cost)
     assert (outcome.num_uses, outcome.num_hits, outcome.num_evicted, outcome.num_refused) == (6, 2, 2, 0)
     # A is exact again: all saved. C was computed behind A and is used alone: beta' = 0, ceil(6.1) of 10 tokens anew.
@@ -49,7 +49,7 @@ def test_replay_by_hand():
 
 
 def test_a_request_never_pushes_out_its_own_passages():
-    cost = bench.CostModel()
+    cost = bench.RooflineModel()
     outcome = bench.replay(make_policy("lru"), small_trace("AB", "ABC", "ABC"), 20 * cost.bytes_per_token, cost)
     assert (outcome.num_hits, outcome.num_evicted, outcome.num_refused) == (4, 0, 2)
 
@@ -57,7 +57,7 @@ def test_a_request_never_pushes_out_its_own_passages():
 @given(st.lists(st.sampled_from("ABCDEFG"), min_size=1, max_size=40), st.integers(1, 6))
 def test_no_policy_beats_belady_at_equal_sizes(letters, room):
     trace = small_trace(*letters)
-    cost = bench.CostModel()
+    cost = bench.RooflineModel()
     budget_bytes = room * 10 * cost.bytes_per_token
     best = bench.replay(bench.Belady(trace.requests), trace, budget_bytes, cost)
     for name in NAMES:
@@ -65,7 +65,7 @@ def test_no_policy_beats_belady_at_equal_sizes(letters, room):
 
 
 def test_belady_refuses_what_never_comes_again():
-    cost = bench.CostModel()
+    cost = bench.RooflineModel()
     trace = small_trace("A", "B", "A")
     outcome = bench.replay(bench.Belady(trace.requests), trace, 10 * cost.bytes_per_token, cost)
     assert (outcome.num_hits, outcome.num_refused) == (1, 1)

@@ -51,7 +51,7 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
 
 
 def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOptions:
-    from ccjax.cluster.replica import ReplicaOptions, Scale
+    from ccjax.cluster.replica import ReplicaOptions, ReplicaScale
     from ccjax.cluster.serving import ClusterOptions
     from ccjax.engine.budgets import host_cache_bytes
     from ccjax.server.loading import user_cache
@@ -78,7 +78,7 @@ def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpt
     scale = None
     if args.replicas is not None:
         least, most = args.replicas
-        scale = Scale(least, most, up_after_s=args.scale_up_after_s, down_after_s=args.scale_down_after_s)
+        scale = ReplicaScale(least, most, up_after_s=args.scale_up_after_s, down_after_s=args.scale_down_after_s)
     replica = ReplicaOptions(
         model=args.model,
         engine=engine,

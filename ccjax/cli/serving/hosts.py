@@ -49,7 +49,7 @@ def join_hosts(args: ServeOptions) -> bool:
     return not found.is_leader
 
 
-def follow_of(args: ServeOptions) -> int:
+def run_follower(args: ServeOptions) -> int:
     """Computes what process 0 does, until that ends; returns the exit code."""
     from ccjax.engine.hosts import LostHostError, follow
     from ccjax.server.loading import with_dtype

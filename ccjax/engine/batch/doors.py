@@ -16,7 +16,7 @@ from ccjax.engine.batch.line import SharedScheduler
 from ccjax.engine.batch.serving import Serving
 from ccjax.engine.pool import DevicePool
 from ccjax.errors import OverloadError
-from ccjax.policy.scheduling import Costs, LineFullError, NeverFitsError, SchedulerSettings
+from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, SchedulerSettings, StepCosts
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Doors(abc.ABC):
         """Forgets what was under way, once all requests have failed."""
 
     @abc.abstractmethod
-    def _costs(self) -> Costs:
+    def _costs(self) -> StepCosts:
         """What things take here."""
 
     # -- from any thread ---------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ class Doors(abc.ABC):
             known = [*self._servings.values(), *self._new]
         return [one for one in known if one.siblings.started_s is None]
 
-    def check_place(self, flow: str) -> None:
+    def check_queue_limit(self, flow: str) -> None:
         """Raises OverloadError where `submit` would for a request of that flow."""
         with self._changed, self._refusing(flow):
-            self._scheduler.check_place(flow)
+            self._scheduler.check_queue_limit(flow)
 
     def submit(self, serving: Serving) -> None:
         """Puts a request in line.
@@ -125,7 +125,7 @@ class Doors(abc.ABC):
     def _refusing(self, flow: str) -> Iterator[None]:
         try:
             yield
-        except LineFullError as error:
+        except AdmissionQueueFullError as error:
             raise OverloadError(str(error), self._scheduler.retry_after_s(flow, self._costs())) from None
         except NeverFitsError as error:
             raise as_request_error(error) from None

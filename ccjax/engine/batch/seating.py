@@ -20,7 +20,7 @@ from ccjax.engine.prefill import PrefillCancelledError
 from ccjax.engine.rates import Rates
 from ccjax.engine.reads import LoadFailedError
 from ccjax.engine.variants import VariantIndex
-from ccjax.policy.scheduling import Costs, NeverFitsError, SchedulerSettings
+from ccjax.policy.scheduling import NeverFitsError, SchedulerSettings, StepCosts
 from ccjax.store.errors import TierFullError
 from ccjax.store.tiered import TieredStore
 
@@ -313,9 +313,9 @@ class Seating(Doors):
     def _shared_pages(self, request_id: str) -> int:
         return self._servings[request_id].num_shared_pages(self._store.is_pinned)
 
-    def _costs(self) -> Costs:
+    def _costs(self) -> StepCosts:
         token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
-        return Costs(
+        return StepCosts(
             token_s=token_s,
             decode_step_s=self._decode_step_s,
             answer_tokens=self._answer_tokens,

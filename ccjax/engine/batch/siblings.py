@@ -18,7 +18,7 @@ from ccjax.engine.pool import PAGE_TOKENS, PagedShard
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.requests import Choice, Delta, Request, Response
 from ccjax.engine.trace import Tracer
-from ccjax.policy.scheduling import Work
+from ccjax.policy.scheduling import SequenceWork
 from ccjax.types import PrefillPlan, ReuseReport, VariantId
 
 if TYPE_CHECKING:
@@ -185,11 +185,11 @@ class Siblings:
         self.emit(last)
 
 
-def reading(work: Work) -> Work:
+def reading(work: SequenceWork) -> SequenceWork:
     """An answer that computed its prompt, once others read that, too."""
     return dataclasses.replace(work, prompt_pages=0, shared_pages=work.shared_pages + work.prompt_pages)
 
 
-def sibling(work: Work) -> Work:
+def sibling(work: SequenceWork) -> SequenceWork:
     """The most that an answer takes which reads another one's prompt."""
     return dataclasses.replace(reading(work), prefill_tokens=1, prompt_pages=1, tail_slots=PAGE_TOKENS - 1)

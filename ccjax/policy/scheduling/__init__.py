@@ -3,8 +3,8 @@
 A *pack* is pieces of prompts that run together through all layers, one layer a step. Between two layers one decode step
 of all running answers may run. One thread owns the scheduler and the pool, and calls, over and over:
 
-1. `add` for each request that came, `remove` for each that was cancelled. `LineFullError`: 429, `retry_after_s` says
-   when. `NeverFitsError`: 400. What a removed request holds is free at once; if it is in the pack that runs, its rows
+1. `add` for each request that came, `remove` for each that was cancelled. `AdmissionQueueFullError`: 429,
+   `retry_after_s` says when. `NeverFitsError`: 400. What a removed request holds is free at once; if it is in the pack that runs, its rows
    go on as padding that writes nowhere.
 2. `expire`: the answers that come too late; they are removed already, each is named once.
 3. `next_pack`. Carry out, in this order: `preempted` (give back the pages, keep the tokens drawn), `admitted` (draw all
@@ -37,24 +37,24 @@ from __future__ import annotations
 
 from ccjax.policy.scheduling.scheduler import Scheduler
 from ccjax.policy.scheduling.work import (
-    Costs,
+    AdmissionQueueFullError,
     DecodeStep,
-    LineFullError,
     NeverFitsError,
-    Pack,
-    Piece,
+    ScheduledPack,
+    ScheduledPiece,
     SchedulerSettings,
-    Work,
+    SequenceWork,
+    StepCosts,
 )
 
 __all__ = [
-    "Costs",
+    "AdmissionQueueFullError",
     "DecodeStep",
-    "LineFullError",
     "NeverFitsError",
-    "Pack",
-    "Piece",
+    "ScheduledPack",
+    "ScheduledPiece",
     "Scheduler",
     "SchedulerSettings",
-    "Work",
+    "SequenceWork",
+    "StepCosts",
 ]

@@ -20,7 +20,7 @@ import collections
 import dataclasses
 
 from ccjax.policy.scheduling.least import LeastFirst
-from ccjax.policy.scheduling.record import Record
+from ccjax.policy.scheduling.sequence import ScheduledSequence
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,36 +31,38 @@ class _Flow:
     last_tag: float = 0.0
     num_arrived: int = 0
     num_unserved: int = 0
-    waiting: collections.OrderedDict[int, Record] = dataclasses.field(default_factory=collections.OrderedDict)
-    returned: dict[int, Record] = dataclasses.field(default_factory=dict)
+    waiting: collections.OrderedDict[int, ScheduledSequence] = dataclasses.field(
+        default_factory=collections.OrderedDict
+    )
+    returned: dict[int, ScheduledSequence] = dataclasses.field(default_factory=dict)
 
-    def tag_of(self, record: Record) -> float:
-        return self.last_tag + record.work.prefill_tokens if record.tag is None else record.tag
+    def tag_of(self, sequence: ScheduledSequence) -> float:
+        return self.last_tag + sequence.work.prefill_tokens if sequence.tag is None else sequence.tag
 
-    def head(self, window: int) -> Record | None:
+    def head(self, window: int) -> ScheduledSequence | None:
         """Who goes next; O(returned + window)."""
         if self.returned:
             return self.returned[min(self.returned)]
-        best: Record | None = None
+        best: ScheduledSequence | None = None
         last_place = 0
-        for record in self.waiting.values():
+        for sequence in self.waiting.values():
             if best is None:
-                best, last_place = record, record.place + window - 1
-            elif record.place > last_place:
+                best, last_place = sequence, sequence.place + window - 1
+            elif sequence.place > last_place:
                 break
-            elif _cached_share(record) > _cached_share(best):
-                best = record
+            elif _cached_share(sequence) > _cached_share(best):
+                best = sequence
         return best
 
 
-def _cached_share(record: Record) -> float:
-    return record.work.cached_tokens / record.work.prefill_tokens
+def _cached_share(sequence: ScheduledSequence) -> float:
+    return sequence.work.cached_tokens / sequence.work.prefill_tokens
 
 
-class FairLine:
+class FairQueue:
     """Who starts next; every call costs O(log flows), the search within a flow aside.
 
-    A request counts as unserved from `push` until `serve` had all its tokens, or `leave`.
+    A request counts as unserved from `enqueue` until `serve` had all its tokens, or `discard`.
     """
 
     def __init__(self, window: int) -> None:
@@ -76,28 +78,28 @@ class FairLine:
         """True when nobody waits and nobody is in prefill."""
         return not self._num_backlogged
 
-    def push(self, record: Record) -> None:
+    def enqueue(self, sequence: ScheduledSequence) -> None:
         """Puts a request in line, or one that started before, as its tag shows, at the head of its flow."""
-        name = record.work.flow
+        name = sequence.work.flow
         flow = self._flows.get(name)
         if flow is None:
             flow = self._flows[name] = _Flow(name, self._virtual)
         self._idle.discard(name)
         self._num_backlogged += not flow.num_unserved
         flow.num_unserved += 1
-        if record.tag is not None:
+        if sequence.tag is not None:
             # Ahead of all that come now, also where the line was idle meanwhile and time began anew.
-            record.tag = min(record.tag, self._virtual)
-            flow.returned[record.number] = record
+            sequence.tag = min(sequence.tag, self._virtual)
+            flow.returned[sequence.number] = sequence
         else:
             if not flow.waiting:
                 flow.last_tag = max(flow.last_tag, self._virtual)
-            record.place = flow.num_arrived
+            sequence.place = flow.num_arrived
             flow.num_arrived += 1
-            flow.waiting[record.number] = record
-        self._file(flow)
+            flow.waiting[sequence.number] = sequence
+        self._update_head(flow)
 
-    def head(self) -> tuple[float, Record] | None:
+    def head(self) -> tuple[float, ScheduledSequence] | None:
         """The request that starts next, and its tag."""
         least = self._heads.least()
         if least is None:
@@ -106,41 +108,41 @@ class FairLine:
         flow = self._flows[name]
         return tag, flow.returned.get(number) or flow.waiting[number]
 
-    def refile(self, record: Record) -> None:
+    def reorder(self, sequence: ScheduledSequence) -> None:
         """To be called when the tokens of a waiting request changed."""
-        self._file(self._flows[record.work.flow])
+        self._update_head(self._flows[sequence.work.flow])
 
-    def start(self, record: Record) -> None:
+    def dequeue(self, sequence: ScheduledSequence) -> None:
         """Takes a request out of line to be served; it stays unserved."""
-        flow = self._flows[record.work.flow]
-        if record.tag is None:
-            record.tag = flow.last_tag = flow.tag_of(record)
-        self._withdraw(flow, record)
+        flow = self._flows[sequence.work.flow]
+        if sequence.tag is None:
+            sequence.tag = flow.last_tag = flow.tag_of(sequence)
+        self._withdraw(flow, sequence)
 
-    def serve(self, record: Record, num_tokens: int) -> None:
+    def serve(self, sequence: ScheduledSequence, num_tokens: int) -> None:
         """Tokens of a started request that are computed; virtual time goes on."""
-        num_tokens = min(num_tokens, record.unserved_tokens)
-        record.unserved_tokens -= num_tokens
+        num_tokens = min(num_tokens, sequence.unserved_tokens)
+        sequence.unserved_tokens -= num_tokens
         self._virtual += num_tokens / self._num_backlogged
         while (idle := self._idle.least()) is not None and idle[0] <= self._virtual:  # where it was counts no more
             self._idle.discard(idle[1])
             del self._flows[idle[1]]
 
-    def leave(self, record: Record) -> None:
+    def discard(self, sequence: ScheduledSequence) -> None:
         """The request is neither waiting nor in prefill any more."""
-        flow = self._flows[record.work.flow]
-        self._withdraw(flow, record)
+        flow = self._flows[sequence.work.flow]
+        self._withdraw(flow, sequence)
         flow.num_unserved -= 1
         if not flow.num_unserved:
             self._num_backlogged -= 1
             self._idle.put(flow.name, flow.last_tag)
 
-    def _withdraw(self, flow: _Flow, record: Record) -> None:
-        flow.waiting.pop(record.number, None)
-        flow.returned.pop(record.number, None)
-        self._file(flow)
+    def _withdraw(self, flow: _Flow, sequence: ScheduledSequence) -> None:
+        flow.waiting.pop(sequence.number, None)
+        flow.returned.pop(sequence.number, None)
+        self._update_head(flow)
 
-    def _file(self, flow: _Flow) -> None:
+    def _update_head(self, flow: _Flow) -> None:
         head = flow.head(self._window)
         if head is None:
             self._heads.discard(flow.name)

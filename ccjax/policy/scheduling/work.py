@@ -16,12 +16,12 @@ class NeverFitsError(ValueError):
     """The request needs more pages than the whole pool has: it could never end, however long it waits."""
 
 
-class LineFullError(Exception):
+class AdmissionQueueFullError(Exception):
     """As many requests wait as may, in all or in this flow. To wait and to ask again helps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class SequenceWork:
     """A request as the scheduler knows it; checked on construction (ValueError naming the field).
 
     Attributes:
@@ -66,7 +66,7 @@ class Work:
         check_count("shared_pages", self.shared_pages, least=0)
         check_count("tail_slots", self.tail_slots, least=0)
 
-    def check_change(self, work: Work) -> None:
+    def check_change(self, work: SequenceWork) -> None:
         """Raises ValueError where `work` cannot be this request with another plan."""
         for name in ("flow", "priority", "max_new_tokens"):
             wanted, got = getattr(self, name), getattr(work, name)
@@ -139,7 +139,7 @@ class SchedulerSettings:
             return self.max_decode_gap_s
         return max(USUAL_DECODE_GAP_S, decode_step_s / DECODE_SHARE)
 
-    def check_fits(self, work: Work) -> None:
+    def check_fits(self, work: SequenceWork) -> None:
         """Nothing, for a request that the pool could run.
 
         Raises:
@@ -158,7 +158,7 @@ class SchedulerSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Costs:
+class StepCosts:
     """What things take here, as measured lately; checked on construction (ValueError naming the field).
 
     Attributes:
@@ -179,7 +179,7 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class ScheduledPiece:
     """Computed tokens `[start, start + num_tokens)` of a request, counted from the first one that it computes; behind
     the prompt's come those of the answer so far, where it was preempted. `is_last`: it then has its next token."""
 
@@ -190,7 +190,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pack:
+class ScheduledPack:
     """What runs through the layers next; carried out in the order of the fields.
 
     Attributes:
@@ -202,7 +202,7 @@ class Pack:
 
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ScheduledPiece, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from ccjax.store.index.api import CHANGES_AT_ONCE, CHANGES_KEPT, Changes, SharedIndex, note_removal
+from ccjax.store.index.api import CHANGES_AT_ONCE, CHANGES_KEPT, SharedIndex, StoreChanges, record_removal
 
 _log = logging.getLogger(__name__)
 
@@ -24,32 +24,32 @@ LARGEST_SENT_BYTES = 32 << 10
 it takes 0.1 to 0.2 ms each way and spares every reader a request to a bucket, which takes a hundred times as long from
 afar; and the changes that an index keeps take no more than 64 MiB."""
 
-TakeIn = Callable[[Changes], tuple[Sequence[str], Sequence[str]]]
+ApplyChanges = Callable[[StoreChanges], tuple[Sequence[str], Sequence[str]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NewsCounts:
+class ChangeFeedCounts:
     """How it stands: whether the index answers, and changes of other processes that were followed since open."""
 
     is_up: bool
-    num_followed: int
+    num_applied: int
 
 
-class News:
-    """Thread-safe; the thread begins with `follow` and ends with `close`. Open it before the store is listed: what is
+class ChangeFeed:
+    """Thread-safe; the thread begins with `start` and ends with `close`. Open it before the store is listed: what is
     committed after that is told of, or the listing is not complete."""
 
     def __init__(self, index: SharedIndex) -> None:
         self.index = index
         self._changed = threading.Condition()
         self._unsent: dict[str, tuple[str, bytes | None]] = {}
-        self._gone: dict[str, str | None] = {}
+        self._unsent_removals: dict[str, str | None] = {}
         self._is_complete = True  # what is unsent
         self._is_sending = False
-        self._came: dict[str, None] = {}
-        self._went: dict[str, None] = {}
+        self._added: dict[str, None] = {}
+        self._removed: dict[str, None] = {}
         self._needs_listing = False
-        self._num_followed = 0
+        self._num_applied = 0
         self._is_up = True
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -57,26 +57,26 @@ class News:
         try:
             self._cursor = index.changes(None).cursor
         except OSError as error:
-            self._note(error)
+            self._log_outage(error)
 
     # -- what this process did -----------------------------------------------------------------------------------
 
-    def committed(self, variant_id: str, object_id: str, record: bytes) -> None:
+    def record_commit(self, variant_id: str, object_id: str, record: bytes) -> None:
         """The variant is committed by this record of a data object; others are told in a moment."""
         with self._changed:
             self._unsent.pop(variant_id, None)
             self._unsent[variant_id] = object_id, record if len(record) <= LARGEST_SENT_BYTES else None
             self._bound()
 
-    def deleted(self, variant_id: str, object_id: str | None) -> None:
+    def record_deletion(self, variant_id: str, object_id: str | None) -> None:
         """The variant's record of that object, None where it could not be read, is gone."""
         with self._changed:
             if variant_id in self._unsent and object_id in (None, self._unsent[variant_id][0]):
                 del self._unsent[variant_id]
-            note_removal(self._gone, variant_id, object_id)
+            record_removal(self._unsent_removals, variant_id, object_id)
             self._bound()
 
-    def something(self) -> None:
+    def mark_incomplete(self) -> None:
         """More happened in the store than that: others had better list it."""
         with self._changed:
             self._is_complete = False
@@ -85,20 +85,20 @@ class News:
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
         """Waits until others can know all that; False where the index does not answer, or not in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_told or not self._is_up or self._thread is None, timeout_s)
-            return self._is_told
+            self._changed.wait_for(lambda: self._is_all_sent or not self._is_up or self._thread is None, timeout_s)
+            return self._is_all_sent
 
     # -- what others did -----------------------------------------------------------------------------------------
 
     @property
-    def counts(self) -> NewsCounts:
+    def counts(self) -> ChangeFeedCounts:
         """How it stands."""
-        return NewsCounts(self._is_up, self._num_followed)
+        return ChangeFeedCounts(self._is_up, self._num_applied)
 
     @property
-    def has_come(self) -> bool:
+    def has_changes(self) -> bool:
         """True when `take` has something; may be asked often."""
-        return bool(self._came or self._went)
+        return bool(self._added or self._removed)
 
     @property
     def needs_listing(self) -> bool:
@@ -109,7 +109,7 @@ class News:
         """The store is about to be listed."""
         self._needs_listing = False
 
-    def listing_failed(self) -> None:
+    def mark_listing_failed(self) -> None:
         """It could not be."""
         with self._changed:
             self._needs_listing = True
@@ -117,21 +117,21 @@ class News:
     def take(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Variants that came and that went since the last call, those that did both in either."""
         with self._changed:
-            came, went = tuple(self._came), tuple(self._went)
-            self._came.clear()
-            self._went.clear()
-            return came, went
+            added, removed = tuple(self._added), tuple(self._removed)
+            self._added.clear()
+            self._removed.clear()
+            return added, removed
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until `has_come` or `needs_listing`; False where it is closed, or nothing came in time."""
+        """Waits until `has_changes` or `needs_listing`; False where it is closed, or nothing came in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self.has_come or self._needs_listing or self._closed, timeout_s)
-            return not self._closed and (self.has_come or self._needs_listing)
+            self._changed.wait_for(lambda: self.has_changes or self._needs_listing or self._closed, timeout_s)
+            return not self._closed and (self.has_changes or self._needs_listing)
 
-    def follow(self, take_in: TakeIn) -> None:
-        """Begins. `take_in` is called at every look, on the thread, also without changes; what it returns is what came
+    def start(self, apply: ApplyChanges) -> None:
+        """Begins. `apply` is called at every look, on the thread, also without changes; what it returns is what came
         and went for this process."""
-        self._thread = threading.Thread(target=self._run, args=(take_in,), name="store-news", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(apply,), name="store-news", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -146,31 +146,31 @@ class News:
     # -- inside ------------------------------------------------------------------------------------------------
 
     @property
-    def _is_told(self) -> bool:
-        return not (self._unsent or self._gone or self._is_sending) and self._is_complete
+    def _is_all_sent(self) -> bool:
+        return not (self._unsent or self._unsent_removals or self._is_sending) and self._is_complete
 
     def _bound(self) -> None:
         """While the index is away, what waits for it is not more than it would keep."""
-        if len(self._unsent) + len(self._gone) > CHANGES_KEPT:
+        if len(self._unsent) + len(self._unsent_removals) > CHANGES_KEPT:
             self._unsent.clear()
-            self._gone.clear()
+            self._unsent_removals.clear()
             self._is_complete = False
         self._changed.notify_all()
 
-    def _run(self, take_in: TakeIn) -> None:
+    def _run(self, apply: ApplyChanges) -> None:
         failed = closed = False
         while not closed:
             with self._changed:  # an index that is away is not asked more often for what there is to tell
-                self._changed.wait_for(lambda: self._closed or not (failed or self._is_told), POLL_S)  # noqa: B023
+                self._changed.wait_for(lambda: self._closed or not (failed or self._is_all_sent), POLL_S)  # noqa: B023
                 closed = self._closed
-            failed = not self._exchange(take_in)
+            failed = not self._exchange(apply)
 
-    def _exchange(self, take_in: TakeIn) -> bool:
+    def _exchange(self, apply: ApplyChanges) -> bool:
         """One look; False where the index did not answer."""
         error: OSError | None = None
         try:
             self._send()
-            while self._receive(take_in):
+            while self._receive(apply):
                 pass
         except OSError as caught:
             error = caught
@@ -178,57 +178,57 @@ class News:
             _log.exception("store: news of other processes could not be taken in")
             with self._changed:
                 self._needs_listing = True
-        self._note(error)
+        self._log_outage(error)
         return error is None
 
     def _send(self) -> None:
         while True:
             with self._changed:
-                if self._is_told:
+                if self._is_all_sent:
                     return
                 added = dict(itertools.islice(self._unsent.items(), CHANGES_AT_ONCE))
-                gone = dict(itertools.islice(self._gone.items(), CHANGES_AT_ONCE))
+                removed = dict(itertools.islice(self._unsent_removals.items(), CHANGES_AT_ONCE))
                 is_complete, self._is_complete = self._is_complete, True
                 for key in added:
                     del self._unsent[key]
-                for key in gone:
-                    del self._gone[key]
+                for key in removed:
+                    del self._unsent_removals[key]
                 self._is_sending = True
             is_sent = False
             try:
-                self.index.notify({key: one for key, (_, one) in added.items()}, gone, is_complete=is_complete)
+                self.index.notify({key: one for key, (_, one) in added.items()}, removed, is_complete=is_complete)
                 is_sent = True
             finally:
                 with self._changed:
                     self._is_sending = False
                     if not is_sent:  # what happened meanwhile is newer
                         self._unsent = added | self._unsent
-                        for key, object_id in self._gone.items():
-                            note_removal(gone, key, object_id)
-                        self._gone = gone
+                        for key, object_id in self._unsent_removals.items():
+                            record_removal(removed, key, object_id)
+                        self._unsent_removals = removed
                         self._is_complete = self._is_complete and is_complete
                         self._bound()
                     self._changed.notify_all()
 
-    def _receive(self, take_in: TakeIn) -> bool:
+    def _receive(self, apply: ApplyChanges) -> bool:
         """Takes in the next changes; False where there were none."""
         changes = self.index.changes(self._cursor)
         is_first, self._cursor = self._cursor is None, changes.cursor
-        came, went = take_in(changes)
+        added, removed = apply(changes)
         with self._changed:
-            for key in came:
-                self._went.pop(key, None)
-                self._came[key] = None
-            for key in went:
-                self._came.pop(key, None)
-                self._went[key] = None
-            self._num_followed += len(changes.added) + len(changes.removed)
+            for key in added:
+                self._removed.pop(key, None)
+                self._added[key] = None
+            for key in removed:
+                self._added.pop(key, None)
+                self._removed[key] = None
+            self._num_applied += len(changes.added) + len(changes.removed)
             self._needs_listing = self._needs_listing or is_first or not changes.is_complete
-            if came or went or self._needs_listing:
+            if added or removed or self._needs_listing:
                 self._changed.notify_all()
         return bool(changes.added or changes.removed)
 
-    def _note(self, error: OSError | None) -> None:
+    def _log_outage(self, error: OSError | None) -> None:
         """Logs the first failure of a row, and its end."""
         if error is not None and self._is_up:
             _log.warning("store: %s; what other processes do is seen by listing the store until it answers", error)

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Container
 from contextlib import AbstractContextManager
 
+from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.disk import TensorStoreTier
-from ccjax.store.index.api import Changes
-from ccjax.store.news import News
+from ccjax.store.index.api import StoreChanges
 
 _log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ Found = tuple[tuple[str, ...], tuple[str, ...]]
 """Ids of variants that were added and that were removed."""
 
 
-class Following:
+class StoreWatcher:
     """Thread-safe.
 
     Args:
@@ -26,43 +26,47 @@ class Following:
     """
 
     def __init__(
-        self, disk: TensorStoreTier, news: News | None, pinned: Container[str], lock: AbstractContextManager[object]
+        self,
+        disk: TensorStoreTier,
+        change_feed: ChangeFeed | None,
+        pinned: Container[str],
+        lock: AbstractContextManager[object],
     ) -> None:
         self._disk = disk
-        self._news = news
+        self._change_feed = change_feed
         self._pinned = pinned
         self._lock = lock
-        self._going: set[tuple[str, str | None]] = set()  # variants and their data objects
+        self._unapplied_removals: set[tuple[str, str | None]] = set()  # variants and their data objects
         self._is_failing = False
-        if news is not None:
-            news.follow(self._take_in)
+        if change_feed is not None:
+            change_feed.apply_commits(self._apply)
 
     def list_all(self) -> Found:
         """What `TensorStoreTier.refresh` finds; nothing while the disk cannot be listed. The first failure of a row is
         logged as a warning, so is the recovery."""
         found: Found = (), ()
         failure = None
-        if self._news is not None:
-            self._news.begin_listing()
+        if self._change_feed is not None:
+            self._change_feed.begin_listing()
         try:
             found = self._disk.refresh()
         except OSError as error:
             failure = error
-            if self._news is not None:
-                self._news.listing_failed()
+            if self._change_feed is not None:
+                self._change_feed.mark_listing_failed()
         if (failure is None) == self._is_failing:
             _log.warning("store: refresh of %s: %s", self._disk.url, failure or "succeeds again")
         self._is_failing = failure is not None
         return found
 
-    def _take_in(self, changes: Changes) -> Found:
-        added = self._disk.follow(changes.added)
+    def _apply(self, changes: StoreChanges) -> Found:
+        added = self._disk.apply_commits(changes.added)
         removed = [(key, name or self._disk.outdated_object(key)) for key, name in changes.removed.items()]
         with self._lock:
-            self._going.update(removed)
-            gone = [pair for pair in self._going if pair[0] not in self._pinned]
-            self._going.difference_update(gone)
+            self._unapplied_removals.update(removed)
+            gone = [pair for pair in self._unapplied_removals if pair[0] not in self._pinned]
+            self._unapplied_removals.difference_update(gone)
             for variant_id, object_id in gone:
-                self._disk.forget_gone(variant_id, object_id)
+                self._disk.forget_removed(variant_id, object_id)
             went = tuple(sorted({key for key, _ in gone if key not in self._disk}))
             return tuple(key for key in added if key in self._disk), went

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from ccjax.policy.scheduling.work import Costs, Work
+from ccjax.policy.scheduling.work import SequenceWork, StepCosts
 
 State = Literal["waiting", "prefill", "decode", "held"]
 
 
 @dataclasses.dataclass(slots=True)
-class Record:
+class ScheduledSequence:
     """A request between `add` and `remove`.
 
     Attributes:
@@ -26,7 +26,7 @@ class Record:
       is_alone: it shares no step with others.
     """
 
-    work: Work
+    work: SequenceWork
     number: int
     page_tokens: int
     place: int = 0
@@ -85,7 +85,7 @@ class Record:
         """Pages that it may yet draw."""
         return self.work.most_pages(self.page_tokens) - self.own_pages
 
-    def start_over(self, work: Work) -> None:
+    def start_over(self, work: SequenceWork) -> None:
         """Prefills from its first token, as `work` says."""
         self.work = work
         self.state = "waiting"
@@ -93,7 +93,7 @@ class Record:
         if self.tag is None:
             self.unserved_tokens = work.prefill_tokens
 
-    def steps_left(self, costs: Costs) -> float:
+    def steps_left(self, costs: StepCosts) -> float:
         """Decode steps until its answer ends, of the usual length unless it is longer already."""
         most = self.work.max_new_tokens
         usual = most if costs.answer_tokens is None else min(most, costs.answer_tokens)
