@@ -270,9 +270,9 @@ class TestPlacesInLine:
         scheduler = build(max_queue=3, flow_share=1000.0)
         for name in "abc":
             scheduler.add(SequenceWork(name, 5, 1, 1))
-        with pytest.raises(AdmissionQueueFullError, match="at most 3 requests in line"):
+        with pytest.raises(AdmissionQueueFullError, match="at most 3 queued requests"):
             scheduler.add(SequenceWork("d", 5, 1, 1, flow="x"))
-        with pytest.raises(AdmissionQueueFullError, match="at most 3 requests in line"):
+        with pytest.raises(AdmissionQueueFullError, match="at most 3 queued requests"):
             scheduler.check_queue_limit("x")
         scheduler.remove("b")
         scheduler.check_queue_limit("x")  # and takes none
@@ -286,7 +286,7 @@ class TestPlacesInLine:
         for number in range(5):
             scheduler.add(SequenceWork(f"x{number}", 5, 1, 1, flow="x"))
         with pytest.raises(
-            AdmissionQueueFullError, match="flow 'x': 5 of its requests wait.*fewer than 1 times the 5 places"
+            AdmissionQueueFullError, match="flow 'x': 5 of its requests wait.*fewer than 1 times the 5 free queue slots"
         ):
             scheduler.add(SequenceWork("x5", 5, 1, 1, flow="x"))
         for number in range(3):  # 0 of 5, 1 of 4, 2 of 3

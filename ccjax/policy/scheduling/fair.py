@@ -1,17 +1,20 @@
-"""The requests of one priority in the order they start: fair between flows, by arrival or by what is cached within one.
+"""Orders the sequences of one priority: fair between flows; by arrival or by cached share within a flow.
 
-Fair queueing by finish tags (Demers, Keshav, Shenker 1989; as PGPS in Parekh, Gallager 1993): every flow is thought to
-be served at once, a token each in turn, and requests go in the order in which they would end that way. A request that
-starts at virtual time S and computes n tokens has the tag S + n. Virtual time grows by n / B while n tokens are
-computed for B backlogged flows; S is the tag of the flow's request before, or now where the flow comes back.
+Fair queueing by finish tags (Demers, Keshav, Shenker 1989; PGPS in Parekh, Gallager 1993): all flows are modelled as
+served at once, one token each in turn, and sequences are started in the order in which they would finish under that
+model. A sequence that starts at virtual time S and computes n tokens has the tag S + n. Virtual time grows by n / B
+while n tokens are computed for B backlogged flows. S is the tag of the flow's previous sequence, or the current virtual
+time if the flow was idle.
 
-- Over any time in which two flows are backlogged, their computed tokens differ by at most two prompts, the longest of
-  each: the bound of start-time fair queueing (Goyal, Vin, Cheng 1996). Its start tags tie all new flows; by finish tags
-  the short of them go first, and what was begun goes on, where long prompts would take turns and all end late. (What a
-  pack has left when an indivisible prompt does not fit goes to prompts that were begun, which adds a pack to that.)
-- A flow gains nothing by having been idle, and whoever waits is overtaken by at most its tag's worth of each flow.
-- RAGCache sec. 5.2 orders by cached / computed, so that what is in the cache is used before it goes. Reading of its
-  window: a request goes ahead of at most the `window - 1` that came right before it.
+- While two flows are backlogged, their computed tokens differ by at most two prompts, the longest of each: the bound of
+  start-time fair queueing (Goyal, Vin, Cheng 1996). Under start tags all new flows tie; under finish tags short prompts
+  go first and started ones continue, whereas with start tags long prompts would take turns and all finish late. (When
+  an indivisible prompt does not fit into the rest of a pack, that rest goes to prompts already started, which adds one
+  pack to the bound.)
+- A flow gains nothing from having been idle, and a waiting sequence is overtaken by at most its tag's worth of tokens
+  of each other flow.
+- RAGCache sec. 5.2 orders by cached / computed tokens, so that cached KV is used before it is evicted. Our reading of
+  its window: a sequence overtakes at most the `window - 1` sequences that arrived right before it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from ccjax.policy.scheduling.sequence import ScheduledSequence
 
 @dataclasses.dataclass(slots=True)
 class _Flow:
-    """Requests of one client: never started ones by arrival, preempted ones by number."""
+    """Sequences of one client: never started ones by arrival, preempted ones by number."""
 
     name: str
     last_tag: float = 0.0
@@ -40,7 +43,7 @@ class _Flow:
         return self.last_tag + sequence.work.prefill_tokens if sequence.tag is None else sequence.tag
 
     def head(self, window: int) -> ScheduledSequence | None:
-        """Who goes next; O(returned + window)."""
+        """The sequence to start next; O(returned + window)."""
         if self.returned:
             return self.returned[min(self.returned)]
         best: ScheduledSequence | None = None
@@ -60,9 +63,9 @@ def _cached_share(sequence: ScheduledSequence) -> float:
 
 
 class FairQueue:
-    """Who starts next; every call costs O(log flows), the search within a flow aside.
+    """Queue of the sequences of one priority; every call costs O(log flows), plus the search within a flow.
 
-    A request counts as unserved from `enqueue` until `serve` had all its tokens, or `discard`.
+    A sequence counts as unserved from `enqueue` until `serve` has been called for all its tokens, or until `discard`.
     """
 
     def __init__(self, window: int) -> None:
@@ -75,11 +78,11 @@ class FairQueue:
 
     @property
     def is_idle(self) -> bool:
-        """True when nobody waits and nobody is in prefill."""
+        """True when nothing waits and nothing is in prefill."""
         return not self._num_backlogged
 
     def enqueue(self, sequence: ScheduledSequence) -> None:
-        """Puts a request in line, or one that started before, as its tag shows, at the head of its flow."""
+        """Adds a new sequence to its flow, or a preempted one (it has a tag) to the front of its flow."""
         name = sequence.work.flow
         flow = self._flows.get(name)
         if flow is None:
@@ -88,7 +91,7 @@ class FairQueue:
         self._num_backlogged += not flow.num_unserved
         flow.num_unserved += 1
         if sequence.tag is not None:
-            # Ahead of all that come now, also where the line was idle meanwhile and time began anew.
+            # Before all later arrivals, even if the queue was idle meanwhile and virtual time was reset.
             sequence.tag = min(sequence.tag, self._virtual)
             flow.returned[sequence.number] = sequence
         else:
@@ -100,7 +103,7 @@ class FairQueue:
         self._update_head(flow)
 
     def head(self) -> tuple[float, ScheduledSequence] | None:
-        """The request that starts next, and its tag."""
+        """The tag of the sequence to start next, and the sequence; None if the queue is empty."""
         least = self._heads.least()
         if least is None:
             return None
@@ -109,27 +112,27 @@ class FairQueue:
         return tag, flow.returned.get(number) or flow.waiting[number]
 
     def reorder(self, sequence: ScheduledSequence) -> None:
-        """To be called when the tokens of a waiting request changed."""
+        """Updates the order after the token counts of a waiting sequence changed."""
         self._update_head(self._flows[sequence.work.flow])
 
     def dequeue(self, sequence: ScheduledSequence) -> None:
-        """Takes a request out of line to be served; it stays unserved."""
+        """Removes a sequence from the queue to be served; it stays unserved."""
         flow = self._flows[sequence.work.flow]
         if sequence.tag is None:
             sequence.tag = flow.last_tag = flow.tag_of(sequence)
         self._withdraw(flow, sequence)
 
     def serve(self, sequence: ScheduledSequence, num_tokens: int) -> None:
-        """Tokens of a started request that are computed; virtual time goes on."""
+        """Records computed tokens of a started sequence and advances virtual time."""
         num_tokens = min(num_tokens, sequence.unserved_tokens)
         sequence.unserved_tokens -= num_tokens
         self._virtual += num_tokens / self._num_backlogged
-        while (idle := self._idle.least()) is not None and idle[0] <= self._virtual:  # where it was counts no more
+        while (idle := self._idle.least()) is not None and idle[0] <= self._virtual:  # idle flows behind it have no effect
             self._idle.discard(idle[1])
             del self._flows[idle[1]]
 
     def discard(self, sequence: ScheduledSequence) -> None:
-        """The request is neither waiting nor in prefill any more."""
+        """Removes a sequence that is neither waiting nor in prefill any more."""
         flow = self._flows[sequence.work.flow]
         self._withdraw(flow, sequence)
         flow.num_unserved -= 1

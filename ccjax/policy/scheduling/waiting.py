@@ -1,4 +1,4 @@
-"""Everybody who waits: the more important priority first, a fair line within each, and a limit on newcomers."""
+"""The waiting sequences of all priorities (a fair queue for each), and the limit on queued requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WaitingQueue:
         self._update_head(priority)
 
     def head(self) -> ScheduledSequence | None:
-        """The request that starts next."""
+        """The sequence to start next; None if nothing waits."""
         least = self._priorities.least()
         if least is None:
             return None
@@ -36,7 +36,8 @@ class WaitingQueue:
         return head[1]
 
     def order(self, sequence: ScheduledSequence) -> tuple[int, float, int]:
-        """The place of a started request, or of the head, among all that are not prefilled yet."""
+        """Sort key of a started sequence, or of the head of the queue, among all sequences that are not fully
+        prefilled."""
         tag = sequence.tag
         if tag is None:
             head = self._queues[sequence.work.priority].head()
@@ -68,16 +69,16 @@ class WaitingQueue:
             self._priorities.discard(priority)
         else:
             self._priorities.put(priority, priority)
-        if queue.is_idle:  # the end of a busy period: who was served how much counts no more
+        if queue.is_idle:  # end of a busy period: past service is forgotten
             del self._queues[priority]
 
 
 class QueueLimit:
-    """The places in line of requests that were never admitted.
+    """Limits how many never admitted sequences may be queued, in all and for each flow.
 
-    Of `max_queue` places a flow may take up to `flow_share` times as many as are left free (dynamic thresholds,
-    Choudhury, Hahne 1998). So there is room for a flow that comes new, and k greedy flows share all but one part in
-    `1 + k flow_share` evenly.
+    A flow may use up to `flow_share` times as many of the `max_queue` slots as are left free (dynamic thresholds,
+    Choudhury, Hahne 1998). So a new flow always finds a slot, and k greedy flows evenly share all but one part in `1 +
+    k flow_share`.
     """
 
     def __init__(self, max_queue: int, flow_share: float) -> None:
@@ -86,24 +87,24 @@ class QueueLimit:
         self._by_flow: collections.Counter[str] = collections.Counter()
         self.num_queued = 0
         self.num_tokens = 0
-        """Computed tokens of all of them."""
+        """Tokens that all of them will compute."""
 
     def check(self, flow: str) -> None:
-        """Raises LineFullError where a request of that flow finds no place."""
+        """Raises AdmissionQueueFullError if a request of this flow finds no free slot."""
         if self.num_queued >= self._max_queue:
             raise AdmissionQueueFullError(
-                f"wanted at most {self._max_queue} requests in line (max_queue), and so many wait"
+                f"wanted at most {self._max_queue} queued requests (max_queue), and the queue is full"
             )
         taken, most = self._by_flow[flow], self._flow_share * (self._max_queue - self.num_queued)
         if taken >= most:
             raise AdmissionQueueFullError(
                 f"flow {flow!r}: {taken} of its requests wait, wanted fewer than {self._flow_share:g} times the "
-                f"{self._max_queue - self.num_queued} places left (flow_share)"
+                f"{self._max_queue - self.num_queued} free queue slots (flow_share)"
             )
 
     def admissions_until_free(self, flow: str) -> int:
-        """How many requests must be admitted before one of that flow finds a place; 0 where it finds one now. A flow
-        over its share is taken to have one admitted in each round of all flows."""
+        """How many admissions it takes until a request of this flow finds a free slot; 0 if there is one now. A flow
+        over its share is assumed to have one sequence admitted per round over all flows."""
         try:
             self.check(flow)
         except AdmissionQueueFullError:
@@ -111,13 +112,13 @@ class QueueLimit:
         return 0
 
     def take(self, sequence: ScheduledSequence) -> None:
-        """Gives a request a place."""
+        """Assigns a slot to a sequence."""
         self._by_flow[sequence.work.flow] += 1
         self.num_queued += 1
         self.num_tokens += sequence.work.prefill_tokens
 
     def free(self, sequence: ScheduledSequence) -> None:
-        """Takes it back."""
+        """Frees the slot of a sequence."""
         flow = sequence.work.flow
         self._by_flow[flow] -= 1
         if not self._by_flow[flow]:
