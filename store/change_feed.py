@@ -1,5 +1,5 @@
-"""News between the processes on one store: what this one committed and deleted goes out through the shared index, what
-others did comes in, on a thread of its own."""
+"""Change feed between the processes on one store: a background thread publishes what this process commits and deletes
+to the shared index, and receives what others did."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from ccjax.store.index.api import CHANGES_AT_ONCE, CHANGES_KEPT, SharedIndex, St
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-"""Pause between two looks at the index."""
+"""Pause between two polls of the index."""
 
 FLUSH_S = 1.0
-"""Longest wait until others can know what was stored."""
+"""Longest wait for stored variants to become visible to others."""
 
 LARGEST_SENT_BYTES = 32 << 10
-"""A longer record is read from the store by whoever hears of it. Up to there (a chunk of 200 tokens: 4 to 8 kB) sending
-it takes 0.1 to 0.2 ms each way and spares every reader a request to a bucket, which takes a hundred times as long from
-afar; and the changes that an index keeps take no more than 64 MiB."""
+"""Larger records are not sent; receivers read them from the store. Up to this size (a chunk of 200 tokens takes 4 to 8
+kB) sending costs 0.1 to 0.2 ms each way and saves every reader a request to a bucket, which takes a hundred times as
+long from afar; and the changes that an index keeps take at most 64 MiB."""
 
 ApplyChanges = Callable[[StoreChanges], tuple[Sequence[str], Sequence[str]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChangeFeedCounts:
-    """How it stands: whether the index answers, and changes of other processes that were followed since open."""
+    """State of the feed: whether the index answers, and how many changes of other processes were applied since open."""
 
     is_up: bool
     num_applied: int
 
 
 class ChangeFeed:
-    """Thread-safe; the thread begins with `start` and ends with `close`. Open it before the store is listed: what is
-    committed after that is told of, or the listing is not complete."""
+    """Sends and receives changes. Thread-safe; the thread starts with `start` and ends with `close`. Open it before the
+    store is listed: every later commit is then either announced or makes the listing incomplete."""
 
     def __init__(self, index: SharedIndex) -> None:
         self.index = index
         self._changed = threading.Condition()
         self._unsent: dict[str, tuple[str, bytes | None]] = {}
         self._unsent_removals: dict[str, str | None] = {}
-        self._is_complete = True  # what is unsent
+        self._is_complete = True  # whether what is unsent is all that happened
         self._is_sending = False
         self._added: dict[str, None] = {}
         self._removed: dict[str, None] = {}
@@ -62,14 +62,14 @@ class ChangeFeed:
     # -- what this process did -----------------------------------------------------------------------------------
 
     def record_commit(self, variant_id: str, object_id: str, record: bytes) -> None:
-        """The variant is committed by this record of a data object; others are told in a moment."""
+        """Queues the announcement that this record of a data object commits the variant."""
         with self._changed:
             self._unsent.pop(variant_id, None)
             self._unsent[variant_id] = object_id, record if len(record) <= LARGEST_SENT_BYTES else None
             self._bound()
 
     def record_deletion(self, variant_id: str, object_id: str | None) -> None:
-        """The variant's record of that object, None where it could not be read, is gone."""
+        """Queues the announcement that the variant's record of that object (None if unreadable) is deleted."""
         with self._changed:
             if variant_id in self._unsent and object_id in (None, self._unsent[variant_id][0]):
                 del self._unsent[variant_id]
@@ -77,13 +77,13 @@ class ChangeFeed:
             self._bound()
 
     def mark_incomplete(self) -> None:
-        """More happened in the store than that: others had better list it."""
+        """Announces that more happened than was recorded, so that others list the store."""
         with self._changed:
             self._is_complete = False
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Waits until others can know all that; False where the index does not answer, or not in time."""
+        """Waits until others can see everything recorded; False if the index does not answer, or not in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_all_sent or not self._is_up or self._thread is None, timeout_s)
             return self._is_all_sent
@@ -92,30 +92,31 @@ class ChangeFeed:
 
     @property
     def counts(self) -> ChangeFeedCounts:
-        """How it stands."""
+        """Current state of the feed."""
         return ChangeFeedCounts(self._is_up, self._num_applied)
 
     @property
     def has_changes(self) -> bool:
-        """True when `take` has something; may be asked often."""
+        """True when `take` would return something; cheap enough to poll."""
         return bool(self._added or self._removed)
 
     @property
     def needs_listing(self) -> bool:
-        """True when something may have happened that no news tell of; until `begin_listing`."""
+        """True when changes may have been missed, until `begin_listing`."""
         return self._needs_listing
 
     def begin_listing(self) -> None:
-        """The store is about to be listed."""
+        """Call before listing the store."""
         self._needs_listing = False
 
     def mark_listing_failed(self) -> None:
-        """It could not be."""
+        """Call after a listing failed."""
         with self._changed:
             self._needs_listing = True
 
     def take(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Variants that came and that went since the last call, those that did both in either."""
+        """Returns and clears the variants added and removed since the last call; a variant that was both is in one of
+        them."""
         with self._changed:
             added, removed = tuple(self._added), tuple(self._removed)
             self._added.clear()
@@ -123,19 +124,19 @@ class ChangeFeed:
             return added, removed
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until `has_changes` or `needs_listing`; False where it is closed, or nothing came in time."""
+        """Waits until `has_changes` or `needs_listing`; False if closed or timed out."""
         with self._changed:
             self._changed.wait_for(lambda: self.has_changes or self._needs_listing or self._closed, timeout_s)
             return not self._closed and (self.has_changes or self._needs_listing)
 
     def start(self, apply: ApplyChanges) -> None:
-        """Begins. `apply` is called at every look, on the thread, also without changes; what it returns is what came
-        and went for this process."""
+        """Starts the thread. `apply` is called on it at every poll, also without changes; it returns the ids that were
+        added and removed for this process."""
         self._thread = threading.Thread(target=self._run, args=(apply,), name="store-news", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Tells what is still to be told, if the index answers, and ends. May be called twice."""
+        """Sends what is queued, if the index answers, and ends the thread. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -150,7 +151,7 @@ class ChangeFeed:
         return not (self._unsent or self._unsent_removals or self._is_sending) and self._is_complete
 
     def _bound(self) -> None:
-        """While the index is away, what waits for it is not more than it would keep."""
+        """Drops the queue and marks it incomplete if the index, once it is back, would not keep that many changes."""
         if len(self._unsent) + len(self._unsent_removals) > CHANGES_KEPT:
             self._unsent.clear()
             self._unsent_removals.clear()
@@ -160,13 +161,13 @@ class ChangeFeed:
     def _run(self, apply: ApplyChanges) -> None:
         failed = closed = False
         while not closed:
-            with self._changed:  # an index that is away is not asked more often for what there is to tell
+            with self._changed:  # during an outage, unsent changes do not make us poll more often
                 self._changed.wait_for(lambda: self._closed or not (failed or self._is_all_sent), POLL_S)  # noqa: B023
                 closed = self._closed
             failed = not self._exchange(apply)
 
     def _exchange(self, apply: ApplyChanges) -> bool:
-        """One look; False where the index did not answer."""
+        """Sends and receives once; False if the index did not answer."""
         error: OSError | None = None
         try:
             self._send()
@@ -174,8 +175,8 @@ class ChangeFeed:
                 pass
         except OSError as caught:
             error = caught
-        except Exception:  # whatever it is: the thread must live on
-            _log.exception("store: news of other processes could not be taken in")
+        except Exception:  # the thread must survive any error
+            _log.exception("store: changes of other processes could not be applied")
             with self._changed:
                 self._needs_listing = True
         self._log_outage(error)
@@ -201,7 +202,7 @@ class ChangeFeed:
             finally:
                 with self._changed:
                     self._is_sending = False
-                    if not is_sent:  # what happened meanwhile is newer
+                    if not is_sent:  # changes recorded meanwhile are newer
                         self._unsent = added | self._unsent
                         for key, object_id in self._unsent_removals.items():
                             record_removal(removed, key, object_id)
@@ -211,7 +212,7 @@ class ChangeFeed:
                     self._changed.notify_all()
 
     def _receive(self, apply: ApplyChanges) -> bool:
-        """Takes in the next changes; False where there were none."""
+        """Applies the next changes; False if there were none."""
         changes = self.index.changes(self._cursor)
         is_first, self._cursor = self._cursor is None, changes.cursor
         added, removed = apply(changes)
@@ -229,7 +230,7 @@ class ChangeFeed:
         return bool(changes.added or changes.removed)
 
     def _log_outage(self, error: OSError | None) -> None:
-        """Logs the first failure of a row, and its end."""
+        """Logs the start and the end of an outage."""
         if error is not None and self._is_up:
             _log.warning("store: %s; what other processes do is seen by listing the store until it answers", error)
         elif error is None and not self._is_up:

@@ -1,4 +1,4 @@
-"""What other processes do to a disk tier, taken in: by listing it, and by news of a shared index."""
+"""Applies what other processes do to a disk tier, from listings and from the change feed of a shared index."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Found = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class StoreWatcher:
-    """Thread-safe.
+    """Watches a disk tier for changes of other processes. Thread-safe.
 
     Args:
-      pinned: variants that a load is open of, guarded by `lock`. These stay until that is over, whatever news say, as
-        whoever computes on top of them asks for their records at the end.
-      news: followed from now on.
+      change_feed: applied from now on.
+      pinned: variants with an open load, guarded by `lock`. They are kept until the load completes, whatever the feed
+        says, because the request that computes on top of them needs their records at the end.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class StoreWatcher:
         self._unapplied_removals: set[tuple[str, str | None]] = set()  # variants and their data objects
         self._is_failing = False
         if change_feed is not None:
-            change_feed.apply_commits(self._apply)
+            change_feed.start(self._apply)
 
     def list_all(self) -> Found:
-        """What `TensorStoreTier.refresh` finds; nothing while the disk cannot be listed. The first failure of a row is
-        logged as a warning, so is the recovery."""
+        """Returns what `TensorStoreTier.refresh` finds; nothing while the disk cannot be listed. Logs the start and the
+        end of such an outage as warnings."""
         found: Found = (), ()
         failure = None
         if self._change_feed is not None:

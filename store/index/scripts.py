@@ -1,12 +1,12 @@
-"""What a Redis does for a shared index in one go each: Lua.
+"""Lua scripts that Redis runs atomically for a shared index.
 
-Keys of one namespace share a hash tag. What nobody wrote to for `KEEP_MS` goes; time is that of Redis.
+Keys of one namespace share a hash tag. Keys that are not written for `KEEP_MS` expire; times are those of Redis.
 """
 
 from __future__ import annotations
 
 KEEP_MS = 24 * 3600 * 1000
-"""A namespace that is not used any more leaves nothing behind after that."""
+"""Keys of an unused namespace are gone after this time."""
 
 ACQUIRE = """
 -- KEYS: leases in order; ARGV: milliseconds, then the value of each. How many were free, up to the first that was not.
