@@ -49,7 +49,7 @@ def test_an_order_that_fails_is_not_the_last(monkeypatch, error):
         engine.times_asked += 1
         raise error
 
-    monkeypatch.setattr(generator, "_AWAY_S", 0.001)
+    monkeypatch.setattr(generator, "_RETRY_S", 0.001)
     monkeypatch.setattr(Engine, "compute_ahead", fail)
     with working(monkeypatch, lambda: 1.0, needs_idle_cpus=False) as engine:
         wait_until(lambda: engine.times_asked > 2)

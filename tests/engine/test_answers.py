@@ -276,7 +276,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
             siblings = serving.siblings
             preempt(serving)
             if siblings.prompt is not None:
-                record = engine._loop._scheduler._record(serving.request_id)
+                record = engine._loop._scheduler._get(serving.request_id)
                 assert (record.work.prefill_tokens, record.own_pages) == (1, serving.num_own_pages)
             others = sum(one.is_decoding for one in siblings.open)
             preempted.append((serving.request_id, others, siblings.prompt is not None))
@@ -316,13 +316,13 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
             if not starved and len(client.deltas) > 20:
                 loop = engine._loop
                 for serving in [one for one in loop._servings.values() if one.is_decoding]:
-                    loop._scheduler._preempt(loop._scheduler._record(serving.request_id))
+                    loop._scheduler._preempt(loop._scheduler._get(serving.request_id))
                     loop._preempt(serving)
                 held = engine._pool.allocate([PAGE_TOKENS] * engine._pool.num_free)
                 loop._make_room(1)
                 starved.append(engine._pool.num_free)
                 for name in loop._servings:  # in line with all of the prompt to compute
-                    assert loop._scheduler._record(name).work.prefill_tokens == sum(map(len, segments))
+                    assert loop._scheduler._get(name).work.prefill_tokens == sum(map(len, segments))
                 del held
             return decode()
 

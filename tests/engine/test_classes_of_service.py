@@ -50,8 +50,8 @@ def engine(shared_engine):
     settled(shared_engine)
     after = shared_engine.batch_counts
     assert after.free_pages == before.free_pages
-    places = shared_engine._loop._scheduler._places
-    assert places.num_taken == places.num_tokens == 0 and not places._by_flow
+    places = shared_engine._loop._scheduler._queue_limit
+    assert places.num_queued == places.num_tokens == 0 and not places._by_flow
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def test_every_verb_of_the_scheduler_holds_the_lock():
         def check(self, flow):
             seen[flow] = bool(holds)
 
-    scheduler._places = Places()
+    scheduler._queue_limit = Places()
     scheduler.check_queue_limit("a")
     assert seen == {"a": True} and not holds
     for name in verbs:

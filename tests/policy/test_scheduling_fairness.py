@@ -136,7 +136,7 @@ def test_backlogged_flows_differ_by_two_prompts_at_most(small, large, budget, vi
                 scheduler.add(SequenceWork(f"v{number}", num_tokens, 1, 1, f"visitor {number % 3}"))
         pack = served(scheduler)
         for flow in "ab":
-            num_ended[flow] = num_sent[flow] - sum(name[0] == flow for name in scheduler._records)
+            num_ended[flow] = num_sent[flow] - sum(name[0] == flow for name in scheduler._sequences)
         gains = {flow: sum(n for name, n in pack.items() if name.startswith(flow)) for flow in "ab"}
         ahead.append(ahead[-1] + gains["a"] - gains["b"])
         assert sum(pack.values()) == budget
@@ -229,7 +229,7 @@ def test_flows_that_left_are_forgotten():
         scheduler.add(SequenceWork(f"stays {step}", 10, 1, 1, "stays"))
         scheduler.add(SequenceWork(f"visitor {step}", 10, 1, 1, f"visitor {step}"))
         served(scheduler)
-    assert len(scheduler._queue._lines[0]._flows) <= 10
+    assert len(scheduler._queue._queues[0]._flows) <= 10
 
 
 class TestWindow:

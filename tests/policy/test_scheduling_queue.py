@@ -101,7 +101,7 @@ class TestHold:
         scheduler.pack_done(0.0)
         assert start(scheduler) == ScheduledPack()
         scheduler.remove("a")
-        assert scheduler.num_waiting == 0 and not scheduler._queue._lines
+        assert scheduler.num_waiting == 0 and not scheduler._queue._queues
 
     def test_its_deadline_stands(self):
         scheduler = build()
