@@ -1,5 +1,5 @@
-"""Directs a compilation: reads, estimates, gives work out in small batches until all is there, and reports. Computes
-nothing itself, and draws nothing."""
+"""Coordinates a compilation: reads, estimates, hands out work in small batches until everything is stored, and
+reports."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from ccjax.precompute.report import Report
 from ccjax.precompute.workers import StoppedError, WorkerError, WorkerProcess, Workers
 
 BATCH_S = 4.0
-"""About what a batch should take. Leases on it last some seconds longer: that is what a killed process costs others."""
+"""Target time of a batch. Its leases last some seconds longer: that is how long a killed process delays others."""
 
 MOST_IN_BATCH = 16
 SAMPLE = 8
 _NOTED_AT_ONCE = 10_000
 _AGAIN_S = 1.0
-"""Pause before another look at what some other process computes."""
+"""Pause before checking again what another process is computing."""
 
 _ATTEMPTS = 2
-"""How often a batch may take its worker along before it is given up."""
+"""Number of workers that a batch may crash before it is given up."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to do besides computing what is missing.
+    """Options besides computing what is missing.
 
     Attributes:
-      is_dry_run: estimate, and nothing else.
-      is_forced: begin even where there is no room.
-      prunes: drop what is of no passage any more, first.
-      questions: file of questions to ask at the end; None for none. top_k: passages for one that names none.
-        limit: ask so many; None for all. max_new_tokens: of an answer.
+      is_dry_run: only estimate.
+      is_forced: start even if the result does not fit.
+      prunes: first drop variants of passages that no longer exist.
+      questions: file of questions to ask at the end; None for none. top_k: passages for a question that names none.
+        limit: number of questions to ask; None for all. max_new_tokens: of an answer.
     """
 
     is_dry_run: bool = False
@@ -51,23 +51,23 @@ class Options:
 
 
 class Show(Protocol):
-    """Who shows how far things are."""
+    """Receives progress reports."""
 
     def stage(self, worker: int, stage: str, done: int, total: int) -> None:
-        """A worker loads, reads or asks."""
+        """A worker is loading, reading or asking."""
         ...
 
     def estimated(self, report: Report) -> None:
-        """What is to be done is known."""
+        """The estimate is known."""
         ...
 
     def computed(self, report: Report) -> None:
-        """Some variants more were dealt with."""
+        """Some more variants were processed."""
         ...
 
 
 class DoesNotFitError(ValueError):
-    """What is missing does not fit where it is to go."""
+    """The missing variants do not fit."""
 
 
 @dataclasses.dataclass
@@ -78,11 +78,11 @@ class _UnitBatch:
 
 
 class Compilation:
-    """One run; `run` once.
+    """One run; call `run` once.
 
     Args:
-      settings: one for each worker; they differ in `environment` at most.
-      is_stopped: the name of the signal that wants an end, or None.
+      settings: one for each worker; they may differ only in `environment`.
+      is_stopped: the name of the signal that requested the end, or None.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Compilation:
         self._why = "every worker died"
 
     def run(self) -> Report:
-        """All of it; the report is that of a part where a signal, or the last worker's death, ended it early.
+        """Runs everything; the report is partial if a signal, or the last worker's death, ended it early.
 
         Raises:
-          ValueError: an argument, a file, the store or the model cannot be used, the message says which; or
-            NoRoomError. Nothing was computed then.
+          ValueError: an argument, a file, the store or the model cannot be used; the message says which.
+            DoesNotFitError if the result would not fit. Nothing was computed then.
         """
         workers = Workers(self._settings, self._show.stage, lambda: self._is_stopped() is not None)
         try:
@@ -162,7 +162,7 @@ class Compilation:
         for is_conditioned in (False, True):  # these reuse the others
             some = [unit for unit in missing if bool(unit.behind) == is_conditioned]
             self._compute(workers, batches(some, batch_tokens, MOST_IN_BATCH))
-        report.stored = set(workers.ask("stored"))  # what is there, not what was counted
+        report.stored = set(workers.ask("stored"))  # what is stored, not what was counted
         if options.questions is not None:
             asked = (options.questions, options.top_k, options.limit, options.max_new_tokens)
             report.quality = workers.ask("ask", *asked)
@@ -194,7 +194,7 @@ class Compilation:
 
         Raises:
           WorkerError: no worker is left.
-          StoppedError: the user wants an end.
+          StoppedError: the user requested the end.
         """
         self._queue = collections.deque(_UnitBatch(tuple(units)) for units in work)
         while self._queue or self._running:
@@ -214,7 +214,7 @@ class Compilation:
                 self._handle_reply(worker, value)
 
     def _handle_reply(self, worker: WorkerProcess, value: Any) -> None:
-        """Counts what a worker answered to its batch; what others compute is looked at again later."""
+        """Processes a worker's reply to its batch; what others are computing is checked again later."""
         batch = self._running.pop(worker.number, None)
         if batch is None:
             return
@@ -222,7 +222,7 @@ class Compilation:
         if isinstance(value, Failure):
             counts.failed += [(unit.passage, len(unit.behind), value.message) for unit in batch.units]
             value = ()
-        for unit, result in zip(batch.units, value, strict=False):  # fewer where it was broken off
+        for unit, result in zip(batch.units, value, strict=False):  # fewer if it was interrupted
             counts.computed_tokens += result.computed_tokens
             counts.stored_bytes += result.num_bytes
             if result.status == "elsewhere":
@@ -238,7 +238,7 @@ class Compilation:
         self._save_progress()
 
     def _lose(self, worker: WorkerProcess) -> None:
-        """A worker died: what it was at is tried once more by another one."""
+        """Handles a dead worker: another one retries its batch."""
         self._why = worker.how_it_died
         batch = self._running.pop(worker.number, None)
         if batch is None:

@@ -1,8 +1,8 @@
-"""One replica in virtual time: the engine's scheduler over a cost model. What `ccjax.engine.batch` does with a device
-is done here with its seconds, in the same order of the scheduler's verbs.
+"""One replica in virtual time: the engine's scheduler over a cost model, in the order of calls that
+`ccjax.engine.batch` makes.
 
-What differs: a pack is begun and ended in one call, so a request that comes meanwhile is in line from its end on;
-nothing fails, nobody cancels; of n answers there is one; there is one flow and one priority.
+Differences: a pack starts and ends in one call, so a request that arrives meanwhile is queued from its end on; nothing
+fails and nothing is cancelled; one answer per request; one flow and one priority.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
 
 PLANNED_AHEAD = 8
-"""Requests in line that are planned before each pack, as `ccjax.engine.batch.seating` does."""
+"""Queued requests that are planned before each pack, as by the engine's batch loop."""
 LOADINGS = ("layerwise", "sync")
 
 
 @dataclasses.dataclass(frozen=True)
 class HostWork:
-    """What takes time beside the device's work, seconds.
+    """Times besides the device's work, in seconds.
 
     Attributes:
-      before_s: the host's work before a pack (planning, launching), the device waiting: for each request that begins in
-        it, once at least.
-      after_s: behind that (copying KV out, storing, answering).
-      pack_s: by which every pack takes longer than its cost model has it, whatever its size.
-      piece_s: by which it takes longer for each prompt in it beyond the first.
-      wake_s: by which a pack takes longer when nothing ran before it: on a CPU the weights have left its caches.
-      apart_s: of a request's latency, beside all that: its text is tokenized, its answer handed over.
-      jitter: times by which packs took longer than they should, one after the other: a machine that is slow is so for
-        a while. They come again in that order, from one on that is drawn by chance. Empty for none.
+      before_s: host work before a pack (planning, launching) while the device waits: for each request that starts in
+        it, at least once.
+      after_s: host work after a pack (copying KV out, storing, answering).
+      pack_s: excess of every pack over its cost model, whatever its size.
+      piece_s: excess for each prompt in a pack beyond the first.
+      wake_s: excess of a pack if nothing ran before it: on a CPU the weights have left its caches.
+      apart_s: remaining part of a request's latency: tokenizing its text, delivering its answer.
+      jitter: measured slow-downs of packs, in their order, since slow phases of a machine last; replayed from a random
+        position. Empty for none.
     """
 
     before_s: float = 0.0
@@ -85,12 +85,12 @@ class SimulatedJob:
 
 
 class SimulatedReplica:
-    """Requests in, figures out. `advance` runs it up to a time, `submit` adds a request that comes then.
+    """A simulated replica. `advance` runs it up to a time, `submit` adds a request that arrives then.
 
     Args:
       loading: "layerwise" lets layers run while later ones load (CacheCraft alg. 2), "sync" loads all first.
-      preloads: reads what waiting requests reuse from disk while they wait (CacheCraft sec. 3.5).
-      seed: of what is drawn by chance, with `name`.
+      preloads: reads from disk what waiting requests will reuse (CacheCraft sec. 3.5).
+      seed: of random draws, together with `name`.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class SimulatedReplica:
 
     @property
     def num_under_way(self) -> int:
-        """Requests that have not their last token."""
+        """Requests without their last token."""
         return len(self._jobs)
 
     def submit(self, number: int, passages: Passages, arrival_s: float, answer_tokens: int) -> None:
-        """A request comes; `advance` to its arrival comes first."""
+        """Adds a request; call `advance` to its arrival first."""
         job = SimulatedJob(number, str(number), arrival_s, passages, answer_tokens)
         lengths = (self._workload.system_tokens, *passages.num_tokens, self._workload.question_tokens)
         job.tail_slots = -lengths[-1] % PAGE_TOKENS
@@ -162,7 +162,7 @@ class SimulatedReplica:
                 job.disk_at_s = self._on_link(DISK, num_bytes, arrival_s)
 
     def advance(self, until_s: float) -> None:
-        """Runs packs and decode steps that begin before then; the last one may end after it."""
+        """Runs packs and decode steps that start before then; the last one may end later."""
         while self._jobs and self.now_s < until_s:
             self._run_one()
         if not self._jobs and self.now_s < until_s:
@@ -195,7 +195,7 @@ class SimulatedReplica:
         self._outcome.end_s = max(self._outcome.end_s, self.now_s)
 
     def _plan_first(self) -> None:
-        """As `Seating._plan_first`."""
+        """Plans the first queued requests, as the engine's batch loop does."""
         num_free_slots = self.scheduler.settings.max_num_seqs - self.scheduler.num_running
         num_planned = PLANNED_AHEAD if num_free_slots else 1
         if 0 < num_free_slots < len(self._waiting):
@@ -210,7 +210,7 @@ class SimulatedReplica:
                 self._plan(job)
 
     def _plan(self, job: SimulatedJob) -> None:
-        """Plans a request that has no pages, and tells the scheduler."""
+        """Plans a request without pages, and updates the scheduler."""
         workload = self._workload
         planned = job.planned = self.cache.plan(job.passages, workload.system_tokens, workload.question_tokens)
         shared: tuple[int, ...] = ()
@@ -240,7 +240,7 @@ class SimulatedReplica:
             self._admit(self._jobs[request_id])
 
     def _admit(self, job: SimulatedJob) -> None:
-        """Pins, draws pages and starts to load; a request whose plan had to change goes back in line."""
+        """Pins, allocates pages and starts loading; a request whose plan had to change is queued again."""
         planned = job.planned
         ticket = None if planned is None else self.cache.pin(planned)
         if planned is None or ticket is None or ticket.missing:
@@ -274,7 +274,7 @@ class SimulatedReplica:
             job.loaded_at_s = max(job.loaded_at_s, self._on_link(HOST, self.cache.num_bytes(host_tokens), self.now_s))
 
     def _on_link(self, tier: str, num_bytes: int, now_s: float) -> float:
-        """When so many bytes are through a link, behind what it was given before."""
+        """When this many bytes are through a link, after what was submitted before."""
         free_s = max(now_s, self._link_free_s[tier]) + self._costs.link_s(tier, num_bytes)
         self._link_free_s[tier] = free_s
         return free_s
@@ -300,7 +300,7 @@ class SimulatedReplica:
                 self.now_s += whole_s / num_layers
                 if self.scheduler.after_layer(self.now_s):
                     self._decode()
-        else:  # nobody could ask for a decode step between two layers
+        else:  # no request would need a decode step between two layers
             self.now_s += whole_s
         done = self.scheduler.pack_done(self.now_s)
         self._outcome.num_packs += 1
@@ -350,7 +350,7 @@ class SimulatedReplica:
         self._release(job)
 
     def _preempt(self, request_id: str) -> None:
-        """Its pages are free; it goes first again, and is planned anew."""
+        """Frees the pages of a preempted request, which is planned again and starts at the front of the queue."""
         job = self._jobs[request_id]
         self._outcome.num_preempted += 1
         self._release(job)
@@ -373,5 +373,5 @@ class SimulatedReplica:
 
 
 def _none_shared(request_id: str) -> int:
-    """The device tier's pages are not the requests' here."""
+    """The device tier's pages are separate from the requests' here."""
     return 0

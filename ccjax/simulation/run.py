@@ -1,4 +1,4 @@
-"""A whole run: a workload over one replica or several, routed as a cluster's router does."""
+"""A simulation run: a workload over one or several replicas, routed as in a cluster."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _ADVANCE_EVERY = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """What answers; each replica has tiers of its own, also below: a shared store is not modelled.
+    """The simulated deployment; each replica has tiers of its own, including the lower one: a shared store is not
+    modelled.
 
     Attributes:
       cache, scheduler: of each replica.
-      replicas: how many.
-      summary_interval_s: how often each tells the router what it holds and how many tokens wait.
+      replicas: their number.
+      summary_interval_s: how often each replica publishes its chunks and queued tokens to the router.
     """
 
     costs: CostModel
@@ -47,7 +48,7 @@ class Deployment:
 
 
 class Simulation:
-    """A run that was carried out, or can be continued: `run` takes each request in turn.
+    """A run; `run` processes all requests, and may be called for a continuation.
 
     Attributes:
       replicas: with their caches, as the run left them.
@@ -75,10 +76,10 @@ class Simulation:
         self._router = _Router(self.replicas, deployment) if deployment.replicas > 1 else None
 
     def run(self, progress: Callable[[int], None] = lambda done: None) -> SimulationResults:
-        """All requests, to their last tokens.
+        """Runs all requests to their last tokens.
 
         Args:
-          progress: called now and then with the requests that came since the last time.
+          progress: called now and then with the number of requests that arrived since the last call.
         """
         workload = self._workload
         times, which = workload.arrival_s.tolist(), workload.which.tolist()
@@ -109,7 +110,7 @@ class Simulation:
 
 
 class _Router:
-    """Books as `ccjax.cluster.router` keeps them: the last summary of each replica, and what was sent there since."""
+    """The state of `ccjax.cluster.router`: the last summary of each replica, and what was sent there since."""
 
     def __init__(self, replicas: list[SimulatedReplica], deployment: Deployment) -> None:
         self._replicas = {str(name): one for name, one in enumerate(replicas)}
@@ -125,7 +126,7 @@ class _Router:
         self._load_cost = load_cost(costs.load_s(DISK, token_bytes) if has_disk else None, token_s)
 
     def choose(self, now_s: float, prompt: PromptSummary, draw: float) -> SimulatedReplica:
-        """Where a request goes."""
+        """The replica for a request."""
         if now_s >= self._next_s:
             self._publish()
             self._next_s = now_s + self._interval_s

@@ -1,5 +1,5 @@
-"""What a service level needs: "p99 TTFT < 1 s at 20 req/s" as a goal, and the cheapest of some deployments that reaches
-it. Runs nothing itself."""
+"""Sizing for a service level: a goal such as "p99 TTFT < 1 s at 20 req/s", and the cheapest deployment that meets
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GOAL = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A statistic of a time, the most that it may be in seconds, and the rate of requests a second."""
+    """A statistic of a time, its limit in seconds, and the request rate per second."""
 
     statistic: str
     figure: str
@@ -27,22 +27,23 @@ class Goal:
     rate: float
 
     def value(self, figures: Mapping[str, Any]) -> float:
-        """Of a run's figures (`Outcome.figures`); infinite where requests were refused or not answered."""
+        """The statistic in a run's figures (`SimulationResults.figures`); infinite if requests were refused or not
+        answered."""
         times = figures[f"{self.figure}_s"]
         if times is None or figures["answered"] < figures["requests"]:
             return math.inf
         return times[self.statistic]
 
     def is_met(self, figures: Mapping[str, Any]) -> bool:
-        """Whether it is at most what it may be."""
+        """Whether the statistic is within the limit."""
         return self.value(figures) <= self.most_s
 
 
 def parse_goal(text: str) -> Goal:
-    """The goal that "p99 TTFT < 1 s at 20 req/s" says: mean, p50, p90 or p99; TTFT or latency; s or ms.
+    """Parses a goal such as "p99 TTFT < 1 s at 20 req/s": mean, p50, p90 or p99; TTFT or latency; s or ms.
 
     Raises:
-      ValueError: it says something else, or a number is 0.
+      ValueError: it is malformed, or a number is 0.
     """
     found = _GOAL.fullmatch(text.strip().lower())
     if found is None:
@@ -59,7 +60,7 @@ def parse_goal(text: str) -> Goal:
 
 @dataclasses.dataclass(frozen=True)
 class DeploymentSize:
-    """A deployment: host memory for chunk-caches on each replica, and how many of these."""
+    """A deployment: host memory for chunk-caches on each replica, and the number of replicas."""
 
     host_cache_bytes: int
     replicas: int
@@ -67,7 +68,7 @@ class DeploymentSize:
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A size, its figures, and what the goal speaks of."""
+    """A size that was tried: its figures, and the value of the goal's statistic."""
 
     size: DeploymentSize
     figures: Mapping[str, Any]
@@ -81,14 +82,14 @@ def search(
     most_replicas: int,
     simulate: Callable[[DeploymentSize], Mapping[str, Any]],
 ) -> tuple[dict[int, DeploymentSize], list[Tried]]:
-    """For each budget the fewest replicas that meet the goal, budgets that none meets left out; and all that was tried.
+    """Finds for each budget the fewest replicas that meet the goal, leaving out budgets that never do; also returns
+    everything tried.
 
-    More replicas are taken to be no worse, so the number is doubled until one meets the goal, and halved between. A
-    larger budget is taken to need no more replicas than a smaller one: from the least budget up, the search for the
-    next ends at what the last one needed.
+    More replicas are assumed to be no worse, so the number is doubled until one meets the goal, then bisected. A larger
+    budget is assumed to need no more replicas than a smaller one, which bounds its search.
 
     Args:
-      simulate: figures of a run at `goal.rate`; asked once for a size.
+      simulate: figures of a run at `goal.rate`; called once per size.
 
     Raises:
       ValueError: no budgets, or no replicas.
@@ -114,7 +115,7 @@ def search(
 
 
 def _least(is_met: Callable[[int], bool], most: int) -> int | None:
-    """The least count from 1 to `most` that meets it, for what more of never makes worse; None where `most` fails."""
+    """The least count from 1 to `most` that satisfies a monotone condition; None if `most` does not."""
     low, high = 0, 1
     while not is_met(high):
         if high == most:
