@@ -228,7 +228,7 @@ class ReuseReport:
       calibrated: how much was recomputed is what a calibration of this model asks for; False also for exact reuse.
       quality_target: share of full prefill's answers that reuse was to keep, of the request or the calibration.
       quality_bound: share that the calibration showed to be kept, with its confidence; 1 where reuse was exact, None
-        where nobody knows.
+        if unknown.
     """
 
     mode: ReuseMode

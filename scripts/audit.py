@@ -1,5 +1,5 @@
-"""Known vulnerabilities of the packages of an environment, by pip-audit. Exit code 0 for none, 1 for some, 77 where
-nobody could be asked: then nothing is known, which is not the same as nothing found."""
+"""Known vulnerabilities of the packages of an environment, by pip-audit. Exit code 0 for none, 1 for some, 77 if
+no advisory database answered: then nothing is known, which is not the same as nothing found."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def nearest_tests(changed: Iterable[str]) -> dict[str, int]:
                 steps[user] = steps[path] + 1
                 waiting.append(user)
     for path in changed:
-        if not path.endswith(".py"):  # a page, a list, an asset: whoever names it
+        if not path.endswith(".py"):  # a page, a list, an asset: files that name it
             for user in _git("grep", "-lF", Path(path).name, "--", "tests"):
                 steps.setdefault(user, 1)
     tests = {path: count for path, count in steps.items() if Path(path).name.startswith("test_")}

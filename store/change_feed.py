@@ -132,7 +132,7 @@ class ChangeFeed:
     def start(self, apply: ApplyChanges) -> None:
         """Starts the thread. `apply` is called on it at every poll, also without changes; it returns the ids that were
         added and removed for this process."""
-        self._thread = threading.Thread(target=self._run, args=(apply,), name="store-news", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(apply,), name="store-change-feed", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

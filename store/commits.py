@@ -40,7 +40,7 @@ class CommittedShards:
     Attributes:
       lock: guards this object and `budget`, in which every known variant is charged.
       foreign: records in formats unknown to this version.
-      num_corrupt: failed checks, counted by whoever detects one.
+      num_corrupt: failed checks, counted where they are detected.
       num_forged: those of them that were records not sealed with our keys.
       num_unread: listed records that could not be read so far.
     """
@@ -122,9 +122,8 @@ class CommittedShards:
           OSError: the directory or bucket cannot be listed.
         """
         with self.lock:
-            known = dict(
-                self._shards
-            )  # before the listing: commits of this process meanwhile must not look like removals
+            # Before the listing: commits of this process meanwhile must not look like removals.
+            known = dict(self._shards)
         names = self._root.names(f"{self._namespace}/records")
         listed = {name.removesuffix(".json") for name in names if name.endswith(".json")}
         self.foreign.keep(listed)
@@ -378,7 +377,7 @@ class CommittedShards:
         try:
             return self._read_sound(variant_id)
         except OSError as error:
-            self.warn("store: cannot take in the record of variant %s from %s: %s", variant_id, self._url, error)
+            self.warn("store: cannot read the record of variant %s from %s: %s", variant_id, self._url, error)
             with self.lock:
                 self.num_unread += 1
         return None

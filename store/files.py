@@ -78,9 +78,8 @@ class FileRoot:
     def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         final = self.path / key
         try:
-            self._place(
-                final, data, os.link, durable
-            )  # atomic, and refuses an existing name: with rename the second writer would win
+            # Atomic, and refuses an existing name: with rename the second writer would win.
+            self._place(final, data, os.link, durable)
         except FileExistsError:
             return False
         if not durable:

@@ -14,7 +14,7 @@ from ccjax.store.spec import KVSpec
 KV_DTYPES = ("auto", "int8", "fp8")
 COMPRESSIONS = ("none", "zstd")
 
-# A frame of zstd has bits that decide nothing: the checksum makes sure that nobody touched those either.
+# A zstd frame has bits without effect on its contents; the checksum protects those, too.
 _CODECS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]}
 
 

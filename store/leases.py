@@ -70,7 +70,7 @@ class Leases:
         return self._checked(free, held)
 
     def held(self, keys: Collection[str]) -> frozenset[str]:
-        """Those of `keys` with a live lease, whoever holds it."""
+        """Those of `keys` with a live lease of any process."""
         return frozenset(key for key, lease in self._latest(keys).items() if self._is_live(lease))
 
     def release(self, lease: Lease) -> None:

@@ -104,8 +104,8 @@ class StoreIdentity:
 
     @property
     def digest(self) -> str:
-        """How KV is bound to its record, one of `store.signing.DIGESTS`: with keys so that nobody can make other KV
-        of the same digest. What is encrypted is bound by its tag."""
+        """How KV is bound to its record, one of `store.signing.DIGESTS`: with keys one for which no other KV
+        of the same digest can be made. What is encrypted is bound by its tag."""
         return "sha256" if self.keys and not self.cipher else "xxh3"
 
     def seal(self, kind: str, name: str, data: bytes) -> bytes:

@@ -175,7 +175,7 @@ class TieredStore(Levels):
                 sources[variant_id] = self._readers.open(variant_id)
             except ShardNotFoundError:  # evicted by another process, as another thread just noticed
                 self._unpin([variant_id])
-            except BaseException:  # no memory for the buffer: leave no pin behind that nobody could undo
+            except BaseException:  # no memory for the buffer: leave no pin behind
                 self._unpin([*sources, *on_disk[position:]])
                 raise
         return LoadTicket(wanted, sources, lossy, self.kv_spec)
@@ -332,9 +332,8 @@ class TieredStore(Levels):
             return ()
         erase = functools.partial(erase_from_disk, self._disk, condemned, uncommitted=uncommitted, condemns=condemns)
         try:
-            return self._writer.call(
-                erase
-            ).result()  # on the writing thread, when none of our own writes is in progress
+            # On the writing thread, when none of our own writes is in progress.
+            return self._writer.call(erase).result()
         finally:
             self.request_relisting()  # what was erased was not only on disk
 

@@ -101,7 +101,7 @@ def parse(model: type[Options], argv: Sequence[str] | None, *, prog: str, descri
     for option in {*options.values()}:
         # The others have no variable: Kubernetes sets CCJAX_PORT for a service of that name.
         value = None if option.field.repr else os.environ.get(option.variable)
-        if value or (value is not None and option.is_secret):  # whoever sets an empty key wanted one
+        if value or (value is not None and option.is_secret):  # an empty key is probably a mistake
             values[option.name], places[option.name] = value, option.variable
     if path is not None:
         for name, (key, value) in _file(options, Path(path)).items():

@@ -11,7 +11,7 @@ from ccjax.config.values import FolderPath
 
 
 class DocumentOptions(SettingsModel):
-    """Documents that answers are from; whoever reads the same ones needs the same options."""
+    """Documents that answers are based on; all readers of an index need the same options."""
 
     model_config = ConfigDict(title="documents")
 

@@ -121,7 +121,7 @@ class CacheSettings(SettingsModel):
     """Wait for chunks that another process on the same store is computing, no longer than computing them here would
     take and a second, instead of computing them too."""
     order_after_s: float | None = Field(default=None, ge=0)
-    """Order what requests that are queued for longer have to compute from whoever has time, by `store_index`."""
+    """Offer the work of requests that stay queued to idle processes, through `store_index`."""
     eviction_policy: EvictionPolicy = DEFAULT_POLICY
     """Which chunk variants leave a full tier."""
     pin_share: Share = 0.5

@@ -160,7 +160,7 @@ class Town:
         self._employed: set[Person] = set()
 
     def person(self, num_free: int = 1, *, new: bool = False, other_than: Collection[Person] = ()) -> Person:
-        """Someone with at least `num_free` unwritten relations: often a newcomer, sometimes a known person."""
+        """Someone with at least `num_free` unwritten relations: often a new person, sometimes a known one."""
         known = [p for p, free in self._free.items() if len(free) >= num_free and p not in other_than]
         if self._newcomers and (new or not known or self.rng.random() < 0.7):
             person = self._newcomers.pop()

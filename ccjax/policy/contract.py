@@ -21,13 +21,13 @@ MOST_REPAIRED = 0.3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReuseContract:
-    """What one request gets.
+    """How one request may be served.
 
     Attributes:
       mode: that of the request, or "exact" where reuse cannot keep the quality that the request names.
       settings: to plan it by.
       is_calibrated: a calibration of this model and strategy decided.
-      quality_target: share of full prefill's answers to keep; None where nobody named any.
+      quality_target: share of full prefill's answers to keep; None if none was requested.
       quality_bound: share that calibration showed to be kept, with its confidence; 1 for exact reuse, None where that
         is not known.
     """

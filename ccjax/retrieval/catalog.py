@@ -129,9 +129,8 @@ class Catalog:
             try:
                 connection.execute("PRAGMA foreign_keys = ON")
                 connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute(
-                    "PRAGMA synchronous = NORMAL"
-                )  # an index that loses its last seconds recomputes them
+                # An index that loses its last seconds recomputes them.
+                connection.execute("PRAGMA synchronous = NORMAL")
                 catalog._check(settings)
             except BaseException:
                 catalog.close()

@@ -22,7 +22,7 @@ _LEAST_MARKDOWN_WINDOW = 12_800
 """Window size in tokens, about 50 kB: large enough to contain a heading, where the next window may begin. A window that
 begins inside a list or a table is split as plain text."""
 _LONGEST_INDENT = 1024
-_AHEAD_CHUNKS = 2
+_LOOKAHEAD_CHUNKS = 2
 """A chunk depends on no text further behind its start than this; 1 would do if counts of parts added up."""
 
 
@@ -85,7 +85,7 @@ def _chunks(
         next_start = start + len(window)
         if next_start < len(text) and found:
             starts = [begin for begin, _ in found]
-            sure = counter.num_followed_by(starts, _AHEAD_CHUNKS * chunk_tokens)
+            sure = counter.num_followed_by(starts, _LOOKAHEAD_CHUNKS * chunk_tokens)
             if sure < 2:
                 found = found[:1]
                 next_start = starts[0] + len(found[0][1])

@@ -243,8 +243,8 @@ def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
 
 def _seen(soup: Any, left_out: Any) -> Iterator[str]:
     """The text of a page in order, with the space around its parts, without `left_out` (a tag or None) and what
-    browsers hide. The tree is not modified: each change of a tag with many siblings takes time proportional to their
-    number."""
+    browsers hide. The tree is not modified, because each change of a tag takes time proportional to the number
+    of its neighbours."""
     from bs4.element import CData, NavigableString, Tag
 
     within = [(iter(soup.contents), "", False)]

@@ -229,7 +229,7 @@ class PassageIndex:
         removed: Collection[str] = (),
         digests: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Takes in and removes documents, all or nothing. A document of the same id is replaced.
+        """Adds and removes documents, all or nothing. A document of the same id is replaced.
 
         Args:
           vectors: float32 [passages, dim], in the order of the documents' passages.

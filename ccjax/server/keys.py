@@ -165,7 +165,7 @@ class Keys:
         self.api = KeyRing("api_key_file", settings.api_key, settings.api_key_file)
         self.admin = KeyRing("admin_key_file", settings.admin_key, settings.admin_key_file, has_tenants=False)
         if self.api.overlaps(self.admin):
-            raise ConfigError("admin_key: wanted another key than API keys: whoever may ask must not be able to erase")
+            raise ConfigError("admin_key: wanted another key than API keys: clients must not be able to erase")
 
     def find_admin(self, token: str | None) -> Key | None:
         """The admin key that equals `token`. A key that a changed file also made an API key is not accepted."""

@@ -91,7 +91,7 @@ class ServerMetrics:
         self._failed_loads = counter("failed_loads", "Stored variants that could not be loaded and were computed")
         self._load_wait_s = counter("load_wait_seconds", "Time that prefills waited for stored KV")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token, queue included")
-        self._queue_time = histogram("request_queue_time_seconds", "In line, of those that left it to run")
+        self._queue_time = histogram("request_queue_time_seconds", "Time in the queue, of requests that were started")
         self._prefill_time = histogram("request_prefill_time_seconds", "Prefill alone")
         text = "Between two tokens of an answer, on average; of several at once the longest's"
         self._token_time = histogram("request_time_per_output_token_seconds", text)
@@ -131,7 +131,7 @@ class ServerMetrics:
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
         self._registry.register(_BatchCollector(engine))
         self._registry.register(_StoreCollector(engine))
-        self._registry.register(_NewsCollector(engine))
+        self._registry.register(_ChangeFeedCollector(engine))
         self._registry.register(_MaintenanceCollector(engine))
         self._registry.register(_OrderCollector(engine))
         self._registry.register(_ShadowCollector(engine))
@@ -262,7 +262,7 @@ class _StoreCollector:
             yield metric
 
 
-class _NewsCollector:
+class _ChangeFeedCollector:
     """The change feed of the shared index, read at every scrape; nothing without one."""
 
     def __init__(self, engine: Engine) -> None:

@@ -341,7 +341,7 @@ class Service:
         await asyncio.gather(
             self._repeat(self.settings.refresh_interval_s, _refresh_documents),
             self._repeat(self.settings.store_refresh_interval_s or None, _refresh_store),
-            self._repeat(_ORDER_EVERY_S, _order_ahead),
+            self._repeat(_ORDER_EVERY_S, _place_orders),
         )
 
     async def _repeat(self, interval_s: float | None, look: Callable[[Backend], None]) -> None:
@@ -426,7 +426,7 @@ def _refresh_documents(backend: Backend) -> None:
         backend.worker.call(lambda: None)  # wakes it up
 
 
-def _order_ahead(backend: Backend) -> None:
+def _place_orders(backend: Backend) -> None:
     backend.engine.order_ahead()
 
 

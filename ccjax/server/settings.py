@@ -80,7 +80,7 @@ class ServerSettings(SettingsModel):
     @model_validator(mode="after")
     def _check_keys_and_page(self) -> Self:
         if self.admin_key is not None and self.admin_key == self.api_key:
-            raise ValueError("admin_key: wanted another key than api_key: whoever may ask must not be able to erase")
+            raise ValueError("admin_key: wanted another key than api_key: clients must not be able to erase")
         if self.even_out_timing and self.page:
             raise ValueError("page: wanted it off (--no-page) with even_out_timing: it shows what was reused")
         return self

@@ -200,9 +200,8 @@ class EngineWorker:
         finally:
             with self._changed:
                 self._num_expected -= 1
-                self._is_idle_work_left = (
-                    self._idle_work is not None
-                )  # interrupted idle work resumes, even if no request came
+                # Interrupted idle work resumes, even if no request came.
+                self._is_idle_work_left = self._idle_work is not None
                 self._changed.notify_all()
 
     def submit(

@@ -28,7 +28,7 @@ from ccjax.simulation.workload import Passages, Workload
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
 
-PLANNED_AHEAD = 8
+NUM_PREPLANNED = 8
 """Queued requests that are planned before each pack, as by the engine's batch loop."""
 LOADINGS = ("layerwise", "sync")
 
@@ -197,7 +197,7 @@ class SimulatedReplica:
     def _plan_first(self) -> None:
         """Plans the first queued requests, as the engine's batch loop does."""
         num_free_slots = self.scheduler.settings.max_num_seqs - self.scheduler.num_running
-        num_planned = PLANNED_AHEAD if num_free_slots else 1
+        num_planned = NUM_PREPLANNED if num_free_slots else 1
         if 0 < num_free_slots < len(self._waiting):
             num_planned = max(num_planned, self.scheduler.settings.reorder_window)
         first = []

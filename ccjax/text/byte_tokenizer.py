@@ -1,6 +1,6 @@
 """A tokenizer whose tokens are bytes, for models without one of their own.
 
-Nobody trained a model on these ids, so answers mean nothing; prompts are several times as long as with a real one.
+No model is trained on these ids, so answers are meaningless; prompts are several times as long as with a real one.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class _ExpertRows(NamedTuple):
 
     Attributes:
       row_of_pair: [N * C], row of each pair of token and chosen expert.
-      token_of_row: [R], token of each row; 0 for padding, whose results nobody reads.
+      token_of_row: [R], token of each row; 0 for padding, whose results are ignored.
     """
 
     row_of_pair: Int[Array, "M"]

@@ -32,7 +32,7 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def rms_norm(x: Float[Array, "*B N D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B N D"]:
-    """`x` divided by its root mean square and scaled; the mean is taken in float32."""
+    """`x` divided by its root mean square and scaled; the mean is computed in float32."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
     return normed.astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))

@@ -97,7 +97,7 @@ class Leader:
     def end(self) -> None:
         """Lets the followers go. May be called twice."""
         with self._turn:
-            is_first, self._has_ended = not self._has_ended, True  # whoever is told first may go at once
+            is_first, self._has_ended = not self._has_ended, True  # the first process to hear of it may exit at once
             if is_first and self._lost is None:
                 with contextlib.suppress(OSError):
                     self._send(lambda process: wire.Message({"do": "end"}))

@@ -102,7 +102,7 @@ def sentence_embeddings(
 ) -> Float[Array, "B D"]:
     """L2-normalised sentence vectors, as sentence-transformers' Transformer, Pooling and Normalize give them.
 
-    Products are taken in full float32 on every device (a GPU would use TF32, a TPU bfloat16), so that one index
+    Products are computed in full float32 on every device (a GPU would use TF32, a TPU bfloat16), so that one index
     serves them all. A row without any token gives a finite vector.
     """
     with jax.default_matmul_precision("highest"):

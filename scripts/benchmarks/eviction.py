@@ -120,14 +120,14 @@ class ReplayCounts:
 
 
 class Belady(RankedPolicy):
-    """Farthest next use first, never again before all; a newcomer whose next use is farther than the others' is not
-    taken in. Offline: it knows the trace.
+    """Farthest next use first, never again before all; a new key whose next use is farther than the others' is not
+    stored. Offline: it knows the trace.
 
     With equal sizes no policy hits more. With unequal ones it is no bound: sizes only decide how many go, a passage as
     large as two others goes no sooner, and the best choice is NP-hard. It counts hits, not seconds.
     """
 
-    weighs_newcomers = True
+    weighs_new_keys = True
 
     def __init__(self, requests: Sequence[Sequence[str]]) -> None:
         super().__init__()
@@ -155,9 +155,9 @@ class _Tier:
     def store(
         self, key: ChunkId, prefix: tuple[ChunkId, ...], info: EntryInfo, now: int, pinned: set[str]
     ) -> int | None:
-        """Takes `key` in; how many went for it, or None if it was not stored."""
+        """Stores `key`; returns how many were evicted for it, or None if it was not stored."""
         self.policy.on_insert(key, info, now)
-        victims = self.policy.victims(max(0, info.num_bytes - self._free_bytes), pinned=pinned, newcomer=key)
+        victims = self.policy.victims(max(0, info.num_bytes - self._free_bytes), pinned=pinned, new_key=key)
         if victims is None or key in victims:
             self.policy.on_remove(key, evicted=False)
             return None

@@ -31,7 +31,7 @@ _FILLER_TOKENS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run of some prompts gave; times in seconds from when the engine had all of them in line.
+    """What one run of some prompts gave; times in seconds from when all of them were queued.
 
     Attributes:
       first_s: of each request, until its first token.
@@ -197,7 +197,7 @@ def run_prompts(
     def emit_of(number: int) -> Callable[[Any], None]:
         return lambda event: events.put((number, time.perf_counter(), event))
 
-    with engine._loop.paused():  # none of them begins before all are in line
+    with engine._loop.paused():  # none of them begins before all are queued
         for number, segments in enumerate(prompts):
             engine.submit(Request(segments=segments, sampling=sampling, reuse=reuse), emit_of(number))
         started_s = time.perf_counter()

@@ -288,8 +288,8 @@ def too_large(case: GpuCase, scale: GpuScale, device_bytes: int | None, torch_fr
     """Why a case does not fit, or None.
 
     Args:
-      device_bytes: what JAX may take of the device; None where nobody knows.
-      torch_free_bytes: what PyTorch may take beside that; None where nobody knows.
+      device_bytes: what JAX may take of the device; None if unknown.
+      torch_free_bytes: what PyTorch may take beside that; None if unknown.
     """
     need, have = needed_bytes(case, scale), device_bytes
     if case.kind == "torch":

@@ -39,7 +39,7 @@ from scripts.benchmarks.common import environment, median
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 5
 RATIOS = (0.5, 1.0, 2.0, 4.0)
 QUEUE_SHARE = 0.54
-"""Time in line as a share of the time to load: 0.32 s of 0.59 s in Cache-Craft fig. 29."""
+"""Time in the queue as a share of the time to load: 0.32 s of 0.59 s in Cache-Craft fig. 29."""
 
 MODES: dict[str, tuple[Any, bool]] = {
     "sync": ("sync", False),
@@ -48,7 +48,7 @@ MODES: dict[str, tuple[Any, bool]] = {
     "alg2": ("alg2", False),
     "async + layer": ("layerwise", True),
 }
-"""Name -> how the engine loads, and whether reading begins while the request is in line."""
+"""Name -> how the engine loads, and whether reading begins while the request is queued."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ class LoadingCase:
     reports: list[ReuseReport] = dataclasses.field(default_factory=list)
 
     def measure(self, request: Request) -> None:
-        """Runs the prompt once, behind `queue_s` in line."""
+        """Runs the prompt once, after `queue_s` in the queue."""
         with contextlib.ExitStack() as stack:
             if self.queue_s:
                 stack.callback(self.engine.preload(request).close)
@@ -98,7 +98,7 @@ class Ideal:
 
 
 class _Held:
-    """Contexts that nobody has to load."""
+    """Contexts that need no loading."""
 
     loaded_bytes, waited_s = 0, 0.0
 
@@ -232,7 +232,7 @@ def _row(case: LoadingCase, ideal_s: float, num_layers: int, repetitions: int) -
 
 
 def _print(rows: list[dict[str, Any]], ideal_s: float) -> None:
-    titles = ("tier", "load / prefill", "loading", "in line s", "prefill s", "over ideal s", "hidden", "possible")
+    titles = ("tier", "load / prefill", "loading", "queued s", "prefill s", "over ideal s", "hidden", "possible")
     table = Table(*titles, "compute slower")
     table.add_row("device", "", "ideal", "", f"{ideal_s:.3f}")
     for row in rows:

@@ -23,7 +23,7 @@ ZIPF = 0.8
 WINDOWS = {"off": 1, "on": 32}
 POLICY = "pgdsf"
 WAITING_PER_RUNNING = 3
-"""Requests under way in the closed loop, by seat: one that runs, and others for which the order counts."""
+"""Requests in progress in the closed loop per running one: the rest wait, so that their order counts."""
 
 
 def measure(bench: ReplayBench) -> dict[str, Any]:

@@ -143,9 +143,9 @@ def work_of(request_id: str, plan: PrefillPlan) -> SequenceWork:
 
 
 class FullQueue:
-    """The engine's scheduler with `WINDOW` requests in line at all times."""
+    """The engine's scheduler with `WINDOW` queued requests at all times."""
 
-    def __init__(self, tree: Tree, seats: int) -> None:
+    def __init__(self, tree: Tree, num_slots: int) -> None:
         self._tree = tree
         self._numbers = itertools.count()
         self.scheduler = Scheduler(
@@ -153,7 +153,7 @@ class FullQueue:
                 num_pages=_NEVER_FULL,
                 page_tokens=_PAGE_TOKENS,
                 max_num_batched_tokens=BATCHED_TOKENS,
-                max_num_seqs=seats,
+                max_num_seqs=num_slots,
                 max_queue=_NEVER_FULL,
                 reorder_window=WINDOW,
             )
@@ -162,7 +162,7 @@ class FullQueue:
         self.fill()
 
     def fill(self) -> None:
-        """Puts requests in line until it is as long as it should be."""
+        """Queues requests until there are `WINDOW`."""
         while len(self.waiting) < WINDOW:
             prompt = self._tree.drawn(next(self._numbers))
             self.come(prompt, self._tree.plan(prompt))
@@ -191,20 +191,20 @@ class FullQueue:
             self.scheduler.replan(work_of(request_id, self._tree.plan(prompt)))
 
 
-def spend(tree: Tree, num_requests: int, seats: int, advance: Callable[[int], None]) -> Spent:
+def spend(tree: Tree, num_requests: int, num_slots: int, advance: Callable[[int], None]) -> Spent:
     """Decides for so many requests, in the order of the engine's loop."""
-    line, spent = FullQueue(tree, seats), Spent()
+    queue, spent = FullQueue(tree, num_slots), Spent()
     for number in range(num_requests):
         prompt = tree.drawn(number)
         planned, plan = timed(lambda prompt=prompt: tree.plan(prompt))
         spent.plan.append(planned)
         spent.uses.append(timed(lambda plan=plan: tree.use(plan))[0])
         spent.insert.append(timed(lambda prompt=prompt, plan=plan: tree.insert(prompt, plan))[0])
-        came = timed(lambda prompt=prompt, plan=plan: line.come(prompt, plan))[0]
-        spent.window.append(timed(line.plan_window)[0])
-        served = timed(line.serve)[0]
+        came = timed(lambda prompt=prompt, plan=plan: queue.come(prompt, plan))[0]
+        spent.window.append(timed(queue.plan_window)[0])
+        served = timed(queue.serve)[0]
         spent.schedule.append(CallCost(came.wall_s + served.wall_s, came.cpu_s + served.cpu_s))
-        line.fill()
+        queue.fill()
         advance(1)
     return spent
 

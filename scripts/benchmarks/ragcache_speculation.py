@@ -41,7 +41,7 @@ class Searched:
     Attributes:
       search_s: from its start to its last stage.
       exposed_s: the part of it that did not overlap with an answer from the final passages.
-      known_s: from its start until the final passages were first found and stayed; nobody knows that then.
+      known_s: from its start until the final passages were first found and stayed; not known at that time.
       is_early: they were known before the last stage.
       num_begun: answers that were begun before the search was through. was_right: the last of them was the one.
       ttft_s: from the start of the search to the first token.
@@ -113,7 +113,7 @@ def corpus_of(bench: ReplayBench, questions: Sequence[WorkloadQuestion]) -> tupl
 
 
 class Starts:
-    """`Engine.submit` that notes when each answer left the line."""
+    """`Engine.submit` that records when each answer was started."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -46,7 +46,7 @@ _CONFIG = LlamaConfig(
 
 
 def _as_json(data: bytes) -> Any:
-    """As whoever calls those that take parsed JSON reads it; what is none becomes a text."""
+    """Parses JSON as callers of the JSON targets do; anything else becomes a string."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

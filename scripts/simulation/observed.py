@@ -120,7 +120,8 @@ def fit(prefills: Sequence[Prefill], costs: GridCosts, batched_tokens: int) -> S
         raise ValueError("wanted packs that take longer the more they compute, got others")
     wanted = np.asarray(rows) @ weights
     jitter = np.asarray(taken) / wanted
-    jitter *= sum(taken) / wanted.sum() / jitter.mean()  # drawn for packs of any size, they take what these took in all
+    # Drawn for packs of any size, scaled to the total time of these.
+    jitter *= sum(taken) / wanted.sum() / jitter.mean()
     before_s = statistics.fmean(before)
     after_s = max(0.0, statistics.fmean(behind) - before_s)
     apart_s = max(0.0, statistics.fmean(one.ttft_s - (one.ended_s - one.arrived_s) for one in prefills))

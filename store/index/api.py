@@ -69,7 +69,7 @@ class LeaseTable(Protocol):
         ...
 
     def held(self, keys: Collection[str]) -> frozenset[str]:
-        """Those of `keys` with a live lease, whoever holds it."""
+        """Those of `keys` with a live lease of any process."""
         ...
 
     def release(self, lease: Lease) -> None:

@@ -106,7 +106,7 @@ return 1
 TAKE = (
     _ORDERS
     + """
--- ARGV: milliseconds. Order, value and attempt of the oldest that nobody has.
+-- ARGV: milliseconds. Order, value and attempt of the oldest that is not taken.
 for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now)) do
   redis.call('ZREM', KEYS[6], key)
   redis.call('ZADD', KEYS[5], redis.call('HGET', KEYS[2], key), key)

@@ -184,12 +184,12 @@ def test_late_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(ope
     ours, theirs = open_one(), open_one()
     with monkeypatch.context() as patch:
         if way.startswith("unknown"):
-            patch.setattr(ours.change_feed, "committed", lambda *_: None)
+            patch.setattr(ours.change_feed, "record_commit", lambda *_: None)
         put(ours, "v")
     if not way.startswith("unknown"):
         came(theirs, "v")
     known = ours._disk._commits.get("v")
-    monkeypatch.setattr(ours.change_feed, "deleted", lambda *_: None)
+    monkeypatch.setattr(ours.change_feed, "record_deletion", lambda *_: None)
     (theirs if way == "own" else ours).discard("v")
     wait_until(lambda: ours._disk._commits.read("v") is None)
     if way == "listing":
@@ -211,7 +211,7 @@ def test_the_last_of_those_that_went_are_kept_in_mind(open_one, monkeypatch):
     commits = open_one()._disk._commits
     for number in (0, 1, 2, 3, 4, 2, 5):
         commits.forget_removed(f"v{number}", f"object {number}")
-    assert commits._gone == {f"v{number}": f"object {number}" for number in (4, 2, 5)}
+    assert commits._removed == {f"v{number}": f"object {number}" for number in (4, 2, 5)}
 
 
 @pytest.fixture

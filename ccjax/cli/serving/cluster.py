@@ -32,8 +32,8 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
         replicas = f"{counts.get('running', 0)} replicas of {args.model}"
         print(ready_line(args, settings, replicas, url_of(args, listener)), file=stdout, flush=True)
 
-    # Ray prints what its processes log. Whoever reads the line from stdout and no more must not keep the server from
-    # ending, once a pipe is full.
+    # Ray prints what its processes log. A parent that reads only the ready line from stdout must not block the shutdown
+    # once the pipe is full.
     stdout = sys.stdout
     display = Display(stages(), lambda *_: None, threading.Event())
     with naming(args, "--model"):

@@ -112,19 +112,19 @@ class EvictionPolicy(Protocol):
         ...
 
     def victims(
-        self, bytes_wanted: int, *, pinned: Collection[str] = (), newcomer: str | None = None
+        self, bytes_wanted: int, *, pinned: Collection[str] = (), new_key: str | None = None
     ) -> tuple[str, ...] | None:
         """Keys to evict, lowest value first: the shortest such sequence that frees `bytes_wanted`; `()` for 0 bytes,
         None if all together do not. Changes nothing: the caller evicts and calls `on_remove`.
 
         Args:
           pinned: never chosen.
-          newcomer: the inserted key that needs the space. `(newcomer,)` means that it is worth less than what would be
+          new_key: the inserted key that needs the space. `(new_key,)` means that it is worth less than what would be
             evicted for it, and should not be stored; policies that always accept new entries never return it.
 
         Raises:
           ValueError: `bytes_wanted` is negative.
-          KeyError: `newcomer` is not held.
+          KeyError: `new_key` is not held.
         """
         ...
 

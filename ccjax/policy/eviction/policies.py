@@ -125,7 +125,7 @@ class SavedSeconds(RankedPolicy):
       ValueError: names the argument.
     """
 
-    weighs_newcomers = True
+    weighs_new_keys = True
 
     def __init__(self, *, half_life: float = HALF_LIFE, num_remembered: int = NUM_REMEMBERED) -> None:
         super().__init__(num_remembered=num_remembered)

@@ -49,11 +49,11 @@ class RankedPolicy:
     In a tree, an entry with children that surfaces stays out of the heap until it has none.
 
     A subclass defines what a use adds and what an entry is worth. It may remember the uses of the last `num_remembered`
-    evicted keys, set `weighs_newcomers`, and set `is_tree`, so that no key is evicted before its children (RAGCache
+    evicted keys, set `weighs_new_keys`, and set `is_tree`, so that no key is evicted before its children (RAGCache
     sec. 5.1): it is considered once its children are among the victims.
     """
 
-    weighs_newcomers = False
+    weighs_new_keys = False
     is_tree = False
 
     def __init__(self, *, num_remembered: int = 0) -> None:
@@ -119,15 +119,15 @@ class RankedPolicy:
         self._compact()
 
     def victims(
-        self, bytes_wanted: int, *, pinned: Collection[str] = (), newcomer: str | None = None
+        self, bytes_wanted: int, *, pinned: Collection[str] = (), new_key: str | None = None
     ) -> tuple[str, ...] | None:
         """See `EvictionPolicy`."""
         check_count("bytes_wanted", bytes_wanted, least=0)
         protected = {*pinned}
-        if newcomer is not None:
-            self._held(newcomer)
-            if not self.weighs_newcomers:
-                protected.add(newcomer)
+        if new_key is not None:
+            self._held(new_key)
+            if not self.weighs_new_keys:
+                protected.add(new_key)
         met: dict[Rank, None] = {}
         chosen: list[str] = []
         freed_bytes = 0
@@ -145,7 +145,7 @@ class RankedPolicy:
                 self._out_of_heap.add(key)
                 continue
             info = self._entries[key].info
-            if key == newcomer:  # it ranks before enough others, which then need not be evicted either
+            if key == new_key:  # it ranks before enough others, which then need not be evicted either
                 chosen, freed_bytes = [key], bytes_wanted
             else:
                 chosen.append(key)

@@ -127,9 +127,7 @@ class FairQueue:
         num_tokens = min(num_tokens, sequence.unserved_tokens)
         sequence.unserved_tokens -= num_tokens
         self._virtual += num_tokens / self._num_backlogged
-        while (idle := self._idle.least()) is not None and idle[
-            0
-        ] <= self._virtual:  # idle flows behind it have no effect
+        while (idle := self._idle.least()) is not None and idle[0] <= self._virtual:  # its tag has no effect any more
             self._idle.discard(idle[1])
             del self._flows[idle[1]]
 
