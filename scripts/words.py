@@ -97,23 +97,22 @@ def check(source: str, name: str) -> list[str]:
 
 def _names(source: str) -> Iterator[tuple[int, str, str]]:
     for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                pass
-            case ast.arg(arg=name):
-                pass
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                pass
-            case _:
-                continue
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name, line = node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            name, line = node.arg, node.lineno
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name, line = node.id if isinstance(node, ast.Name) else node.attr, node.lineno
+        else:
+            continue
         parts = f"_{_CAMEL.sub('_', name).lower()}_"
         for part, instead in NAMES.items():
             if f"_{part}_" in parts:
-                yield node.lineno, name, instead
+                yield line, name, instead
 
 
 def _prose(source: str, *, messages: bool) -> Iterator[tuple[int, str, str]]:
-    docstrings = {node.lineno for node in ast.walk(ast.parse(source)) if _is_docstring(node)}
+    docstrings = {line for node in ast.walk(ast.parse(source)) for line in _docstring_lines(node)}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
         if not (token.type == tokenize.COMMENT or is_docstring or (messages and _is_string(token))):
@@ -130,8 +129,9 @@ def _is_string(token: tokenize.TokenInfo) -> bool:
     return is_string and " " in token.string  # a single word is a key or an option
 
 
-def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _docstring_lines(node: ast.AST) -> Iterator[int]:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        yield node.lineno
 
 
 def _name(path: Path) -> str:
