@@ -105,7 +105,7 @@ def _paper(args: argparse.Namespace) -> dict:
 
     check_writable("paper", args.paper)
     check_writable("plot", args.plot)
-    size = paper.DeploymentSize(30, 20) if args.quick else paper.DeploymentSize(200, 400)
+    size = paper.RunSize(30, 20) if args.quick else paper.RunSize(200, 400)
     started_s = time.perf_counter()
     found = {}
     with _progress(args) as progress:
