@@ -1,4 +1,4 @@
-"""The pieces of a Llama layer as pure functions. They know no cache, no position bookkeeping and no jit."""
+"""The parts of a Llama layer as pure functions."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def finish_layer(
     *,
     is_plain: bool = False,
 ) -> Float[Array, "*B N D"]:
-    """The layer's output: attention projected back and added, then the gated MLP added, or that of the chosen experts.
+    """The layer's output: attention projected and added, then the MLP (or that of the chosen experts) added.
 
-    `is_plain`: with experts in their plain, differentiable form, at the cost of all of them.
+    `is_plain`: compute experts in their plain, differentiable form, at the cost of all of them.
     """
     x = x + project("...nqh,qhd->...nd", attended, layer.wo)
     normed = rms_norm(x, layer.mlp_norm, eps)

@@ -1,7 +1,7 @@
-"""The jitted steps that a prefill or decode is driven with, one layer at a time; `paged_steps.py` has those of a batch.
+"""The jitted steps of a prefill or decode, one layer at a time; `paged_steps.py` has those of a batch.
 
-Each step takes arrays and static sizes; which tokens are computed, merged or dropped is the caller's business.
-Callers pad computed tokens and context slots to listed buckets, so that few shapes are ever compiled.
+Each step takes arrays and static sizes; the caller decides which tokens are computed, merged or dropped. Callers pad
+computed tokens and context slots to listed buckets, so that few shapes are ever compiled.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ccjax.models.lockstep import step
 
 
 class LayerOutput(NamedTuple):
-    """What one layer step returns.
+    """Result of one layer step.
 
     Attributes:
       x: [N, D], hidden states after the layer.
       k_context, v_context: [S, K, H], the context with the computed rows written; keys rotated.
       k, v: [N, K, H], the computed rows, keys BEFORE RoPE: what a chunk variant stores.
-      mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not asked for.
-      self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not asked for.
+      mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not requested.
+      self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not requested.
     """
 
     x: Float[Array, "N D"]
@@ -54,7 +54,7 @@ def embed_step(params: Params, token_ids: Int[Array, "N"]) -> Float[Array, "N D"
 
 @step(static_argnames=("config",))
 def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config: LlamaConfig) -> Float[Array, "S K H"]:
-    """Stored keys, rotated to their place in this prompt (CacheCraft sec. 3.4.3)."""
+    """Stored keys rotated to their positions in this prompt (CacheCraft sec. 3.4.3)."""
     return apply_rope(k, positions, rope_frequencies(config))
 
 
@@ -69,7 +69,7 @@ def write_pages_step(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "K P T H"], Float[Array, "K P T H"]]:
     """The pages of one layer, donated, with rows of `kv[layer]` written to `slots` (page * T + offset); slots past the
-    end are dropped. `mesh` as of `layer_step`."""
+    end are dropped. `mesh` as in `layer_step`."""
     k, v = kv[layer]
     return write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh)
 
@@ -82,8 +82,8 @@ def read_pages_step(
     k_other: Float[Array, "S K H"] | None,
     v_other: Float[Array, "S K H"] | None,
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Keys and values of one layer, as they rest: from pages where `slots` (page * T + offset) names one, else, for
-    slots past the end, from `*_other`, or zeros where that is None."""
+    """Keys and values of one layer as stored: from pages where `slots` (page * T + offset) names one; for slots past
+    the end from `*_other`, or zeros if that is None."""
     k, v = read_slots(k_pages, slots), read_slots(v_pages, slots)
     if k_other is None or v_other is None:
         return k, v
@@ -112,16 +112,16 @@ def layer_step(
 ) -> LayerOutput:
     """One transformer layer for the computed tokens, over the merged context.
 
-    Nothing has a default: a call that leaves an argument out would be compiled apart from one that names it.
+    Nothing has a default: a call that leaves an argument out would be compiled separately from one that names it.
 
     Args:
       k_context, v_context: context of this layer, keys rotated; donated.
       q_pos: ascending positions of the computed tokens; padding rows repeat the last one.
       q_slot: context slot that each computed token is written to; padding rows point past the end and are dropped.
-      k_pos: position of every context slot; a slot that is still empty lies behind every query, so none sees it.
+      k_pos: position of every context slot; an empty slot has a position after every query, so that none attends to it.
       k_segment, num_segments: segment of every slot, to get the mass per segment; None and 0 to leave it out.
       implementation: of `ccjax.kernels.attention.attention`.
-      mesh: that weights and context lie on, as `ccjax.models.llama3.sharding` has it; None for a single device.
+      mesh: of weights and context, see `ccjax.models.llama3.sharding`; None for a single device.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)
@@ -162,8 +162,9 @@ def layer_step(
 def received_step(
     layer: LayerParams, x: Float[Array, "N D"], num_tokens: Int[Array, ""], *, config: LlamaConfig
 ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
-    """One layer of a prompt that begins at position 0, with the softmax mass that each token draws from the first
-    `num_tokens`, summed over these, mean over heads, float32. Writes attention out: memory grows with N squared."""
+    """One layer of a prompt that begins at position 0, with the softmax mass that each token receives from the first
+    `num_tokens`, summed over these, mean over heads, float32. Materialises the attention weights: memory grows with N
+    squared."""
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     positions, frequencies = jnp.arange(x.shape[0]), rope_frequencies(config)
     q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)
@@ -184,7 +185,7 @@ def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "
 
 @step(static_argnames=("config",))
 def logits_step(params: Params, x: Float[Array, "N D"], *, config: LlamaConfig) -> Float[Array, "N V"]:
-    """Next-token logits, float32, of hidden states that left the last layer."""
+    """Next-token logits, float32, from hidden states after the last layer."""
     return unembed(x, params, config.rms_norm_eps)
 
 
@@ -198,5 +199,5 @@ def sample_step(
     *,
     num_top: int,
 ) -> SampleOutput:
-    """A token for every row of logits, drawn on the device: `ccjax.models.llama3.sampling.sample`."""
+    """Samples a token for every row of logits on the device: `ccjax.models.llama3.sampling.sample`."""
     return sample(logits, temperature, top_p, seeds, index, num_top)

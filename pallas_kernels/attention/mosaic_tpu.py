@@ -39,7 +39,7 @@ _A_B = (((1,), (0,)), ((), ()))
 
 
 class _AttentionTpuInputs(NamedTuple):
-    """What a step is given; refs inside the kernel, None where a call has no such input.
+    """Inputs of a step; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
       q: [G, B, H], the query heads of one kv head; q_pos, q_request: [B, 1].
@@ -73,7 +73,7 @@ def _kernel(
     group, block, head_dim = inputs.q.shape
     keys = inputs.k.shape[0]
     rows = group * block
-    # Without the request float32 products would be rounded to bfloat16.
+    # Without this request float32 products would be rounded to bfloat16.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     i, j = pl.program_id(1), pl.program_id(2)
@@ -103,7 +103,7 @@ def _kernel(
             visible = inputs.k_pos[...] <= inputs.q_pos[...]
             if inputs.q_request is not None:
                 visible &= inputs.k_request[...] == inputs.q_request[...]
-        # In base 2, whose exponential is the cheaper one.
+        # In base 2, whose exponential is cheaper.
         all_scores = [product(queries[half], step_keys, _A_BT) * (scale * LOG2_E) for half in halves]
         for half, scores in zip(halves, all_scores, strict=True):
             if is_masked:

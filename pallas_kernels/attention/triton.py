@@ -31,7 +31,7 @@ _A_B = (((1,), (0,)), ((), ()))
 
 
 class _AttentionTritonInputs(NamedTuple):
-    """What a program is given; refs inside the kernel, None where a call has no such input.
+    """Inputs of a program; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
       bounds: [4], the query block's `BlockBounds`.
@@ -65,7 +65,7 @@ class _Carry(NamedTuple):
 def _kernel(inputs: _AttentionTritonInputs, outputs: OutputParts, *, scale: float, keys: int, columns: int) -> None:
     block, head_dim = inputs.q.shape
     half = head_dim // 2
-    # Without the request float32 products would be rounded to TF32.
+    # Without this request float32 products would be rounded to TF32.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     q_pos = inputs.q_pos[...]
@@ -85,7 +85,7 @@ def _kernel(inputs: _AttentionTritonInputs, outputs: OutputParts, *, scale: floa
 
     def step(j: Array, carry: _Carry, *, is_masked: bool) -> _Carry:
         slots = pl.ds(j * keys, keys)
-        # In base 2, whose exponential is the cheaper one.
+        # In base 2, whose exponential is cheaper.
         scores = scores_of(slots) * (scale * LOG2_E)
         v = inputs.v[slots, :]
         if is_masked:

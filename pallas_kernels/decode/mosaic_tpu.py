@@ -48,7 +48,7 @@ class _Plan(NamedTuple):
 
 
 class _DecodeTpuInputs(NamedTuple):
-    """What a request is given; refs inside the kernel, None where a call has no such input.
+    """Inputs of a request; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
       q: [K, G, H], the request's query heads by kv head.

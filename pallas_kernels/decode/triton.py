@@ -29,7 +29,7 @@ _A_B = (((1,), (0,)), ((), ()))
 
 
 class _DecodeTritonInputs(NamedTuple):
-    """What a program is given; refs inside the kernel, None where a call has no such input.
+    """Inputs of a program; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
       count: [], entries of the request's table up to its last one in use.
