@@ -1,7 +1,7 @@
-"""Collections: `.jsonl` files with a document on each line, as BEIR's corpora have them.
+"""Collections: `.jsonl` files with one document per line, in the format of BEIR's corpora.
 
-A line is `{"_id": "...", "title": "...", "text": "...", "metadata": {...}}`; `id` will do for `_id`, title and metadata
-may be missing, further names are left alone.
+A line is `{"_id": "...", "title": "...", "text": "...", "metadata": {...}}`; `id` is accepted for `_id`, title and
+metadata are optional, other names are ignored.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def digest(path: Path) -> str:
 
 
 def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[CollectionLine | DocumentError]:
-    """The documents of a collection, or why a line is none; the file is never held as a whole.
+    """Yields the documents of a collection, or an error for each bad line; the file is never in memory as a whole.
 
     Args:
-      name: the collection's own id, in front of the ids of its documents.
+      name: the collection's own id, prefix of the ids of its documents.
 
     Raises:
       DocumentError: the file cannot be read.

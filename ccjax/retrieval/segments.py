@@ -1,7 +1,7 @@
-"""Vectors in immutable segments, searched together. Knows rows and vectors; no text, no file.
+"""Vectors in immutable segments, searched together.
 
-As in a log-structured merge tree, what is written becomes a small flat segment, small segments are merged into larger
-ones, and what was deleted is only marked. One segment may be a trained index (`ccjax.retrieval.trained`).
+As in a log-structured merge tree, each write creates a small flat segment, small segments are merged into larger ones,
+and deleted rows are only marked. One segment may be a trained index (`ccjax.retrieval.trained`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from ccjax.retrieval.staged import staged_search
 
 _FEW = 0.1
-"""Where a search may find no more than this share of a trained segment, it looks at all of these: the neighbourhood of
-a query may hold none of them."""
+"""If a search may find at most this share of a trained segment, it compares all of these rows: the clusters near the
+query may contain none of them."""
 _faiss: Any = faiss
 
 
@@ -69,7 +69,7 @@ class IndexSegment:
 
     @property
     def num_alive(self) -> int:
-        """Rows that were not deleted."""
+        """Number of rows that are not deleted."""
         return self.living.num_rows
 
     def without(self, rows: np.ndarray) -> IndexSegment:
@@ -92,7 +92,7 @@ class IndexSegment:
         self, vector: np.ndarray, top_k: int, num_stages: int, chosen: Chosen
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(scores float32, rows int64) of the best of the chosen rows so far, after each of at most `num_stages`
-        stages; nothing where none is chosen."""
+        stages; nothing if none is chosen."""
         if not chosen.num_rows:
             return
         index, selector, is_few = self.index, None, False
@@ -157,8 +157,8 @@ def search(
 
 
 def appended(segments: Sequence[IndexSegment], new: IndexSegment) -> tuple[IndexSegment, ...]:
-    """The segments with one more. Flat ones no more than twice as large as what comes behind them are merged with it,
-    which keeps their number logarithmic and copies every vector that often; deleted rows are left out."""
+    """The segments plus one. Flat ones at most twice as large as those after them are merged, which keeps their number
+    logarithmic and copies every vector that often; deleted rows are dropped."""
     kept = list(segments)
     while kept and kept[-1].is_flat and len(kept[-1].rows) <= 2 * len(new.rows):
         rows, vectors = zip(*map(_living, (kept.pop(), new)), strict=True)

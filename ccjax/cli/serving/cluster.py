@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: socket.socket) -> int:
-    """Replicas on Ray, and the front that passes requests on to them."""
+    """Runs replicas on Ray, and the front that forwards requests to them."""
     try:
         from ccjax.cluster.nodes import NodeError
         from ccjax.cluster.serving import serve_cluster
@@ -57,12 +57,12 @@ def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpt
     from ccjax.server.loading import user_cache
 
     engine = engine_settings(args)
-    if engine.get("store") is not None:  # what several compute for one store, they agree on
+    if engine.get("store") is not None:  # several processes on one store coordinate
         engine.setdefault("share_computation", True)
         if args.cluster_address is None and args.cluster_host is None:  # one machine
             name = hashlib.sha256(engine["store"].encode()).hexdigest()[:16]
             engine.setdefault("store_index", f"sqlite://{user_cache()}/store-index/{name}.db")
-    if args.replicas is not None and "host_cache_bytes" not in engine:  # they may all stand on one machine
+    if args.replicas is not None and "host_cache_bytes" not in engine:  # they may all be on one machine
         engine["host_cache_bytes"] = host_cache_bytes(EngineConfig()) // max(args.replicas)
     generators = args.generators if args.generators is not None else int("store_index" in engine)
     if generators:
