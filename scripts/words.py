@@ -1,7 +1,7 @@
-"""Fails on retired words in names, comments, docstrings and messages: python scripts/words.py [FILE ...]
+"""Fails on retired words in names, comments, docstrings, messages and docs: python scripts/words.py [FILE ...]
 
 One concept has one word (the glossary in docs/architecture.md). Names are checked where they are defined, part by part;
-uses of names from elsewhere are not. Without FILEs all product code is checked.
+uses of names from elsewhere are not. Without FILEs all product code and docs are checked.
 """
 
 from __future__ import annotations
@@ -75,14 +75,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="words.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     files = [path.resolve() for path in parser.parse_args(argv).files] or list(product_files())
-    findings = [finding for path in files for finding in check(path.read_text("utf-8"), _name(path))]
+    findings = [
+        finding
+        for path in files
+        for finding in (check_page if path.suffix == ".md" else check)(path.read_text("utf-8"), _name(path))
+    ]
     for finding in findings:
         print(finding)
     return int(bool(findings))
 
 
 def product_files() -> Iterator[Path]:
-    """The Python files of the product, without those in `ALLOWED`."""
+    """The Python files of the product, without those in `ALLOWED`, README and the pages of docs/."""
+    yield from (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.resolve() == path and not _name(path).startswith(ALLOWED):
@@ -93,6 +98,16 @@ def check(source: str, name: str) -> list[str]:
     """A line for each retired word in the source of a file, by line number."""
     found = [*_names(source), *_prose(source, messages=not name.startswith(NO_MESSAGES))]
     return [f"{name}:{line}: {word!r}: say {instead}" for line, word, instead in sorted(set(found))]
+
+
+def check_page(text: str, name: str) -> list[str]:
+    """As `check`, for a page of Markdown; blocks of code are not read."""
+    found, is_code = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        is_code ^= line.lstrip().startswith("```")
+        if not is_code:
+            found += [f"{name}:{number}: {word!r}: say {instead}" for word, instead in _retired(line)]
+    return found
 
 
 def _names(source: str) -> Iterator[tuple[int, str, str]]:
@@ -117,10 +132,15 @@ def _prose(source: str, *, messages: bool) -> Iterator[tuple[int, str, str]]:
         is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
         if not (token.type == tokenize.COMMENT or is_docstring or (messages and _is_string(token))):
             continue
-        text = _CODE.sub("0", token.string)
-        for pattern, instead in _PROSE:
-            for match in pattern.finditer(" ".join(text.split())):
-                yield token.start[0], match.group(), instead
+        for word, instead in _retired(" ".join(token.string.split())):
+            yield token.start[0], word, instead
+
+
+def _retired(text: str) -> Iterator[tuple[str, str]]:
+    text = _CODE.sub("0", text)
+    for pattern, instead in _PROSE:
+        for match in pattern.finditer(text):
+            yield match.group(), instead
 
 
 def _is_string(token: tokenize.TokenInfo) -> bool:

@@ -27,7 +27,7 @@ _PARTS = {
     "insert": "insertion with eviction",
     "schedule": "scheduler",
     "total": "all of these",
-    "window": "planning the line anew",
+    "window": "replanning the queue",
 }
 _COLOURS = {"pgdsf": "tab:blue", "gdsf": "tab:orange", "lru": "tab:red", "lfu": "tab:green", "saved_seconds": "black"}
 

@@ -47,6 +47,11 @@ def test_other_words_code_and_uses_pass(fine):
     assert not words.check(fine, "fine.py")
 
 
+def test_pages_are_checked_outside_code():
+    page = "A `seat` and\n```\na seat\n```\na seat."
+    assert words.check_page(page, "page.md") == ["page.md:5: 'seat': say slot, admission"]
+
+
 def test_messages_of_the_demo_corpus_are_data():
     assert words.check('text = "A door of oak."', "ccjax/text/fine.py")
     assert not words.check('text = "A door of oak."', "ccjax/demo/fine.py")
