@@ -144,7 +144,7 @@ def test_every_verb_of_the_scheduler_holds_the_lock():
             holds.pop()
 
     verbs = [name for name, verb in vars(Scheduler).items() if callable(verb) and not name.startswith("_")]
-    assert {"add", "remove", "expire", "next_pack", "next_decode", "retry_after_s", "check_place"} <= set(verbs)
+    assert {"add", "remove", "expire", "next_pack", "next_decode", "retry_after_s", "check_queue_limit"} <= set(verbs)
     scheduler = SharedScheduler(SchedulerSettings(num_pages=8), Lock())
     seen = {}
 
