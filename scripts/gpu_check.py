@@ -31,23 +31,23 @@ SUITES = (
     "decode_timing",
     "attention_timing",
 )
-"""Modules of scripts/gpucheck in the order they run: a kernel's checks belong before the ceilings, its timings behind
-them. Each has `run(record)`, which adds rows, and `tables(record)`, which shows them."""
+"""Modules of scripts/gpucheck in the order they run: a kernel's checks before the ceilings, its timings after them.
+Each has `run(record)`, which adds rows, and `tables(record)`, which renders them."""
 SKIPPED = 77
 LIMIT_S = {"full": 420.0, "quick": 50.0}
 
 
 def device_kind() -> str:
-    """Name of the GPU that JAX sees.
+    """Name of the GPU that JAX uses.
 
     Raises:
-      RuntimeError: none of NVIDIA's.
+      RuntimeError: it is not an NVIDIA GPU.
     """
     import jax
 
     try:
         device = jax.devices()[0]
-    except RuntimeError as error:  # a platform was asked for that is not there
+    except RuntimeError as error:  # a platform was requested that is not available
         raise RuntimeError(f"jax finds no device: {error}") from error
     if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
         raise RuntimeError(
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(f"gpu_check: not installed: {', '.join(missing)}", file=sys.stderr)
         return 1
-    # JAX would take three quarters of the memory at once, and PyTorch needs some.
+    # JAX would reserve three quarters of the memory at once, and PyTorch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         kind = device_kind()
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"scripts.gpucheck.{suite}")
         try:
             module.run(record)
-        except Exception as error:  # the other suites still have something to say
+        except Exception as error:  # the other suites are still useful
             traceback.print_exc()
             record.fail(f"{suite}: {type(error).__name__}: {error!s:.300}")
         shown += module.tables(record)

@@ -1,8 +1,8 @@
 """Serves in virtual time: python scripts/simulate.py --model llama3-8b --hardware h100 --rate 20
 
-Runs the engine's own planner, scheduler, index, eviction and routing over a cost model instead of a device: what TTFT,
-throughput and hit rates a corpus, a load and a budget give on hardware that is not at hand. --size-for searches budgets
-and replicas; --validate measures the real engine on this CPU beside it. What is modelled: docs/simulation.md.
+Runs the engine's own planner, scheduler, index, eviction and routing over a cost model instead of a device: computes
+the TTFT, throughput and hit rates of a corpus, a load and a budget on hardware that is not present. --size-for searches
+budgets and replicas; --validate measures the real engine on this CPU beside it. What is modelled: docs/simulation.md.
 """
 
 from __future__ import annotations

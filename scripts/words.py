@@ -71,7 +71,7 @@ _CODE = re.compile(r"`[^`]*`|\{[^{}]*\}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; 1 where a retired word was found."""
+    """Runs the command line; returns 1 if a retired word was found."""
     parser = argparse.ArgumentParser(prog="words.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     files = [path.resolve() for path in parser.parse_args(argv).files] or list(product_files())

@@ -1,9 +1,9 @@
-"""Shared RAG-DCache: replicas without sharing, on one store, and with a generator for those who wait (figs. 10, 11,
-table V); and what the engine under them takes of each request.
+"""Shared RAG-DCache: replicas without sharing, on one store, and with a generator for waiting requests (figs. 10, 11,
+table V); and the overhead of the engine below them per request.
 
 Real SQuAD questions go to a cluster of `scripts/serve.py --cluster ray` that retrieves, faster than it can answer, the
-same ones in every pass in another order. As in the paper only the first token is asked for and memory keeps no KV, so
-that all that is reused comes from the store.
+same ones in every pass in another order. As in the paper only the first token is requested and memory keeps no KV, so
+that all reuse comes from the store.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Carries out the cases of `bench.py gpu` as far as memory and time allow; each is on disk as soon as it is
-measured."""
+"""Runs the cases of `bench.py gpu` as far as memory and time allow; each is saved as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -116,12 +115,12 @@ def ceiling(record: CheckRecord, name: str) -> float | None:
 
 
 def attempt(record: CheckRecord, case: GpuCase, measured: Callable[[], dict[str, Any]]) -> None:
-    """Adds the case's row; what goes wrong becomes a row and a failure, and the next case has its turn."""
+    """Adds the case's row; an exception becomes a row and a failure, and the next case runs."""
     counter, started_s = compilations(), time.perf_counter()
     count, seconds = counter.count, counter.seconds
     try:
         row = measured()
-    except Exception as error:  # the others still have something to say
+    except Exception as error:  # the others are still useful
         note = " ".join(f"failed: {type(error).__name__}: {error!s:.300}".split())
         record.add(CASES, **case.identity(), note=note)
         record.fail(f"{case.name}: {note}")

@@ -31,7 +31,7 @@ _FILLER_TOKENS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run of some prompts gave; times in seconds from when all of them were queued.
+    """Result of one run of some prompts; times in seconds from when all of them were queued.
 
     Attributes:
       first_s: of each request, until its first token.
@@ -116,7 +116,7 @@ class Engines:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Closes the engine that is open, and gives its memory back."""
+        """Closes the open engine and frees its memory."""
         if self._engine is not None:
             self._engine.close()
         self._engine, self._key = None, ()

@@ -31,12 +31,12 @@ OPEN_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class GpuScale:
-    """How large everything is.
+    """Sizes of the benchmark.
 
     Attributes:
       contexts: context lengths, in tokens; prompts are a little shorter (`prompt_tokens`).
       short, long: the contexts that the targets are about.
-      passage_every: a passage per so many tokens of context.
+      passage_every: tokens of context per passage.
       max_num_batched_tokens: of the engines.
       steps: tokens of the answers that decode steps are timed over, the first left out.
       matmul_size, copy_bytes, transfer_bytes: of the ceilings.
@@ -110,7 +110,7 @@ QUICK_SCALE = GpuScale(
     copy_bytes=1 << 20,
     transfer_bytes=1 << 20,
 )
-"""Every code path in a minute on a CPU; its figures mean nothing."""
+"""Every code path in a minute on a CPU; its figures are meaningless."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Serving under load: the real HTTP server, the passages of a real retrieval trace, strategies at equal load.
 
 Every strategy gets a server and a store of its own and the same requests at the same times, over the OpenAI API. Only
-what came over the socket is measured, so that whatever the server does is measured.
+what is received over the socket is measured, so that everything the server does is included.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from scripts.benchmarks.serve_server import scrape, serving
 __all__ = ["add_arguments", "run"]
 
 RATE_MULTIPLES = (0.7, 1.0, 1.4)
-"""Rates where none are given, as multiples of what the first strategy answers in closed loop."""
+"""Default rates, as multiples of what the first strategy answers in closed loop."""
 SLO_MULTIPLE = 5.0
-"""Bound on TTFT where none is given, as a multiple of the first strategy's TTFT without any load."""
+"""Default bound on TTFT, as a multiple of the first strategy's TTFT without load."""
 NUM_WARM = 8
-"""Requests before the measured ones, however little they leave in the store."""
+"""Least number of requests before the measured ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeCase:
-    """One run: its figures as they are printed, and what they are made of."""
+    """One run: its figures as printed, and the records they are computed from."""
 
     row: dict[str, Any]
     records: list[RequestRecord]
@@ -48,7 +48,7 @@ class ServeCase:
 
 @dataclasses.dataclass
 class ServeBench:
-    """What all strategies share; `rates` and `slo_s` are set by the first strategy where the user did not."""
+    """Shared by all strategies; `rates` and `slo_s` are set by the first strategy unless the user did."""
 
     options: argparse.Namespace
     questions: Sequence[workload.WorkloadQuestion]
@@ -66,7 +66,7 @@ class ServeBench:
 
 
 class StrategyRun:
-    """One strategy on one server: each run takes the next requests of the trace, the store stays as it came to be."""
+    """One strategy on one server: each run takes the next requests of the trace and continues with the same store."""
 
     def __init__(self, bench: ServeBench, strategy: str, url: str) -> None:
         self.cases: list[ServeCase] = []
@@ -94,14 +94,14 @@ class StrategyRun:
         return statistics.median(map(ttft_s, records))
 
     def closed(self, window: range, concurrency: int) -> ServeCase:
-        """As many requests under way all the time."""
+        """Keeps a constant number of requests in progress."""
         bodies = self._bodies(window)
         before = scrape(self._url)
         records = closed_loop(self._url, bodies, concurrency, self._bench.options.timeout_s)
         return self._keep({"load": "closed", "concurrency": concurrency, "rate": None}, records, before)
 
     def open(self, window: range, rate: float, *, is_probe: bool = False) -> ServeCase:
-        """Requests that arrive at a mean rate, whatever the server does."""
+        """Sends requests at a mean rate, whatever the server does."""
         times = workload.arrival_times(self._bench.gaps, rate)
         before = scrape(self._url)
         records = open_loop(self._url, self._bodies(window), list(times), self._bench.options.timeout_s)
@@ -178,8 +178,8 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
 def _measure(
     bench: ServeBench, strategies: Sequence[str], model: BenchModel, task: Any
 ) -> list[tuple[StrategyRun, Saturation]]:
-    """All runs of some strategies, each on a server and a store of its own. They take turns at every load, so that a
-    machine that gets busier slows them alike; the servers that wait do nothing."""
+    """All runs of some strategies, each on a server and a store of its own. They alternate at every load, so that a
+    machine that gets busier slows them alike; the waiting servers are idle."""
     options = bench.options
 
     def show(text: str, *, advance: int = 0) -> None:

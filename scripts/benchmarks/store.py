@@ -44,14 +44,15 @@ PLANNED_CHUNKS = 20
 
 @dataclasses.dataclass(frozen=True)
 class CallCost:
-    """Seconds by the clock, and of this process's processors: the smaller, the busier the machine was with others."""
+    """Wall-clock seconds, and seconds of this process's processors: the smaller their ratio, the busier the machine
+    was."""
 
     wall_s: float
     cpu_s: float
 
 
 def timed(function: Callable[[], Any]) -> tuple[CallCost, Any]:
-    """What a call takes, and its result."""
+    """The cost of a call, and its result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = function()
     return CallCost(time.perf_counter() - wall, time.process_time() - cpu), result
@@ -105,7 +106,7 @@ def new_index(store: TieredStore) -> VariantIndex:
 
 
 def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any]:
-    """Figures of one process that opens the store; run in a fresh one, so that nothing is warm but the page cache."""
+    """Figures of one process that opens the store; run in a new process, so that only the page cache is warm."""
     before = _resident_bytes()
     opened, store = timed(lambda: open_store(root))
     after_open = _resident_bytes()

@@ -121,7 +121,7 @@ class _Cases:
         return result
 
     def _read_tier(self, name: str) -> np.ndarray:
-        """All layers in flight, then awaited in order, as a prefill does."""
+        """Starts all layers, then awaits them in order, as a prefill does."""
         reader = self._tier.open(name)
         num_layers = self._kv_spec.num_layers
         reader.start(0, num_layers)
