@@ -58,7 +58,8 @@ test-web: $(VENV)/.web  ## the page in a real Chromium (apt install chromium); s
 test-cluster: $(VENV)/.test  ## replicas on Ray, killed, cut off and replaced; some minutes
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
-lint: $(VENV)/.test  ## style and types
+lint: $(VENV)/.test  ## style, vocabulary and types
+	$(BIN)/python scripts/words.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

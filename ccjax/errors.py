@@ -1,4 +1,4 @@
-"""Errors that name what the caller did wrong. They know nothing of HTTP; the server maps them to status codes."""
+"""Exceptions that name what the caller did wrong; the server maps them to status codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class RequestError(ValueError):
-    """A request cannot be served as it stands: `argument` names the field, the message what was wanted and got."""
+    """A request cannot be served: `argument` names the field, the message the accepted values and the given one."""
 
     def __init__(self, argument: str, message: str) -> None:
         super().__init__(f"{argument}: {message}")
@@ -14,7 +14,7 @@ class RequestError(ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt and the wanted answer do not fit into the model's context."""
+    """The prompt and the requested answer do not fit into the model's context."""
 
 
 class UnknownDocumentError(RequestError):
@@ -22,15 +22,15 @@ class UnknownDocumentError(RequestError):
 
 
 class PinLimitError(RequestError):
-    """More would be pinned than may be."""
+    """The pin would exceed the limit on pinned documents."""
 
 
 class ReadOnlyError(RequestError):
-    """The engine was started to change nothing in its store."""
+    """The engine is read-only."""
 
 
 class OverloadError(RuntimeError):
-    """As many requests wait as may, in all or from this one who asks; `retry_after_s` says about when one may come."""
+    """The admission queue is full, in all or for this user; `retry_after_s` estimates when to retry."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -38,21 +38,21 @@ class OverloadError(RuntimeError):
 
 
 class QuotaError(OverloadError):
-    """Who asks has used up what it may."""
+    """The user's quota is used up."""
 
 
 class DeadlineError(RuntimeError):
-    """The answer was not complete within the time after which it is of no use."""
+    """The answer was not complete before its deadline."""
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device had no memory left for a step that this request was part of; the next may find some."""
+    """The device ran out of memory in a step of this request; a retry may succeed."""
 
 
 class EraseIncompleteError(RuntimeError):
-    """Something could not be deleted yet; it is not used any more, and its deletion is tried again.
+    """Something could not be deleted yet; it is not used any more, and its deletion is retried.
 
-    `remaining` names it: keys of the store, or why they cannot be known.
+    `remaining` names it: keys of the store, or why they are unknown.
     """
 
     def __init__(self, message: str, remaining: Sequence[str]) -> None:
@@ -65,4 +65,5 @@ class ConfigError(ValueError):
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be taken there, or not be used here: none, damaged, of another model, shape or version."""
+    """A snapshot cannot be written to, or read from, this place: missing, damaged, or of another model, shape or
+    version."""

@@ -1,7 +1,6 @@
-"""Types that cross the borders between retrieval, policy, store, models and the engine.
+"""Types shared by retrieval, policy, store, models and the engine: frozen, JSON-able values.
 
-Stdlib only: this module knows no array, no device, no clock and no file. Everything here is a frozen, JSON-able value.
-Axes and symbols follow docs/architecture.md: L layers, T tokens of a chunk, C chunks.
+Stdlib only. Axes and symbols follow docs/architecture.md: L layers, T tokens of a chunk, C chunks.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NewType
 
 ChunkId = NewType("ChunkId", str)
-"""sha256 (hex) of a chunk's token ids: the same in every process and for every model with that tokenizer. Where a
-request has a cache salt, the salt is hashed with them and its tag stands behind (`ccjax.engine.prompts.chunk_id`)."""
+"""sha256 (hex) of a chunk's token ids: the same in every process and for every model with that tokenizer. For a request
+with a cache salt, the salt is hashed with them and its tag is appended (`ccjax.engine.prompts.chunk_id`)."""
 VariantId = NewType("VariantId", str)
 """sha256 (hex) of chunk id, ordered prefix chunk ids and fidelity; the store adds model fingerprint and tenant salt."""
 
@@ -25,9 +24,9 @@ SegmentAction = Literal["compute", "reuse"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """A passage as the caller or the retriever hands it over: the unit that is cached, versioned and reported.
+    """A passage from the caller or the retriever: the unit of caching, versioning and reporting.
 
-    `source_id` is the document that the passage was cut from, where `id` names the passage alone.
+    `source_id` is the document that contains the passage if `id` names only the passage.
     """
 
     text: str
@@ -40,7 +39,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Token ids of one prompt segment, tokenized on its own, with where they came from."""
+    """Token ids of one prompt segment, tokenized on its own, and their origin."""
 
     chunk_id: ChunkId
     token_ids: tuple[int, ...]
@@ -53,26 +52,27 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VariantMeta:
-    """What policy knows about one stored chunk variant: the KV of a chunk as computed behind `prefix_ids`.
+    """Metadata of a stored variant: the KV of a chunk as computed behind `prefix_ids`.
 
     Attributes:
-      prefix_ids: ordered chunk ids that stood before the chunk (the system prompt is the first of them).
+      prefix_ids: ordered ids of the chunks before it (the system prompt is the first of them).
       inter_by_prefix: CacheCraft eq. 3, mean over layers: softmax mass that this chunk's queries put on each prefix
         chunk; aligned with `prefix_ids`. 0 for the instructions: see `has_system`.
       a_mean, b_mean: CacheCraft eq. 9-10, inter and intra mass normalised by chunk lengths, mean over layers.
       cci: CacheCraft eq. 11, in [0.5, 1].
       token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.
-      token_deviations: how far each token's KV was from that of the chunk behind another prefix, relative to the length
-        of such rows; empty where there was nothing to compare with.
+      token_deviations: distance of each token's KV from that of the chunk behind another prefix, relative to the norm
+        of such rows; empty if there was nothing to compare with.
       token_received: softmax mass that each token drew from all tokens of the prompt, mean over layers and heads; empty
         unless the engine was asked to measure it (strategy "h2o").
       start: position of the first token in the prompt that the variant was computed in; None in older stores.
-      platform: JAX's name of what computed it, such as "cpu"; None for this process's own, and in older stores.
+      platform: JAX's name of the platform that computed it, such as "cpu"; None for this process's own, and in older
+        stores.
       has_system: the first of `prefix_ids` is the instructions. They hold the attention sink, which draws mass from
         every token whatever it says, and they are the same in every prompt; so they do not count as a prefix chunk in
         CacheCraft eq. 6, 7 and 9.
       frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum over uses of one over the share that was recomputed.
-      fidelity: `exact` when every KV row is what a full prefill would give, else `approx`.
+      fidelity: `exact` if every KV row is what a full prefill would give, else `approx`.
     """
 
     variant_id: VariantId
@@ -95,23 +95,23 @@ class VariantMeta:
 
     @property
     def passages_before(self) -> int:
-        """How many passages stood before the chunk."""
+        """Number of passages before the chunk."""
         return len(self.prefix_ids) - int(self.has_system)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """One run of prompt tokens and what the prefill does with it.
+    """A run of prompt tokens and what the prefill does with it.
 
     Attributes:
       start: offset of the first token in the prompt.
       chunk_id: None for the question, which is never cached.
-      variant_id: the variant to merge, only where `action == "reuse"`.
-      recompute_offsets: ascending in-chunk offsets to compute again, only where `action == "reuse"`.
-      cfo: CacheCraft eq. 12, the share of tokens that policy wanted recomputed; None where nothing is reused.
-      key_shift: positions by which stored keys are turned beyond their place in this prompt: 0, but where positions
-        are left as they were to see what that costs.
-      fidelity: what the segment's KV will be after this prefill.
+      variant_id: the variant to merge, only if `action == "reuse"`.
+      recompute_offsets: ascending in-chunk offsets to compute again, only if `action == "reuse"`.
+      cfo: CacheCraft eq. 12, the share of tokens that policy chose to recompute; None if nothing is reused.
+      key_shift: extra positions by which stored keys are rotated: 0, except in experiments that leave positions
+        unfixed.
+      fidelity: fidelity of the segment's KV after this prefill.
     """
 
     role: SegmentRole
@@ -133,12 +133,12 @@ class PrefillPlan:
     Attributes:
       segments: in prompt order, covering the prompt without gaps; the last one is the question.
       focus_window: CacheCraft alg. 1 `w`: layers for which the focused set must stay unchanged before tokens of
-        unfocused chunks are dropped; None switches the cut off.
+        unfocused chunks are dropped; None disables the focus cut.
       focus_rule: which gap rule alg. 1 uses (see ccjax.policy.focus).
       hkvd_counts_by_layer: CacheBlend sec. 4.3: of the tokens to recompute, how many run through each layer, those
         whose KV deviates most; the first is all of them. Empty: all run through every layer.
-      preload_depth: CacheCraft eq. 16, layers whose KV is read ahead of the one that is merged; the engine sets it,
-        from what it measured.
+      preload_depth: CacheCraft eq. 16, number of layers whose KV is read before it is merged; the engine sets it, from
+        measured rates.
       pin: variants that must stay in their tier until the prefill is done.
     """
 
@@ -157,12 +157,11 @@ class PrefillPlan:
 
     @property
     def is_divisible(self) -> bool:
-        """False where what is computed depends on what was computed together before."""
+        """False if the result depends on which tokens are computed together."""
         return self.focus_window is None and not self.hkvd_counts_by_layer
 
     def recomputed_tokens(self, segment: Segment) -> float:
-        """Tokens of a reused segment that are computed again, as many as if each ran through all layers; the focus cut
-        left out."""
+        """Tokens of reused segments to recompute, as if each ran through all layers; without the focus cut."""
         counts = self.hkvd_counts_by_layer
         return len(segment.recompute_offsets) * (sum(counts) / (len(counts) * counts[0]) if counts else 1.0)
 
@@ -173,7 +172,7 @@ class PrefillPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStats:
-    """The only data that flows from the device back into policy during a prefill.
+    """Per-layer statistics, the only data that flows from the device back into policy during a prefill.
 
     `question_mass_by_chunk` is the softmax mass of the question's tokens on every document, summed over question tokens
     and averaged over heads, in prompt order. The system prompt is left out: its first token draws mass from every query
@@ -187,7 +186,7 @@ class LayerStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DocumentReuse:
-    """What happened to one document (or the system prompt) of a request; the three token counts add up to `num_tokens`.
+    """Reuse of one document (or the system prompt) in a request; the three token counts add up to `num_tokens`.
     `framed`: its KV was prepared behind the frame."""
 
     role: SegmentRole
@@ -208,27 +207,27 @@ class DocumentReuse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """What one request reused and what that cost; `computed + recomputed + reused == prompt_tokens`.
+    """Reuse in one request, and what it cost; `computed + recomputed + reused == prompt_tokens`.
 
     Attributes:
-      computed_tokens: tokens that had no stored KV and ran through every layer (question included).
+      computed_tokens: tokens without stored KV, which ran through every layer (question included).
       recomputed_tokens: tokens of reused chunks that were computed again.
-      reused_tokens: tokens whose KV was taken from the store unchanged.
+      reused_tokens: tokens whose stored KV was used unchanged.
       computed_share: token-layers computed / (prompt_tokens * L): counts the focus cut, in [0, 1].
-      exact: True when the answer is the one a full prefill gives.
+      exact: True if the answer is that of a full prefill.
       focus_cut_layer: first layer that ran without the unfocused chunks, or None.
       per_document: in prompt order, the system prompt first.
       loaded_bytes: KV bytes merged into the context, from any tier.
-      preloaded_bytes: those that a disk variant had in memory before the prefill began.
+      preloaded_bytes: bytes of disk variants that were in memory before the prefill began.
       load_wait_s: seconds that the device waited for KV.
-      load_s: seconds that loading this KV takes by itself at the measured rates, 0 while there are none; of them
-        `1 - load_wait_s / load_s` were hidden, behind the queue or computing.
+      load_s: seconds that loading this KV takes by itself at the measured rates, 0 while there are none; of them `1 -
+        load_wait_s / load_s` were hidden, behind queueing or computing.
       failed_loads: variants that could not be read, or not in time, and were computed.
       given_up_loads: variants that were computed because loading them would have taken longer.
-      calibrated: how much was recomputed is what a calibration of this model asks for; False also for exact reuse.
-      quality_target: share of full prefill's answers that reuse was to keep, of the request or the calibration.
-      quality_bound: share that the calibration showed to be kept, with its confidence; 1 where reuse was exact, None
-        where nobody knows.
+      calibrated: a calibration of this model determined how much was recomputed; False also for exact reuse.
+      quality_target: share of full prefill's answers to keep, as set by the request or the calibration.
+      quality_bound: share that the calibration showed to be kept, with its confidence; 1 if reuse was exact, None if
+        unknown.
     """
 
     mode: ReuseMode

@@ -1,1 +1,1 @@
-"""Attention and rotation kernels: arrays in, arrays out. They know no configuration, plan or model."""
+"""Attention and rotation kernels: arrays in, arrays out."""

@@ -1,4 +1,4 @@
-"""Picks an implementation of an operation by name, platform and chip, and never another in its place.."""
+"""Selects an implementation of an operation by name, platform and chip, and never substitutes another one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEVICE_KINDS = {
 
 
 def chip_of(device_kind: str) -> str:
-    """The chip that JAX means by a `device_kind`; kinds without measured block sizes come back as they are."""
+    """JAX's `device_kind` as the name of a chip; kinds without measured block sizes are returned unchanged."""
     return next((chip for start, chip in _DEVICE_KINDS.items() if device_kind.startswith(start)), device_kind)
 
 
@@ -47,10 +47,10 @@ def implementation(
     plain: Mapping[str, Callable[..., Any]],
     kernels: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]],
 ) -> Callable[..., Any]:
-    """The function behind a name.
+    """The function for a name.
 
     Args:
-      name: of `plain`; of `kernels`, with ":chip" for one that is not at hand or "_interpret" for any platform; None
+      name: of `plain`; of `kernels`, with ":chip" for one that is not present or "_interpret" for any platform; None
         for the platform's own.
       plain: functions that need no block sizes.
       kernels: functions with arguments `blocks` and `interpret`, and their blocks by chip.

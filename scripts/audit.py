@@ -1,5 +1,5 @@
-"""Known vulnerabilities of the packages of an environment, by pip-audit. Exit code 0 for none, 1 for some, 77 where
-nobody could be asked: then nothing is known, which is not the same as nothing found."""
+"""Known vulnerabilities of the packages of an environment, by pip-audit. Exit code 0 for none, 1 for some, 77 if
+no advisory database answered: then nothing is known, which is not the same as nothing found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = "ccjax"
-"""On no index, and no finding for that."""
+"""Message if no index knows any of the packages."""
 
 SKIPPED = 77
 _LONGEST_S = 120.0
@@ -61,8 +61,8 @@ def _skipped(why: str) -> int:
 
 
 def judge(packages: Sequence[dict[str, Any]]) -> int:
-    """Prints what pip-audit's JSON says of `packages`; the exit code. pip-audit itself calls packages clean that the
-    index knows nothing of."""
+    """Prints pip-audit's JSON findings for `packages`; returns the exit code. pip-audit itself calls packages clean
+    that the index does not know."""
     unknown = [one["name"] for one in packages if "skip_reason" in one and one["name"] != OURS]
     known = [one for one in packages if "skip_reason" not in one]
     for one in known:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in BENCHMARKS:
         one = parsers.add_parser(name, help=_summary(name))
         if name not in argv:
-            continue  # others may need packages that this machine does not have
+            continue  # others may need packages that are not installed here
         module = importlib.import_module(f"scripts.benchmarks.{name}")
         one.add_argument("--json", action="store_true", help="print raw figures as one JSON object on the last line")
         one.add_argument("--quick", action="store_true", help="small sizes, under a minute: does it run at all")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = ROOT / "tests" / "seconds.json"
-"""What each file of tests took, written by `make test ARGS=--record`."""
+"""Duration of each test file, written by `make test ARGS=--record`."""
 
 FOLDERS = ("ccjax", "models", "pallas_kernels", "store", "scripts", "tests")
 _FOLDERS = {"models": "models", "store": "store", "kernels": "pallas_kernels"}
@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def changed_files() -> list[str]:
-    """Of the working tree and index against the last commit; of that commit itself where there are none."""
+    """Files changed in the working tree and index since the last commit, or by that commit if there are none."""
     listed = _git("diff", "--name-only", "HEAD") + _git("ls-files", "--others", "--exclude-standard")
     return [path for path in listed or _git("show", "--name-only", "--format=", "HEAD") if (ROOT / path).exists()]
 
 
 def nearest_tests(changed: Iterable[str]) -> dict[str, int]:
-    """Files of tests from which a changed file can be reached, with the number of steps, nearest first."""
+    """Test files that reach a changed file, with the number of steps, nearest first."""
     users: dict[str, set[str]] = collections.defaultdict(set)
     for path, used in imports().items():
         for one in used:
@@ -87,7 +87,7 @@ def nearest_tests(changed: Iterable[str]) -> dict[str, int]:
                 steps[user] = steps[path] + 1
                 waiting.append(user)
     for path in changed:
-        if not path.endswith(".py"):  # a page, a list, an asset: whoever names it
+        if not path.endswith(".py"):  # a page, a list, an asset: files that name it
             for user in _git("grep", "-lF", Path(path).name, "--", "tests"):
                 steps.setdefault(user, 1)
     tests = {path: count for path, count in steps.items() if Path(path).name.startswith("test_")}
@@ -135,7 +135,7 @@ def _used(name: str, source: str, files: Mapping[str, Path]) -> set[str]:
 
 
 def _mirror(path: str) -> str:
-    """The folder whose tests are about this file."""
+    """The folder whose tests cover this file."""
     parts = path.split("/")
     if parts[0] == "ccjax" and len(parts) > 2:
         return f"tests/{parts[1]}"

@@ -1,8 +1,8 @@
 """Three questions to the embedded model, each answered four ways over the same stored passages: python scripts/demo.py
 
 The passages are prepared first, as a server or an offline job would. Then every question is answered with the default
-options, with the reuse report of that, by full prefill, by naive reuse (nothing recomputed) and by Cache-Craft with a
-part of each passage recomputed.
+options (and their reuse report), by full prefill, by naive reuse (nothing recomputed) and by Cache-Craft with a part of
+each passage recomputed.
 """
 
 from __future__ import annotations

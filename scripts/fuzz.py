@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of all that parses what comes from outside: `python scripts/fuzz.py --seconds 600`.
+"""Coverage-guided fuzzing of all parsers of untrusted input: `python scripts/fuzz.py --seconds 600`.
 
-What it finds is left in the folder of --output, with the command that shows it again. Exit code 1 then.
+Findings are written to the folder of --output, with the command that reproduces them; the exit code is 1 then.
 """
 
 from __future__ import annotations

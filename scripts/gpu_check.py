@@ -30,16 +30,16 @@ LIMIT_S = {"full": 420.0, "quick": 50.0}
 
 
 def device_kind() -> str:
-    """Name of the GPU that JAX sees.
+    """Name of the GPU that JAX uses.
 
     Raises:
-      RuntimeError: none of NVIDIA's.
+      RuntimeError: it is not an NVIDIA GPU.
     """
     import jax
 
     try:
         device = jax.devices()[0]
-    except RuntimeError as error:  # a platform was asked for that is not there
+    except RuntimeError as error:  # a platform was requested that is not available
         raise RuntimeError(f"jax finds no device: {error}") from error
     if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
         raise RuntimeError(
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(f"gpu_check: not installed: {', '.join(missing)}", file=sys.stderr)
         return 1
-    # JAX would take three quarters of the memory at once, and PyTorch needs some.
+    # JAX would reserve three quarters of the memory at once, and PyTorch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         kind = device_kind()
@@ -69,18 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return SKIPPED
 
     from scripts.gpucheck.machine import machine
-    from scripts.gpucheck.record import Record
+    from scripts.gpucheck.record import CheckRecord
 
     found = {"benchmark": "gpu_check", **machine()}
     name = f"{re.sub('[^a-z0-9]+', '-', kind.lower())}-{found['date']}{'-quick' * options.quick}"
     limit_s = options.limit or LIMIT_S["quick" if options.quick else "full"]
-    record = Record(options.out / f"{name}.json", found, is_quick=options.quick, limit_s=limit_s)
+    record = CheckRecord(options.out / f"{name}.json", found, is_quick=options.quick, limit_s=limit_s)
     shown = []
     for suite in SUITES:
         module = importlib.import_module(f"scripts.gpucheck.{suite}")
         try:
             module.run(record)
-        except Exception as error:  # the other suites still have something to say
+        except Exception as error:  # the other suites are still useful
             traceback.print_exc()
             record.fail(f"{suite}: {type(error).__name__}: {error!s:.300}")
         shown += module.tables(record)

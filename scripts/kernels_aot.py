@@ -1,10 +1,11 @@
-"""Compiles every kernel and step for chips that are not at hand: `python scripts/kernels_aot.py tpu|gpu [--quick]`.
+"""Compiles every kernel and step for chips that are not present: `python scripts/kernels_aot.py tpu|gpu [--quick]`.
 
 Needs no TPU and no GPU, only their compilers: `pip install -e .[aot-tpu]` or `.[aot-gpu]`, each in its own environment.
 Kernels and the engine's steps are compiled at serving shapes; a kernel over a chip's limits, a register spill on a GPU,
-or a figure more than 5 % above pallas_kernels/aot_table.json fails, and so does a control that ought to fail and does
+or a figure more than 5 % above pallas_kernels/aot_table.json fails, and so does a control that should fail and does
 not. `--quick` takes the few cases that every push compiles, `--only step:` the steps alone. `--update` writes the
-table. What compiles is neither right nor fast: tests/pallas_kernels show the one, only the chip the other.
+table. Compiling proves neither correctness nor speed: tests/pallas_kernels test the former, and only the chip shows the
+latter.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SLACK = 1.05
 
 
 def violations(chip: str, name: str, figures: dict[str, int], limits: Any, known: dict[str, int] | None) -> list[str]:
-    """What is wrong with a kernel's figures, in words; `known` are the committed ones."""
+    """Problems with a kernel's figures, in words; `known` are the committed ones."""
     wrong = [
         f"{chip}, {name}: {figure} is {figures[figure]:,}, the limit is {by_chip[chip]:,}"
         for figure, by_chip in limits.items()
@@ -83,10 +84,10 @@ def main() -> int:
 def _compile_all(
     target: Any, dump: Path, only: str, is_quick: bool, known: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures by chip and case, and what is wrong with them; prints a row as each comes.
+    """Figures by chip and case, and problems; prints a row for each.
 
-    `only`, `is_quick`: which cases; controls come with the case that each is a spoilt form of.
-    `known`: committed figures by chip and case; None holds the limits alone against them.
+    `only`, `is_quick`: which cases; each control runs with the case that it is a broken form of.
+    `known`: committed figures by chip and case; None checks only the limits.
     """
     # Here and not above: jax reads the environment when it is first imported.
     from ccjax.kernels.attention import attention
@@ -149,7 +150,7 @@ def _compile_all(
 
 
 def _judge(chip: str, name: str, outcome: str, message: str, start: float) -> list[str]:
-    """What is wrong where a control did not fail as it must; prints its row."""
+    """The problem if a control did not fail as it must; prints its row."""
     failed = re.search(message, outcome) is not None
     result = "fails, as it must" if failed else "DOES NOT FAIL"
     print(f"{chip:5} {name:50} {result} in {time.monotonic() - start:.0f} s", flush=True)

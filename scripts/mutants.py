@@ -1,7 +1,7 @@
-"""Checks that the tests notice defects: python scripts/mutants.py [FOLDER ...]
+"""Checks that the tests detect defects: python scripts/mutants.py [FOLDER ...]
 
 Each mutant in scripts/mutants_of/*.toml changes one place of the product and names a test that must then fail. All run
-in copies of the working tree; the tree itself stays as it is. Prints killed and survived by folder.
+in copies of the working tree, which itself is not changed. Prints killed and survived mutants by folder.
 
 Exit codes: 0 every mutant was killed; 1 some survived; 2 a mutant or its test does not apply to this tree any more.
 """
@@ -29,20 +29,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "scripts" / "mutants_of"
 LONGEST_S = 600.0
-"""A mutant that hangs its test for so long was noticed; the unchanged tests take seconds."""
+"""A mutant that hangs its test for this long counts as killed; the unchanged tests take seconds."""
 
 _KILLED, _SURVIVED, _INVALID = "killed", "survived", "does not apply"
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One change and the test that must notice it.
+    """One change and the test that must detect it.
 
     Attributes:
       file: relative path of the source.
-      old, new: the text that is replaced, and by what.
+      old, new: the text to replace, and its replacement.
       test: pytest's id of the test, or of a file or class with several.
-      within: qualified name of the function or class in which `old` stands once; empty for the whole file.
+      within: qualified name of the function or class in which `old` occurs once; empty for the whole file.
     """
 
     file: str
@@ -53,12 +53,12 @@ class Mutant:
 
     @property
     def folder(self) -> str:
-        """Where it counts: `ccjax/policy`, `store`, ..."""
+        """The folder it is counted under: `ccjax/policy`, `store`, ..."""
         parts = Path(self.file).parts
         return "/".join(parts[: 2 if parts[0] in ("ccjax", "models") else 1])
 
     def applied(self, source: str) -> str:
-        """`source` with the change; ValueError where `old` is not there exactly once."""
+        """`source` with the change; ValueError if `old` does not occur exactly once."""
         first, last = _span(source, self.within) if self.within else (0, len(source))
         count = source.count(self.old, first, last)
         if count != 1:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_mutants(folder: Path) -> list[Mutant]:
-    """All mutants of a folder's lists; ValueError where one is incomplete or there twice."""
+    """All mutants of a folder's lists; ValueError if one is incomplete or occurs twice."""
     mutants: list[Mutant] = []
     for path in sorted(folder.glob("*.toml")):
         for number, table in enumerate(tomllib.loads(path.read_text("utf-8"))["mutant"], 1):
@@ -113,7 +113,7 @@ def read_mutants(folder: Path) -> list[Mutant]:
 
 
 def run(mutants: Sequence[Mutant], num_jobs: int) -> int:
-    """Runs each mutant's test, after all of these tests passed without any; returns the exit code."""
+    """Runs each mutant's test, after all of these tests passed without mutants; returns the exit code."""
     with contextlib.ExitStack() as stack:
         copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for _ in range(num_jobs):
@@ -137,7 +137,7 @@ def run(mutants: Sequence[Mutant], num_jobs: int) -> int:
             if status != _SURVIVED:
                 print(f"these tests do not pass as they are, or some are skipped:\n{said}")
                 return 2
-        # Neighbours in the list share tests, and so what these have compiled.
+        # Adjacent mutants in the list share tests, and so their compiled steps.
         results: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for number, (mutant, (status, said)) in enumerate(
             zip(mutants, pool.map(lambda mutant: outcome(mutant, [mutant.test]), mutants), strict=True), 1
@@ -196,13 +196,15 @@ def _copy() -> Iterator[Path]:
 
 
 def _outcome(copy: Path, mutant: Mutant | None, tests: Sequence[str], compiled: str, tick: int) -> tuple[str, str]:
-    """What came of a run, and pytest's last lines."""
+    """The result of a run, and pytest's last lines."""
     path = copy / (mutant.file if mutant else "pyproject.toml")
     source, times = path.read_text("utf-8"), (path.stat().st_atime, path.stat().st_mtime)
     try:
         if mutant:
             path.write_text(mutant.applied(source), "utf-8")
-            os.utime(path, (tick, tick))  # a time no other version has: Python's compiled files go by time and size
+            os.utime(
+                path, (tick, tick)
+            )  # a time that no other version has: Python's compiled files are checked by time and size
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
         # Debian's interpreters and editable installs put other copies on the path: the copy goes first.
         environment = os.environ | {"PYTHONPATH": str(copy), "JAX_COMPILATION_CACHE_DIR": compiled}
@@ -219,7 +221,7 @@ def _outcome(copy: Path, mutant: Mutant | None, tests: Sequence[str], compiled: 
         path.write_text(source, "utf-8")
         os.utime(path, times)
     last = "\n".join("    " + line for line in said.splitlines()[-15:])
-    if code == 1 or (code < 0 and mutant):  # a signal: the process itself died of it
+    if code == 1 or (code < 0 and mutant):  # a signal: the process itself was killed by it
         return _KILLED, last
     ran = [line for line in said.splitlines() if " passed" in line]
     if code == 0 and ran and (mutant or "skipped" not in ran[-1]):

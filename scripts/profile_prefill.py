@@ -1,7 +1,7 @@
-"""Measures what prefills cost by what of their prompt is cached: python scripts/profile_prefill.py --model DIR
+"""Measures the cost of prefills by the cached part of their prompt: python scripts/profile_prefill.py --model DIR
 
-Writes T(cached, new) of RAGCache to prefill_profile.json beside the model. Servers on this kind of machine then weigh
-by it what a chunk-cache saves when they choose which one leaves a tier. Run it while the machine does nothing else.
+Writes RAGCache's T(cached, new) to prefill_profile.json beside the model. Servers on this kind of machine then use it
+to value chunk-caches when they choose what to evict from a tier. Run it while the machine is otherwise idle.
 """
 
 from __future__ import annotations

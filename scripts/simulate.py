@@ -1,8 +1,8 @@
 """Serves in virtual time: python scripts/simulate.py --model llama3-8b --hardware h100 --rate 20
 
-Runs the engine's own planner, scheduler, index, eviction and routing over a cost model instead of a device: what TTFT,
-throughput and hit rates a corpus, a load and a budget give on hardware that is not at hand. --size-for searches budgets
-and replicas; --validate measures the real engine on this CPU beside it. What is modelled: docs/simulation.md.
+Runs the engine's own planner, scheduler, index, eviction and routing over a cost model instead of a device: computes
+the TTFT, throughput and hit rates of a corpus, a load and a budget on hardware that is not present. --size-for searches
+budgets and replicas; --validate measures the real engine on this CPU beside it. What is modelled: docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _size(args: argparse.Namespace) -> dict:
     import dataclasses
 
     from scripts.simulation.run import Simulation
-    from scripts.simulation.sizing import Size, parse_goal, search
+    from scripts.simulation.sizing import parse_goal, search
 
     goal = parse_goal(args.size_for)
     args.rate = goal.rate
@@ -81,7 +81,7 @@ def _size(args: argparse.Namespace) -> dict:
     budgets = args.budgets or [max(1, round(share * distinct_bytes)) for share in (0.05, 0.2, 0.5, 1.0)]
     with _progress(args) as progress:
 
-        def simulate(size: Size) -> dict:
+        def simulate(size: DeploymentSize) -> dict:
             task = progress.add_task(f"{size.host_cache_bytes / 1e9:.1f} GB x {size.replicas}", total=len(workload))
             cache = dataclasses.replace(deployment.cache, host_cache_bytes=size.host_cache_bytes)
             one = dataclasses.replace(deployment, cache=cache, replicas=size.replicas)
@@ -105,7 +105,7 @@ def _paper(args: argparse.Namespace) -> dict:
 
     check_writable("paper", args.paper)
     check_writable("plot", args.plot)
-    size = paper.Size(30, 20) if args.quick else paper.Size(200, 400)
+    size = paper.RunSize(30, 20) if args.quick else paper.RunSize(200, 400)
     started_s = time.perf_counter()
     found = {}
     with _progress(args) as progress:

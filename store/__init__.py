@@ -1,4 +1,4 @@
-"""Chunk KV shards in memory, on disk and in buckets. Knows arrays and bytes, no model, policy or device."""
+"""Chunk KV shards in memory, on disk and in buckets."""
 
 from ccjax.store.disk import TensorStoreTier
 from ccjax.store.encryption import StoreCipher

@@ -1,7 +1,6 @@
-"""One variant as one immutable zarr3 object: written whole, read layer by layer into one buffer.
+"""One variant as one immutable zarr3 object: written as a whole, read layer by layer into one buffer.
 
-An object that is not compressed has no checksums of its own: those of its record find every wrong byte, in whatever
-way it was read.
+An uncompressed object has no checksums of its own: those of its record detect every wrong byte, on every read path.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ccjax.store.signing import SealError, digest_of
 from ccjax.store.spec import KVSpec
 
 OnRead = Callable[[Any, int], Any]
-"""Called with the future of each read of a layer that begins, and its bytes; what it returns is waited for instead."""
+"""Called with the future and the bytes of each starting read of a layer; the returned future is awaited instead."""
 
 _NO_CACHE = {"cache_pool": {"total_bytes_limit": 0}}
 _OBJECT_KEY = "c.0.0.0.0.0"  # zarr3's name of the only chunk
@@ -33,7 +32,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 class ArrayDriver:
     """Writes and opens the data objects of one root; see `store.objects.Root` for `context` and `longest_wait_s`,
-    `store.formats.ObjectLayout` for the `digest` of what is written. `cipher` is for objects that are encrypted."""
+    `store.formats.ObjectLayout` for the `digest` of written objects. `cipher` is for encrypted objects."""
 
     def __init__(
         self,
@@ -47,15 +46,15 @@ class ArrayDriver:
         self._cipher = cipher
         self._digest = digest
         self._longest_wait_s = longest_wait_s
-        # No cache: it would keep decoded layers beside the buffers, outside every budget, and serve what is deleted.
-        # Reading the shard index again for every layer costs nothing measurable on a file (1.2 ms per 2 MiB layer).
+        # No cache: it would keep decoded layers beside the buffers, outside every budget, and serve deleted data.
+        # Rereading the shard index for every layer costs nothing measurable on a file (1.2 ms per 2 MiB layer).
         self._context = ts.Context(_NO_CACHE, parent=context)
 
     def prepare(
         self, kv: np.ndarray, head_groups: int, storage: StorageFormat, object_id: str = ""
     ) -> tuple[ObjectLayout, np.ndarray | bytes]:
-        """The layout of the object that `kv` `[L, 2, T, K, H]` becomes, and what `write` wants of it; in `storage`
-        as far as that is possible (`StorageFormat.encode`). What is encrypted can be read under `object_id` only."""
+        """The layout of the object for `kv` `[L, 2, T, K, H]`, and the prepared input of `write`; in the format
+        `storage` if possible (`StorageFormat.encode`). An encrypted object can be read only under `object_id`."""
         storage, stored = storage.encode(self.kv_spec, kv)
         num_bytes = object_bytes(self.kv_spec, kv.shape[2], head_groups, storage)
         chunks = (chunk for layer in stored for chunk in _inner_chunks(layer, head_groups))
@@ -66,8 +65,8 @@ class ArrayDriver:
             return layout, self._cipher.encrypt(object_id, stored)
         if storage.compression == "none":
             return layout, stored
-        # Compressed bytes are counted before they are written: the record says how many there are.
-        kvstore, context = {"driver": "memory"}, ts.Context(_NO_CACHE)  # a memory of its own, which goes with it
+        # Compressed bytes are counted before they are written, because the record contains their number.
+        kvstore, context = {"driver": "memory"}, ts.Context(_NO_CACHE)  # memory of its own, freed with it
         self._open(kvstore, stored.shape, layout, {"write": True}, context).write(stored).result()
         packed = ts.KvStore.open(kvstore, context=context).result().read(_OBJECT_KEY).result().value
         return dataclasses.replace(layout, num_bytes=len(packed)), packed
@@ -75,15 +74,15 @@ class ArrayDriver:
     def write(
         self, kvstore: dict[str, Any], layout: ObjectLayout, prepared: np.ndarray | bytes, folder: Path | None = None
     ) -> None:
-        """Writes what `prepare` gave as one object, durably.
+        """Writes prepared KV as one object, durably.
 
         Args:
-          folder: where `kvstore` is in this machine's file system, if it is: written without a detour then.
+          folder: local directory of `kvstore`, if there is one: it is then written directly.
 
         Raises:
           OSError: the file system refused.
-          ValueError: what tensorstore makes of every failure.
-          TimeoutError: it was not done after `longest_wait_s`; it may still be.
+          ValueError: any failure in tensorstore.
+          TimeoutError: it was not done after `longest_wait_s`; it may still be in progress.
         """
         if folder is not None:
             packed = isinstance(prepared, bytes)
@@ -111,7 +110,7 @@ class ArrayDriver:
         object_id: str = "",
     ) -> ShardReader:
         """A reader of an object; see there for `explain` and `failure`, `write` for `folder`, `prepare` for
-        `object_id`. Reads no byte yet: the metadata comes from the arguments."""
+        `object_id`. Reads nothing yet: the metadata comes from the arguments."""
         shape = layout.storage.shape(self.kv_spec, num_tokens)
         buffer = np.empty(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)  # no memory before a layer arrives
         stored = np.empty(shape, np.uint8) if layout.storage.is_lossy else buffer
@@ -177,7 +176,7 @@ def _ts_reader(array: ts.TensorStore, target: Sequence[np.ndarray]) -> Callable[
 
 
 def _groups(layout: ObjectLayout) -> int:
-    """How many parts of a layer the object has: what is encrypted is whole."""
+    """Number of parts of a layer in the object; an encrypted layer is one."""
     return 1 if layout.storage.is_encrypted else layout.head_groups
 
 
@@ -197,21 +196,21 @@ def _inner_chunks(layer: np.ndarray, head_groups: int) -> list[np.ndarray]:
 
 
 class ShardReader:
-    """Reads of one variant's layers into one buffer `[L, 2, T, K, H]`; each layer is read and checked once.
+    """Reads one variant's layers into one buffer `[L, 2, T, K, H]`; each layer is read and checked once.
 
-    Thread-safe: one thread may prefetch while another waits. A layer that is not stored as it is gets decoded by who
-    waits for it, after its check: no byte that is not the record's is ever decoded.
+    Thread-safe: one thread may prefetch while another waits. An encoded layer is decoded by the waiting thread, after
+    its check: unverified bytes are never decoded.
 
     Args:
-      read_layer: starts to read a layer of the data object into `stored`, or for `decrypt`; returns a future.
-      layout: how the KV is stored in it, and what each inner chunk must hash to.
-      stored: what `read_layer` fills, or `decrypt`.
-      buffer: is filled, in the KV's own dtype; `stored` itself where that is stored as it is.
-      explain: turns the ValueError of a read, the TimeoutError of a read that took `longest_wait_s`, or None where the
-        checksum differs, into the error to raise.
-      longest_wait_s: a layer that is not there after it has failed; None waits for ever.
+      read_layer: starts reading a layer of the data object into `stored`, or for `decrypt`; returns a future.
+      layout: format of the KV in it, and the digest of each inner chunk.
+      stored: filled by `read_layer` or `decrypt`.
+      buffer: filled in the KV's own dtype; the same as `stored` if the KV is not encoded.
+      explain: maps the ValueError of a read, the TimeoutError of a read that took `longest_wait_s`, or None for a
+        checksum mismatch, to the exception to raise.
+      longest_wait_s: timeout of a layer; None waits forever.
       failure: raised by every `wait`; nothing is read then.
-      decrypt: fills a layer of `stored` from what was read, where that is encrypted; raises SealError.
+      decrypt: fills a layer of `stored` from what was read, if it is encrypted; raises SealError.
     """
 
     def __init__(
@@ -245,12 +244,12 @@ class ShardReader:
         return self._layout.storage.is_lossy
 
     def watch(self, on_read: OnRead) -> None:
-        """Has `on_read` called with every read from now on, in the thread that starts it."""
+        """Sets `on_read`, called with every later read, in the thread that starts it."""
         self._on_read = on_read
 
     def start(self, first: int, last: int) -> None:
-        """Starts reading layers `[first, last)` in the background; layers already under way are left alone. Nothing
-        starts after a failure."""
+        """Starts reading layers `[first, last)` in the background, except those already started. Starts nothing after a
+        failure."""
         with self._lock:
             for layer in range(first, last) if self._failure is None else ():
                 if self._futures[layer] is None:
@@ -262,11 +261,11 @@ class ShardReader:
         return self._failure is not None or self._num_done(first, last) == last - first
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> np.ndarray:
-        """A read-only view `[last - first, 2, T, K, H]`, once it is there and checked.
+        """A read-only view `[last - first, 2, T, K, H]`, once it is read and checked.
 
         Raises:
-          ShardCorruptError, ShardNotFoundError, StoreUnavailableError: as `explain` has it.
-          TimeoutError: it was not there after `timeout_s`; the reads go on.
+          ShardCorruptError, ShardNotFoundError, StoreUnavailableError: as `explain` decides.
+          TimeoutError: it was not read after `timeout_s`; the reads continue.
         """
         self.start(first, last)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -281,7 +280,9 @@ class ShardReader:
         if self._failure is not None:  # one bad layer condemns the variant, and is counted once
             raise self._failure
         limit_s = self._longest_wait_s
-        is_ours = timeout_s is None or (limit_s is not None and limit_s < timeout_s)  # else it is the caller who leaves
+        is_ours = timeout_s is None or (
+            limit_s is not None and limit_s < timeout_s
+        )  # otherwise only the caller gives up
         try:
             self._futures[layer].result(timeout=limit_s if is_ours else timeout_s)
             if self._decrypt is not None:

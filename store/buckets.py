@@ -1,5 +1,5 @@
-"""Small objects in a bucket of S3, of a server that speaks S3, or of Google Cloud Storage. An unreachable bucket costs
-seconds once, then nothing until it answers again."""
+"""Small objects in a bucket of S3, of an S3-compatible server, or of Google Cloud Storage. An unreachable bucket costs
+seconds once; later calls fail at once until it answers again."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ import tensorstore as ts
 from ccjax.store.errors import CommitUnknownError, StoreUnavailableError
 
 START_S = 10.0
-"""Longest wait for the first answer, which may take a new connection and a look for credentials."""
+"""Timeout of the first request, which may include connecting and finding credentials."""
 
 ANSWER_S = 3.0
-"""Longest wait for a small object: what the one request that meets an outage first has to wait."""
+"""Timeout for a small object: the delay of the one request that first meets an outage."""
 
 TRANSFER_S = 60.0
-"""Longest wait for the KV of a variant, or for a listing."""
+"""Timeout for the KV of a variant, or for a listing."""
 
 PROBE_INTERVAL_S = 5.0
-"""Pause between two looks whether a bucket that did not answer does so again."""
+"""Pause between two probes of a bucket that did not answer."""
 
-# How tensorstore's errors begin when the server did not answer, or answered that it cannot now.
+# Prefixes of tensorstore's errors that mean no answer, or a server that is temporarily unable to serve.
 _NO_ANSWER = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 _NO_ACCESS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL: Failed to get credentials")
 
-# tensorstore tries 32 times by default, which is minutes.
+# tensorstore's default of 32 attempts takes minutes.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
 
 # tensorstore has no other switch for these. By default it waits 5 minutes for a connection and for ever for an answer,
-# holding the buffer that it reads into.
+# and holds its read buffer meanwhile.
 _PATIENCE = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "5",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "10",
@@ -51,21 +51,21 @@ _CREDENTIALS = {
 
 
 class BucketRoot:
-    """Everything below `s3://bucket/prefix` or `gs://bucket/prefix`. Its methods are those of `store.objects.Root`.
+    """Everything below `s3://bucket/prefix` or `gs://bucket/prefix`, a `store.objects.Root`.
 
-    `s3://` takes two options: `?endpoint=http://host:9000` names a server other than AWS, `region=eu-west-3` spares it
-    the question where the bucket is. Credentials are found as the clouds' own tools find them, in the environment
-    first: AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS. TENSORSTORE_GCS_HTTP_URL
-    names a server other than Google's.
+    `s3://` takes two options: `?endpoint=http://host:9000` names a server other than AWS, `region=eu-west-3` saves
+    looking up the region of the bucket. Credentials are found as the clouds' own tools find them, first in the
+    environment: AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS.
+    TENSORSTORE_GCS_HTTP_URL names a server other than Google's.
 
-    A bucket tells no object's age in its listings, so ids begin with the writer's clock. The sweep of orphans is right
-    as long as the clocks of all writers agree to well within `store.namespaces.ORPHAN_AGE_S`; an object that was swept
-    too early is a miss, never wrong data.
+    Bucket listings contain no ages, so ids begin with the writer's clock. The sweep of orphans is correct as long as
+    the clocks of all writers agree to well within `store.namespaces.ORPHAN_AGE_S`; an object that is swept too early
+    becomes a miss, never wrong data.
 
     Raises (constructor):
-      ValueError: the URL has another form, or options that its scheme does not know.
+      ValueError: a malformed URL, or options that its scheme does not know.
       StoreUnavailableError: no such bucket, no credentials, missing rights, no answer, or a server that lets a second
-        writer overwrite what the first one created. Nothing of that is tried out with `read_only`.
+        writer overwrite what the first one created. None of that is checked with `read_only`.
     """
 
     num_parallel = 16
@@ -99,7 +99,7 @@ class BucketRoot:
             )
 
     def _try_out(self) -> tuple[bytes, bool]:
-        """The generation that means "no such object", and whether a create is refused where there is one."""
+        """The generation that means "no such object", and whether a conditional create is refused if there is one."""
         probe = f".probe-{self.new_id()}"
         absent = self._wait(self._live().read(probe), START_S).stamp.generation
         self.replace(probe, b"first")  # without a condition: with one, a missing bucket looks like a lost race
@@ -142,8 +142,8 @@ class BucketRoot:
             if time.monotonic() < self._next_probe_s:
                 return error
             self._next_probe_s = time.monotonic() + PROBE_INTERVAL_S
-            probe = self._probe = self._kv.read(".probe")  # whether it is there does not matter
-        probe.add_done_callback(self._probed)  # outside the lock: it may be called at once
+            probe = self._probe = self._kv.read(".probe")  # whether it exists does not matter
+        probe.add_done_callback(self._probed)  # outside the lock: it may run at once
         return error
 
     def _probed(self, probe: Any) -> None:
@@ -151,15 +151,15 @@ class BucketRoot:
             with self._lock:
                 self._down = None
 
-    def note_failure(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         if isinstance(error, TimeoutError) or str(error).startswith(_NO_ANSWER):
             with self._lock:
                 if self._down is None:
-                    self._next_probe_s = 0.0  # at once: one write may have failed for reasons of its own
+                    self._next_probe_s = 0.0  # at once: a single write may fail for reasons of its own
                 self._down = _reason(error)
 
     def _live(self) -> ts.KvStore:
-        """The bucket, to begin a call on. Raises StoreUnavailableError during an outage."""
+        """The bucket, for a new call. Raises StoreUnavailableError during an outage."""
         outage = self.outage()
         if outage is not None:
             raise outage
@@ -175,7 +175,7 @@ class BucketRoot:
             failure = TimeoutError(f"no answer within {longest_s:g} s")
         except ValueError as error:
             failure = error
-        self.note_failure(failure)
+        self.record_failure(failure)
         raise StoreUnavailableError(f"store: {self.url}: {_reason(failure)}") from failure
 
     # -- objects -----------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class BucketRoot:
             # A refusal raises nothing and has no generation. (`if_equal=b""` would be no condition at all.)
             if self._wait(bucket.write(key, data, if_equal=self._absent)).generation:
                 return True
-            # It may be our own object that is in the way: the answer to the first try got lost, and it was repeated.
+            # It may be our own object: the reply to the first attempt was lost, and the attempt was repeated.
             found = self.read(key)
         except StoreUnavailableError as error:
             raise CommitUnknownError(str(error)) from error
@@ -203,7 +203,7 @@ class BucketRoot:
         self._wait(self._live().write(key, data))
 
     def make_prefix(self, prefix: str) -> None:
-        self._live()  # there are no folders to make, but what comes next should not begin during an outage
+        self._live()  # no folders to make, but fail early during an outage
 
     def names(self, prefix: str) -> list[str]:
         keys = self._list(_below(prefix) if prefix else ts.KvStore.KeyRange())
@@ -265,6 +265,6 @@ def _parse(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
         spec["endpoint"] = endpoint.rstrip("/")
     for region in options.get("region", ()):
         spec["aws_region"] = region
-    # The whole chain of places to look for credentials writes a line to stderr for each place without any.
+    # Otherwise the credential chain writes a line to stderr for each source without credentials.
     kind = "environment" if "AWS_ACCESS_KEY_ID" in os.environ else "default"
     return spec, {"s3_request_retries": _RETRIES, "aws_credentials": {"type": kind}}

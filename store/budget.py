@@ -1,4 +1,4 @@
-"""A byte budget: counts what a tier holds against what it may hold."""
+"""A byte budget: the bytes a tier holds and the most it may hold."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class ByteBudget:
         return self._used_bytes
 
     def shortfall(self, num_bytes: int) -> int:
-        """Bytes that must go before `num_bytes` more fit; 0 when they fit now."""
+        """Bytes to free before `num_bytes` more fit; 0 if they fit now."""
         return 0 if self.limit_bytes is None else max(0, self.used_bytes + num_bytes - self.limit_bytes)
 
     def can_ever_hold(self, num_bytes: int) -> bool:
-        """False when `num_bytes` are more than the whole budget."""
+        """False if `num_bytes` exceed the whole budget."""
         return self.limit_bytes is None or num_bytes <= self.limit_bytes
 
     def charge(self, num_bytes: int) -> None:
-        """Counts `num_bytes` as used.
+        """Charges `num_bytes`.
 
         Raises:
-          TierFullError: they do not fit; nothing is counted then.
+          TierFullError: they do not fit; nothing is charged then.
         """
         short = self.shortfall(num_bytes)
         if short:
@@ -42,10 +42,10 @@ class ByteBudget:
         self._used_bytes += num_bytes
 
     def recharge(self, charged: int, num_bytes: int) -> int:
-        """Counts `num_bytes` as used in place of the `charged` that were counted before, and returns them.
+        """Charges `num_bytes` instead of the `charged` ones, and returns them.
 
         Raises:
-          TierFullError: they are more, and do not fit; nothing changed then.
+          TierFullError: they are more and do not fit; nothing changed then.
         """
         if num_bytes > charged:
             self.charge(num_bytes - charged)
@@ -54,10 +54,10 @@ class ByteBudget:
         return num_bytes
 
     def adopt(self, num_bytes: int) -> None:
-        """Counts bytes that are there already (another process wrote them), even beyond the limit."""
+        """Charges bytes that exist already (another process wrote them), even beyond the limit."""
         self._used_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Counts `num_bytes` as free again."""
+        """Releases `num_bytes`."""
         self._used_bytes -= num_bytes
         assert self._used_bytes >= 0

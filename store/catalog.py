@@ -1,11 +1,11 @@
-"""The catalog: copies of many commit records in a few objects, so that opening a large store need not read each one.
+"""The catalog: copies of many commit records in a few objects, so that opening a large store need not read each record.
 
-It is never the truth. A variant counts as committed while its own record is listed; a part that is damaged, missing or
-of another version costs reading those records one by one, and an entry that another process outdated is found out by
-the first read of its data.
+It is never authoritative. A variant counts as committed while its own record is listed; if a part is damaged, missing
+or of another version, those records are read one by one, and an outdated entry is detected by the first read of its
+data.
 
-ROOT/NAMESPACE/catalog/K-of-P.bin, replaced as a whole, holds the variants whose id has a crc32 of K modulo P:
-one line of JSON (version, namespace, length and sha256 of the table), the table (columns as JSON), the records.
+ROOT/NAMESPACE/catalog/K-of-P.bin, replaced as a whole, holds the variants whose id has a crc32 of K modulo P: one line
+of JSON (version, namespace, length and sha256 of the table), the table (columns as JSON), the records.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ccjax.store.spec import StoreIdentity, is_id
 CATALOG_VERSION = 1
 
 RECORDS_PER_PART = 256
-"""About that many records in a part: less than 1 MB, which a bucket takes within its time for a small object."""
+"""Approximate number of records per part: less than 1 MB, which a bucket accepts within the timeout of a small
+object."""
 
 _PART = re.compile(r"\d+-of-\d+\.bin")
 _COLUMNS = ("variant_id", "chunk_id", "num_tokens", "object_id", "charge_bytes", "is_lossy", "crc32")
@@ -50,8 +51,8 @@ def encode_part(shards: Collection[KnownShard], namespace: str) -> bytes:
 
 
 def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
-    """The shards of one object of the catalog. Every byte of the table is checked, those of the records are not:
-    `decode_known` does that, for each one by itself.
+    """Decodes one object of the catalog. Every byte of the table is checked, those of the records are not:
+    `decode_known` checks each record when it is used.
 
     Raises:
       CatalogError: it cannot be used.
@@ -85,7 +86,7 @@ def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
 
 
 def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard], list[str]]:
-    """All shards of all usable parts, and what is wrong with the others. A variant may occur twice.
+    """All shards of all usable parts, and what is wrong with the other parts. A variant may occur twice.
 
     Raises:
       OSError: the root refused.
@@ -95,7 +96,7 @@ def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard],
     def read(name: str) -> list[KnownShard]:
         raw = root.read(_key(namespace, name))
         try:
-            if raw is None:  # another process just took it away
+            if raw is None:  # another process just deleted it
                 return []
             return decode_part(identity.unseal("catalog", name, raw), namespace)
         except (CatalogError, SealError) as error:
@@ -107,7 +108,7 @@ def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard],
 
 
 def write_catalog(root: Root, identity: StoreIdentity, shards: Collection[KnownShard]) -> None:
-    """Replaces the catalog, part by part; whoever reads meanwhile finds old parts and new ones, which does no harm.
+    """Replaces the catalog, part by part; concurrent readers see a harmless mixture of old and new parts.
 
     Raises:
       OSError: the root refused; some parts may be new.
@@ -132,8 +133,8 @@ def write_catalog(root: Root, identity: StoreIdentity, shards: Collection[KnownS
 
 
 def delete_catalog(root: Root, namespace: str, delete: Callable[[str], bool]) -> tuple[str, ...]:
-    """Deletes all parts, those of other versions too, with `delete`, which says whether a key is gone; those that are
-    not.
+    """Deletes all parts, including those of other versions, with `delete`, which returns whether a key is gone; returns
+    those that are not.
 
     Raises:
       OSError: the root cannot be listed.

@@ -1,5 +1,5 @@
-"""What this process told others that it computes: leases on variants, given up once the variant is written or will not
-be. A failing disk or bucket costs the agreement with others, and nothing else."""
+"""Claims of this process on variants it computes: leases that are released once the variant is written or abandoned. A
+failing disk or bucket costs only the coordination with others."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Claims:
-    """The leases that one store holds on variants of `tier`. Thread-safe; raises nothing of the disk's.
+    """The leases that one store holds on variants of `tier`. Thread-safe; raises no disk errors.
 
     Args:
-      is_queued: whether a variant is on its way to disk; `written` follows for each such one.
+      is_queued: whether the write of a variant is queued; `written` follows for each of those.
 
     Attributes:
-      is_failing: the disk refused when it was last asked.
+      is_failing: the disk refused the last call.
     """
 
     def __init__(self, tier: TensorStoreTier, is_queued: Callable[[str], bool]):
@@ -35,48 +35,48 @@ class Claims:
         self.is_failing = False
 
     def claim(self, variant_ids: Sequence[str], seconds: float) -> tuple[str, ...]:
-        """Takes leases on the first of these variants, up to the one that another process has; which ones it got."""
+        """Claims the first of these variants, up to the first one claimed by another process; returns those it got."""
         held = self._try(lambda: self._leases.acquire(variant_ids, seconds)) or []
         with self._lock:
             self._held.update((lease.key, lease) for lease in held)
         return tuple(lease.key for lease in held)
 
     def holds(self, variant_id: str) -> bool:
-        """Whether this process said that it computes it."""
+        """Whether this process has claimed the variant."""
         return variant_id in self._held
 
     def taken(self, variant_ids: Collection[str]) -> frozenset[str]:
-        """Those that other processes say they compute; none while the disk cannot be asked."""
+        """Those that other processes have claimed; none while the disk is unavailable."""
         found = self._try(lambda: self._leases.held(variant_ids)) or frozenset()
         with self._lock:
             return found - self._held.keys()
 
     def committed(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """Those that are on disk now, by whomever; what was not known before is from now on."""
-        return self._tier.look_up(variant_ids)
+        """Those that are on disk now, written by any process; they are known from now on."""
+        return self._tier.find_committed(variant_ids)
 
     def release(self, variant_ids: Collection[str]) -> None:
-        """Nothing more will be stored of these: gives their leases up, those being written once they are."""
+        """Releases the claims on variants that will not be stored, and on queued ones once they are written."""
         for variant_id in variant_ids:
             if not self._is_queued(variant_id):
                 self.written(variant_id)
 
     def written(self, variant_id: str) -> None:
-        """The variant is on disk, or the disk refused it."""
+        """Releases the claim on a variant that is on disk or that the disk refused."""
         with self._lock:
             lease = self._held.pop(variant_id, None)
         if lease is not None:
             self._try(lambda: self._leases.release(lease))
 
     def close(self) -> None:
-        """Gives all leases up."""
+        """Releases all claims."""
         with self._lock:
             held = tuple(self._held)
         for variant_id in held:
             self.written(variant_id)
 
     def _try(self, call: Callable[[], T]) -> T | None:
-        """The result, or None where the disk refused; the first failure of a row is logged as a warning."""
+        """Runs a call; None if the disk refused, which is logged once per outage."""
         try:
             result = call()
         except OSError as error:

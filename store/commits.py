@@ -1,5 +1,5 @@
-"""Which variants of one namespace are committed, as far as this process knows, and the bytes they take. The listed
-records are the truth; the catalog spares reading each of them."""
+"""The committed variants of one namespace, as far as this process knows, and the bytes they take. The listed records
+are authoritative; the catalog saves reading each of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from ccjax.store.budget import ByteBudget
 from ccjax.store.bulk import uncollected
 from ccjax.store.catalog import delete_catalog, read_catalog, write_catalog
+from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
 from ccjax.store.foreign import ForeignRecords
 from ccjax.store.index.api import CHANGES_KEPT
-from ccjax.store.news import News
 from ccjax.store.objects import Root, for_each
 from ccjax.store.records import KnownShard, StoredShard, decode_known, has_known_version, known_from_raw
 from ccjax.store.spec import KVSpec, StoreIdentity
@@ -21,27 +21,28 @@ from ccjax.store.spec import KVSpec, StoreIdentity
 _log = logging.getLogger(__name__)
 
 LEAST_CHANGES = 64
-"""Fewer new records than that are read one by one; fewer changes do not make a new catalog."""
+"""With fewer new records, each is read by itself; fewer changes do not trigger a new catalog."""
 
 COPIED_SHARE = 0.05
-"""The catalog, which is read as a whole, is not read for a smaller share of all records: one by one is quicker."""
+"""The catalog, which is read as a whole, is not read for a smaller share of all records: reading those one by one is
+faster."""
 
 CHANGED_SHARE = 0.01
-"""A new catalog is due once that share of it is outdated: then all catalogs that are ever written take a hundredth of a
-record's size a hundred times, about what the record of a chunk of two tokens takes in KV."""
+"""A new catalog is due once this share of it is outdated. All catalogs ever written then amount to about a hundred
+times the size of a record, about as much as the KV of a chunk of two tokens."""
 
 _VERIFY_AT_ONCE = 1024
 
 
 class CommittedShards:
-    """The known variants of `identity` below `root`. Thread-safe. `news` are told what is committed and deleted here.
+    """The known variants of `identity` below `root`. Thread-safe. Publishes commits and deletions to `change_feed`.
 
     Attributes:
-      lock: guards `budget`, in which every known variant is charged, too.
-      foreign: records that are there in formats which are not known here.
-      num_corrupt: failed checks; whoever finds one counts it.
-      num_forged: those of them that were records which nobody with our keys wrote.
-      num_unread: records that were listed and could not be read, so far.
+      lock: guards this object and `budget`, in which every known variant is charged.
+      foreign: records in formats unknown to this version.
+      num_corrupt: failed checks, counted where they are detected.
+      num_forged: those of them that were records not sealed with our keys.
+      num_unread: listed records that could not be read so far.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class CommittedShards:
         identity: StoreIdentity,
         kv_spec: KVSpec,
         budget: ByteBudget,
-        news: News | None = None,
+        change_feed: ChangeFeed | None = None,
     ):
         self.lock = threading.RLock()
         self.foreign = ForeignRecords(url)
@@ -63,15 +64,15 @@ class CommittedShards:
         self._identity = identity
         self._kv_spec = kv_spec
         self._budget = budget
-        self._news = news
+        self._change_feed = change_feed
         self._namespace = identity.namespace
         self._shards: dict[str, KnownShard] = {}
         self._unverified: set[str] = set()
-        self._gone: dict[str, str | None] = {}  # the last that went, as `Changes.removed` has them
+        self._removed: dict[str, str | None] = {}  # most recent removals, as in `StoreChanges.removed`
         self._cataloged: frozenset[str] = frozenset()
-        self._num_changes = 0  # at least as many as between `_shards` and `_cataloged`
-        self._is_catalog_damaged = False  # or has something that it must not have
-        self._catalog_lock = threading.Lock()  # one change of the catalog at a time, so that no write undoes a deletion
+        self._num_changes = 0  # upper bound of the difference between `_shards` and `_cataloged`
+        self._is_catalog_damaged = False  # or has an entry that must not be kept
+        self._catalog_lock = threading.Lock()  # serialises catalog changes, so that no write undoes a deletion
 
     def __contains__(self, variant_id: str) -> bool:
         return variant_id in self._shards
@@ -80,7 +81,7 @@ class CommittedShards:
         return len(self._shards)
 
     def get(self, variant_id: str) -> KnownShard | None:
-        """The variant, or None where none is known."""
+        """The variant, or None if it is unknown."""
         return self._shards.get(variant_id)
 
     def all(self) -> list[KnownShard]:
@@ -89,7 +90,7 @@ class CommittedShards:
             return list(self._shards.values())
 
     def decoded(self, known: KnownShard) -> StoredShard | None:
-        """What our copy of a record says; None, which is logged, if that is damaged."""
+        """Decodes our copy of a record; None (logged) if the copy is damaged."""
         try:
             return decode_known(known, identity=self._identity, kv_spec=self._kv_spec)
         except ShardCorruptError as error:
@@ -97,7 +98,7 @@ class CommittedShards:
             return None
 
     def details(self, variant_id: str) -> StoredShard | None:
-        """What the variant's record says, or None. If our copy of the record is damaged, the record itself is read."""
+        """The decoded record of a variant, or None. If our copy is damaged, the record itself is read."""
         known = self.get(variant_id)
         if known is None:
             return None
@@ -115,13 +116,14 @@ class CommittedShards:
     # -- following the records ---------------------------------------------------------------------------------
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Takes in what other processes committed and evicted since: `(added, removed)` variant ids.
+        """Applies what other processes committed and evicted since the last listing: `(added, removed)` variant ids.
 
         Raises:
           OSError: the directory or bucket cannot be listed.
         """
         with self.lock:
-            known = dict(self._shards)  # before the listing: what this process commits meanwhile is no removal
+            # Before the listing: commits of this process meanwhile must not look like removals.
+            known = dict(self._shards)
         names = self._root.names(f"{self._namespace}/records")
         listed = {name.removesuffix(".json") for name in names if name.endswith(".json")}
         self.foreign.keep(listed)
@@ -139,58 +141,60 @@ class CommittedShards:
             self.forget(variant_id, known[variant_id].object_id)
         return tuple(key for key in new if key in copies or key in singles), removed
 
-    def follow(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
-        """Takes in what another process says it committed, by the record where that came along and is sound; those that
-        are known now. News may be old: of a variant that is known by another record, or was and went, the root is
-        asked."""
+    def apply_commits(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
+        """Applies commits announced by another process, using the record that was sent with each if it is sound;
+        returns those that are known now. Announcements may be stale: if a variant is known by another record, or was
+        removed before, its record is read from the root."""
         found = []
         for variant_id, raw in added.items():
             known = self.get(variant_id)
-            told = None if raw is None else self._told(variant_id, raw)
-            is_other = told is not None and known is not None and known.object_id != told.object_id
-            if told is None or is_other or self._gone.get(variant_id, "") in (None, told.object_id):
-                told = self._read_quietly(variant_id)
-            if told is not None:
-                self._adopt(told)
+            shard = None if raw is None else self._parse_sent(variant_id, raw)
+            is_other = shard is not None and known is not None and known.object_id != shard.object_id
+            if shard is None or is_other or self._removed.get(variant_id, "") in (None, shard.object_id):
+                shard = self._read_quietly(variant_id)
+            if shard is not None:
+                self._adopt(shard)
                 found.append(variant_id)
         return tuple(found)
 
     def outdated_object(self, variant_id: str) -> str | None:
-        """The data object by which a variant is known here, if its record does not commit that any more, or cannot be
-        read now."""
+        """The data object by which this process knows a variant, if the variant's record commits another one or cannot
+        be read; else None."""
         known = self.get(variant_id)
         try:
             return None if known is None or self.names(variant_id, known.object_id) else known.object_id
         except OSError:
             return None if known is None else known.object_id
 
-    def forget_gone(self, variant_id: str, object_id: str | None) -> None:
-        """Another process took out a variant, whose data was that object. What took the place of that stays."""
-        self.foreign.discard(variant_id)  # the next listing finds the one that is there
+    def forget_removed(self, variant_id: str, object_id: str | None) -> None:
+        """Applies a removal by another process of the variant with that data object. A newer object of the variant is
+        kept."""
+        self.foreign.discard(variant_id)  # the next listing finds the current one
         if object_id is None:
-            self._note_gone(variant_id, None)
+            self._remember_removal(variant_id, None)
         else:
             self.forget(variant_id, object_id)
 
-    def take_in(self, variant_id: str) -> bool:
-        """Reads the record on disk into memory and says whether there is a sound one; a bad one goes to quarantine."""
+    def load_record(self, variant_id: str) -> bool:
+        """Reads a record from disk into memory; True if it is sound. A damaged one is moved to quarantine."""
         shard = self._read_quietly(variant_id)
         if shard is not None:
             self._adopt(shard)
         return shard is not None
 
     def read(self, variant_id: str) -> KnownShard | None:
-        """What the record on disk commits now; None where there is none.
+        """What the record on disk commits now; None if there is no record.
 
         Raises:
-          ShardCorruptError, OSError: it fails its check; it cannot be read.
+          ShardCorruptError: the record fails its check.
+          OSError: it cannot be read.
         """
         raw = self._root.read(self.record_key(variant_id))
         return None if raw is None else self._known(variant_id, raw)
 
     def names(self, variant_id: str, object_id: str) -> bool:
-        """True unless the record on disk commits another object: then another process wrote the variant anew. Raises
-        OSError."""
+        """False if the record on disk is gone or commits another object, because another process rewrote the variant. A
+        damaged record counts as True. Raises OSError."""
         try:
             current = self.read(variant_id)
         except UnknownFormatError:
@@ -200,8 +204,8 @@ class CommittedShards:
         return current is not None and current.object_id == object_id
 
     def verify(self, is_cancelled: Callable[[], bool] | None = None) -> bool:
-        """Reads the record of every variant that is known from the catalog alone, so that afterwards each known variant
-        is the one that its record commits; True once that is so. `is_cancelled` is asked in between."""
+        """Reads the record of every variant known from the catalog alone; True once every known variant is verified.
+        Polls `is_cancelled` between batches."""
         with self.lock:
             waiting = sorted(self._unverified)
         for start in range(0, len(waiting), _VERIFY_AT_ONCE):
@@ -212,12 +216,12 @@ class CommittedShards:
 
     @property
     def is_quickly_verified(self) -> bool:
-        """True when `verify` has a second's work at most."""
+        """True when `verify` takes at most about a second."""
         return len(self._unverified) <= _VERIFY_AT_ONCE
 
     def save_catalog(self) -> bool:
-        """Writes a new catalog if enough changed since the last one that was read or written; True if it did. A refusal
-        of the disk is logged, and unless the catalog is damaged nothing is tried until more changed."""
+        """Writes a new catalog if enough changed since the last one that was read or written; True if it did. A failure
+        is logged and, unless the catalog is damaged, not retried until more changed."""
         with self._catalog_lock:
             with self.lock:
                 is_damaged = self._is_catalog_damaged
@@ -227,7 +231,7 @@ class CommittedShards:
                 if not self._is_catalog_due():
                     return False
             try:
-                # Another process may have erased what this one still knows: no copy may outlive its record.
+                # Another process may have erased a variant we still know: no copy may outlive its record.
                 listed = set(self._root.names(f"{self._namespace}/records"))
                 with self.lock:
                     shards = [shard for shard in self.all() if f"{shard.variant_id}.json" in listed]
@@ -245,14 +249,14 @@ class CommittedShards:
         return self._num_changes >= least or self._is_catalog_damaged
 
     def renew_catalog(self) -> None:
-        """Makes the next `save_catalog` write one, however little changed."""
+        """Makes the next `save_catalog` write a catalog regardless of how little changed."""
         self._is_catalog_damaged = True
 
     def drop_catalog(self, delete: Callable[[str], bool]) -> tuple[str, ...]:
-        """Deletes the catalog with `delete`, which says whether a key is gone; the keys that are not.
+        """Deletes the catalog with `delete`, which returns whether a key is gone; returns the keys that are not.
 
         Raises:
-          OSError: it cannot be listed.
+          OSError: the catalog cannot be listed.
         """
         with self._catalog_lock:
             left = delete_catalog(self._root, self._namespace, delete)
@@ -264,7 +268,7 @@ class CommittedShards:
     # -- own commits and evictions -----------------------------------------------------------------------------
 
     def commit(self, variant_id: str, raw: bytes) -> bool:
-        """Publishes the record `raw`, whose bytes are already charged. False when a sound record was there first.
+        """Publishes the record `raw`, whose bytes are already charged. False if a sound record was there first.
 
         Raises:
           OSError: the root refused.
@@ -275,31 +279,30 @@ class CommittedShards:
                 self.foreign.discard(variant_id)
                 with self.lock:
                     known = self._shards.get(variant_id)
-                    if known is not None:  # another process evicted that one, and no refresh saw it yet
+                    if known is not None:  # evicted by another process, not seen by a refresh yet
                         self.forget(variant_id, known.object_id)
                     self._shards[variant_id] = mine
                     self._num_changes += 1
-                if self._news is not None:
-                    self._news.committed(variant_id, mine.object_id, raw)
+                if self._change_feed is not None:
+                    self._change_feed.record_commit(variant_id, mine.object_id, raw)
                 return True
-            if self.take_in(variant_id):
+            if self.load_record(variant_id):
                 return False
-            # The name was held by a record that failed its check; it is in quarantine now, so try once more.
+            # The name was taken by a record that failed its check; it is in quarantine now, so try once more.
         return False
 
     def hide(self, variant_ids: Iterable[str]) -> list[KnownShard]:
-        """Makes variants unknown that stay charged; those that were known."""
+        """Makes variants unknown but keeps them charged; returns those that were known."""
         with self.lock:
             self._unverified.difference_update(variant_ids := tuple(variant_ids))
             hidden = [shard for key in variant_ids if (shard := self._shards.pop(key, None)) is not None]
             self._num_changes += len(hidden)
             return hidden
 
-    def deleted(self, variant_id: str, object_id: str | None) -> None:
-        """The record of a variant is no longer there, by this process's doing; None where nobody can say which object
-        it was of."""
-        if self._news is not None:
-            self._news.deleted(variant_id, object_id)
+    def record_deletion(self, variant_id: str, object_id: str | None) -> None:
+        """Announces that this process deleted the record of a variant; `object_id` is None if its object is unknown."""
+        if self._change_feed is not None:
+            self._change_feed.record_deletion(variant_id, object_id)
 
     def restore(self, shard: KnownShard) -> None:
         """Undoes `hide`."""
@@ -311,9 +314,9 @@ class CommittedShards:
                 self._num_changes += 1
 
     def forget(self, variant_id: str, object_id: str) -> None:
-        """Drops the variant from memory and budget, unless another object took this one's place."""
+        """Drops the variant from memory and budget, unless it was replaced by another object."""
         with self.lock:
-            self._note_gone(variant_id, object_id)
+            self._remember_removal(variant_id, object_id)
             known = self._shards.get(variant_id)
             if known is not None and known.object_id == object_id:
                 del self._shards[variant_id]
@@ -324,27 +327,27 @@ class CommittedShards:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def record_key(self, variant_id: str) -> str:
-        """Where the record is."""
+        """Key of the variant's record."""
         return f"{self._namespace}/records/{variant_id}.json"
 
     def warn(self, message: str, *values: object) -> None:
-        """Logs a failure of the root. An outage shows in every call; that there is one is logged by those who write and
-        refresh."""
+        """Logs a failure of the root. During an outage every call fails; the writers and the refresh report the outage
+        itself."""
         _log.log(logging.WARNING if self._root.outage() is None else logging.DEBUG, message, *values)
 
-    def _note_gone(self, variant_id: str, object_id: str | None) -> None:
+    def _remember_removal(self, variant_id: str, object_id: str | None) -> None:
         with self.lock:
-            self._gone.pop(variant_id, None)  # the last come last
-            self._gone[variant_id] = object_id
-            while len(self._gone) > CHANGES_KEPT:
-                del self._gone[next(iter(self._gone))]
+            self._removed.pop(variant_id, None)  # keep the order of removal
+            self._removed[variant_id] = object_id
+            while len(self._removed) > CHANGES_KEPT:
+                del self._removed[next(iter(self._removed))]
 
     def _known(self, variant_id: str, raw: bytes) -> KnownShard:
         return known_from_raw(raw, variant_id=variant_id, identity=self._identity, kv_spec=self._kv_spec)
 
     def _read_sound(self, variant_id: str) -> KnownShard | None:
-        """What the record on disk commits; None where there is none, one of another release, or a damaged one, which
-        goes to quarantine. Raises OSError."""
+        """What the record on disk commits; None if there is none, if another release wrote it, or if it is damaged (it
+        is then moved to quarantine). Raises OSError."""
         try:
             return self.read(variant_id)
         except UnknownFormatError as error:
@@ -357,24 +360,24 @@ class CommittedShards:
                 self.num_forged += isinstance(error, ShardForgedError)
         aside = f"{self._namespace}/quarantine/{variant_id}.{self._root.new_id()}.json"
         self._root.move(self.record_key(variant_id), aside)
-        self.deleted(variant_id, None)
+        self.record_deletion(variant_id, None)
         return None
 
-    def _told(self, variant_id: str, raw: bytes) -> KnownShard | None:
-        """What a record says that came along with news; None where it does not pass its check."""
+    def _parse_sent(self, variant_id: str, raw: bytes) -> KnownShard | None:
+        """Decodes a record received through the change feed; None if it fails its check."""
         try:
             return self._known(variant_id, raw)
         except UnknownFormatError:
             return None
         except ShardCorruptError as error:
-            _log.warning("store: news from another process: %s; the record itself is read", error)
+            _log.warning("store: record sent by another process: %s; the record itself is read", error)
             return None
 
     def _read_quietly(self, variant_id: str) -> KnownShard | None:
         try:
             return self._read_sound(variant_id)
         except OSError as error:
-            self.warn("store: cannot take in the record of variant %s from %s: %s", variant_id, self._url, error)
+            self.warn("store: cannot read the record of variant %s from %s: %s", variant_id, self._url, error)
             with self.lock:
                 self.num_unread += 1
         return None
@@ -392,7 +395,7 @@ class CommittedShards:
             self.forget(variant_id, known.object_id)
 
     def _adopt(self, shard: KnownShard) -> None:
-        """Takes in what was read from the record itself."""
+        """Adds a shard whose record was read from the root."""
         self.foreign.discard(shard.variant_id)
         with self.lock:
             known = self._shards.get(shard.variant_id)
@@ -405,7 +408,7 @@ class CommittedShards:
                 self._budget.adopt(shard.charge_bytes)
 
     def _adopt_copies(self, copies: list[KnownShard]) -> None:
-        """Takes in what the catalog says of variants that are listed; what this process knows better, it keeps."""
+        """Adds shards from the catalog unless this process knows the variant already."""
         with self.lock:
             fresh = [shard for shard in copies if shard.variant_id not in self._shards]
             self._shards.update((shard.variant_id, shard) for shard in fresh)
@@ -413,7 +416,7 @@ class CommittedShards:
             self._budget.adopt(sum(shard.charge_bytes for shard in fresh))
 
     def _copies(self, wanted: set[str]) -> dict[str, KnownShard]:
-        """What the catalog says of `wanted`."""
+        """Catalog entries of the `wanted` variants."""
         try:
             shards, wrong = read_catalog(self._root, self._identity)
         except OSError as error:
@@ -422,6 +425,6 @@ class CommittedShards:
         for problem in wrong:
             _log.warning("store: the catalog of %s: %s; the records are read one by one", self._url, problem)
         self._cataloged = frozenset(shard.object_id for shard in shards)
-        self._num_changes = len(shards) + len(self._shards)  # more than there are: counted when it matters
+        self._num_changes = len(shards) + len(self._shards)  # upper bound; counted exactly when needed
         self._is_catalog_damaged = bool(wrong)
         return {one.variant_id: one for one in shards if one.variant_id in wanted and has_known_version(one.raw)}

@@ -12,6 +12,7 @@ import numpy as np
 
 from ccjax.store.arrays import ArrayDriver, ShardReader
 from ccjax.store.budget import ByteBudget
+from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.commits import CommittedShards
 from ccjax.store.encryption import KVCipher
 from ccjax.store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
@@ -21,7 +22,6 @@ from ccjax.store.index.api import LeaseTable
 from ccjax.store.index.leases import PreferredLeases
 from ccjax.store.leases import Leases
 from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
-from ccjax.store.news import News
 from ccjax.store.objects import Root, for_each, open_root
 from ccjax.store.records import KnownShard, encode_record
 from ccjax.store.spec import (
@@ -41,18 +41,18 @@ _BAD_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "I
 
 
 class TensorStoreTier:
-    """Variants of one identity under one store URL. Thread-safe.
+    """The disk tier: variants of one identity under one store URL. Thread-safe.
 
     Args:
-      url: `file:///absolute/path`, made if missing, or a bucket that exists, as `store.buckets.BucketRoot` has it.
+      url: `file:///absolute/path`, created if missing, or an existing bucket, see `store.buckets.BucketRoot`.
       kv_spec: shape and dtype of every variant.
-      identity: whose variants these are; others under the same URL are neither seen nor touched.
+      identity: owner of the variants; those of others under the same URL are neither seen nor touched.
       budget_bytes: bytes of objects and records that `write` may fill, None = no limit. What other processes wrote
         counts once `refresh` has seen it.
       exclusive: refuse a store that holds another model's variants and none of ours.
       head_groups: inner chunks per layer along K, so that a reader of some heads need not read the others.
-      storage: how to store new variants; what is there is read however it is stored.
-      news: is told of what is committed and deleted here; its index has the leases then, as long as it answers.
+      storage: format of new variants; existing ones are read in whatever format they have.
+      change_feed: publishes commits and deletions of this process; its index holds the leases, as long as it answers.
 
     Raises:
       ValueError: a bad URL or argument.
@@ -70,7 +70,7 @@ class TensorStoreTier:
         exclusive: bool = False,
         head_groups: int = 1,
         storage: StorageFormat = AS_IT_IS,
-        news: News | None = None,
+        change_feed: ChangeFeed | None = None,
     ):
         if kv_spec.num_kv_heads % positive_int("head_groups", head_groups):
             raise ValueError(f"head_groups: wanted a divisor of {kv_spec.num_kv_heads} KV heads, got {head_groups}")
@@ -85,11 +85,11 @@ class TensorStoreTier:
         self._namespace = identity.namespace
         cipher = None if identity.cipher is None else KVCipher(identity.cipher, self._namespace)
         self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s, identity.digest, cipher)
-        self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget, news)
+        self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget, change_feed)
         self._lock = self._commits.lock
         leases = Leases(self._root, identity)
-        self._index = None if news is None else news.index
-        self.leases: LeaseTable = leases if news is None else PreferredLeases(news.index.leases, leases)
+        self._index = None if change_feed is None else change_feed.index
+        self.leases: LeaseTable = leases if change_feed is None else PreferredLeases(change_feed.index.leases, leases)
         self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn, identity)
         self._suspects: list[str] = []
         try:
@@ -107,25 +107,25 @@ class TensorStoreTier:
 
     @property
     def num_corrupt(self) -> int:
-        """Failed checks of records and data since open, and `num_forged`."""
+        """Failed checks of records and data since open, plus `num_forged`."""
         return self._commits.num_corrupt + self._num_forged_in_index
 
     @property
     def num_forged(self) -> int:
-        """Records, and leases and orders of the shared index, that were found without a seal of ours."""
+        """Records, and leases and orders of the shared index, found without one of our seals."""
         return self._commits.num_forged + self._num_forged_in_index
 
     def summaries(self) -> list[ShardSummary]:
-        """Of all committed variants this process knows of; reads nothing."""
+        """Summaries of all committed variants known to this process; reads nothing."""
         return [self._summary(known) for known in self._commits.all()]
 
     def get_summary(self, variant_id: str) -> ShardSummary | None:
-        """Of a committed variant, or None; reads nothing."""
+        """Summary of a committed variant, or None; reads nothing."""
         known = self._commits.get(variant_id)
         return None if known is None else self._summary(known)
 
     def records(self) -> list[ShardRecord]:
-        """The whole records behind `summaries`, some 50 us each."""
+        """The full records behind `summaries`; takes about 50 us each."""
         found = (self.get_record(known.variant_id) for known in self._commits.all())
         return [record for record in found if record is not None]
 
@@ -135,7 +135,7 @@ class TensorStoreTier:
         return None if shard is None else shard.record
 
     def foreign_fingerprints(self) -> frozenset[str]:
-        """Fingerprints of the other models that have variants under this URL."""
+        """Fingerprints of other models with variants under this URL."""
         return foreign_fingerprints(self._root, self.identity)
 
     def is_lossy(self, variant_id: str) -> bool:
@@ -144,25 +144,26 @@ class TensorStoreTier:
         return known is not None and known.is_lossy
 
     def takes(self, variant_id: str) -> bool:
-        """True where `write` stores the variant: it is not here, or is a lossy copy and would not be one now. What
-        another release stored in a format of its own keeps its place."""
+        """True if `write` would store the variant: it is missing, or its copy is lossy and the new one would not be. A
+        variant that another release stored in its own format is not replaced."""
         is_foreign = variant_id in self._commits.foreign
         return not is_foreign and (variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy))
 
     def charge_bytes(self, record: ShardRecord) -> int:
-        """Bytes on disk that `record` will take, with compression at most: object, checksums, index, the record itself.
-        Where 8 bits cannot hold the KV it is more; `write` charges that when it finds out."""
+        """Bytes on disk that `record` will take (an upper bound with compression): object, checksums, index, the record
+        itself. If 8 bits cannot represent the KV it takes more, which `write` charges then."""
         digest = self.identity.digest
         layout = expected_layout(self.kv_spec, record.num_tokens, self.head_groups, self.storage, digest)
         return layout.num_bytes + len(self._encode(record, uuid.uuid4().hex, layout))
 
     def charged(self, variant_id: str) -> int | None:
-        """Bytes that a committed variant takes out of the budget; None for others."""
+        """Bytes that a committed variant takes from the budget; None for others."""
         known = self._commits.get(variant_id)
         return None if known is None else known.charge_bytes
 
     def reserve(self, record: ShardRecord) -> int:
-        """Charges the budget for a later `write(..., reserved=True)`, which returns it if it fails; how many bytes.
+        """Charges the budget for a later `write(..., reserved=True)`, which refunds it on failure; returns the bytes
+        charged.
 
         Raises:
           TierFullError: it does not fit.
@@ -171,20 +172,21 @@ class TensorStoreTier:
             return self.budget.recharge(0, self.charge_bytes(record))
 
     def release(self, record: ShardRecord) -> None:
-        """Gives back what `reserve` charged, where no write follows."""
+        """Refunds what `reserve` charged if no write follows."""
         with self._lock:
             self.budget.release(self.charge_bytes(record))
 
     def write(self, record: ShardRecord, kv: np.ndarray, *, reserved: bool = False) -> bool:
-        """Stores `kv` `[L, 2, T, K, H]` durably. True when it is what is stored now, in `storage` or, where 8 bits
-        cannot hold it, as it is; False when another writer committed the variant first, whose bytes stay.
+        """Stores `kv` `[L, 2, T, K, H]` durably. True if it is now the stored variant, in the format `storage` or, if 8
+        bits cannot represent it, unquantised; False if another writer committed the variant first and its bytes stay.
 
         Raises:
           ValueError: record or KV do not fit `kv_spec`.
-          TierFullError: not within the budget.
-          StoreUnavailableError: the disk refused (full, read-only, gone) or the bucket did not answer; nothing is left
-            of the attempt that a reader could see.
-          CommitUnknownError: the bucket fell silent in the middle; a later `refresh` shows the variant, or not.
+          TierFullError: it does not fit into the budget.
+          StoreUnavailableError: the disk refused (full, read-only, gone) or the bucket did not answer; no reader can
+            see anything of the attempt.
+          CommitUnknownError: the bucket stopped answering during the commit; a later `refresh` shows whether the
+            variant exists.
         """
         check_record(record, self.kv_spec)
         kv = np.ascontiguousarray(check_kv(kv, record, self.kv_spec))
@@ -204,17 +206,17 @@ class TensorStoreTier:
             self.remove([record.variant_id] if self.takes(record.variant_id) else [])  # a lossy copy, if any
             committed = self._commits.commit(record.variant_id, raw)
         except CommitUnknownError:
-            is_kept = True  # deleting the object would break the variant if the record is there after all
+            is_kept = True  # if the record exists after all, deleting the object would break the variant
             raise
         except (OSError, ValueError) as error:
-            self._root.note_failure(error)
+            self._root.record_failure(error)
             raise StoreUnavailableError(f"store: cannot write to {self.url}: {error}") from error
         finally:
             if not committed:
                 with self._lock:
                     self.budget.release(charged)
             if not (committed or is_kept):
-                with contextlib.suppress(OSError):  # the error on its way says it all; the next open sweeps
+                with contextlib.suppress(OSError):  # the raised error says it all; the next open sweeps
                     self._root.delete(self._key("data", object_id))
         return committed
 
@@ -239,12 +241,12 @@ class TensorStoreTier:
         )
 
     def remove(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """Evicts; returns what went. A variant that could not be deleted stays."""
+        """Evicts variants and returns those removed. A variant that could not be deleted stays."""
         return self.erase(self.hide(variant_ids))
 
     def hide(self, variant_ids: Iterable[str], condemns: Condemns | None = None) -> list[KnownShard]:
-        """First, instant half of an eviction: the variants that were here, and whose records `condemns`, are unknown
-        now; `erase` must follow."""
+        """First, instant half of an eviction: makes variants unknown, only those whose records `condemns` selects if it
+        is given, and returns those that were known. `erase` must follow."""
         hidden = self._commits.hide(variant_ids)
         if condemns is None:
             return hidden
@@ -254,18 +256,18 @@ class TensorStoreTier:
         return [shard for shard in hidden if shard not in spared]
 
     def erase(self, shards: Iterable[KnownShard], *, condemned: bool = False) -> tuple[str, ...]:
-        """Second half, milliseconds per variant: the record goes first, so that no reader begins what the deletion of
-        the data would cut short. Returns the ids that went; one that could not be deleted is known again, unless it is
-        `condemned`."""
+        """Second half of an eviction, milliseconds per variant: deletes the record first, so that no reader starts a
+        read that the deletion of the data would break. Returns the ids removed; one that could not be deleted becomes
+        known again, unless it is `condemned`."""
         return tuple(filter(None, for_each(self._root, lambda shard: self._erase_one(shard, condemned), shards)))
 
     def _erase_one(self, shard: KnownShard, condemned: bool) -> str | None:
-        """The variant's id if it went."""
+        """Erases one variant; returns its id if it is gone."""
         variant_id = shard.variant_id
         try:
             if self._commits.names(variant_id, shard.object_id):
                 self._root.delete(self._commits.record_key(variant_id))
-                self._commits.deleted(variant_id, shard.object_id)
+                self._commits.record_deletion(variant_id, shard.object_id)
         except OSError as error:
             self._commits.warn("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
             if not condemned:
@@ -273,87 +275,91 @@ class TensorStoreTier:
                 return None
         self._delete_quietly(self._key("data", shard.object_id))
         with self._lock:
-            self._commits.forget(variant_id, shard.object_id)  # a refresh in between may have found the record again
+            self._commits.forget(variant_id, shard.object_id)  # a concurrent refresh may have found the record again
             self.budget.release(shard.charge_bytes)
         return variant_id
 
     def erase_foreign(self) -> tuple[str, ...]:
-        """Deletes what other releases stored in formats of their own, as far as `refresh` saw it: for who must be sure
-        that nothing of a text is left, and cannot look into these. Returns the keys that could not be deleted."""
-        return self._commits.foreign.erase(self._root, self._namespace, self._delete_quietly, self._commits.deleted)
+        """Deletes what other releases stored in formats of their own, as far as `refresh` saw it. For callers that must
+        be sure that nothing of a text is left but cannot decode these formats. Returns the keys that could not be
+        deleted."""
+        return self._commits.foreign.erase(
+            self._root, self._namespace, self._delete_quietly, self._commits.record_deletion
+        )
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Takes in what other processes committed and evicted since: `(added, removed)` variant ids.
+        """Applies what other processes committed and evicted since the last listing: `(added, removed)` variant ids.
 
         Raises:
           OSError: the directory or bucket cannot be listed.
         """
         return self._commits.refresh()
 
-    def follow(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
-        """Takes in what another process says it committed, see `store.index.api.Changes`; those that are known now.
-        Reads records that did not come along."""
-        return self._commits.follow(added)
+    def apply_commits(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
+        """Applies commits announced by another process, see `store.index.api.StoreChanges`; returns those that are
+        known now. Reads records that were not sent."""
+        return self._commits.apply_commits(added)
 
     def outdated_object(self, variant_id: str) -> str | None:
-        """The data object by which a variant is known here and that is not what its record commits; reads that."""
+        """The data object by which this process knows a variant, if its record commits another one; reads the
+        record."""
         return self._commits.outdated_object(variant_id)
 
-    def forget_gone(self, variant_id: str, object_id: str | None) -> None:
-        """Another process says that it evicted a variant with that data object; another one of it stays known."""
-        self._commits.forget_gone(variant_id, object_id)
+    def forget_removed(self, variant_id: str, object_id: str | None) -> None:
+        """Applies another process's eviction of a variant with that data object; a newer object of it stays known."""
+        self._commits.forget_removed(variant_id, object_id)
 
-    def look_up(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """Those that are committed now, by whomever; reads the record of each that was not known. Much less than
-        `refresh` for a few variants. What cannot be read counts as not committed, and is logged."""
+    def find_committed(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
+        """The given variants that are committed now, by any process; reads the records of unknown ones. Much cheaper
+        than `refresh` for a few variants. Unreadable records count as not committed and are logged."""
         wanted = tuple(dict.fromkeys(variant_ids))
-        found = for_each(self._root, lambda key: key in self or self._commits.take_in(key), wanted)
+        found = for_each(self._root, lambda key: key in self or self._commits.load_record(key), wanted)
         return tuple(key for key, is_there in zip(wanted, found, strict=True) if is_there)
 
     def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
-        """Work for idle time: what `open` left of the sweep, and a new catalog if enough changed. Failures are
-        logged."""
+        """Idle-time work: finishes the sweep that `open` started, and writes a new catalog if enough changed. Failures
+        are logged."""
         if self._suspects and self._commits.verify(is_cancelled):
             self._sweep_suspects()
         if is_cancelled is None or not is_cancelled():
             self._commits.save_catalog()
 
     def sweep(self, orphan_age_s: float, quarantine_age_s: float, *, quick: bool = False) -> tuple[str, ...]:
-        """Refreshes, and deletes what is at least that old of data objects that no record commits, of what killed
-        processes left, and of quarantine; an age of 0 means all of them. Returns the keys that could not be deleted.
+        """Refreshes, then deletes data objects without a record, left-overs of killed processes and quarantined records
+        that are at least that old; an age of 0 means all. Returns the keys that could not be deleted.
 
         Args:
-          quick: do not read the record of each variant that is known from the catalog alone, if these are many. Then
-            `tidy` deletes the data objects of no record; one that only the catalog still has is left to a later sweep.
+          quick: skip reading the record of each variant known from the catalog alone, if there are many. Then `tidy`
+            deletes the uncommitted data objects; one that only the catalog still names is left to a later sweep.
 
         Raises:
           OSError: the directory or bucket cannot be listed.
         """
         self._commits.num_unread = 0
-        objects = self._names("data")  # before the records: an object committed in between must not look like an orphan
+        objects = self._names("data")  # before the records: an object committed meanwhile must not look like an orphan
         self.refresh()
         is_verified = quick or self._commits.verify()
         if self._commits.num_unread or not is_verified:  # an unread record may commit any object; a later sweep deletes
             return (self._key("records"),)
         self._suspects = [name for name in self._uncommitted(objects) if self._is_older(name, orphan_age_s)]
         orphans = []
-        # The catalog may tell of an object that another process replaced, so it cannot say which ones are orphans.
+        # The catalog may name an object that another process has replaced, so it cannot decide which ones are orphans.
         if self._suspects and (not quick or (self._commits.is_quickly_verified and self._commits.verify())):
             orphans, self._suspects = self._uncommitted(self._suspects), []
         return sweep(self._root, self._namespace, orphans, orphan_age_s, quarantine_age_s, self._delete_quietly)
 
     def drop_catalog(self) -> tuple[str, ...]:
-        """Deletes the catalog, which may have copies of records that are long gone; `tidy` writes a new one. Returns
-        the keys that could not be deleted. Raises OSError: it cannot be listed."""
+        """Deletes the catalog, which may hold copies of deleted records; `tidy` writes a new one. Returns the keys that
+        could not be deleted. Raises OSError if the catalog cannot be listed."""
         return self._commits.drop_catalog(self._delete_quietly)
 
     def renew_catalog(self) -> None:
-        """Makes the next `tidy` write a new catalog, however little changed."""
+        """Makes the next `tidy` write a new catalog regardless of how little changed."""
         self._commits.renew_catalog()
 
     @property
     def notes_place(self) -> tuple[Root, str, StoreIdentity]:
-        """Where the notes of this identity are kept: root and prefix, and whose they are."""
+        """Location and owner of the notes of this identity: root, prefix, identity."""
         return self._root, self._key("notes"), self.identity
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -370,10 +376,10 @@ class TensorStoreTier:
         return encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id=object_id, layout=layout)
 
     def _explain(self, variant_id: str, object_id: str, error: ValueError | TimeoutError | None) -> Exception:
-        """What a failed read of a variant's object means; `error` is tensorstore's, None where the bytes are not what
-        the record says."""
+        """The exception for a failed read of a variant's object; `error` is tensorstore's, None if the bytes are not
+        what the record says."""
         if error is not None and not str(error).startswith(_BAD_DATA):
-            self._root.note_failure(error)
+            self._root.record_failure(error)
             return StoreUnavailableError(f"store: cannot read variant {variant_id} from {self.url}: {error}")
         try:
             is_outdated = not self._commits.names(variant_id, object_id)
@@ -381,7 +387,7 @@ class TensorStoreTier:
             return StoreUnavailableError(f"store: cannot read {self.url}: {record_error}")
         if is_outdated:
             self._commits.forget(variant_id, object_id)
-            self._commits.take_in(variant_id)
+            self._commits.load_record(variant_id)
             return ShardNotFoundError(f"disk tier: variant {variant_id} was evicted")
         with self._lock:
             self._commits.num_corrupt += 1
@@ -395,10 +401,10 @@ class TensorStoreTier:
         return self._root.names(self._key(folder))
 
     def _delete_quietly(self, key: str) -> bool:
-        """False where the disk refused."""
+        """Deletes a key; False (logged) if the disk refused."""
         try:
             self._root.delete(key)
-        except OSError as error:  # without a record it is never read again; the next open sweeps it
+        except OSError as error:  # without a record it is never read; the next open sweeps it
             self._commits.warn("store: cannot delete %s in %s: %s", key, self.url, error)
             return False
         return True
@@ -407,7 +413,7 @@ class TensorStoreTier:
         return not age_s or self._root.age_s(self._key("data", object_id)) > age_s
 
     def _sweep_suspects(self) -> None:
-        """Deletes them, but for those that a record commits; every known variant must have been verified."""
+        """Deletes the suspects that no record commits; every known variant must have been verified."""
         orphans = [self._key("data", name) for name in self._uncommitted(self._suspects)]
         for_each(self._root, self._delete_quietly, orphans)
         self._suspects = []

@@ -1,9 +1,9 @@
-"""Encryption of what lies in a store, by keys that are made of those of its key file.
+"""Encryption of the contents of a store, with keys derived from those of its key file.
 
-What is encrypted is `ccjaxAE1`, the id of the key (8 bytes), a nonce (12, random), and what AES-256-GCM (NIST SP
-800-38D) makes of the bytes, its tag (16) behind them. What the bytes are (kind, namespace and name, as JSON) is
-associated data, so that nothing can be passed off as something else. Each name has a key of its own, derived from that
-of the file (HKDF, RFC 5869): the 2^32 nonces that may be drawn for one key are then those of one name.
+Encrypted data are `ccjaxAE1`, the id of the key (8 bytes), a nonce (12, random), and the output of AES-256-GCM (NIST SP
+800-38D), with its tag (16) at the end. What the bytes are (kind, namespace and name, as JSON) is associated data, so
+that nothing can be passed off as something else. Each name has a key of its own, derived from that of the file (HKDF,
+RFC 5869), so that the limit of 2^32 nonces per key applies to one name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 8, 12, 16
 _HEAD_BYTES = len(_MAGIC) + _ID_BYTES + _NONCE_BYTES
 
 OVERHEAD_BYTES = _HEAD_BYTES + _TAG_BYTES
-"""What is encrypted is that much longer."""
+"""Number of bytes that encryption adds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreCipher:
-    """Encrypts with the first of the keys; what is read is decrypted with the one that it names.
+    """Encrypts with the first of the keys, and decrypts with the key named in the data.
 
     Raises:
       ValueError: the package `cryptography` is missing.
@@ -46,19 +46,19 @@ class StoreCipher:
         object.__setattr__(self, "_secrets", secrets)
 
     def encrypt(self, what: tuple[str, ...], data: bytes) -> bytes:
-        """`data` as it may lie in a store; `what` says what it is."""
+        """Encrypts `data`; `what` describes it."""
         out = np.empty(len(data) + OVERHEAD_BYTES, np.uint8)
         self.encrypt_into(what, memoryview(data), out)
         return out.tobytes()
 
     def decrypt(self, what: tuple[str, ...], raw: bytes) -> bytes:
-        """The `data` of `encrypt`. Raises SealError: see `decrypt_into`."""
+        """Inverse of `encrypt`. Raises SealError: see `decrypt_into`."""
         out = np.empty(max(0, len(raw) - OVERHEAD_BYTES), np.uint8)
         self.decrypt_into(what, memoryview(raw), out)
         return out.tobytes()
 
     def encrypt_into(self, what: tuple[str, ...], data: memoryview, out: np.ndarray) -> None:
-        """Fills `out` `uint8[OVERHEAD_BYTES + bytes of data]`, contiguous as `data` is."""
+        """Encrypts into `out` `uint8[OVERHEAD_BYTES + bytes of data]`, contiguous like `data`."""
         name = next(iter(self._secrets))
         nonce = os.urandom(_NONCE_BYTES)
         out[:_HEAD_BYTES] = np.frombuffer(_MAGIC + name + nonce, np.uint8)
@@ -66,7 +66,7 @@ class StoreCipher:
         cipher.encrypt_into(nonce, data, said, out[_HEAD_BYTES:].data)
 
     def decrypt_into(self, what: tuple[str, ...], raw: memoryview, out: np.ndarray) -> None:
-        """Fills `out`, contiguous, with the `data` of `encrypt_into`; what is in it after an error means nothing.
+        """Decrypts into `out`, contiguous; after an error its contents are undefined.
 
         Raises:
           SealError: `raw` was not encrypted with one of these keys, or as something else, or a bit of it differs.
@@ -84,20 +84,20 @@ class StoreCipher:
             raise SealError(f"{' '.join(what)}: it is not what this store's key encrypted as that") from None
 
     def _cipher(self, name: bytes, what: tuple[str, ...]) -> tuple[Any, bytes]:
-        """AES-GCM with the key of what `what` names, and what it is as associated data."""
+        """AES-GCM with the key for the name in `what`, and `what` as associated data."""
         said = json.dumps(what).encode()
         return self._library.aes_gcm(self._library.expand(self._secrets[name], said)), said
 
 
 class KVCipher:
-    """A `StoreCipher` for the layers of the data objects of one namespace."""
+    """Applies a `StoreCipher` to the layers of the data objects of one namespace."""
 
     def __init__(self, cipher: StoreCipher, namespace: str) -> None:
         self._cipher = cipher
         self._namespace = namespace
 
     def encrypt(self, object_id: str, stored: np.ndarray) -> np.ndarray:
-        """The layers `[L, ...]` of an object that is written once, each encrypted by itself: `uint8[L, 1, 1, 1, B]`."""
+        """Encrypts each layer `[L, ...]` of an object that is written once: `uint8[L, 1, 1, 1, B]`."""
         frames = np.empty((len(stored), 1, 1, 1, stored[0].nbytes + OVERHEAD_BYTES), np.uint8)
         for number, layer in enumerate(stored):
             data = np.ascontiguousarray(layer).reshape(-1).view(np.uint8).data
@@ -105,7 +105,7 @@ class KVCipher:
         return frames
 
     def decrypt(self, object_id: str, number: int, frame: np.ndarray, out: np.ndarray) -> None:
-        """Fills `out`, a contiguous layer of that object. Raises SealError: as `StoreCipher.decrypt_into`."""
+        """Decrypts into `out`, a contiguous layer of that object. Raises SealError: as `StoreCipher.decrypt_into`."""
         self._cipher.decrypt_into(self._what(object_id, number), frame.reshape(-1).data, out)
 
     def _what(self, object_id: str, number: int) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class KVCipher:
 
 
 class _Library:
-    """What is used of the package `cryptography`, imported where something is encrypted."""
+    """The parts of the package `cryptography` in use, imported when something is encrypted."""
 
     def __init__(self) -> None:
         try:

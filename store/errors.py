@@ -1,14 +1,14 @@
-"""Errors that the store raises on purpose, all under `StoreError`; knows no tier and no file format."""
+"""Exceptions that the store raises on purpose, all under `StoreError`."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of every error of this package, so that a caller can turn any failed load into a miss."""
+    """Base of every error of this package; lets a caller turn any failed load into a miss."""
 
 
 class ShardNotFoundError(StoreError, KeyError):
-    """No tier holds the variant, or it was evicted (by this or another process) since it was looked up."""
+    """No tier holds the variant, or it was evicted (by this or another process) after it was looked up."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # KeyError would print the repr, quotes and all
@@ -19,7 +19,7 @@ class ShardCorruptError(StoreError):
 
 
 class UnknownFormatError(ShardCorruptError):
-    """The record is sound and in a format that this program does not know: another release's, which has use for it.
+    """The record is sound but in a format unknown to this version: it belongs to another release.
 
     Attributes:
       object_id: its data object.
@@ -31,7 +31,7 @@ class UnknownFormatError(ShardCorruptError):
 
 
 class ShardForgedError(ShardCorruptError):
-    """Nobody who has this store's keys wrote these bytes as what they are read as."""
+    """The bytes were not sealed with one of this store's keys as what they are read as."""
 
 
 class StoreIdentityError(StoreError, ValueError):
@@ -47,8 +47,8 @@ class StoreUnavailableError(StoreError, OSError):
 
 
 class CommitUnknownError(StoreUnavailableError):
-    """No answer came to the write that commits: it may have happened, or may still happen."""
+    """The committing write got no answer: it may have happened, or may still happen."""
 
 
 class IndexUnavailableError(StoreError, OSError):
-    """The shared index did not answer, or refused. Nothing is lost by that: the store holds the truth."""
+    """The shared index did not answer, or refused. Nothing is lost: the store is authoritative."""

@@ -16,7 +16,7 @@ from ccjax.store.errors import StoreUnavailableError
 
 
 class FileRoot:
-    """A directory, `file:///absolute/path`. Its methods are those of `store.objects.Root`.
+    """A directory, `file:///absolute/path`, as a `store.objects.Root`.
 
     Raises (constructor):
       ValueError: the URL has another form.
@@ -40,8 +40,8 @@ class FileRoot:
         probe = f".probe-{uuid.uuid4().hex}.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # A real write of a block, through the very calls a commit uses: finds a full disk, missing rights and a
-            # file system without hard links now instead of at the first request.
+            # A real write of a block, with the same calls as a commit: detects a full disk, missing rights and a file
+            # system without hard links at open instead of at the first request.
             try:
                 self.create(probe, bytes(4096))
             finally:
@@ -64,9 +64,9 @@ class FileRoot:
         return uuid.uuid4().hex
 
     def outage(self) -> StoreUnavailableError | None:
-        return None  # a file system answers for itself, every time
+        return None  # a file system reports its failures itself, every time
 
-    def note_failure(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         pass
 
     def read(self, key: str) -> bytes | None:
@@ -78,7 +78,8 @@ class FileRoot:
     def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         final = self.path / key
         try:
-            self._place(final, data, os.link, durable)  # atomic, and refuses: rename would let the second writer win
+            # Atomic, and refuses an existing name: with rename the second writer would win.
+            self._place(final, data, os.link, durable)
         except FileExistsError:
             return False
         if not durable:
@@ -97,19 +98,19 @@ class FileRoot:
             self.sync(os.path.dirname(key))
 
     def _place(self, final: Path, data: bytes, place: Callable[[Path, Path], object], durable: bool) -> None:
-        """Writes a file beside `final` and has `place` make it that."""
+        """Writes a temporary file and has `place` move it to `final`."""
         for is_last in (False, False, True):
             with self._temporary(final, data, durable) as temporary:
                 try:
                     place(temporary, final)
                     return
-                except FileNotFoundError:  # an erasure of another process sweeps temporary files, however young
+                except FileNotFoundError:  # another process's erasure sweeps temporary files, however young
                     if is_last:
                         raise
 
     @contextlib.contextmanager
     def _temporary(self, final: Path, data: bytes, durable: bool) -> Iterator[Path]:
-        """A file beside `final` that holds `data`; gone afterwards, under this name."""
+        """A temporary file beside `final` that holds `data`; its name is gone afterwards."""
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}.tmp")
         try:
             with open(temporary, "xb") as file:
@@ -127,7 +128,7 @@ class FileRoot:
         self.sync(os.path.dirname(prefix))
 
     def sync(self, prefix: str) -> None:
-        """Makes names that were added right below `prefix` survive a power cut."""
+        """Makes names added directly below `prefix` survive a power failure."""
         descriptor = os.open(self.path / prefix, os.O_RDONLY)
         try:
             os.fsync(descriptor)

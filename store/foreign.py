@@ -1,5 +1,5 @@
-"""Records in formats that this program does not know. They are another release's, which has use for them, so they are
-left alone: neither read, nor replaced, nor taken for damage, nor their data for left-overs."""
+"""Records in formats unknown to this version. They belong to another release that still uses them, so they are never
+read, replaced or treated as damaged, and their data objects are not treated as orphans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class ForeignRecords:
-    """Those that were met so far in the namespace below `url`. Thread-safe."""
+    """Unknown records found so far in the namespace below `url`. Thread-safe."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -30,27 +30,27 @@ class ForeignRecords:
             return dict(self._objects)
 
     def add(self, variant_id: str, error: UnknownFormatError) -> None:
-        """One that was met; the first one is logged."""
+        """Adds such a record; the first one is logged."""
         with self._lock:
             is_first, self._objects[variant_id] = not self._objects, error.object_id
         if is_first:
             _log.warning("store: %s; records of another release in %s are left alone", error, self._url)
 
     def discard(self, variant_id: str) -> None:
-        """It is gone, or one that is known took its place."""
+        """Drops a variant whose unknown record is gone or was replaced by a known one."""
         with self._lock:
             self._objects.pop(variant_id, None)
 
     def keep(self, listed: Container[str]) -> None:
-        """All others are gone."""
+        """Drops all variants but these."""
         with self._lock:
             self._objects = {key: name for key, name in self._objects.items() if key in listed}
 
     def erase(
         self, root: Root, namespace: str, delete: Callable[[str], bool], deleted: Callable[[str, str], None]
     ) -> tuple[str, ...]:
-        """Deletes all with `delete`, which says whether a key is gone, and tells `deleted` of each variant; the keys
-        that could not be deleted."""
+        """Deletes all of them with `delete`, which returns whether a key is gone, and reports each variant to
+        `deleted`; returns the keys that could not be deleted."""
 
         def erase_one(variant_id: str, object_id: str) -> str | None:
             record, data = f"{namespace}/records/{variant_id}.json", f"{namespace}/data/{object_id}"

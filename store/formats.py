@@ -1,4 +1,4 @@
-"""How the bytes of a variant lie in its data object: which dtype, compressed or not, and how many they are at most."""
+"""Formats of a variant in its data object: dtype, compression, and an upper bound of the size."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ccjax.store.spec import KVSpec
 KV_DTYPES = ("auto", "int8", "fp8")
 COMPRESSIONS = ("none", "zstd")
 
-# A frame of zstd has bits that decide nothing: the checksum makes sure that nobody touched those either.
+# A zstd frame has bits without effect on its contents; the checksum protects those, too.
 _CODECS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageFormat:
-    """How KV is stored on disk. The default is what every version of the store reads.
+    """Storage format of KV on disk. The default can be read by every version of the store.
 
     Attributes:
-      kv_dtype: "auto", the KV's own, bit for bit; or 8 bits with scales (`store.quantize`), which cannot be undone:
-        "int8", or "fp8", float8_e4m3fn.
-      compression: "none", or "zstd" for a link slower than some 0.3 GB/s; never changes a bit.
-      is_encrypted: each layer lies in the object as `store.encryption` makes it; without compression, whose sizes would
-        tell of what is in there.
+      kv_dtype: "auto", the KV's own, bit for bit; or 8 bits with scales (`store.quantize`), which is lossy: "int8", or
+        "fp8", float8_e4m3fn.
+      compression: "none", or "zstd" for a link slower than some 0.3 GB/s; lossless.
+      is_encrypted: each layer is encrypted by `store.encryption`; without compression, whose sizes would reveal
+        something about the contents.
 
     Raises:
       ValueError: another value.
@@ -57,16 +57,16 @@ class StorageFormat:
         return _CODECS[self.compression]
 
     def as_it_is(self) -> StorageFormat:
-        """The same compression of the KV's own dtype."""
+        """The same compression with the KV's own dtype."""
         return dataclasses.replace(self, kv_dtype="auto")
 
     def of(self, kv_spec: KVSpec, num_tokens: int) -> StorageFormat:
-        """The format that a variant of so many tokens gets: 8 bits only where that saves more than the scales take."""
+        """The format of a variant with this many tokens: 8 bits only if that saves more than the scales take."""
         saves = num_tokens + SCALE_ROWS < num_tokens * kv_spec.np_dtype.itemsize
         return self if saves or not self.is_lossy else self.as_it_is()
 
     def shape(self, kv_spec: KVSpec, num_tokens: int) -> tuple[int, int, int, int, int]:
-        """Shape of the stored array: that of the KV, with the rows of the scales behind its tokens."""
+        """Shape of the stored array: that of the KV, with the rows of the scales after its tokens."""
         return kv_spec.shape(num_tokens + SCALE_ROWS if self.is_lossy else num_tokens)
 
     def dtype(self, kv_spec: KVSpec) -> str:
@@ -74,7 +74,8 @@ class StorageFormat:
         return "uint8" if self.is_lossy else kv_spec.dtype
 
     def encode(self, kv_spec: KVSpec, kv: np.ndarray) -> tuple[StorageFormat, np.ndarray]:
-        """The array to store of `kv` `[L, 2, T, K, H]` and its format: `of`, or "auto" where 8 bits cannot hold it."""
+        """The array to store for `kv` `[L, 2, T, K, H]` and its format: `of`, or "auto" if 8 bits cannot represent
+        it."""
         storage = self.of(kv_spec, kv.shape[2])
         stored = quantize(kv, storage.kv_dtype) if storage.is_lossy else kv
         return (storage.as_it_is(), kv) if stored is None else (storage, stored)
@@ -89,17 +90,17 @@ AS_IT_IS = StorageFormat()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectLayout:
-    """What a record says of its data object.
+    """What a record contains about its data object.
 
     Attributes:
-      head_groups: how many inner chunks a layer has along K.
-      storage: how the KV is stored.
+      head_groups: number of inner chunks per layer along K.
+      storage: format of the KV.
       num_bytes: size of the object.
-      checksums: of each inner chunk's bytes (`store.signing.digest_of`), layer by layer: with their scales, before
-        compression. They also bind the object to the record: checksums inside the object would accept another
-        variant's that was moved in its place. Of the stored bytes, because they are fewer, and because other
-        processors may decode to other last bits.
-      digest: what they are, one of `store.signing.DIGESTS`.
+      checksums: of each inner chunk's bytes (`store.signing.digest_of`), layer by layer: including scales, before
+        compression. They also bind the object to the record: checksums inside the object would accept another variant's
+        object in its place. They cover the encoded bytes, because these are fewer, and because decoding may differ in
+        the last bits between processors.
+      digest: their kind, one of `store.signing.DIGESTS`.
     """
 
     head_groups: int
@@ -110,8 +111,8 @@ class ObjectLayout:
 
 
 def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
-    """Size of a data object, with compression the most that it can be: the stored array, and 16 bytes of shard index
-    per inner chunk; 4 of crc32c where it is compressed. A layer that is encrypted is one chunk."""
+    """Size of a data object (an upper bound with compression): the stored array, and 16 bytes of shard index per inner
+    chunk; 4 of crc32c if compressed. An encrypted layer is one chunk."""
     num_chunks = kv_spec.num_layers * (1 if storage.is_encrypted else head_groups)
     itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
     chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks
@@ -125,8 +126,8 @@ def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: St
 def expected_layout(
     kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat, digest: str = "xxh3"
 ) -> ObjectLayout:
-    """The layout that a variant of so many tokens will get, before its KV is there: with no checksums, and with
-    compression the largest it can be. Only KV that 8 bits cannot hold gets a larger one."""
+    """The layout of a variant with this many tokens, before its KV exists: without checksums, and an upper bound with
+    compression. Only KV that 8 bits cannot represent gets a larger one."""
     storage = storage.of(kv_spec, num_tokens)
     num_bytes = object_bytes(kv_spec, num_tokens, head_groups, storage)
     return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups), digest)

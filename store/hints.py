@@ -1,4 +1,4 @@
-"""JSON values of one identity that may be lost without harm."""
+"""JSON values of one identity whose loss does no harm."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ccjax.store.spec import StoreIdentity
 
 
 class Hints:
-    """One object that is replaced as a whole, sealed by the keys of `identity`, if it has some; `warn(message, key,
-    error)` logs what the disk refuses."""
+    """One object that is replaced as a whole, sealed with the keys of `identity`, if any; `warn(message, key, error)`
+    logs disk failures."""
 
     def __init__(self, root: Root, key: str, warn: Callable[..., None], identity: StoreIdentity):
         self._root = root
@@ -21,7 +21,7 @@ class Hints:
         self._warn = warn
 
     def read(self) -> dict[str, Any]:
-        """What `write` noted last; empty where there is nothing or it cannot be read."""
+        """The values last written; empty if there are none or they cannot be read."""
         try:
             raw = self._root.read(self._key)
             hints = {} if raw is None else json.loads(self._identity.unseal("hints", "", raw) or b"{}")
@@ -31,8 +31,7 @@ class Hints:
         return hints if isinstance(hints, dict) else {}
 
     def write(self, hints: Mapping[str, Any]) -> None:
-        """Replaces JSON values that may be lost, or be another process's, without harm. A refusal of the disk is
-        logged."""
+        """Replaces the values. They may be lost, or overwritten by another process. A disk failure is logged."""
         try:
             self._root.replace(self._key, self._identity.seal("hints", "", json.dumps(dict(hints)).encode()))
         except OSError as error:

@@ -21,6 +21,6 @@ class HostTier(MemoryTier[np.ndarray]):
         """See `MemoryTier`."""
         return self._kv_spec.num_bytes(num_tokens)
 
-    def _take_in(self, kv: np.ndarray) -> np.ndarray:
+    def _hold(self, kv: np.ndarray) -> np.ndarray:
         kv.flags.writeable = False
         return kv

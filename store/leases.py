@@ -1,12 +1,12 @@
-"""Leases: for some seconds one of many processes may say "I compute this".
+"""Leases: for some seconds, one of many processes declares that it computes something.
 
-Built on create-if-absent alone, as every root has it. `leases/KEY.EPOCH` holds who and until when; the highest epoch
-counts. To take a lease that is free or has expired is to create the next epoch, and only one process can. A lease is
-given up by deleting it while it lasts; those that expired go at the next open, an hour later.
+Built only on create-if-absent, which every root supports. `leases/KEY.EPOCH` holds the owner and the expiry; the
+highest epoch counts. Acquiring a free or expired lease means creating the next epoch, which only one process can. A
+lease is released by deleting it before it expires; expired ones are deleted at the next open, after an hour.
 
-Time is the wall clock of each host. The assumption is that these agree to well within a lease's seconds. Where they
-do not, two processes may hold one lease, or one that is dead is honoured for longer: then work is done twice, or later.
-What is stored never depends on it, so leases are neither made durable nor believed to be more than advice.
+Times are the wall clock of each host, assumed to agree to well within the duration of a lease. If they do not, two
+processes may hold one lease, or a dead one is honoured for longer: then work is done twice, or later. Stored data never
+depends on it, so leases are neither durable nor more than advisory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ccjax.store.objects import Root, for_each
 from ccjax.store.spec import StoreIdentity
 
 LEFT_OVER_S = 3600.0
-"""Leases go at open once they expired so long ago."""
+"""Leases are deleted at open once they have been expired for this long."""
 
 _NAME = re.compile(r"(.+)\.(\d{8})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease that this process holds, until `expires_s` (seconds of the wall clock). `epoch` is at least 1; 0 for a
-    lease of a shared index (`store.index`), which has no epochs."""
+    """A lease that this process holds until `expires_s` (wall clock seconds). `epoch` is at least 1; 0 for a lease of a
+    shared index (`store.index`), which has no epochs."""
 
     key: str
     epoch: int
@@ -42,7 +42,7 @@ class Leases:
     """The leases of one namespace. Thread-safe; every method may raise OSError.
 
     Args:
-      identity: whose namespace it is; its keys, if it has some, seal the leases.
+      identity: owner of the namespace; its keys, if any, seal the leases.
       clock: seconds, the same for all processes.
     """
 
@@ -54,8 +54,8 @@ class Leases:
         self._is_ready = False
 
     def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
-        """Leases on the first of `keys`, up to the one that another process holds. Processes that want several name
-        them in an order that all agree on: then no two wait for each other."""
+        """Acquires leases on the first of `keys`, up to the first one held by another process. Processes that want
+        several keys must name them in a common order, so that no two wait for each other."""
         if not self._is_ready:
             self._root.make_prefix(self._folder)
             self._is_ready = True
@@ -70,16 +70,16 @@ class Leases:
         return self._checked(free, held)
 
     def held(self, keys: Collection[str]) -> frozenset[str]:
-        """Those of `keys` on which there is a live lease, whoever holds it."""
+        """Those of `keys` with a live lease of any process."""
         return frozenset(key for key, lease in self._latest(keys).items() if self._is_live(lease))
 
     def release(self, lease: Lease) -> None:
-        """Gives a lease up; one that expired stays, because another process may be about to take the next epoch."""
+        """Releases a lease; an expired one stays, because another process may be about to create the next epoch."""
         if self._is_live(lease):
             self._root.delete(self._key(lease.key, lease.epoch))
 
     def sweep(self) -> None:
-        """Deletes what killed processes left."""
+        """Deletes leases left by killed processes."""
         now = self._clock()
         for name in self._root.names(self._folder):
             match = _NAME.fullmatch(name)
@@ -96,7 +96,7 @@ class Leases:
         return lease is not None and self._clock() < lease.expires_s
 
     def _epochs(self, keys: Collection[str]) -> dict[str, list[int]]:
-        """Key -> the epochs that are there; keys without any are left out."""
+        """Key -> its existing epochs; keys without any are left out."""
         wanted, found = set(keys), {}
         for name in self._root.names(self._folder):
             match = _NAME.fullmatch(name)
@@ -105,12 +105,12 @@ class Leases:
         return found
 
     def _latest(self, keys: Collection[str]) -> dict[str, Lease]:
-        """Key -> its lease of the highest epoch, be it live or not."""
+        """Key -> its lease of the highest epoch, live or not."""
         newest = [(key, max(epochs)) for key, epochs in self._epochs(keys).items()]
         return {lease.key: lease for lease in for_each(self._root, lambda pair: self._read(*pair), newest)}
 
     def _read(self, key: str, epoch: int) -> Lease:
-        """What is there; a lease that expired long ago where it is gone or damaged."""
+        """Reads a lease; returns one that expired long ago if it is gone or damaged."""
         try:
             raw = self._root.read(self._key(key, epoch)) or b""
             value = json.loads(self._identity.unseal("lease", f"{key}.{epoch}", raw))
@@ -125,8 +125,8 @@ class Leases:
         return lease if self._root.create(self._key(key, epoch), raw, durable=False) else None
 
     def _checked(self, keys: Sequence[str], held: Sequence[Lease]) -> list[Lease]:
-        """The leases that may be kept: up to the first key that was lost, and none beside another live lease, which can
-        be where old ones were swept in the meantime. The others are given up."""
+        """The leases to keep: up to the first lost key, and none beside another live lease, which is possible if old
+        ones were swept in the meantime. The others are released."""
         if not held:
             return []
         by_key = {lease.key: lease for lease in held}

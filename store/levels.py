@@ -1,5 +1,5 @@
-"""The tiers of a store in order, the fastest first: which of them holds a variant, what they hold and count, and what
-lies beside them."""
+"""The tiers of a store, fastest first: which of them hold a variant, their contents and counters, and the hints beside
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ccjax.store.write_behind import WriteBehind
 
 
 class Levels:
-    """Tiers in memory above one on disk, if there is that. Thread-safe.
+    """Tiers in memory above an optional disk tier. Thread-safe.
 
     Attributes:
       memory_tiers: names of those in memory, the fastest first.
@@ -36,35 +36,35 @@ class Levels:
         self.memory_tiers = tuple(self._memory)
 
     def summaries(self) -> list[ShardSummary]:
-        """Every committed variant of any tier, once. Reads nothing."""
+        """Summaries of the committed variants of all tiers, each once. Reads nothing."""
         with self._lock:
             found = {one.variant_id: one for tier in self._levels.values() for one in tier.summaries()}
         return list(found.values())
 
     def ids(self, tier: str) -> tuple[str, ...]:
-        """Every committed variant of one tier."""
+        """Summaries of the committed variants of one tier."""
         with self._lock:
             return tuple(one.variant_id for one in self._tier(tier).summaries())
 
     def chunk_ids(self, tiers: Collection[str]) -> frozenset[str]:
-        """The chunks of which one of these tiers holds a variant. Reads nothing."""
+        """The chunks with a variant in one of these tiers. Reads nothing."""
         with self._lock:
             return frozenset(one.chunk_id for name in tiers for one in self._tier(name).summaries())
 
     def get_summary(self, variant_id: str) -> ShardSummary | None:
-        """Of a committed variant of any tier, or None. Reads nothing."""
+        """Summary of a committed variant of any tier, or None. Reads nothing."""
         with self._lock:
             found = (tier.get_summary(variant_id) for tier in self._levels.values())
             return next(filter(None, found), None)
 
     def records(self) -> list[ShardRecord]:
-        """The whole records behind `summaries`."""
+        """The full records behind `summaries`."""
         found = (self.get_record(one.variant_id) for one in self.summaries())
         return [record for record in found if record is not None]
 
     def get_record(self, variant_id: str, tier: str | None = None) -> ShardRecord | None:
-        """The record of a committed variant in that tier, or in the fastest one that has it; None where there is none,
-        or none that is sound."""
+        """The record of a committed variant in that tier, or in the fastest one that has it; None if there is none, or
+        none that is sound."""
         if tier is not None:
             return self._tier(tier).get_record(variant_id)
         with self._lock:
@@ -76,12 +76,12 @@ class Levels:
         return next(iter(self.tiers_of(variant_id)), None)
 
     def tiers_of(self, variant_id: str) -> tuple[str, ...]:
-        """Every tier that holds the variant, the fastest first; "disk" from the moment that its write is queued."""
+        """Every tier that holds the variant, the fastest first; includes "disk" as soon as its write is queued."""
         queued = self._writer is not None and variant_id in self._writer  # first: what leaves the queue is on disk
         return tuple(name for name, tier in self._levels.items() if variant_id in tier or (queued and name == DISK))
 
     def is_lossy(self, variant_id: str) -> bool:
-        """True when the copy that a load would read now may differ from what was stored; see `LoadTicket.lossy`."""
+        """True if the copy that a load would read now may differ from what was stored; see `LoadTicket.lossy`."""
         with self._lock:
             for tier in self._memory.values():
                 if variant_id in tier:
@@ -105,40 +105,40 @@ class Levels:
             }
 
     def charge_bytes(self, tier: str, variant_id: str) -> int | None:
-        """Bytes that a variant takes out of a tier's budget; None where it is not there, or on its way."""
+        """Bytes that a variant takes from a tier's budget; None if it is not stored there yet."""
         return self._tier(tier).charged(variant_id)
 
     def charges(self, tier: str, variant_ids: Collection[str]) -> dict[str, int | None]:
-        """`charge_bytes` of those variants that a tier holds; None for one that is on its way to disk."""
+        """`charge_bytes` of those variants that a tier holds; None for one whose write is queued."""
         level = self._tier(tier)
         queued = self._writer.pending() if self._writer is not None and tier == DISK else frozenset()  # as in tiers_of
         found = {key: charge for key in variant_ids if (charge := level.charged(key)) is not None}
         return dict.fromkeys(queued.intersection(variant_ids)) | found if queued else found
 
     def memory_charge(self, tier: str, num_tokens: int) -> int:
-        """Bytes that a variant of so many tokens would take out of the budget of one of `memory_tiers`."""
+        """Bytes that a variant of this many tokens would take from the budget of one of `memory_tiers`."""
         return self._memory[tier].charge_bytes(num_tokens)
 
     def foreign_fingerprints(self) -> frozenset[str]:
-        """Other models that have variants under the same URL."""
+        """Other models with variants under the same URL."""
         return frozenset() if self._disk is None else self._disk.foreign_fingerprints()
 
     def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
-        """Work for idle time, and for the end: keeps the disk tier quick to open (`TensorStoreTier.tidy`)."""
+        """Idle-time and shutdown work: keeps the disk tier quick to open (`TensorStoreTier.tidy`)."""
         if self._disk is not None:
             self._disk.tidy(is_cancelled)
 
     def renew_catalog(self) -> None:
-        """The next `tidy` is to leave no copy of a record that is gone, not even one, which it may else."""
+        """Makes the next `tidy` remove every copy of a deleted record, some of which it may keep otherwise."""
         if self._disk is not None:
             self._disk.renew_catalog()
 
     def read_hints(self) -> dict[str, Any]:
-        """What `write_hints` noted last; empty without a disk."""
+        """The values last written by `write_hints`; empty without a disk."""
         return {} if self._disk is None else self._disk.hints.read()
 
     def write_hints(self, hints: Mapping[str, Any]) -> None:
-        """Notes JSON values beside the disk tier, if there is one (`store.hints.Hints`)."""
+        """Stores JSON values beside the disk tier, if there is one (`store.hints.Hints`)."""
         if self._disk is not None:
             self._disk.hints.write(hints)
 

@@ -1,5 +1,4 @@
-"""Data objects in this machine's file system, written and read without a detour: straight between file and array. They
-are what tensorstore writes and reads.
+"""Direct reads and writes of data objects in the local file system, in the format of tensorstore.
 
 tensorstore copies a layer twice on its way and reads at a third of the disk's own speed (`bench.py store_io`).
 """
@@ -26,8 +25,8 @@ def shard_index(chunks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
-    """Writes a new file of contiguous `parts` in a new folder, and makes both survive a power cut. Until its record
-    commits it nobody reads it, so it may be seen half written.
+    """Writes a new file of contiguous `parts` in a new folder and makes both survive a power failure. No one reads it
+    before its record commits it, so it may be visible half written.
 
     Raises:
       OSError: the file system refused.
@@ -51,8 +50,8 @@ def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
 
 
 class LocalObject:
-    """One object, opened by the first read, closed once every layer was read or with the last reference to it: it may
-    be deleted meanwhile.
+    """One object, opened by the first read and closed once every layer was read or the last reference is dropped; it
+    may be deleted meanwhile.
 
     Args:
       stored: one inner chunk per layer; `read` fills them, each once.
@@ -68,8 +67,8 @@ class LocalObject:
         self._close: Callable[[], object] = lambda: None
 
     def read(self, layer: int) -> Future[None]:
-        """Starts reading a layer. The future raises ValueError as tensorstore has it: NOT_FOUND without such a file,
-        OUT_OF_RANGE where it is too short, what the system says for everything else."""
+        """Starts reading a layer. The future raises ValueError with tensorstore's codes: NOT_FOUND without such a file,
+        OUT_OF_RANGE if it is too short, the system's message otherwise."""
         return _readers.submit(self._read, layer)
 
     def _read(self, layer: int) -> None:

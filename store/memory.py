@@ -1,4 +1,4 @@
-"""What tiers in memory share: variants by id under a byte budget, and whether a copy is exact."""
+"""Base of the tiers in memory: variants by id under a byte budget, and whether a copy is exact."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Held = TypeVar("Held")
 
 
 class MemoryTier(abc.ABC, Generic[Held]):
-    """Variants in some memory, each as a `Held`. `TieredStore` serialises what changes it.
+    """Variants in some memory, each held as a `Held`. `TieredStore` serialises mutations.
 
-    Evicting drops the tier's reference only: what a reader holds stays valid until it lets go of it.
+    Evicting drops only the tier's reference: a reader's data stays valid until the reader releases it.
 
     Attributes:
       name: of the tier.
-      budget: bytes held of those that it may hold.
+      budget: bytes held out of those it may hold.
     """
 
     def __init__(self, name: str, budget: ByteBudget) -> None:
@@ -32,11 +32,12 @@ class MemoryTier(abc.ABC, Generic[Held]):
 
     @abc.abstractmethod
     def charge_bytes(self, num_tokens: int) -> int:
-        """Bytes that a variant of so many tokens takes out of the budget."""
+        """Bytes that a variant of this many tokens takes from the budget."""
 
     @abc.abstractmethod
-    def _take_in(self, kv: np.ndarray) -> Held:
-        """What is held of `kv` `[L, 2, T, K, H]`; TierFullError where there is no room in spite of the budget."""
+    def _hold(self, kv: np.ndarray) -> Held:
+        """Converts `kv` `[L, 2, T, K, H]` to what the tier holds; raises TierFullError if it does not fit despite the
+        budget."""
 
     def __contains__(self, variant_id: str) -> bool:
         return variant_id in self._shards
@@ -45,7 +46,7 @@ class MemoryTier(abc.ABC, Generic[Held]):
         return len(self._shards)
 
     def summaries(self) -> list[ShardSummary]:
-        """Of all variants held, oldest first."""
+        """Summaries of all variants held, oldest first."""
         return [record.summary for record, _ in self._shards.values()]
 
     def get_record(self, variant_id: str) -> ShardRecord | None:
@@ -54,12 +55,12 @@ class MemoryTier(abc.ABC, Generic[Held]):
         return None if shard is None else shard[0]
 
     def get_summary(self, variant_id: str) -> ShardSummary | None:
-        """Of a variant that is held, or None."""
+        """The summary of a variant that is held, or None."""
         record = self.get_record(variant_id)
         return None if record is None else record.summary
 
     def charged(self, variant_id: str) -> int | None:
-        """Bytes that a held variant takes out of the budget; None for others."""
+        """Bytes that a held variant takes from the budget; None for others."""
         shard = self._shards.get(variant_id)
         return None if shard is None else self.charge_bytes(shard[0].num_tokens)
 
@@ -68,21 +69,21 @@ class MemoryTier(abc.ABC, Generic[Held]):
         return variant_id in self._lossy
 
     def put(self, record: ShardRecord, kv: np.ndarray, *, is_lossy: bool = False) -> None:
-        """Takes in `kv` `[L, 2, T, K, H]`, whose memory the caller must own and write no more. A variant that is held
-        stays, but for a lossy copy where this one is not.
+        """Stores `kv` `[L, 2, T, K, H]`, whose memory the caller must own and no longer write to. A variant that is
+        held already stays, unless its copy is lossy and this one is not.
 
         Raises:
-          TierFullError: it does not fit; nothing changed, but that a lossy copy went for it.
+          TierFullError: it does not fit; nothing changed, except that a lossy copy was dropped for it.
         """
         variant_id = record.variant_id
         if variant_id in self._shards:
             if is_lossy or variant_id not in self._lossy:
                 return
-            self.remove(variant_id)  # makes just the room that is needed
+            self.remove(variant_id)  # frees exactly the space that is needed
         num_bytes = self.charge_bytes(record.num_tokens)
         self.budget.charge(num_bytes)
         try:
-            held = self._take_in(kv)
+            held = self._hold(kv)
         except BaseException:
             self.budget.release(num_bytes)
             raise
@@ -102,12 +103,12 @@ class MemoryTier(abc.ABC, Generic[Held]):
             raise ShardNotFoundError(f"{self.name} tier: no variant {variant_id}") from None
 
     def close(self) -> None:
-        """Drops every variant; for a tier that nobody uses any more. May be called twice."""
+        """Drops every variant of a tier that is no longer used. May be called twice."""
         for variant_id in tuple(self._shards):
             self.remove(variant_id)
 
     def remove(self, variant_id: str) -> bool:
-        """Drops the variant; False when it was not there."""
+        """Drops the variant; False if the tier does not hold it."""
         shard = self._shards.pop(variant_id, None)
         if shard is None:
             return False

@@ -23,16 +23,17 @@ from ccjax.store.objects import Root
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, StoreIdentity
 
 ORPHAN_AGE_S = 3600.0
-"""Data objects without a record and temporary files go at open once they are this old: no write takes that long."""
+"""Data objects without a record and temporary files are deleted at open once they are this old: no write takes that
+long."""
 
 QUARANTINE_AGE_S = 7 * 24 * 3600.0
-"""Damaged records are kept that long for a look."""
+"""Damaged records are kept this long for inspection."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
 
 def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpec, *, exclusive: bool) -> None:
-    """Makes the namespace of `identity` ready for use; `url` is for messages.
+    """Prepares the namespace of `identity` for use; `url` is for messages.
 
     Raises:
       StoreIdentityError: another format version, or another KV shape under the same identity; with `exclusive`, a store
@@ -49,7 +50,7 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
             "or name another URL"
         )
     namespace = identity.namespace
-    # In this order, because a bucket can only name the models in it by listing all that they have.
+    # In this order, because a bucket can name its models only by listing everything they have.
     if exclusive and not root.names(f"{namespace}/records") and (foreign := foreign_fingerprints(root, identity)):
         raise StoreIdentityError(
             f"store: {url} holds the KV of {', '.join(sorted(foreign))} and none of this model, "
@@ -60,7 +61,7 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
     owner = {"model_fingerprint": identity.model_fingerprint, "kv_spec": dataclasses.asdict(kv_spec)}
     key = f"{namespace}/identity.json"
     if not root.create(key, json.dumps(owner).encode()) and _read_json(root, key) is None:
-        root.delete(key)  # damaged: every record carries the identity, so it can be written again
+        root.delete(key)  # damaged: every record carries the identity, so it can be rewritten
         root.create(key, json.dumps(owner).encode())
     found = _read_json(root, key)
     if found != owner:
@@ -71,7 +72,7 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
 
 
 def foreign_fingerprints(root: Root, identity: StoreIdentity) -> frozenset[str]:
-    """Fingerprints of the other models that have variants under `root`."""
+    """Fingerprints of the other models with variants under `root`."""
     found = set()
     for name in root.names(""):
         if name == identity.namespace or not _NAMESPACE.fullmatch(name):

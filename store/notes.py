@@ -1,6 +1,6 @@
-"""Small JSON objects by name, beside the variants of one identity and shared by its processes.
+"""Small JSON objects by name, stored beside the variants of one identity and shared by its processes.
 
-Each note is written once and never changed, so that processes add and take away facts without overwriting others'.
+A note is written once and never changed, so that processes add and remove facts without overwriting others'.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _KIND = "note"
 
 
 class Notes:
-    """Thread-safe. Without a root they live in memory.
+    """The notes of one identity. Thread-safe. Without a root they are kept in memory.
 
     Args:
-      root, prefix: where they are kept, as `PREFIX/NAME.json`.
-      identity: whose they are; its keys, if it has some, seal them.
-      run: runs a function on a thread that may wait for the disk; in order, and before variants that are stored later.
+      root, prefix: they are stored as `PREFIX/NAME.json`.
+      identity: owner; its keys, if any, seal the notes.
+      run: runs a function on a thread that may block on the disk; in order, and before variants that are stored later.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class Notes:
         self._identity = identity
         self._run = run
         self._lock = threading.Lock()
-        self._disk_lock = threading.Lock()  # one change of the disk at a time, so that no write undoes a deletion
+        self._disk_lock = threading.Lock()  # serialises changes on disk, so that no write undoes a deletion
         self._values: dict[str, Mapping[str, Any]] = {}
         self._unwritten: dict[str, Mapping[str, Any]] = {}
 
     def items(self) -> dict[str, Mapping[str, Any]]:
-        """All that are known: name -> value."""
+        """All known notes: name -> value."""
         with self._lock:
             return dict(self._values)
 
     def put(self, name: str, value: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Adds a note; one of that name stays as it was. It is written in the background, and once more at every
-        `refresh` until the disk took it.
+        """Adds a note; an existing one of that name stays unchanged. It is written in the background, and retried at
+        every `refresh` until the disk accepts it.
 
         Args:
-          wait: write it before this returns.
+          wait: write it before returning.
 
         Raises:
           OSError: with `wait`, the disk refused; the note is known here all the same, and written later.
@@ -74,10 +74,10 @@ class Notes:
             self._run(lambda: self._write_quietly(name))
 
     def delete(self, name: str) -> None:
-        """Takes a note away; nothing happens when there is none.
+        """Deletes a note; does nothing if there is none.
 
         Raises:
-          OSError: the disk refused, and the note is still there.
+          OSError: the disk refused, and the note still exists.
         """
         with self._disk_lock:
             if self._root is not None:
@@ -87,14 +87,13 @@ class Notes:
                 self._unwritten.pop(name, None)
 
     def flush(self) -> bool:
-        """Waits until what was put is written or has failed; True."""
+        """Waits until all notes added so far are written or have failed; returns True."""
         if self._run is not None and self._unwritten:
             self._run(lambda: None).result()
         return True
 
     def refresh(self) -> tuple[dict[str, Mapping[str, Any]], tuple[str, ...]]:
-        """Takes in what other processes noted and took away since: (added, names of removed); tries again to write what
-        could not be written.
+        """Applies what other processes added and deleted: (added, names of removed). Retries failed writes.
 
         Raises:
           OSError: the directory or bucket cannot be listed or read.
@@ -122,7 +121,7 @@ class Notes:
         with self._disk_lock:
             with self._lock:
                 value = self._unwritten.get(name)
-            if value is None:  # written, or taken away meanwhile
+            if value is None:  # written or deleted meanwhile
                 return
             raw = json.dumps(dict(value)).encode()
             sealed = raw if self._identity is None else self._identity.seal(_KIND, name, raw)
@@ -143,7 +142,7 @@ class Notes:
         return f"{self._prefix}/{name}.json"
 
     def _is_forged(self, name: str, raw: bytes | None) -> bool:
-        """True for a note that nobody with our keys wrote under this name."""
+        """True for a note of this name that was not sealed with our keys."""
         try:
             if raw is not None and self._identity is not None:
                 self._identity.unseal(_KIND, name, raw)
@@ -153,7 +152,7 @@ class Notes:
         return False
 
     def _decoded(self, name: str, raw: bytes | None) -> dict[str, Any] | None:
-        """The note; an empty one where it is damaged or not ours, None where it is gone."""
+        """Reads a note; empty if it is damaged or not ours, None if it is gone."""
         if raw is None:
             return None
         if self._is_forged(name, raw):

@@ -1,4 +1,4 @@
-"""Small objects under one root: the interface that the disk tier is written against, and which class a URL means."""
+"""Small objects under one root: the interface used by the disk tier, and the mapping of URLs to implementations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Root(Protocol):
 
     Attributes:
       context: the resources that a `kvstore` spec needs; None = tensorstore's defaults.
-      longest_wait_s: a read or write of KV that takes longer has failed; None = there is no telling.
-      num_parallel: how many calls are worth making at once.
+      longest_wait_s: a read or write of KV that takes longer has failed; None = no limit.
+      num_parallel: number of calls worth making concurrently.
     """
 
     context: ts.Context | None
@@ -33,19 +33,19 @@ class Root(Protocol):
         ...
 
     def folder(self, prefix: str) -> Path | None:
-        """The directory of this machine where everything below `prefix` is; None where there is none."""
+        """The local directory with everything below `prefix`; None if it is not local."""
         ...
 
     def new_id(self) -> str:
-        """32 hex digits that nobody used before; in a key that ends with them, `age_s` can tell how old it is."""
+        """32 hex digits that were never used before; `age_s` can derive the age of a key that ends with them."""
         ...
 
     def outage(self) -> StoreUnavailableError | None:
-        """Why nothing is tried just now, None where all is well. Returns at once."""
+        """Why calls would fail just now; None if the root is available. Returns at once."""
         ...
 
-    def note_failure(self, error: Exception) -> None:
-        """Takes in that tensorstore failed to read or write KV here, which may be the begin of an outage."""
+    def record_failure(self, error: Exception) -> None:
+        """Reports that tensorstore failed to read or write KV here, which may be the start of an outage."""
         ...
 
     def read(self, key: str) -> bytes | None:
@@ -53,9 +53,9 @@ class Root(Protocol):
         ...
 
     def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        """Writes `data` whole and durably, or not at all; False when the key existed already, and stays as it was. A
-        root may answer True where these very bytes are there, which can be by its own doing. Without `durable` a power
-        cut may undo it.
+        """Writes `data` completely and durably, or not at all; False if the key existed already (it stays unchanged).
+        May return True if exactly these bytes exist, possibly from an earlier attempt. Without `durable` a power
+        failure may undo it.
 
         Raises:
           CommitUnknownError: it may have been written, or may still be.
@@ -63,37 +63,37 @@ class Root(Protocol):
         ...
 
     def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Writes `data` over whatever was there, durably; a reader sees the old bytes or the new ones, never a mixture.
-        Without `durable` a power cut may leave anything."""
+        """Replaces the object durably; a reader sees the old bytes or the new ones, never a mixture. Without `durable`
+        a power failure may leave anything."""
         ...
 
     def make_prefix(self, prefix: str) -> None:
-        """Makes the prefix ready for objects, durably."""
+        """Prepares the prefix for objects, durably."""
         ...
 
     def names(self, prefix: str) -> list[str]:
-        """Names right below `prefix`, sorted; empty when the prefix does not exist."""
+        """Names directly below `prefix`, sorted; empty if the prefix does not exist."""
         ...
 
     def left_overs(self, prefixes: Iterable[str]) -> list[str]:
-        """Keys right below `prefixes` that only a killed process leaves behind, and one that is just at work uses."""
+        """Temporary keys directly below `prefixes`, used by a running process or left by a killed one."""
         ...
 
     def age_s(self, key: str) -> float:
-        """Seconds since the object, or anything below it, was written; 0 when it is gone or cannot be told."""
+        """Seconds since the object, or anything below it, was written; 0 if it is gone or unknown."""
         ...
 
     def move(self, key: str, new_key: str) -> None:
-        """Gives an object another name; nothing happens when it is gone."""
+        """Renames an object; does nothing if it is gone."""
         ...
 
     def delete(self, key: str) -> None:
-        """Deletes an object, or everything below a prefix; nothing happens when it is gone."""
+        """Deletes an object, or everything below a prefix; does nothing if it is gone."""
         ...
 
 
 def for_each(root: Root, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """`function` of every item, in order; as many at once as `root` can use."""
+    """Applies `function` to every item, as many at once as the root can use; results are in order."""
     waiting = list(items)
     if len(waiting) < 2 or root.num_parallel == 1:
         return [function(item) for item in waiting]
@@ -105,14 +105,14 @@ _ROOTS = {"file": FileRoot, "gs": BucketRoot, "s3": BucketRoot}
 
 
 def open_root(url: str, *, read_only: bool = False) -> Root:
-    """The root of a store URL: `file:///absolute/path`, or a bucket as `BucketRoot` has it.
+    """Opens the root of a store URL: `file:///absolute/path`, or a bucket as in `BucketRoot`.
 
     Args:
-      read_only: nothing is written to find out whether that is possible, nor a directory made; only `read`, `names`,
-        `kvstore` and the other looks are allowed.
+      read_only: do not write to check for permission, and create no directory; only `read`, `names`, `kvstore` and
+        other read calls are allowed.
 
     Raises:
-      ValueError: no URL, a scheme that is not known, or another form than the scheme has.
+      ValueError: no URL, an unknown scheme, or a malformed URL.
       StoreUnavailableError: see the root's class.
     """
     scheme = urllib.parse.urlsplit(url).scheme

@@ -1,4 +1,4 @@
-"""The commit record of a variant as bytes: written last, checked wholly when read."""
+"""Encoding of a variant's commit record, which is written last and fully checked when read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ccjax.store.signing import DIGESTS, SealError
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
 
 CODED_VERSION = 2
-"""`format_version` of records whose KV is not stored as it is. Programs that know only 1 leave these alone, instead of
-taking the codes for KV; all other records stay at 1, which every program reads.
+"""`format_version` of records whose KV is encoded. Versions that know only 1 ignore these instead of taking the codes
+for KV; all other records stay at 1, which every version reads.
 
-Whatever a later format has, it keeps canonical JSON with `checksum`, `format_version`, `namespace`, `variant_id` and
-`object_id`: by these a program sees that a record it cannot read is sound, and which data belong to it."""
+Any later format keeps canonical JSON with `checksum`, `format_version`, `namespace`, `variant_id` and `object_id`:
+these show that an unreadable record is sound, and which data object belongs to it.
+"""
 
 _KIND = "record"
 _VERSIONS = (FORMAT_VERSION, CODED_VERSION)
@@ -28,7 +29,7 @@ _VERSION = re.compile(rb'"format_version":(\d+)')
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A committed variant: its record, where its data object is and what must be in there.
+    """A committed variant: its record, and the location and layout of its data object.
 
     Attributes:
       object_id: fresh random hex per write, the name of the data object.
@@ -42,13 +43,13 @@ class StoredShard:
 
 
 class KnownShard(NamedTuple):
-    """A committed variant as memory holds it by the hundred thousand: the bytes of its record, and what must be known
-    of it before anybody looks into them.
+    """Compact form of a committed variant, of which memory holds hundreds of thousands: the bytes of its record and the
+    fields needed before it is decoded.
 
     Attributes:
       is_lossy: its object may differ from what was written.
       raw: the record. `decode_known` gives its `StoredShard`.
-      crc32: of `raw` when it was checked wholly.
+      crc32: of `raw` when it was fully checked.
     """
 
     variant_id: str
@@ -64,8 +65,8 @@ class KnownShard(NamedTuple):
 def encode_record(
     record: ShardRecord, *, identity: StoreIdentity, kv_spec: KVSpec, object_id: str, layout: ObjectLayout
 ) -> bytes:
-    """Canonical JSON with a sha256 of itself, sealed where `identity` has keys. Its length does not depend on the
-    digits of ids and checksums; a larger object never makes it shorter."""
+    """Encodes a record as canonical JSON with its own sha256, sealed if `identity` has keys. Its length does not depend
+    on the digits of ids and checksums; a larger object never makes it shorter."""
     width = DIGESTS[layout.digest]
     body: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -94,12 +95,12 @@ def encode_record(
 
 
 def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec) -> StoredShard:
-    """The shard that `raw`, found under the name `variant_id`, commits.
+    """Decodes the record `raw`, found under the name `variant_id`.
 
     Raises:
       ShardCorruptError: a byte differs from what was written, it is the record of another variant, model or shape, or
-        it cannot be made sense of.
-      UnknownFormatError: it is sound, and another release wrote it in a format that this one does not know.
+        it cannot be parsed.
+      UnknownFormatError: it is sound, and in a format of another release.
       ShardForgedError: `identity` has keys, and none of them sealed it as the record of this variant.
     """
     try:
@@ -109,7 +110,7 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
     try:
         body = json.loads(content)
         checksum = body.pop("checksum")
-        # Comparing the bytes again leaves no byte unchecked: not a space, not a second key of the same name.
+        # Re-encoding and comparing leaves no byte unchecked: not a space, not a duplicate key.
         whole = _canonical({**body, "checksum": checksum}) == content
         sound = whole and checksum == hashlib.sha256(_canonical(body)).hexdigest()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -123,16 +124,16 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
 
 
 def known_from_raw(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec) -> KnownShard:
-    """As `decode_record`, in the form that is kept. Raises ShardCorruptError."""
+    """As `decode_record`, in compact form. Raises ShardCorruptError."""
     shard = decode_record(raw, variant_id=variant_id, identity=identity, kv_spec=kv_spec)
     return KnownShard(*_known_fields(shard), zlib.crc32(raw), raw)
 
 
 def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec) -> StoredShard:
-    """The shard that `known.raw` commits; a quarter of `decode_record`'s time, as the bytes passed it once.
+    """Decodes `known.raw`; takes a quarter of `decode_record`'s time, since the bytes were checked before.
 
     Raises:
-      ShardCorruptError: they are not those bytes, or not of what `known` says they are.
+      ShardCorruptError: the bytes changed, or do not match `known`.
     """
     if zlib.crc32(known.raw) != known.crc32:
         raise ShardCorruptError(f"record of variant {known.variant_id}: checksum failed")
@@ -148,7 +149,7 @@ def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec)
 
 
 def has_known_version(raw: bytes) -> bool:
-    """Whether this program reads the format of the record `raw`; looks at nothing else."""
+    """Whether this version reads the format of the record `raw`; checks nothing else."""
     found = _VERSION.search(raw)
     return found is not None and int(found[1]) in _VERSIONS
 
@@ -185,7 +186,7 @@ def _shard(
 
 
 def _unknown(body: dict[str, Any], variant_id: str, identity: StoreIdentity, message: str) -> ShardCorruptError:
-    """What to raise for a format that is not known: the record may be another release's, or nonsense."""
+    """The exception for an unknown format: the record may be another release's, or garbage."""
     version, object_id = body["format_version"], body["object_id"]
     is_number = isinstance(version, int) and not isinstance(version, bool)
     is_ours = body["namespace"] == identity.namespace and body["variant_id"] == variant_id

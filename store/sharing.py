@@ -1,5 +1,4 @@
-"""One reader for all loads of a variant that are open at the same time: what one of them read is there for the
-others."""
+"""One reader for all concurrent loads of a variant: what one of them read is available to the others."""
 
 from __future__ import annotations
 
@@ -12,18 +11,18 @@ from ccjax.store.arrays import OnRead, ShardReader
 
 
 class Tier(Protocol):
-    """Where readers come from."""
+    """Source of readers."""
 
     def open(self, variant_id: str) -> ShardReader:
-        """A new reader of a variant; may raise ShardNotFoundError."""
+        """Opens a reader of a variant; may raise ShardNotFoundError."""
         ...
 
 
 class SharedReaders:
-    """Readers in use, by variant; forgotten with their last user. Thread-safe.
+    """Readers in use, by variant; dropped with their last user. Thread-safe.
 
     Args:
-      tier: opens new ones; None where there is nothing to open.
+      tier: opens new readers; None if there is no disk.
       on_read: see `ShardReader.watch`.
     """
 
@@ -50,17 +49,17 @@ class SharedReaders:
             return reader
 
     def bytes_there(self, variant_id: str) -> int:
-        """KV bytes of the variant that are in memory for whoever loads it now."""
+        """KV bytes of the variant that concurrent loads have already read into memory."""
         reader = self._readers.get(variant_id)
         return 0 if reader is None or reader.has_failed else reader.bytes_there
 
     def forget(self, variant_id: str) -> None:
-        """Shares the reader with nobody any more; whoever has it keeps it. The variant may be written anew."""
+        """Stops sharing the reader; its users keep it. The variant may be rewritten."""
         with self._lock:
             self._readers.pop(variant_id, None)
 
     def retain(self, pinned: Container[str]) -> None:
-        """Shares no reader any more of a variant that is not pinned: it may be evicted and written anew."""
+        """Stops sharing the readers of unpinned variants, which may be evicted and rewritten."""
         with self._lock:
             for variant_id in [key for key in self._readers.keys() if key not in pinned]:
                 self._readers.pop(variant_id, None)

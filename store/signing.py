@@ -1,8 +1,8 @@
-"""Keys by which processes that share a store know what they wrote from what somebody else put there.
+"""Keys by which processes that share a store tell what they wrote from what others put there.
 
-A seal is `-hmac-sha256-` and HMAC-SHA256 (RFC 2104) in hex, of what the bytes are (kind, namespace and name, as JSON)
-and the bytes. So what is sealed can neither be changed nor passed off as something else, under another name or in
-another model's or tenant's part of a store. It can be put back once it was taken away: a seal knows no time.
+A seal is `-hmac-sha256-` and the HMAC-SHA256 (RFC 2104), in hex, of what the bytes are (kind, namespace and name, as
+JSON) and of the bytes. So sealed data can neither be changed nor passed off as something else, under another name or in
+another model's or tenant's part of a store. It can be replayed after a deletion: a seal contains no time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xxhash
 _log = logging.getLogger(__name__)
 
 LEAST_KEY_BYTES = 32
-"""A shorter key is refused: `openssl rand -hex 32` makes one of 64 characters."""
+"""Shorter keys are refused; `openssl rand -hex 32` makes one of 64 characters."""
 
 _MARK = b"-hmac-sha256-"
 SEAL_BYTES = len(_MARK) + 2 * hashlib.sha256().digest_size
@@ -30,19 +30,19 @@ SEAL_BYTES = len(_MARK) + 2 * hashlib.sha256().digest_size
 _SEAL = re.compile(re.escape(_MARK) + rb"[0-9a-f]{64}")
 
 DIGESTS = {"xxh3": 16, "sha256": 64}
-"""How the bytes of KV are bound to their record, and how many hex digits that takes."""
+"""How KV bytes are bound to their record, and the number of hex digits of each digest."""
 
 
 class SealError(ValueError):
-    """Bytes without a seal, or with one that none of the keys made of them."""
+    """Bytes without a seal, or with one that none of the keys made for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreKeys:
-    """One or more secret keys: the first one seals, all of them are tried on what is read.
+    """One or more secret keys: the first one seals, all of them are tried for reading.
 
     Raises:
-      ValueError: there is none, one is too short, or one is there twice; the message shows no key.
+      ValueError: there is none, one is too short, or one is given twice; the message shows no key.
     """
 
     keys: tuple[bytes, ...] = dataclasses.field(repr=False)
@@ -60,11 +60,11 @@ class StoreKeys:
 
     @classmethod
     def of_file(cls, path: str | Path) -> StoreKeys:
-        """The keys of a file: one a line; blank lines and lines that begin with `#` are passed over. A file that others
-        may read is warned of.
+        """Reads keys from a file, one per line; blank lines and lines that begin with `#` are skipped. Warns if other
+        users may read the file.
 
         Raises:
-          ValueError: as the class has it, naming the file, or it cannot be read.
+          ValueError: as the class, naming the file, or it cannot be read.
         """
         try:
             lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
@@ -78,7 +78,7 @@ class StoreKeys:
             raise ValueError(f"store_key_file: {path}: {error}") from None
 
     def seal(self, what: tuple[str, ...], data: bytes) -> bytes:
-        """`data` with its seal behind it; `what` says what it is."""
+        """`data` followed by its seal; `what` describes it."""
         return data + _seal(self.keys[0], what, data)
 
     def unseal(self, what: tuple[str, ...], sealed: bytes) -> bytes:
@@ -88,25 +88,25 @@ class StoreKeys:
           SealError: it was not sealed with one of these keys, or as something else.
         """
         data, found = without_seal(sealed), sealed[-SEAL_BYTES:]
-        # All keys, whichever fits: the time says nothing.
+        # Checks all keys, whichever matches, so that timing reveals nothing.
         if sum(hmac.compare_digest(found, _seal(key, what, data)) for key in self.keys) != 1:
             raise SealError(f"{' '.join(what)}: the seal is missing, or none of this store's keys made it")
         return data
 
 
 def without_seal(sealed: bytes) -> bytes:
-    """What was sealed, unchecked."""
+    """The sealed data, unchecked."""
     return sealed[:-SEAL_BYTES]
 
 
 def body_of(raw: bytes) -> bytes:
-    """What was sealed, unchecked, where there is a seal, and else all; for who only wants to show it."""
+    """The sealed data, unchecked, or everything if there is no seal; only for display."""
     return without_seal(raw) if _SEAL.fullmatch(raw[-SEAL_BYTES:]) else raw
 
 
 def digest_of(kind: str, data: memoryview) -> int:
-    """The digest of contiguous bytes, one of `DIGESTS`: xxh3 (64 bits, at the speed of memory) finds damage, sha256
-    (1.8 GB/s where the processor has instructions for it) finds what somebody made to look sound."""
+    """Digest of contiguous bytes, one of `DIGESTS`: xxh3 (64 bits, at memory speed) detects damage, sha256 (1.8 GB/s on
+    processors with instructions for it) also detects forgery."""
     if kind == "sha256":
         return int.from_bytes(hashlib.sha256(data).digest(), "big")
     return xxhash.xxh3_64_intdigest(data)

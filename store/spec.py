@@ -1,4 +1,4 @@
-"""What a KV shard is: its shape, whose it is and what is recorded of it."""
+"""KV shards: their shape, their owner, and their records."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ccjax.store.encryption import StoreCipher
 from ccjax.store.signing import StoreKeys, without_seal
 
 FORMAT_VERSION = 1
-"""Version of everything that is written to disk; part of every namespace, record and marker. (Only records of coded KV
-have another one: `store.records.CODED_VERSION`.)"""
+"""Version of everything that is written to disk; part of every namespace, record and marker. (Only records of encoded
+KV have another one: `store.records.CODED_VERSION`.)"""
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
-    """`value` unchanged.
+    """Returns `value` unchanged.
 
     Raises:
       ValueError: it is not an int of at least `minimum`; the message names `name`.
@@ -36,7 +36,7 @@ def positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
 
 
 def is_id(value: Any) -> bool:
-    """True for what may be the id of a variant, a chunk or a data object: ids become file names."""
+    """True for a valid id of a variant, chunk or data object: ids become file names."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
@@ -71,14 +71,14 @@ class KVSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Whose KV a namespace holds. Two identities never see each other's variants.
+    """The owner of a namespace. Two identities never see each other's variants.
 
     Attributes:
-      model_fingerprint: digest of all that decides KV values: weights, tokenizer, RoPE, dtype.
-      tenant_salt: separates tenants of one model. It is hashed into the namespace and never written down.
-      keys: seal what is written, and what has no such seal is not believed; None believes all that is sound. Which keys
-        they are makes no other identity, that there are some does: processes without keys never see these variants.
-      cipher: encrypts what is written, in place of seals, by the same keys; the same holds of it.
+      model_fingerprint: digest of everything that determines KV values: weights, tokenizer, RoPE, dtype.
+      tenant_salt: separates tenants of one model. It is hashed into the namespace and never stored.
+      keys: seal what is written; data without such a seal is rejected. None accepts all sound data. Which keys are used
+        does not change the identity, but having keys does: processes without keys never see these variants.
+      cipher: encrypts what is written instead of sealing it, with the same keys; the same holds for it.
     """
 
     model_fingerprint: str
@@ -96,7 +96,7 @@ class StoreIdentity:
 
     @property
     def namespace(self) -> str:
-        """sha256 (hex) of format version, model fingerprint and tenant salt, and of "sealed" where there are keys, or
+        """sha256 (hex) of format version, model fingerprint and tenant salt, and of "sealed" if there are keys, or
         "encrypted"."""
         how = ["encrypted"] if self.cipher else ["sealed"] if self.keys else []
         whole = [FORMAT_VERSION, self.model_fingerprint, self.tenant_salt, *how]
@@ -104,19 +104,19 @@ class StoreIdentity:
 
     @property
     def digest(self) -> str:
-        """How KV is bound to its record, one of `store.signing.DIGESTS`: with keys so that nobody can make other KV
-        of the same digest. What is encrypted is bound by its tag."""
+        """How KV is bound to its record, one of `store.signing.DIGESTS`: with keys, a digest that cannot be forged.
+        Encrypted KV is bound by its tag."""
         return "sha256" if self.keys and not self.cipher else "xxh3"
 
     def seal(self, kind: str, name: str, data: bytes) -> bytes:
-        """`data` as it is written under that name; sealed, where there are keys, or encrypted."""
+        """`data` as written under that name: sealed, if there are keys, or encrypted."""
         what = (kind, self.namespace, name)
         if self.cipher:
             return self.cipher.encrypt(what, data)
         return self.keys.seal(what, data) if self.keys else data
 
     def unseal(self, kind: str, name: str, raw: bytes) -> bytes:
-        """The `data` of `seal`.
+        """Inverse of `seal`.
 
         Raises:
           SealError: there are keys, and none of them sealed this as that.
@@ -127,12 +127,13 @@ class StoreIdentity:
         return self.keys.unseal(what, raw) if self.keys else raw
 
     def body_of(self, kind: str, name: str, raw: bytes) -> bytes:
-        """The same of bytes whose seal was checked once. Raises SealError where they are encrypted and it is not so."""
+        """The same for bytes whose seal was checked before. Raises SealError if they should be encrypted and are
+        not."""
         return self.unseal(kind, name, raw) if self.cipher else without_seal(raw) if self.keys else raw
 
 
 class ShardSummary(NamedTuple):
-    """The part of a `ShardRecord` that is at hand for every variant, be there ever so many; the rest has to be read."""
+    """The part of a `ShardRecord` that is in memory for every variant; the rest has to be read."""
 
     variant_id: str
     chunk_id: str
@@ -142,13 +143,13 @@ class ShardSummary(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """What is known of one stored variant beside its KV.
+    """Metadata of one stored variant.
 
     Attributes:
       variant_id, chunk_id: ids of 1 to 128 letters, digits, `_` or `-`.
       num_tokens: T of the KV `[L, 2, T, K, H]`.
       num_bytes: bytes of the KV in memory.
-      meta: JSON that the store only hands back. Kept as JSON has it (tuples become lists), the same in every tier.
+      meta: JSON that the store only passes through. Normalised by JSON (tuples become lists), the same in every tier.
     """
 
     variant_id: str
@@ -176,7 +177,7 @@ class ShardRecord:
     def of_json(
         cls, variant_id: str, chunk_id: str, num_tokens: int, num_bytes: int, meta: Mapping[str, Any]
     ) -> ShardRecord:
-        """The record of values that went through the constructor before they became JSON: checks and copies nothing."""
+        """The record of values that were validated before they became JSON: checks and copies nothing."""
         record = object.__new__(cls)
         for name, value in zip(cls.__slots__, (variant_id, chunk_id, num_tokens, num_bytes, meta), strict=True):
             object.__setattr__(record, name, value)
@@ -189,11 +190,11 @@ class ShardRecord:
 
 
 Condemns = Callable[[ShardRecord], bool]
-"""Whether a variant has to go that was stored with that record."""
+"""Selects records whose variants are to be removed."""
 
 
 def check_kv(kv: Any, record: ShardRecord, kv_spec: KVSpec) -> np.ndarray:
-    """`kv` as a NumPy array of the shape and dtype that `record` and `kv_spec` promise.
+    """`kv` as a NumPy array of the shape and dtype required by `record` and `kv_spec`.
 
     Raises:
       ValueError: it has another shape or dtype.

@@ -1,4 +1,4 @@
-"""Deletes what nobody will read: data without a record, what killed processes left, quarantine."""
+"""Deletes what will never be read: data without a record, left-overs of killed processes, quarantine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def sweep(
     quarantine_age_s: float,
     delete: Callable[[str], bool],
 ) -> tuple[str, ...]:
-    """Deletes in `namespace` the data objects `orphans`, left-overs and quarantine, where they are older than that; an
-    age of 0 means all of them.
+    """Deletes the data objects `orphans`, left-overs and quarantined records of `namespace` that are at least that old;
+    an age of 0 means all.
 
     Args:
-      delete: deletes one key; False where the disk refused.
+      delete: deletes one key; False if the disk refused.
 
     Returns:
       The keys that could not be deleted.

@@ -1,5 +1,4 @@
-"""A link of limited bandwidth and fixed latency in front of a tier's reads, for tests and benchmarks; off by
-default."""
+"""A link of limited bandwidth and fixed latency in front of a tier's reads, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
-class Link:
-    """Lets reads through as one shared wire would: in the order they were started, together at `bytes_per_s`.
+class ThrottledLink:
+    """Delays reads as one shared wire would: in the order they were started, together at `bytes_per_s`.
 
-    A `store.arrays.OnRead`. A read is there `latency_s` after its start at the earliest, latencies of several reads
-    overlap, and none is there before the real read is.
+    A `store.arrays.OnRead`. A read completes `latency_s` after its start at the earliest, latencies of several reads
+    overlap, and none completes before the real read does.
     """
 
     def __init__(
@@ -26,9 +25,8 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """
-        Raises:
-          ValueError: no bandwidth, or a negative or endless latency.
+        """Raises:
+        ValueError: no bandwidth, or a negative or infinite latency.
         """
         if not 0.0 < bytes_per_s < math.inf:
             raise ValueError(f"bytes_per_s: wanted a positive, finite number, got {bytes_per_s!r}")

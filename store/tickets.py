@@ -1,4 +1,5 @@
-"""The two halves of a load or a store: what `TieredStore.prepare_*` hands out and `complete_*` takes back."""
+"""Tickets that connect the two phases of a load or a store: returned by `TieredStore.prepare_*`, passed to
+`complete_*`."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from ccjax.store.usage import DEVICE, DISK, HOST
 
 
 class PagedKV(Protocol):
-    """KV in the pages of a device tier, which stay its own as long as this object is held."""
+    """KV in the pages of a device tier, valid as long as this object is held."""
 
     slots: np.ndarray
-    """[T] int32, where each token lies."""
+    """[T] int32, slot of each token."""
 
     def read_layers(self, first: int, last: int) -> np.ndarray:
         """KV `[last - first, 2, T, K, H]`, copied to host memory."""
@@ -29,12 +30,12 @@ Source = np.ndarray | ShardReader | PagedKV
 
 
 class LoadTicket:
-    """Pinned variants to read from. Thread-safe; valid until `TieredStore.complete_load`.
+    """Pinned variants to read. Thread-safe; valid until `TieredStore.complete_load`.
 
     Attributes:
       tiers: variant id -> the tier it is read from, "device", "host" or "disk".
       missing: the wanted ids that no tier has.
-      lossy: the ids whose KV, as it is read here, may differ from what was stored.
+      lossy: the ids whose KV, as read here, may differ from what was stored.
     """
 
     def __init__(
@@ -57,37 +58,37 @@ class LoadTicket:
 
     @property
     def bytes_read(self) -> dict[str, int]:
-        """Tier -> KV bytes handed out (device, host) or read and checked (disk) so far."""
+        """Tier -> KV bytes delivered (device, host) or read and checked (disk) so far."""
         # What this ticket only prefetched counts for the ticket that reads it.
         read = (source for key, source in self._sources.items() if key in self._read)
         disk_bytes = sum(source.bytes_read for source in read if isinstance(source, ShardReader))
         return {**self._bytes_read, DISK: disk_bytes}
 
     def prefetch(self, variant_id: str, first: int, last: int) -> None:
-        """Starts reading layers `[first, last)` in the background; nothing to do for a variant in memory.
+        """Starts reading layers `[first, last)` in the background; does nothing for a variant in memory.
 
         Raises:
-          ValueError, ShardNotFoundError: as `read_layers`. Failures of the disk show in `read_layers`.
+          ValueError, ShardNotFoundError: as `read_layers`. Disk failures surface in `read_layers`.
         """
         source = self._source(variant_id, first, last)
         if isinstance(source, ShardReader):
             source.start(first, last)
 
     def ready(self, variant_id: str, first: int, last: int) -> bool:
-        """True when `read_layers` of these layers would not wait for the disk."""
+        """True if `read_layers` of these layers would not wait for the disk."""
         source = self._source(variant_id, first, last)
         return not isinstance(source, ShardReader) or source.ready(first, last)
 
     def read_layers(self, variant_id: str, first: int, last: int, *, timeout_s: float | None = None) -> np.ndarray:
-        """KV `[last - first, 2, T, K, H]` of layers `[first, last)`: read-only, valid also after the ticket; a view,
-        except of what is on the device.
+        """KV `[last - first, 2, T, K, H]` of layers `[first, last)`: read-only and valid beyond the ticket; a view,
+        except for a variant on the device.
 
         Raises:
           ValueError: the ticket does not hold the variant or is completed, or the range is not within the layers.
           ShardNotFoundError: the variant is in `missing`, or another process evicted it meanwhile.
           ShardCorruptError: the stored bytes are not what was written.
           StoreUnavailableError: the disk cannot be read.
-          TimeoutError: the layers were not there within `timeout_s`; the reads go on.
+          TimeoutError: the layers were not read within `timeout_s`; the reads continue.
         """
         source = self._source(variant_id, first, last)
         self._read.add(variant_id)
@@ -99,8 +100,8 @@ class LoadTicket:
         return kv
 
     def slots(self, variant_id: str) -> np.ndarray:
-        """[T] int32, where each token of a variant lies in the device tier, until the ticket is completed; the variant
-        counts as read whole.
+        """[T] int32, slot of each token of a variant in the device tier, valid until the ticket is completed; the
+        variant counts as read completely.
 
         Raises:
           ValueError: the ticket reads the variant from another tier, or is completed.
@@ -125,7 +126,7 @@ class LoadTicket:
         return self._sources[variant_id]
 
     def whole(self) -> dict[str, np.ndarray]:
-        """Variant id -> KV of those that are in host memory now: of disk variants, those read and checked whole."""
+        """Variant id -> KV of those that are in host memory now: disk variants only if read completely and checked."""
         if not self._open:
             raise ValueError("ticket: completed already")
         found: dict[str, np.ndarray] = {}
@@ -136,7 +137,7 @@ class LoadTicket:
         return found
 
     def copies(self, variant_ids: Collection[str]) -> dict[str, np.ndarray]:
-        """Variant id -> KV, copied to host memory, of those that it reads on the device. Counts as no read.
+        """Variant id -> KV, copied to host memory, of the variants on the device. Does not count as a read.
 
         Raises:
           RuntimeError: the device lost it.
@@ -150,7 +151,7 @@ class LoadTicket:
         return found
 
     def close(self) -> None:
-        """Ends the ticket and lets go of what it reads from.
+        """Ends the ticket and releases what it reads from.
 
         Raises:
           ValueError: it was completed before.
@@ -169,12 +170,12 @@ def _tier_of(source: Source) -> str:
 
 
 class StoreTicket:
-    """Announced room for one new variant, until `TieredStore.complete_store`.
+    """Space announced for one new variant, until `TieredStore.complete_store`.
 
     Attributes:
       record: what is to be stored.
-      exists: the variant is stored, being written or announced already: there is nothing to do but complete.
-      tiers: the tiers whose whole budget could hold it; the others are skipped whatever is evicted.
+      exists: the variant is stored, being written or announced already; the ticket only has to be completed.
+      tiers: the tiers whose whole budget could hold it; others are skipped whatever is evicted.
       charge_bytes: tier of `tiers` -> bytes it takes there.
     """
 
@@ -195,8 +196,8 @@ class StoreTicket:
 
     @property
     def shortfall_bytes(self) -> dict[str, int]:
-        """Tier -> bytes to evict from it now so that this and all other announced variants fit; tiers that lack nothing
-        are left out."""
+        """Tier -> bytes to evict now so that this and all other announced variants fit; tiers with enough space are
+        left out."""
         return self._shortfall(self)
 
     def close(self) -> None:

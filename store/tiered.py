@@ -12,32 +12,34 @@ from typing import Any
 import numpy as np
 
 from ccjax.store.arrays import OnRead
+from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.disk import TensorStoreTier
 from ccjax.store.erasure import erase_from_disk
 from ccjax.store.errors import ShardNotFoundError, TierFullError
-from ccjax.store.following import Following
 from ccjax.store.formats import StorageFormat
 from ccjax.store.host import HostTier
 from ccjax.store.index import open_index
 from ccjax.store.levels import Levels
 from ccjax.store.memory import MemoryTier
-from ccjax.store.news import News
 from ccjax.store.notes import Notes
 from ccjax.store.sharing import SharedReaders
 from ccjax.store.spec import Condemns, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from ccjax.store.tickets import LoadTicket, Source, StoreTicket
 from ccjax.store.usage import DISK, HOST
+from ccjax.store.watcher import StoreWatcher
 from ccjax.store.write_behind import MAX_PENDING_BYTES, WriteBehind
 
 _log = logging.getLogger(__name__)
 
 
 class TieredStore(Levels):
-    """Thread-safe; open it with `TieredStore.open`, use it as a context manager or `close` it.
+    """A store of variants over several tiers. Thread-safe; open it with `TieredStore.open`, then use it as a context
+    manager or `close` it.
 
-    A variant is stored in every tier that has room; one that was read whole is promoted to the faster tiers.
-    `notes` are small JSON objects beside the variants, shared with other processes; `claims` is what this process and
-    others say they compute, None without a disk; `news` of them come through a shared index, None without one.
+    A variant is stored in every tier with enough free budget; one that was read completely is promoted to the faster
+    tiers. `notes` are small JSON objects beside the variants, shared with other processes; `claims` records which
+    variants this and other processes are computing (None without a disk); `change_feed` announces changes through a
+    shared index (None without one).
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class TieredStore(Levels):
         disk: TensorStoreTier | None,
         max_pending_bytes: int,
         on_read: OnRead | None = None,
-        news: News | None = None,
+        change_feed: ChangeFeed | None = None,
     ):
         super().__init__(memory, disk, None if disk is None else WriteBehind(disk, max_pending_bytes))
         self.kv_spec = kv_spec
@@ -59,8 +61,8 @@ class TieredStore(Levels):
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
         self._open = True
-        self.news = news
-        self._following = None if disk is None else Following(disk, news, self._pins, self._lock)
+        self.change_feed = change_feed
+        self._watcher = None if disk is None else StoreWatcher(disk, change_feed, self._pins, self._lock)
 
     @classmethod
     def open(
@@ -80,15 +82,15 @@ class TieredStore(Levels):
         on_read: OnRead | None = None,
         index: str | None = None,
     ) -> TieredStore:
-        """A store of one model's variants; `url=None` keeps them in memory only.
+        """Opens a store for the variants of one model; `url=None` keeps them in memory only.
 
         Args:
           host_bytes, disk_bytes, exclusive, head_groups: budgets (None is no limit), and as `TensorStoreTier`.
           device: a tier above host memory, whose variants are `store.tickets.PagedKV`.
           max_pending_bytes: KV that may wait for the disk before stores skip it.
           kv_dtype, compression: how the disk tier stores new variants, see `StorageFormat`.
-          on_read: sees, and may delay, every read of the disk tier.
-          index: URL of what its processes share besides, see `store.index.open_index`; needs `url`.
+          on_read: observes, and may delay, every read of the disk tier.
+          index: URL of an index shared by the processes on the store, see `store.index.open_index`; needs `url`.
 
         Raises:
           ValueError, StoreUnavailableError, StoreIdentityError: as `TensorStoreTier`.
@@ -97,15 +99,17 @@ class TieredStore(Levels):
         storage, host, disk = StorageFormat(kv_dtype, compression), HostTier(kv_spec, host_bytes), None
         if index is not None and url is None:
             raise ValueError("store_index: wanted a store that it is the index of, got none")
-        news = None
+        change_feed = None
         with contextlib.ExitStack() as undo:
             if index is not None:
-                news = undo.enter_context(contextlib.closing(News(open_index(index, identity.namespace, identity))))
+                change_feed = undo.enter_context(
+                    contextlib.closing(ChangeFeed(open_index(index, identity.namespace, identity)))
+                )
             if url is not None:
                 how: dict[str, Any] = {"exclusive": exclusive, "head_groups": head_groups, "storage": storage}
-                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, news=news, **how)
+                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, change_feed=change_feed, **how)
             undo.pop_all()
-        return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read, news)
+        return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read, change_feed)
 
     def __enter__(self) -> TieredStore:
         return self
@@ -114,8 +118,8 @@ class TieredStore(Levels):
         self.close()
 
     def shortfall_bytes(self, tier: str, num_bytes: int) -> int | None:
-        """Bytes to evict from `tier` before it has room for `num_bytes` more, beside what is announced; None where its
-        whole budget is less."""
+        """Bytes to evict from `tier` before `num_bytes` more fit, in addition to what is announced; None if they exceed
+        its whole budget."""
         with self._lock:
             budget = self._tier(tier).budget
             return self._short(tier, num_bytes) if budget.can_ever_hold(num_bytes) else None
@@ -125,27 +129,27 @@ class TieredStore(Levels):
         return variant_id in self._pins
 
     def evictable_bytes(self, tier: str) -> int:
-        """Bytes of a tier in memory that `evict` could free: of what no load is open of."""
+        """Bytes of a memory tier that `evict` could free: those of variants without an open load."""
         with self._lock:
             held = self._memory[tier].summaries()
             free = (one for one in held if one.variant_id not in self._pins)
             return sum(self._memory[tier].charge_bytes(one.num_tokens) for one in free)
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Takes in what other processes did to the disk tier: `(added, removed)` variant ids; both empty while the disk
-        cannot be listed. The first failure of a row is logged as a warning, so is the recovery."""
-        return ((), ()) if self._following is None else self._following.list_all()
+        """Applies what other processes did to the disk tier: `(added, removed)` variant ids, both empty while the disk
+        cannot be listed. Logs the start and the end of such an outage as warnings."""
+        return ((), ()) if self._watcher is None else self._watcher.list_all()
 
     # -- load --------------------------------------------------------------------------------------------------
 
     def unread_bytes(self, variant_id: str) -> int:
-        """KV bytes that a load would have to read from disk now: 0 where memory, or another load, has them all."""
+        """KV bytes that a load would have to read from disk now; 0 if memory or another load has all of them."""
         summary = self.get_summary(variant_id) if self.tier_of(variant_id) == DISK else None
         return 0 if summary is None else summary.num_bytes - self._readers.bytes_there(variant_id)
 
     def prepare_load(self, variant_ids: Iterable[str], *, counted: bool = True) -> LoadTicket:
-        """Pins the variants in every tier, until `complete_load`. Reads nothing yet: loads that are open at once share
-        what they read, a queued write is read from memory. `counted` off: the look-ups show in no usage."""
+        """Pins the variants in every tier until `complete_load`. Reads nothing yet: concurrent loads share their reads,
+        and a queued write is read from memory. With `counted` off, the look-ups do not appear in the usage counters."""
         wanted = tuple(dict.fromkeys(variant_ids))
         sources: dict[str, Source] = {}
         lossy, on_disk = [], []
@@ -166,12 +170,12 @@ class TieredStore(Levels):
                     else:
                         sources[variant_id] = queued
             self._pins.update([*sources, *on_disk])
-        for position, variant_id in enumerate(on_disk):  # pinned, so this may be outside the lock
+        for position, variant_id in enumerate(on_disk):  # pinned, so the lock is not needed
             try:
                 sources[variant_id] = self._readers.open(variant_id)
-            except ShardNotFoundError:  # another process evicted it, and another thread just learnt of that
+            except ShardNotFoundError:  # evicted by another process, as another thread just noticed
                 self._unpin([variant_id])
-            except BaseException:  # no memory for the buffer: leave no pin that nobody could take back
+            except BaseException:  # no memory for the buffer: leave no pin behind
                 self._unpin([*sources, *on_disk[position:]])
                 raise
         return LoadTicket(wanted, sources, lossy, self.kv_spec)
@@ -179,9 +183,11 @@ class TieredStore(Levels):
     def complete_load(
         self, ticket: LoadTicket, ok: bool = True, *, promote: Mapping[str, Collection[str]] | None = None
     ) -> dict[str, tuple[str, ...]]:
-        """Unpins. With `ok`, variants whose KV is in host memory now, those from disk read whole, move into the tiers
-        in memory that lack them, if they fit without eviction (see `shortfall_bytes`); where `promote` is given, tier
-        -> ids, only those, and what is on the device may be copied down to host memory. Returns tier -> ids that moved.
+        """Unpins the variants of a load.
+
+        With `ok`, variants whose KV is now in host memory (from disk only if read completely) are added to the memory
+        tiers that lack them, if they fit without eviction (see `shortfall_bytes`). With `promote`, a mapping of tier ->
+        ids, only those are, and KV on the device may be copied to host memory. Returns tier -> ids that were added.
 
         Raises:
           ValueError: the ticket was completed before.
@@ -208,11 +214,11 @@ class TieredStore(Levels):
     # -- store -------------------------------------------------------------------------------------------------
 
     def prepare_store(self, record: ShardRecord) -> StoreTicket:
-        """Announces a variant, so that the caller can make the room that `ticket.shortfall_bytes` wants. A
-        variant of which a load would read a lossy copy may be stored again: it takes the place of that.
+        """Announces a variant, so that the caller can evict what `ticket.shortfall_bytes` asks for. If a load would
+        read a lossy copy of the variant, it may be stored again and replaces that copy.
 
         Raises:
-          ValueError: `record.num_bytes` does not belong to its tokens.
+          ValueError: `record.num_bytes` does not match its number of tokens.
         """
         check_record(record, self.kv_spec)
         with self._lock:
@@ -228,13 +234,13 @@ class TieredStore(Levels):
     def complete_store(
         self, ticket: StoreTicket, kv: np.ndarray | None, *, wait: bool = False, tiers: Collection[str] | None = None
     ) -> tuple[str, ...]:
-        """Stores a copy of `kv` `[L, 2, T, K, H]`: in memory at once, on disk in the background. Returns the tiers
-        that took it; one without room is skipped and counted, a failing disk is counted and logged.
+        """Stores a copy of `kv` `[L, 2, T, K, H]`: in memory at once, on disk in the background. Returns the tiers that
+        accepted it; a tier without enough free budget is skipped and counted, a failing disk is counted and logged.
 
         Args:
-          kv: None when the variant was not computed after all.
-          wait: wait for room in the write queue (batch jobs) instead of skipping the disk (requests).
-          tiers: that may take it; None for all.
+          kv: None if the variant was not computed after all.
+          wait: wait for space in the write queue (batch jobs) instead of skipping the disk (requests).
+          tiers: tiers to store it in; None for all.
 
         Raises:
           ValueError: `kv` has another shape or dtype, or the ticket was completed before; nothing is stored.
@@ -267,7 +273,8 @@ class TieredStore(Levels):
     # -- removal -----------------------------------------------------------------------------------------------
 
     def evict(self, tier: str, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """Takes variants out of one tier and returns those that went; pinned ones and ones it does not hold stay.
+        """Evicts variants from one tier and returns those removed; pinned variants and ones the tier does not hold are
+        skipped.
 
         Raises:
           ValueError: there is no such tier.
@@ -282,15 +289,15 @@ class TieredStore(Levels):
                 assert self._disk is not None
                 hidden, gone = self._disk.hide(victims), ()
         if hidden and self._disk is not None:
-            gone = self._disk.erase(hidden)  # outside the lock: 12 ms for 67 MB on ext4; nobody can pin them any more
+            gone = self._disk.erase(hidden)  # outside the lock: 12 ms for 67 MB on ext4; no load can pin them any more
         with self._lock:
             self._counts[tier]["evicted"] += len(gone)
         return gone
 
     def discard(self, variant_id: str, condemns: Condemns | None = None) -> None:
-        """Takes the variant out of every tier, pinned or not, for ever: the end of a corrupt or outdated one. Readers
-        that hold views keep them; later reads of the disk miss. With `condemns`, tiers whose record of it is another
-        one, say of a process that wrote it anew, keep it."""
+        """Removes a corrupt or outdated variant permanently from every tier, pinned or not. Readers that hold views
+        keep them; later reads of the disk miss. With `condemns`, tiers that hold another record of the variant, for
+        example because another process rewrote it, keep it."""
         with self._lock:
             for name, tier in self._memory.items():
                 record = tier.get_record(variant_id)
@@ -308,10 +315,15 @@ class TieredStore(Levels):
     def erase(
         self, variant_ids: Iterable[str], *, uncommitted: bool, condemns: Condemns | None = None
     ) -> tuple[str, ...]:
-        """`discard`s variants and looks whether they are gone, behind the write queue; returns the keys and variant ids
-        that could not be deleted. It refreshes, so `records` may know more. Raises OSError: the disk cannot be listed.
-        With `uncommitted` also goes what lies on disk without a sound record, of any age: parts of killed writes,
-        damaged records, temporary files. A write of another process that is under way may be lost by that.
+        """Discards variants and verifies, after the queued writes, that they are gone; returns the keys and variant ids
+        that could not be deleted.
+
+        Refreshes first, so `records` may know more afterwards. With `uncommitted` it also deletes whatever lies on disk
+        without a sound record, regardless of age: parts of interrupted writes, damaged records, temporary files. A
+        concurrent write of another process may be lost.
+
+        Raises:
+          OSError: the disk cannot be listed.
         """
         condemned = tuple(variant_ids)
         for variant_id in condemned:
@@ -320,31 +332,33 @@ class TieredStore(Levels):
             return ()
         erase = functools.partial(erase_from_disk, self._disk, condemned, uncommitted=uncommitted, condemns=condemns)
         try:
-            return self._writer.call(erase).result()  # on the writing thread: none of our own writes is under way then
+            # On the writing thread, when none of our own writes is in progress.
+            return self._writer.call(erase).result()
         finally:
-            self.tell_others()  # what was erased is not only on disk
+            self.request_relisting()  # what was erased was not only on disk
 
-    def tell_others(self) -> None:
-        """Through the index, if there is one: more happened than was stored and discarded, they had better look."""
-        if self.news is not None:
-            self.news.something()
+    def request_relisting(self) -> None:
+        """Asks other processes, through the index if there is one, to list the store: more happened than was
+        announced."""
+        if self.change_feed is not None:
+            self.change_feed.mark_incomplete()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything stored so far is on disk or has failed; False when `timeout_s` passed before that. For
-        the index to know it waits a second more at most."""
+        """Waits until everything stored so far is on disk or has failed; False if `timeout_s` passed first. Waits at
+        most a second longer for the index."""
         is_done = self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
-        if self.news is not None:
-            self.news.flush()
+        if self.change_feed is not None:
+            self.change_feed.flush()
         return is_done
 
     def close(self) -> None:
-        """Writes what is queued, gives memory back and refuses further use. May be called twice."""
+        """Writes what is queued, frees memory and refuses further use. May be called twice."""
         with self._lock:
             self._open = False
         if self._writer is not None:
             self._writer.close()
-        if self.news is not None:
-            self.news.close()
+        if self.change_feed is not None:
+            self.change_feed.close()
         with self._lock:
             for tier in self._memory.values():
                 tier.close()
@@ -356,13 +370,13 @@ class TieredStore(Levels):
             raise ValueError("store: closed")
 
     def _short(self, tier: str, num_bytes: int) -> int:
-        """Bytes that `tier` lacks for `num_bytes` beside all announced variants."""
+        """Bytes by which `tier` falls short of `num_bytes` in addition to all announced variants."""
         announced = sum(ticket.charge_bytes.get(tier, 0) for ticket in self._announced.values())
         return self._levels[tier].budget.shortfall(announced + num_bytes)
 
     def _charges(self, record: ShardRecord) -> dict[str, int]:
-        """Bytes that storing takes in each tier that would be written to and that can ever hold them."""
-        charges = {  # a lossy copy makes room for it
+        """Bytes to charge in each tier that would store the variant and could ever hold it."""
+        charges = {  # it replaces a lossy copy
             name: 0 if record.variant_id in tier else tier.charge_bytes(record.num_tokens)
             for name, tier in self._memory.items()
         }
@@ -383,7 +397,7 @@ class TieredStore(Levels):
         self._counts[tier]["bytes_written"] += record.num_bytes
 
     def _promote(self, tier: str, variant_id: str, kv: np.ndarray, is_lossy: bool) -> bool:
-        """Puts what was read into a tier in memory that lacks it and has room; False where nothing was put."""
+        """Adds KV that was read to a memory tier that lacks it, if it fits; True if it was added."""
         summary = self.get_summary(variant_id)
         if summary is None or variant_id in self._memory[tier]:
             return False
@@ -402,7 +416,8 @@ class TieredStore(Levels):
         return True
 
     def _write_behind(self, record: ShardRecord, kv: np.ndarray, wait: bool) -> bool:
-        """Queues a reserved write; not under the lock, because with `wait` it blocks until the writer made room."""
+        """Queues a reserved write; called without the lock, because with `wait` it blocks until the writer freed
+        space."""
         assert self._disk is not None and self._writer is not None
         if self._writer.submit(record, kv, wait=wait):
             return True

@@ -1,4 +1,4 @@
-"""What tiers are called, and what one tells about itself: bytes and counters."""
+"""Names of the tiers, and their byte counts and counters."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ DISK = "disk"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierUsage:
-    """What a tier holds and what happened to it since open.
+    """Contents of a tier and its counters since open.
 
     Attributes:
-      used_bytes: bytes held, on disk with the writes under way; over `budget_bytes` only by what was there at open or
-        what other processes wrote.
+      used_bytes: bytes held, on disk including writes in progress; exceeds `budget_bytes` only by what existed at open
+        or what other processes wrote.
       budget_bytes: None = no limit.
-      hits, misses: look-ups of `prepare_load` that this tier answered, or could not; the fastest is asked first.
-      writes: variants taken in, by store or promotion. failed_writes: refused by the disk. skipped_writes: no room in
-        the budget or in the write queue.
-      corrupt: failed checks of data or records. forged: those of records, and of a shared index's
-        leases and orders, that none of this store's keys sealed.
-      evicted, discarded: by the caller's order.
-      bytes_read: KV bytes handed out by completed loads. bytes_written: bytes taken in, on disk with checksums and
-        record.
+      hits, misses: look-ups of `prepare_load` that this tier could or could not answer; the fastest tier is asked
+        first.
+      writes: variants stored or promoted. failed_writes: refused by the disk. skipped_writes: over the budget or the
+        write queue's limit.
+      corrupt: failed checks of data or records. forged: those of records, and of a shared index's leases and orders,
+        that none of this store's keys sealed.
+      evicted, discarded: removed at the caller's request.
+      bytes_read: KV bytes delivered by completed loads. bytes_written: bytes stored, on disk with checksums and record.
     """
 
     used_bytes: int

@@ -1,4 +1,4 @@
-"""A bounded queue in front of the disk tier: one thread writes, a failing disk is counted and never raised."""
+"""A bounded write queue in front of the disk tier: one thread writes; disk failures are counted, never raised."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MAX_PENDING_BYTES = 256 << 20
 
 
 class WriteBehind:
-    """Writes variants to `tier` in order, in one background thread.
+    """Writes variants to `tier` in order, on one background thread.
 
     Args:
-      max_pending_bytes: KV bytes that may wait; one variant may always wait, however large it is.
+      max_pending_bytes: KV bytes that may be queued; a single variant is always accepted, however large.
 
     Attributes:
       num_written, bytes_written: commits by this queue and the bytes they take on disk.
-      claims: leases on variants of the tier, given up when their write is done.
-      num_failed: writes that the disk refused. The first of a row is logged as a warning, so is the recovery.
+      claims: leases on variants of the tier, released when their write is done.
+      num_failed: writes that the disk refused. The start and the end of a failure are logged as warnings.
     """
 
     def __init__(self, tier: TensorStoreTier, max_pending_bytes: int):
@@ -54,31 +54,31 @@ class WriteBehind:
         return self.get(variant_id) is not None
 
     def get(self, variant_id: str) -> np.ndarray | None:
-        """The KV of a variant that is on its way to disk, or None; once it is not here, the disk tier knows of it."""
+        """The KV of a variant whose write is queued, or None; a variant no longer here is known to the disk tier."""
         pending = self._pending.get(variant_id)
         return None if pending is None or variant_id in self._cancelled else pending[1]
 
     def pending(self) -> frozenset[str]:
-        """The variants of which `get` has the KV."""
+        """The variants with a queued write."""
         with self._changed:
             return frozenset(self._pending.keys() - self._cancelled)
 
     def submit(self, record: ShardRecord, kv: np.ndarray, *, wait: bool = False) -> bool:
         """Queues a write whose bytes the tier has reserved; `kv` must not change any more.
 
-        Returns False, with the queue unchanged, when there is no room; with `wait`, waits for room instead.
+        Returns False, with the queue unchanged, if the queue is full; with `wait`, waits for space instead.
         """
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._closed or self._has_room(record))
-            if self._closed or not self._has_room(record):
+                self._changed.wait_for(lambda: self._closed or self._fits(record))
+            if self._closed or not self._fits(record):
                 return False
             self._pending[record.variant_id] = (record, kv)
             self._executor.submit(self._write, record.variant_id)
             return True
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Runs `function` on the writing thread, after all that is queued now and while nothing is written.
+        """Runs `function` on the writing thread, after everything queued so far.
 
         Raises:
           RuntimeError: the queue is closed.
@@ -86,9 +86,8 @@ class WriteBehind:
         return self._executor.submit(function)
 
     def cancel(self, variant_id: str, condemns: Condemns | None = None) -> None:
-        """Makes a queued variant never readable from disk: it leaves the queue at once, or the disk as soon as the
-        write that is under way is over. Does nothing when it is not queued, or when its record is not what `condemns`
-        asks for."""
+        """Makes a queued variant unreadable: it leaves the queue at once, or the disk as soon as the current write is
+        over. Does nothing if it is not queued, or if `condemns` does not select its record."""
         with self._changed:
             pending = self._pending.get(variant_id)
             if pending is None or (condemns is not None and not condemns(pending[0])):
@@ -101,7 +100,7 @@ class WriteBehind:
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all that was queued is on disk or has failed; False when `timeout_s` passed before that."""
+        """Waits until everything queued is on disk or has failed; False if `timeout_s` passed first."""
         with self._changed:
             ours = list(self._pending.items())  # by identity: a later write of the same id is not waited for
             return self._changed.wait_for(
@@ -116,7 +115,7 @@ class WriteBehind:
         self._executor.shutdown(wait=True)
         self.claims.close()
 
-    def _has_room(self, record: ShardRecord) -> bool:
+    def _fits(self, record: ShardRecord) -> bool:
         if record.variant_id in self._pending:
             return False
         waiting = sum(pending.num_bytes for pending, _ in self._pending.values())
@@ -133,7 +132,7 @@ class WriteBehind:
         won = False
         try:
             won = self._tier.write(record, kv, reserved=True)
-        except Exception as caught:  # whatever it is: the answer was given long ago, and the thread must live on
+        except Exception as caught:  # the thread must survive any error; the answer was given long ago
             error = caught
         with self._changed:
             cancelled = variant_id in self._cancelled

@@ -1,4 +1,4 @@
-"""The command `ccjax`, whose subcommands are modules of this package: each imports what it needs once it runs."""
+"""The command `ccjax`; its subcommands are modules of this package, imported when they run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand with the arguments behind its name; returns the exit code."""
+    """Runs a subcommand with the remaining arguments; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="ccjax",
         description="Retrieval-augmented generation that reuses the KV of passages.",

@@ -1,8 +1,8 @@
-"""Finds how much reuse must recompute: ccjax calibrate --model DIR --questions FILE
+"""Determines how much reuse must recompute: ccjax calibrate --model DIR --questions FILE
 
 Answers the questions with full prefill and with each strategy at several shares and alphas, with and without the focus
-cut, and writes what was kept to calibration.json beside the model. Servers then recompute no less than that in mode
-bounded, and serve a strategy that cannot keep the target with exact reuse only.
+cut, and writes the shares of kept answers to calibration.json beside the model. In mode bounded, servers then recompute
+no less than that, and use exact reuse only for a strategy that cannot keep the target.
 
 Exit codes: 0 done; 1 done, but some strategy cannot keep the target; 2 refused.
 """
@@ -29,7 +29,7 @@ from ccjax.cli.values import check_writable
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import LoadedModel
-    from ccjax.evaluation.measure import Outcome
+    from ccjax.evaluation.measure import WayResults
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.ways import Way
     from ccjax.policy.calibration import Calibration, Trial
@@ -38,9 +38,9 @@ RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
 ALPHAS = (0.1, 0.2, 0.35, 0.5, 1.0)
 DEVIATIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 BY_ALPHA = ("auto", "deviation", "cachecraft", "legolink", "h2o", "random")
-"""Strategies that recompute what CacheCraft eq. 12 says unless a share is forced."""
+"""Strategies that recompute according to CacheCraft eq. 12 unless a share is forced."""
 ANSWERED = 0.5
-"""A question that full prefill scores less on is one that it did not answer."""
+"""A question on which full prefill scores less counts as not answered."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +93,8 @@ def _run(args: argparse.Namespace) -> int:
 def _fresh_worlds(
     args: argparse.Namespace, model: LoadedModel, calibration: Calibration, progress: Progress
 ) -> dict[str, list[float]]:
-    """What the chosen settings keep in towns that were not calibrated on, strategy -> a share for each town."""
+    """Share of answers that the chosen settings keep in towns not used for calibration: strategy -> a share for each
+    town."""
     chosen = {name: trial for name in args.strategies if (trial := calibration.choose(name)) is not None}
     kept: dict[str, list[float]] = {name: [] for name in chosen}
     for number in range(args.worlds if chosen else 0):
@@ -108,7 +109,7 @@ def _fresh_worlds(
 
 
 def way_of(strategy: str, trial: Trial) -> Way:
-    """The way that a trial tried."""
+    """The way that a trial used."""
     from ccjax.evaluation.ways import FIXED, Way
 
     if strategy in FIXED:
@@ -124,7 +125,7 @@ def way_of(strategy: str, trial: Trial) -> Way:
 
 
 def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_rule: str = "entropy") -> list[Way]:
-    """What is tried of each strategy: shares, alphas and deviations without the focus cut, shares with it."""
+    """Settings to try for each strategy: shares, alphas and deviations without the focus cut, shares with it."""
     from ccjax.evaluation.ways import FIXED, PASSAGE_BY_PASSAGE, Way, parse_way
     from ccjax.policy._checks import check_count
 
@@ -144,7 +145,7 @@ def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_
     return ways
 
 
-def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Trial, ...]:
+def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[Trial, ...]:
     """What each setting of a strategy kept of full prefill's answers, which are the first outcome.
 
     An answer counts as kept if its score against the right answers is no lower than full prefill's; with the score
@@ -156,7 +157,7 @@ def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Tria
     from ccjax.evaluation.scores import TEXT_SCORES, best
     from ccjax.policy.calibration import Trial
 
-    def scored(outcome: Outcome) -> list[float]:
+    def scored(outcome: WayResults) -> list[float]:
         if score == "agreement":
             return [float(one.is_same) for one in outcome.answers]
         rated = (one for one in outcome.answers if one.question.answers)
@@ -185,7 +186,7 @@ def trials(strategy: str, outcomes: Sequence[Outcome], score: str) -> tuple[Tria
     return tuple(found)
 
 
-def focus_cut_layers(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+def focus_cut_layers(outcomes: Sequence[WayResults]) -> dict[str, dict[str, int]]:
     """For each way with a focus cut, the first layer that ran without the unfocused passages -> how many questions."""
     found = {}
     for outcome in outcomes:

@@ -1,7 +1,7 @@
 """Converts a model to a checkpoint that loads fast, or back: ccjax convert MODEL DIR [--quantization int8]
 
-The checkpoint (Orbax, with tokenizer files and config.json) is a directory that every --model takes. Stored KV is
-shared between both forms of the same weights.
+The checkpoint (Orbax, with tokenizer files and config.json) is a directory that every --model accepts. Both forms of
+the same weights share stored KV.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ccjax.config.engine import DTYPES, QUANTIZATIONS
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX would take three quarters of a GPU, which has nothing to do here
+    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX would reserve three quarters of a GPU that is not used here
     args = _parser().parse_args(argv)
     try:
         return _run(args)

@@ -1,8 +1,7 @@
 """Measures what reuse costs in answers: ccjax evaluate [--model MODEL] [--questions FILE] [--ways ...]
 
-Asks every question with full prefill and then in each way, through the public engine, over passages of which nothing,
-one thing or another was computed before (--cached). Scores are against the right answers and against full prefill's,
-with 95 % intervals.
+Asks every question with full prefill and then in each way, through the public engine, over passages in several cache
+states (--cached). Scores are against the right answers and against full prefill's, with 95 % intervals.
 """
 
 from __future__ import annotations

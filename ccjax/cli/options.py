@@ -1,8 +1,8 @@
-"""The options of a command, made of its settings: command line, `--config` file and environment, and what they say.
+"""Options of a command, generated from its settings: command line, `--config` file and environment.
 
-A field `max_queue` is the flag --max-queue and the line `max-queue: 5` of a file, alone or below the name of its group;
-what is secret, such as `api_key`, is also the variable CCJAX_API_KEY. The command line goes before the file, the file
-before the environment.
+A field `max_queue` is the flag --max-queue and the line `max-queue: 5` of a file, at top level or below the name of its
+group; secrets, such as `api_key`, can also be given by a variable, CCJAX_API_KEY. The command line overrides the file,
+the file overrides the environment.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class StartupError(Exception):
 
 
 class CommandSettings(SettingsModel):
-    """What the command does."""
+    """General options."""
 
     config: FilePath | None = None
-    """Options in YAML, a line `name: value` each, also in groups; those of the command line go before them."""
+    """YAML file of options, `name: value` per line, also in groups; the command line overrides it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Option:
-    """A field as users see it.
+    """A field as an option.
 
     Attributes:
       name: of the field.
       key: in files and, behind dashes, on the command line.
-      group: its class, by whose title it is grouped; one without a title is not for files and variables.
+      group: its class, whose title is the name of the group; options without a title are not for files and variables.
     """
 
     name: str
@@ -73,25 +73,25 @@ class _Option:
 
     @property
     def metavar(self) -> str:
-        """What stands for a value."""
+        """Placeholder for the value."""
         kind, metadata, _ = unpacked(self.field)
         described = [one.metavar for one in metadata if isinstance(one, Described) and one.metavar]
         return (described or [_METAVARS.get(kind) or "{" + ",".join(map(str, get_args(kind))) + "}"])[0]
 
     @property
     def is_secret(self) -> bool:
-        """Whether the whole value is; of a URL only the password is."""
+        """Whether the whole value is secret; in a URL only the password is."""
         return not self.field.repr and self.metavar != "URL"
 
 
 def parse(model: type[Options], argv: Sequence[str] | None, *, prog: str, description: str | None = None) -> Options:
-    """The options that are given in any way, over their defaults. Ends the process for --help and unknown flags.
+    """All given options over their defaults. Exits for --help and unknown flags.
 
     Args:
       argv: the command line; None takes the process's own.
 
     Raises:
-      StartupError: the file cannot be read, a name is unknown or a value is not as wanted; names where it stands.
+      StartupError: the file cannot be read, a name is unknown or a value is invalid; names where it is.
     """
     options = _options(model)
     values: dict[str, Any] = {}
@@ -99,9 +99,9 @@ def parse(model: type[Options], argv: Sequence[str] | None, *, prog: str, descri
     flags = _flags(model, argv, prog, description)
     path = flags.get("config")
     for option in {*options.values()}:
-        # The others have no variable: Kubernetes sets CCJAX_PORT for a service of that name.
+        # Other options have no variable: Kubernetes sets CCJAX_PORT for a service of that name.
         value = None if option.field.repr else os.environ.get(option.variable)
-        if value or (value is not None and option.is_secret):  # whoever sets an empty key wanted one
+        if value or (value is not None and option.is_secret):  # an empty key is probably a mistake
             values[option.name], places[option.name] = value, option.variable
     if path is not None:
         for name, (key, value) in _file(options, Path(path)).items():
@@ -141,8 +141,8 @@ def subset(model: type[SettingsModel], names: set[str]) -> type[SettingsModel]:
 
 
 def config_lines(options: SettingsModel) -> list[str]:
-    """What `--print-config` prints: YAML that as a `--config` file comes to the same, but for what is secret. Comments
-    are options that are not set and have no default."""
+    """The output of `--print-config`: YAML that gives the same options as a `--config` file, except secrets. Options
+    that are not set and have no default are comments."""
     lines = []
     values = options.model_dump(mode="json")
     for option in dict.fromkeys(_options(type(options)).values()):
@@ -162,7 +162,7 @@ def config_lines(options: SettingsModel) -> list[str]:
 
 @functools.cache
 def _options(model: type[SettingsModel]) -> dict[str, _Option]:
-    """By each of the names that users may use, in kebab case."""
+    """Options by each of their names, in kebab case."""
     found = {}
     for name, field in model.model_fields.items():
         group = next(one for one in reversed(model.__mro__) if name in one.__dict__.get("__annotations__", {}))
@@ -174,7 +174,7 @@ def _options(model: type[SettingsModel]) -> dict[str, _Option]:
 def _flags(
     model: type[SettingsModel], argv: Sequence[str] | None, prog: str, description: str | None
 ) -> dict[str, Any]:
-    """Field -> the text that the command line gives it."""
+    """Field -> the text given on the command line."""
     options = _options(model)
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -204,7 +204,7 @@ def _flags(
 
 
 def _as_text(field: FieldInfo) -> Any:
-    """The field with any text as its value, unless it is a switch: what texts mean the settings themselves say."""
+    """The field with any text as its value, unless it is a switch: the settings themselves parse it."""
     if unpacked(field)[0] is bool:
         return field.annotation, field
     text = copy.copy(field)

@@ -1,11 +1,11 @@
-"""Computes the KV of documents ahead of traffic: ccjax precompute --model DIR --documents DIR --store URL
+"""Computes the KV of documents in advance: ccjax precompute --model DIR --documents DIR --store URL
 
-Documents are read, cut and indexed as by `ccjax serve --docs` with the same options; every passage is computed behind
-the system prompt and stored; a server over that store then computes no passage that stands first, and repairs the
-others. What is there already is left alone, so a run that was broken off, or documents that changed, cost only what is
-missing. Several processes (--workers), and runs on several hosts with one store, share the work.
+Documents are read, split and indexed as by `ccjax serve --docs` with the same options; every passage is computed behind
+the system prompt and stored; a server over that store then computes no passage in first position, and repairs the
+others. What is stored already is skipped, so an interrupted run, or changed documents, cost only what is missing.
+Several processes (--workers), and runs on several hosts with one store, share the work.
 
-Exit codes: 0 all is there; 1 done, but something failed; 2 refused; 130, 143 ended by SIGINT, SIGTERM.
+Exit codes: 0 everything is stored; 1 done, but something failed; 2 refused; 130, 143 ended by SIGINT, SIGTERM.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ if TYPE_CHECKING:
 
 
 class WorkSettings(SettingsModel):
-    """What is computed and by whom."""
+    """What to compute, and with which processes."""
 
     model_config = ConfigDict(title="work")
 
     model: Annotated[str, Described(metavar="MODEL")] = TOY
     """As with ccjax serve."""
     documents: FolderPath | None = None
-    """Documents, as with ccjax serve --docs; model "demo" has some of its own."""
+    """Documents, as with ccjax serve --docs; model "demo" includes some."""
     neighbours: int = Field(default=0, ge=0)
-    """Compute each passage also behind so many most similar ones."""
+    """Also compute each passage behind this many of its most similar ones."""
     prune: CliToggleFlag[bool] = False
-    """Drop what is stored of passages that these documents do not have; those of other documents in the store, too."""
+    """Drop stored passages that these documents do not contain, including those of other documents in the store."""
     workers: int = Field(default=1, ge=1)
-    """Processes that compute."""
+    """Number of processes that compute."""
     devices: Annotated[str, Described(metavar="LIST")] | None = None
     """GPUs of the workers, one each, as CUDA_VISIBLE_DEVICES names them, such as 0,1."""
     dry_run: CliToggleFlag[bool] = False
-    """Say what it would take, and end."""
+    """Only print the estimate."""
     force: CliToggleFlag[bool] = False
-    """Begin even if the store has no room for all."""
+    """Start even if the result does not fit into the store."""
     report: FilePath | None = None
-    """Write what came of it as JSON."""
+    """Write the report as JSON to this file."""
     compile_cache_dir: FolderPath | None = None
-    """Compiled steps; without it ~/.cache/ccjax/compile."""
+    """Directory of compiled steps; without it ~/.cache/ccjax/compile."""
 
 
 class QuestionSettings(SettingsModel):
@@ -73,14 +73,14 @@ class QuestionSettings(SettingsModel):
     questions: FilePath | None = None
     """JSONL file of questions."""
     top_k: int = Field(default=ServerSettings.model_fields["top_k"].default, ge=1)
-    """Passages for one that names none."""
+    """Passages for questions that name none."""
     limit: int | None = Field(default=None, ge=1)
-    """Ask so many; without it all."""
+    """Number of questions to ask; without it all."""
     max_tokens: int = Field(default=32, ge=1)
-    """Of an answer."""
+    """Longest answer, in tokens."""
 
 
-if TYPE_CHECKING:  # of which these are parts
+if TYPE_CHECKING:  # of which these are subclasses
     from ccjax.config import DocumentOptions as _Documents
     from ccjax.config import EngineConfig as _Engine
 else:
@@ -96,7 +96,7 @@ else:
 
 
 class PrecomputeOptions(_Engine, _Documents, QuestionSettings, WorkSettings, CommandSettings):
-    """All options of `ccjax precompute`; what is not as on the server finds nothing there, or embeds again."""
+    """All options of `ccjax precompute`; options that differ from the server's make it find nothing, or embed again."""
 
     dtype: ServedDtype = "auto"
     """Type of weights, activations and stored KV; auto is float32 on CPU, bfloat16 elsewhere."""
@@ -116,7 +116,7 @@ _STAGES = {
 
 
 class _Signals:
-    """Notes the first signal that wants an end; the second one is not waited for."""
+    """Records the first signal that requests the end; a second one ends the process at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -129,12 +129,12 @@ class _Signals:
         self.number = number
 
     def name(self) -> str | None:
-        """Of the signal, if one came."""
+        """Exit code for the signal, if one was received."""
         return None if self.number is None else signal.Signals(self.number).name
 
 
 class _Bars:
-    """Draws on stderr: a bar a stage, then one for all variants."""
+    """Progress on stderr: a bar per stage, then one for all variants."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -146,7 +146,7 @@ class _Bars:
             self._stages(stage, done, total, speed="")
 
     def estimated(self, report: Report) -> None:
-        """Prints what is to be done."""
+        """Prints the estimate."""
         estimate, collection = report.estimate, report.collection
         assert estimate is not None and collection is not None
         seconds = "unknown time" if estimate.seconds is None else f"about {_time(estimate.seconds)}"
@@ -159,7 +159,7 @@ class _Bars:
         self._stages.shown.console.print(text, highlight=False, soft_wrap=True)
 
     def computed(self, report: Report) -> None:
-        """Shows how far the variants are."""
+        """Shows the progress of the variants."""
         counts, estimate = report.counts, report.estimate
         assert estimate is not None
         speed = f"{counts.tokens_per_s:.0f} tokens/s, {_size(counts.stored_bytes)} written"
@@ -240,7 +240,7 @@ def _settings(args: PrecomputeOptions) -> list[Any]:
 
 
 def _named(message: str) -> str:
-    """The message with the option that its argument came from, where it names one."""
+    """The message with the option that its argument came from, if it names one."""
     argument, colon, rest = message.partition(": ")
     argument = {"docs": "documents", "docs_dir": "documents", "directory": "embedder"}.get(argument, argument)
     if colon and argument in PrecomputeOptions.model_fields:

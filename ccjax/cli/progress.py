@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: bars on a terminal, lines elsewhere."""
+"""Progress of long commands on stderr: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EVERY_S = 5.0
 
 
 def bars(*columns: ProgressColumn, is_quiet: bool = False, in_bytes: bool = False) -> Progress:
-    """What shows tasks on stderr: a bar each on a terminal, else lines (`Lines`).
+    """Progress display on stderr: a bar per task on a terminal, else lines (`Lines`).
 
     Args:
-      columns: of the bars; none for rich's own.
-      is_quiet: whether nothing is shown.
-      in_bytes: whether tasks count bytes.
+      columns: of the bars; None for rich's own.
+      is_quiet: show nothing.
+      in_bytes: tasks count bytes.
     """
     console = Console(stderr=True)
     if is_quiet or console.is_terminal:
@@ -29,9 +29,9 @@ def bars(*columns: ProgressColumn, is_quiet: bool = False, in_bytes: bool = Fals
 
 
 class Lines(Progress):
-    """Tells of tasks in lines: one as soon as a description is new, else at most one every `EVERY_S` seconds.
+    """Reports tasks in lines: one for each new description, else at most one every `EVERY_S` seconds.
 
-    Descriptions that differ in numbers only are one, so that those that count ("pass 3") do not flood a log.
+    Descriptions that differ only in numbers count as one, so that counters ("pass 3") do not flood a log.
     """
 
     def __init__(
@@ -47,33 +47,33 @@ class Lines(Progress):
         super().__init__(console=Console(stderr=True), disable=True, auto_refresh=False, get_time=get_time)
         self._in_bytes = in_bytes
         self._write = write or (lambda line: print(line, end="", file=sys.stderr, flush=True))
-        self._began_s = self._told_s = self.get_time()
+        self._began_s = self._printed_s = self.get_time()
         self._known: set[str] = set()
 
     def add_task(self, description: str, *args: Any, **kwargs: Any) -> TaskID:
         """As of `Progress`."""
         task_id = super().add_task(description, *args, **kwargs)
-        self._tell(task_id)
+        self._print(task_id)
         return task_id
 
     def update(self, task_id: TaskID, **changes: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As of `Progress`."""
         super().update(task_id, **changes)
-        self._tell(task_id)
+        self._print(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """As of `Progress`."""
         super().advance(task_id, advance)
-        self._tell(task_id)
+        self._print(task_id)
 
-    def _tell(self, task_id: TaskID) -> None:
+    def _print(self, task_id: TaskID) -> None:
         with self._lock:
             task, now_s = self._tasks[task_id], self.get_time()
             stage = re.sub(r"\d+", "", task.description)
-            if not task.description or (stage in self._known and now_s - self._told_s < EVERY_S):
+            if not task.description or (stage in self._known and now_s - self._printed_s < EVERY_S):
                 return
             self._known.add(stage)
-            self._told_s = now_s
+            self._printed_s = now_s
             self._write(f"[{now_s - self._began_s:.0f} s] {task.description}{self._how_far(task)}\n")
 
     def _how_far(self, task: Task) -> str:
@@ -87,15 +87,15 @@ class Lines(Progress):
 
 
 class Stages:
-    """Shows (stage, done, total), as much of the library tells its progress: a bar a stage, from its first call on."""
+    """Shows (stage, done, total) as reported by the library: a bar per stage, from its first call on."""
 
     def __init__(self, shown: Progress, names: Mapping[str, str] | None = None) -> None:
-        """`names`: what stages are called; others by their own name."""
+        """`names`: display names of stages."""
         self.shown, self._names = shown, names or {}
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int, **fields: Any) -> None:
-        # A stage may turn out to have nothing to do; without a total its bar would seem to run on for ever.
+        # A stage may have nothing to do; without a total its bar would seem to run forever.
         done, total = done if total else 1, total or 1
         if stage not in self._tasks:
             self.shown.start()

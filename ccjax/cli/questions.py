@@ -1,4 +1,4 @@
-"""What `ccjax evaluate` and `ccjax calibrate` share: options of questions and answers, and a run with its progress."""
+"""Shared by `ccjax evaluate` and `ccjax calibrate`: options for questions and answers, and a run with progress."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ccjax.evaluation import squad5
 
 if TYPE_CHECKING:
     from ccjax.engine.loading import LoadedModel
-    from ccjax.evaluation.measure import Outcome
+    from ccjax.evaluation.measure import WayResults
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.states import State
     from ccjax.evaluation.ways import Way
 
 
 def add_question_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> None:
-    """Options that choose questions, of the demo's towns those of a seed."""
+    """Options that choose questions; of the demo's towns those of a seed."""
     data = os.environ.get("CCJAX_TEST_DATA")
     parser.add_argument(
         "--questions",
@@ -56,10 +56,10 @@ def add_question_arguments(parser: argparse.ArgumentParser, *, seed: str = "test
 
 
 def questions_of(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
-    """The questions that the options choose.
+    """The questions selected by the options.
 
     Raises:
-      ValueError: an option is out of range, or the file is not as it should be; names it.
+      ValueError: an option is out of range, or the file is malformed; names it.
     """
     for name, values in (("limit", [args.limit]), ("passages", args.passages or [])):
         for value in values:
@@ -93,7 +93,7 @@ def _of_file(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
 
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of how questions are answered."""
+    """Options for answering questions."""
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")
     parser.add_argument("--prompt", metavar="TEXT", help="system prompt (default: the built-in one)")
@@ -112,8 +112,8 @@ def run(
     description: str = "",
     *,
     with_forced: bool = False,
-) -> list[Outcome]:
-    """`ccjax.evaluation.measure.measure`, with stores in a directory that goes away."""
+) -> list[WayResults]:
+    """Runs `ccjax.evaluation.measure.measure` with stores in a temporary directory."""
     from ccjax.evaluation.measure import measure
 
     task = progress.add_task(description, total=None)

@@ -1,6 +1,6 @@
 """Serves a model over an OpenAI-compatible HTTP API: `ccjax serve --model demo`.
 
-Listens at once: /health answers while everything loads, /ready turns from 503 to 200 when requests can be answered.
+Listens at once: /health answers while everything loads, /ready changes from 503 to 200 when requests can be answered.
 Wrong arguments end it with one line on stderr and exit code 2.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ccjax.cli.options import StartupError, config_lines, part
 from ccjax.cli.serving.cluster import check_no_cluster_flags, serve_cluster_of
-from ccjax.cli.serving.hosts import check_host_flags, follow_of, join_hosts
+from ccjax.cli.serving.hosts import check_host_flags, join_hosts, run_follower
 from ccjax.cli.serving.memory import memory_lines, print_memory_plan
 from ccjax.cli.serving.messages import Display, Stopped, final_line, naming, stages, url_of
 from ccjax.cli.serving.options import AUTO, ServeOptions, engine_settings, serve_options
@@ -53,13 +53,13 @@ def _serve(args: ServeOptions) -> int:
     if args.print_memory_plan:
         return print_memory_plan(args)
     check_host_flags(args)
-    is_auto = args.coordinator_address == AUTO  # who this process is shows once it has joined
+    is_auto = args.coordinator_address == AUTO  # the role of this process is known once it has joined
     if args.process_id or (is_auto and join_hosts(args)):
         configure_logging(args.log_level.upper(), args.log_format)
         _use_compile_cache(args.compile_cache_dir)
         join_hosts(args)
-        return follow_of(args)
-    # Before the slow imports: a port in use shows at once.
+        return run_follower(args)
+    # Before the slow imports, so that a port in use is reported at once.
     with _listen(args.host, args.port, args.stall_timeout_s) as listener:
         return _serve_on(listener, args)
 
@@ -71,7 +71,7 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
 
     with naming(args, ""):
         settings = part(args, ServerSettings)
-        _ = Keys(settings), Quotas(settings.quota_file)  # files that cannot be used show at once
+        _ = Keys(settings), Quotas(settings.quota_file)  # unusable files are reported at once
         if settings.otlp_traces_endpoint is not None:
             check_installed()
     if args.docs is not None and not Path(args.docs).is_dir():
@@ -94,9 +94,9 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
         create_app(service), log_config=None, access_log=False, ws="none", server_header=False, timeout_keep_alive=30
     )
     server = DrainingServer(config, service)
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn puts these back when it is done
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn restores these when it is done
         signal.signal(number, server.handle_exit)
-    loader = _Loader(args, service, server, url_of(args, listener))
+    loader = _BackgroundLoader(args, service, server, url_of(args, listener))
     loader.start()
     try:
         server.run(sockets=[listener])
@@ -108,7 +108,7 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
     return 0
 
 
-class _Loader(threading.Thread):
+class _BackgroundLoader(threading.Thread):
     """Loads model and documents beside the running server and hands them to the service."""
 
     def __init__(self, args: ServeOptions, service: Service, server: uvicorn.Server, url: str) -> None:
@@ -125,7 +125,7 @@ class _Loader(threading.Thread):
                 engine, retriever = self._load(display)
             try:
                 self._service.open(engine, retriever)
-            except RuntimeError:  # ended in the meantime
+            except RuntimeError:  # shut down in the meantime
                 engine.close()
                 raise Stopped from None
             for line in memory_lines(engine.memory_plan()):
@@ -138,7 +138,7 @@ class _Loader(threading.Thread):
             self._server.should_exit = True
 
     def stop(self) -> None:
-        """Ends the loading at its next step, and waits for that."""
+        """Stops the loading at its next step, and waits for that."""
         self._stopping.set()
         self.join()
 

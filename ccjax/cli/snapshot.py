@@ -1,8 +1,8 @@
 """Moves a whole chunk-cache: ccjax snapshot save|restore|inspect
 
-save writes the store of a model to a directory or bucket, restore brings that, or its hottest part, into a store, and
-inspect shows what is in it. None loads the weights; their bytes are read once to tell models apart. A server may use
-the store meanwhile; it finds what was restored at its next look.
+save writes the store of a model to a directory or bucket, restore loads it, or its most used part, into a store, and
+inspect shows its contents. None loads the weights; their bytes are read once to identify the model. A server may use
+the store meanwhile; it finds restored variants at its next refresh.
 
 Exit codes: 0 done; 1 done, but variants were damaged or could not be written, and are left out; 2 refused.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX would take three quarters of a GPU, which has nothing to do here
+    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX would reserve three quarters of a GPU that is not used here
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     from ccjax.store.errors import StoreError
@@ -68,7 +68,7 @@ def save(args: argparse.Namespace) -> int:
 
 
 def restore(args: argparse.Namespace) -> int:
-    """Brings a snapshot into a store."""
+    """Restores a snapshot into a store."""
     from ccjax.engine.loading import read_model_files
     from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot
 
@@ -95,7 +95,7 @@ def restore(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Shows what a snapshot holds."""
+    """Shows the contents of a snapshot."""
     from ccjax.engine.snapshot import inspect_snapshot
 
     index = inspect_snapshot(args.source)
@@ -173,7 +173,7 @@ def _tokenizer(model: str | None, directory: str | None) -> Any:
 
 
 def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreIdentity]:
-    """By dtype: a store never mixes them, so that one model is two."""
+    """By dtype: a store never mixes them, so one model counts as two."""
     from ccjax.engine.identity import identity_of
 
     fingerprints = {dtype: files.fingerprint(dtype, args.quantization) for dtype in DTYPES}
@@ -181,7 +181,7 @@ def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreI
 
 
 def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]) -> str:
-    """The dtype that the store has KV of this model in."""
+    """The dtype of this model's KV in the store."""
     from ccjax.store.objects import open_root
 
     root = open_root(args.store, read_only=True)

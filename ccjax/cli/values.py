@@ -1,4 +1,4 @@
-"""Values of command-line options that are no settings."""
+"""Parsers of command-line options that are not settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ccjax.config import values
 
 
 def num_bytes(text: str) -> int:
-    """The number in "2GiB", "500MB" or "1073741824"; the type of arguments that are sizes."""
+    """Parses "2GiB", "500MB" or "1073741824"."""
     try:
         return values.num_bytes(text)
     except ValueError as error:
@@ -18,14 +18,14 @@ def num_bytes(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """A number of at least 1."""
+    """Parses a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"wanted an integer above 0, got {text!r}")
     return int(text)
 
 
 def check_writable(name: str, path: Path | None) -> None:
-    """Nothing, unless a file could not be written there: then a long run would end without it.
+    """Checks that a file can be written there; otherwise a long run would end without it.
 
     Raises:
       ValueError: names the option.

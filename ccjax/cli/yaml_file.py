@@ -1,4 +1,4 @@
-"""Reads a YAML file whose values are all taken as the text that stands there."""
+"""Reads a YAML file with all values as text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 
-class _Loader(yaml.BaseLoader):
-    """To YAML 1.1 `2:3` is the number 123; here every value is for the option's own type to read. A key that comes
-    twice is an error."""
+class _StringLoader(yaml.BaseLoader):
+    """In YAML 1.1 `2:3` is the number 123; here every value is parsed by the option's own type. Duplicate keys are an
+    error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -29,10 +29,10 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is no YAML of this form.
+      ValueError: it is not YAML of this form.
     """
     try:
-        content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+        content = _StringLoader(path.read_text(encoding="utf-8")).get_single_data()
     except UnicodeDecodeError as error:
         raise OSError(str(error)) from None
     except (yaml.YAMLError, RecursionError) as error:

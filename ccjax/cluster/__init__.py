@@ -1,6 +1,6 @@
-"""Several instances of the server behind one address, on Ray: replicas, cache-aware routing, and the front that clients
-talk to. Needs the extra `cluster`; nothing else does.
+"""Several server instances behind one address, on Ray: replicas, cache-aware routing, and the front for clients. Needs
+the extra `cluster`; nothing else does.
 
-Ray places, watches and restarts the replicas. Which one a request goes to is `ccjax.policy.routing`'s, what a replica
-answers `ccjax.server`'s.
+Ray places, monitors and restarts the replicas. `ccjax.policy.routing` chooses the replica of a request, and
+`ccjax.server` answers it.
 """

@@ -1,4 +1,4 @@
-"""An HTTP request as a value that goes to another process, and its answer as pieces that come back."""
+"""HTTP requests as values that can be sent to another process, and their answers as streams of parts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TO_LEAVE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A request, its body read.
+    """A request whose body has been read.
 
     Attributes:
       path: percent-encoded, without the query.
-      passages: what was retrieved for it; None where nothing was looked for.
-      waited_s: how long ago it came, when it was passed on.
-      is_whole_listing: the answer may not be cut into pages, whatever the query says.
+      passages: retrieved for it; None if nothing was searched.
+      waited_s: time since it arrived, when it was passed on.
+      is_whole_listing: the answer must not be paginated, whatever the query says.
     """
 
     method: str
@@ -43,24 +43,24 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Head:
-    """How an answer begins."""
+    """Status and headers of an answer."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer."""
+class ReplicaResponse:
+    """A complete answer."""
 
     head: Head
     body: bytes
 
 
 async def perform(app: App, call: Call) -> AsyncGenerator[Head | bytes, None]:
-    """What the application answers: a `Head`, then the body in the pieces that it is sent in.
+    """Runs the application on a call: yields a `Head`, then the body in the parts in which it is sent.
 
-    Closing the iterator early tells the application that the client is gone.
+    Closing the iterator early tells the application that the client disconnected.
 
     Raises:
       RuntimeError: the application ended without an answer.
@@ -94,7 +94,7 @@ async def perform(app: App, call: Call) -> AsyncGenerator[Head | bytes, None]:
             taking = asyncio.ensure_future(pieces.get())
             try:
                 await asyncio.wait({taking, running}, return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done():  # the application ended; what it sent last is in the queue
+                if not taking.done():  # the application ended; its last message is in the queue
                     await running
                     if pieces.empty():
                         raise RuntimeError(f"{call.method} {call.path!r}: the application ended without an answer")
@@ -108,22 +108,22 @@ async def perform(app: App, call: Call) -> AsyncGenerator[Head | bytes, None]:
     finally:
         is_gone.set()
         if not is_whole:
-            while not pieces.empty():  # whoever waits to send may end
+            while not pieces.empty():  # lets a blocked sender finish
                 pieces.get_nowait()
         _, left = await asyncio.wait({running}, timeout=_TO_LEAVE_S)
         for task in left:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
-            await running  # what it raised was told with the answer, or nobody is left to tell
+            await running  # its exception was passed on with the answer, or the caller is gone
 
 
-async def perform_whole(app: App, call: Call) -> Answer:
-    """The whole answer of the application; raises as `perform`."""
+async def perform_whole(app: App, call: Call) -> ReplicaResponse:
+    """The complete answer of the application; raises as `perform`."""
     return await collect(perform(app, call))
 
 
-async def collect(pieces: AsyncIterator[Head | bytes]) -> Answer:
-    """The pieces of an answer put together."""
+async def collect(pieces: AsyncIterator[Head | bytes]) -> ReplicaResponse:
+    """Joins the parts of an answer."""
     head, body = None, []
     async for piece in pieces:
         if isinstance(piece, Head):
@@ -132,13 +132,13 @@ async def collect(pieces: AsyncIterator[Head | bytes]) -> Answer:
             body.append(piece)
     if head is None:
         raise RuntimeError("an answer without a beginning")
-    return Answer(head, b"".join(body))
+    return ReplicaResponse(head, b"".join(body))
 
 
 def _scope(call: Call) -> dict[str, Any]:
     return {
         "type": "http",
-        # 2.3: from 2.4 on a server must raise in `send` once the client is gone, which nobody here could tell in time.
+        # 2.3: from 2.4 on a server must raise in `send` once the client is gone, which cannot be known in time here.
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": call.method,

@@ -1,4 +1,4 @@
-"""The other processes of a replica whose model lies on several hosts: tasks of Ray beside the replica's actor."""
+"""The follower processes of a replica whose model spans several hosts: Ray tasks beside the replica's actor."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def lead_followers(options: ReplicaOptions, resources: dict[str, float]) -> None:
-    """Starts the others, each in a bundle of the replica's placement group, and makes all of them one group.
+    """Starts the followers, each in a bundle of the replica's placement group, and joins them into one group.
 
-    Where one fails this process ends, and Ray puts a new replica in its place: what waits for the devices now may wait
-    for ever.
+    If one of them fails, this process exits and Ray replaces the replica: calls waiting for the devices might never
+    return.
 
     Args:
       resources: as `ray_replicas.deploy`.
@@ -38,7 +38,7 @@ def lead_followers(options: ReplicaOptions, resources: dict[str, float]) -> None
     running = []
     for number in range(1, options.num_processes):
         where = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=number)
-        # A process of its own: JAX joins a group once.
+        # In a process of its own, because JAX joins a group once.
         task = ray.remote(max_calls=1, max_retries=0, scheduling_strategy=where, **actor_options(resources))(_follow)
         running.append(task.remote(options, address, number))
     threading.Thread(target=_watch, args=(running,), name="ccjax-followers", daemon=True).start()
@@ -46,13 +46,13 @@ def lead_followers(options: ReplicaOptions, resources: dict[str, float]) -> None
 
 
 def actor_options(resources: dict[str, float]) -> dict[str, Any]:
-    """What Ray is told of what one process takes."""
+    """Ray's options for the resources of one process."""
     wanted = dict(resources)
     return {"num_cpus": wanted.pop("CPU", 0.01), "num_gpus": wanted.pop("GPU", 0), "resources": wanted}
 
 
 def bundle(resources: dict[str, float]) -> dict[str, float]:
-    """The same as a part of a placement group."""
+    """The same as a bundle of the placement group."""
     return {"CPU": 0.01, **resources}
 
 
@@ -64,7 +64,7 @@ def _follow(options: ReplicaOptions, address: str, number: int) -> None:
 
 
 def _watch(running: list[ray.ObjectRef]) -> None:
-    """Ends this process with the reason of the first that fails."""
+    """Exits this process with the reason of the first failed follower."""
     try:
         while running:
             done, running = ray.wait(running)

@@ -1,8 +1,8 @@
-"""The ASGI application that clients talk to: passes requests on to replicas, and their answers back.
+"""The ASGI application for clients of a cluster: forwards requests to replicas, and their answers back.
 
-A request whose replica is lost before its answer began is tried again on another; one whose answer had begun ends with
-one clear error. One for which no replica is there waits a bounded time (`ccjax.cluster.waiting`). What changes caches
-goes to every replica, and so does what tells of all.
+If the replica of a request is lost before its answer began, the request is retried on another one; if the answer had
+begun, it ends with one clear error. A request waits a bounded time while no replica runs (`ccjax.cluster.waiting`).
+Changes of the caches, and queries about all replicas, go to every replica.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from ccjax.cluster.calls import Answer, Call, Head
+from ccjax.cluster.calls import Call, Head, ReplicaResponse
 from ccjax.cluster.merging import LIVE, can_merge, merged
 from ccjax.cluster.metrics import FrontMetrics
 from ccjax.cluster.prompts import PromptReader, Seen
-from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, NobodyThereError, Patience
+from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, NoLiveReplicaError, ReplicaWait
 from ccjax.policy.routing import PromptSummary
 from ccjax.server.admin import bearer_token
 from ccjax.server.errors import ApiError, as_api_error
@@ -39,7 +39,7 @@ MAX_RETRIES = 2
 _EVERYWHERE_S = 60.0
 _LIVE_S = 5.0
 _TO_ALL = (b"/v1/cache/documents", b"/v1/cache/pins/", b"/v1/cache/warm/")
-"""Paths of what is to be done or asked for on every replica."""
+"""Paths of calls that go to every replica."""
 
 
 class ReplicaLostError(Exception):
@@ -51,31 +51,31 @@ class NoReplicaError(Exception):
 
 
 class Replicas(Protocol):
-    """The replicas, however they are reached."""
+    """Access to the replicas, however they are run."""
 
     def answer(self, call: Call, prompt: PromptSummary) -> AsyncGenerator[Head | bytes, None]:
-        """The answer of one of them, chosen by the prompt. Raises ReplicaLostError, NoReplicaError."""
+        """Streams the answer of one replica, chosen by the prompt. Raises ReplicaLostError, NoReplicaError."""
         ...
 
-    async def answers(self, call: Call, timeout_s: float) -> Sequence[Answer | Exception]:
-        """The answers of all of them."""
+    async def answers(self, call: Call, timeout_s: float) -> Sequence[ReplicaResponse | Exception]:
+        """The answers of all replicas."""
         ...
 
     async def counts(self) -> dict[str, int]:
-        """State -> how many are in it; "running" are those that answer."""
+        """State -> number of replicas in it; "running" ones answer requests."""
         ...
 
     async def generator_metrics(self) -> Sequence[str]:
-        """What each generator that answers counts, in Prometheus' text format."""
+        """The metrics of each reachable generator in the Prometheus text format."""
         ...
 
 
 class Front:
-    """Passes requests on until it is drained.
+    """Forwards requests until it is drained.
 
     Args:
-      no_replica_s: how long a request without a `timeout_s` may wait while no replica is there.
-      clock: of these waits.
+      no_replica_s: how long a request without a `timeout_s` may wait while no replica runs.
+      clock: for these waits.
     """
 
     def __init__(
@@ -102,21 +102,21 @@ class Front:
     # -- its end, as `ccjax.server.draining` wants it ----------------------------------------------------------
 
     def drain(self) -> None:
-        """Refuses all that is new with 503; what was taken goes on. May be repeated."""
+        """Refuses new requests with 503; accepted ones continue. May be repeated."""
         self._is_draining = True
 
     @property
     def is_drained(self) -> bool:
-        """True once `drain` was called and all that was taken before is answered."""
+        """True once `drain` was called and all requests accepted before are answered."""
         return self._is_draining and not self._under_way
 
     @property
     def is_closing(self) -> bool:
-        """True once nothing is to be waited for any more."""
+        """True once nothing is left to wait for."""
         return self._is_closing
 
     def break_off(self) -> None:
-        """Ends all that was taken with 503, or with an error in the stream."""
+        """Ends all accepted requests with 503, or with an error in the stream."""
         self._is_closing = True
         for task in tuple(self._answering):
             task.cancel()
@@ -166,18 +166,20 @@ class Front:
 
     async def _metrics(self, call: Call, send: Send) -> None:
         answers = await self._replicas.answers(call, _EVERYWHERE_S)
-        texts = [one.body.decode() for one in answers if isinstance(one, Answer) and one.head.status == 200]
+        texts = [one.body.decode() for one in answers if isinstance(one, ReplicaResponse) and one.head.status == 200]
         counts, generators = await asyncio.gather(self._replicas.counts(), self._replicas.generator_metrics())
         body = self.metrics.render(texts, counts, generators)
-        await _send(send, Answer(Head(200, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)), body))
+        await _send(
+            send, ReplicaResponse(Head(200, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)), body)
+        )
 
     async def _everywhere(self, call: Call, send: Send) -> None:
-        """Tells or asks all replicas; answers what the worst of those said that failed, else what those said together
-        that knew of it. The live view alone is content with those that can be asked."""
+        """Calls all replicas; returns the worst failure if there is one, else the merged answers of those that know the
+        subject. Only the live view accepts that some replicas do not answer."""
         is_merged = can_merge(call)
         call = dataclasses.replace(call, is_whole_listing=is_merged)
         answers = await self._replicas.answers(call, _LIVE_S if call.path == LIVE else _EVERYWHERE_S)
-        whole = [one for one in answers if isinstance(one, Answer)]
+        whole = [one for one in answers if isinstance(one, ReplicaResponse)]
         told = [answer.body for answer in whole if answer.head.status == 200]
         if not answers:
             await _refuse(send, _no_replica("there is no replica"))
@@ -198,7 +200,7 @@ class Front:
         if key is not None or not self._keys.api.is_asked_for:
             seen = await asyncio.to_thread(self._reader.read, call, key)
             call = dataclasses.replace(call, passages=seen.passages)
-        patience = Patience(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
+        patience = ReplicaWait(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
         answering = asyncio.ensure_future(self._forward(call, seen.prompt, _Reply(send), patience))
         leaving = asyncio.ensure_future(_gone(receive))
         self._answering.add(answering)
@@ -212,7 +214,7 @@ class Front:
                 await answering
             self._answering.discard(answering)
 
-    async def _forward(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: Patience) -> None:
+    async def _forward(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: ReplicaWait) -> None:
         try:
             error = _shutting_down() if self._is_closing else await self._answer(call, prompt, reply, patience)
         except asyncio.CancelledError:
@@ -225,8 +227,8 @@ class Front:
         if error is not None:
             await reply.fail(error)
 
-    async def _answer(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: Patience) -> ApiError | None:
-        """Passes an answer on; what to say where there is none, or no more of it."""
+    async def _answer(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: ReplicaWait) -> ApiError | None:
+        """Forwards an answer; returns the error to send if there is no answer or it breaks off."""
         num_lost = 0
         while True:
             call = dataclasses.replace(call, waited_s=patience.waited_s)
@@ -237,8 +239,8 @@ class Front:
                         await reply.take(piece)
                 await reply.end()
                 return None
-            except NobodyThereError:
-                if await patience.until_somebody():
+            except NoLiveReplicaError:
+                if await patience.wait_for_replica():
                     continue
                 return _no_replica(f"no replica runs, and none came within {patience.waited_s:.0f} s")
             except NoReplicaError as error:
@@ -255,7 +257,8 @@ class Front:
 
 
 class _Reply:
-    """What a client gets. It begins with the first piece of a body: until then another replica may answer instead."""
+    """The reply to a client. It starts with the first part of the body: until then another replica may answer
+    instead."""
 
     def __init__(self, send: Send) -> None:
         self.has_begun = False
@@ -263,7 +266,7 @@ class _Reply:
         self._head: Head | None = None
 
     async def take(self, piece: Head | bytes) -> None:
-        """The next piece of an answer."""
+        """Sends the next part of the answer."""
         if isinstance(piece, Head):
             self._head = piece
             return
@@ -271,13 +274,13 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
-        """The answer is whole."""
+        """Completes the answer."""
         await self._begin()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """Ends with a refusal; what had begun, with one event where it is a stream of these. Any other body stays short
-        of its length."""
+        """Ends with an error: a response of its own or, within a started event stream, one event. Any other started
+        body stays shorter than its declared length."""
         if not self.has_begun:
             await _refuse(self._send, error)
         elif self._is_stream:
@@ -298,7 +301,7 @@ class _Reply:
 
 
 async def _read(request: Request, path: bytes, limit: int) -> Call:
-    """The request; of a body that is too long only so much that the replica sees that it is."""
+    """Reads the request; of a body that is too long, only enough for the replica to see that it is."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -317,7 +320,7 @@ async def _read(request: Request, path: bytes, limit: int) -> Call:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client hangs up, or has its answer."""
+    """Returns when the client disconnects or has its answer."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -340,10 +343,10 @@ async def _send_json(send: Send, status: int, value: Any) -> None:
 
 
 async def _send_response(send: Send, response: JSONResponse) -> None:
-    await _send(send, Answer(Head(response.status_code, tuple(response.raw_headers)), bytes(response.body)))
+    await _send(send, ReplicaResponse(Head(response.status_code, tuple(response.raw_headers)), bytes(response.body)))
 
 
-async def _send(send: Send, answer: Answer) -> None:
+async def _send(send: Send, answer: ReplicaResponse) -> None:
     head = answer.head
     await send({"type": "http.response.start", "status": head.status, "headers": list(head.headers)})
     await send({"type": "http.response.body", "body": answer.body, "more_body": False})

@@ -1,5 +1,5 @@
-"""The KV Cache Generator (Shared RAG-DCache sec. III-B): an engine that answers nobody and computes what requests that
-wait elsewhere will need, as an actor of Ray."""
+"""The KV Cache Generator (Shared RAG-DCache sec. III-B): an engine in a Ray actor that answers no requests but computes
+what waiting requests elsewhere will need."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ccjax.server.metrics import ServerMetrics
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_AWAY_S = 1.0
+_RETRY_S = 1.0
 
 _IDLE_S, _IDLE_CPUS = 0.2, 0.5
-"""So much of the CPUs must have been idle for so long."""
+"""Required share of idle CPUs, and over what time."""
 
 
 class Generator:
-    """Works on a thread until it is ended.
+    """Works on a thread until it is stopped.
 
     Args:
-      niceness: of the whole process, so that on the CPUs it shares with others it has what they leave. Where it is not
-        0, orders are taken while a CPU is idle only.
+      niceness: of the whole process, so that it uses only what other processes leave of shared CPUs. If not 0, orders
+        are taken only while a CPU is idle.
     """
 
     async def __init__(self, options: ReplicaOptions, niceness: int = 0) -> None:
@@ -51,11 +51,11 @@ class Generator:
         self._thread.start()
 
     def metrics(self) -> str:
-        """What it counts, in Prometheus' text format."""
+        """Its metrics in the Prometheus text format."""
         return self._metrics.render().decode()
 
     async def check_health(self) -> None:
-        """Raises where this generator should be replaced."""
+        """Raises if this generator should be replaced."""
         if not self._thread.is_alive():
             raise RuntimeError("the generator ended")
 
@@ -67,11 +67,11 @@ class Generator:
 
 
 def work(engine: Engine, stopping: threading.Event, *, needs_idle_cpus: bool) -> None:
-    """Carries out what others ordered, until `stopping`.
+    """Carries out orders of other processes, until `stopping`.
 
     Args:
-      needs_idle_cpus: take an order while a CPU of this machine is idle only: one begun on busy CPUs ends late, and
-        takes from the replicas what they would have done themselves.
+      needs_idle_cpus: take orders only while a CPU of this machine is idle: one started on busy CPUs finishes late, and
+        takes time from replicas that would have done the work themselves.
     """
     while not stopping.is_set():
         if needs_idle_cpus and idle_cpus(_IDLE_S, stopping.wait) < _IDLE_CPUS:
@@ -82,10 +82,10 @@ def work(engine: Engine, stopping: threading.Event, *, needs_idle_cpus: bool) ->
                 pause_s = 0.0
         except OSError as error:
             logger.debug("no orders: %s", error)
-            pause_s = _AWAY_S
+            pause_s = _RETRY_S
         except Exception:
             logger.exception("an order failed")
-            pause_s = _AWAY_S
+            pause_s = _RETRY_S
         stopping.wait(pause_s)
 
 

@@ -1,4 +1,4 @@
-"""How much of this machine's CPUs nobody uses."""
+"""Measures how much of this machine's CPU time is unused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import psutil
 
 
 def idle_cpus(seconds: float, wait: Callable[[float], object]) -> float:
-    """CPUs that did nothing for `seconds`, in all of the machine: 0.5 is half of one. `wait` is what passes the time.
+    """Number of idle CPUs of the whole machine over `seconds`: 0.5 is half of one. `wait` passes the time.
 
-    The kernel counts in hundredths of a second, so that less than 0.1 s tells little.
+    The kernel counts in hundredths of a second, so less than 0.1 s is imprecise.
     """
     psutil.cpu_times_percent()
     wait(seconds)

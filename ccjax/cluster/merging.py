@@ -1,8 +1,8 @@
-"""What several replicas say of the same, as one answer: listings of the cache, removals, the live view.
+"""Merges the answers of several replicas to the same call: cache listings, removals, the live view.
 
-How numbers go together: memory is each replica's own, so bytes there, requests and tokens are sums. The disk tier is
-one store for all, so what each of them sees there is the same, but for how fresh its look is: the largest counts. So
-does the largest number of chunks and variants, as nobody tells which of one replica's are another's, too.
+Memory belongs to each replica, so bytes there, requests and tokens are summed. The disk tier is shared, so all replicas
+see the same apart from staleness: the largest number is taken. The same holds for numbers of chunks and variants, since
+it is unknown which ones replicas have in common.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ LIVE = b"/v1/live"
 DOCUMENTS = b"/v1/cache/documents"
 _OF_EACH = ("queue", "pages", "num_variants", "answered", "tokens", "uptime_s")
 _SHARED = "disk"
-"""The tier that is one for all replicas."""
+"""The tier that all replicas share."""
 
 
 def can_merge(call: Call) -> bool:
-    """Whether what replicas say to `call` goes together; else any answer that tells of success will do."""
+    """Whether the answers to `call` can be merged; otherwise any successful answer will do."""
     return _merge_of(call) is not None
 
 
 def merged(call: Call, told: Sequence[bytes], num_asked: int) -> dict[str, Any]:
-    """One answer of the bodies of those that told of success. Where more than one was asked, `replicas` says how many
-    these are, and in the live view what each of them says of its own load."""
+    """Merges successful answers. If more than one replica was asked, `replicas` says how many; in the live view it has
+    the load of each of them."""
     merge = _merge_of(call)
     assert merge is not None
     found = merge(call, [json.loads(body) for body in told])
@@ -52,20 +52,20 @@ def _merge_of(call: Call) -> Merge | None:
 
 
 def _page(call: Call, bodies: Sequence[Body]) -> dict[str, Any]:
-    """A page of all documents that any replica has something of; `bodies` are whole listings."""
-    query = urllib.parse.parse_qs(call.query.decode("latin-1"))  # each replica found it right
+    """A page of all documents of which any replica has something; `bodies` are complete listings."""
+    query = urllib.parse.parse_qs(call.query.decode("latin-1"))  # each replica validated it
     start, count = int(query.get("offset", ["0"])[0]), int(query.get("limit", [str(DEFAULT_PAGE)])[0])
     data = _documents(bodies)
     page = data[start : start + count]
-    return {**bodies[0], "data": page, "total": len(data), "has_more": start + count < len(data), **_told(bodies)}
+    return {**bodies[0], "data": page, "total": len(data), "has_more": start + count < len(data), **_notices(bodies)}
 
 
 def _versions(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
-    return {**bodies[0], "data": _documents(bodies), **_told(bodies)}
+    return {**bodies[0], "data": _documents(bodies), **_notices(bodies)}
 
 
 def _documents(bodies: Iterable[Body]) -> list[dict[str, Any]]:
-    """All documents in the order of a listing, each version of them once."""
+    """All documents in listing order, each version once."""
     found: dict[tuple[str, bool, str], list[Body]] = {}
     for body in bodies:
         for one in body["data"]:
@@ -91,12 +91,12 @@ def _removal(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
         **_largest(bodies, "chunks", "kept_chunks", "variants"),
         "bytes": _bytes(bodies),
         "in_documents_directory": any(one["in_documents_directory"] for one in bodies),
-        **_told(bodies),
+        **_notices(bodies),
     }
 
 
 def _live(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
-    """All replicas together, and what each says of its own load."""
+    """All replicas together, and the load of each of them."""
     tiers: dict[str, list[Body]] = {}
     for body in bodies:
         for one in body["tiers"]:
@@ -118,7 +118,7 @@ def _live(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
     }
 
 
-def _told(bodies: Sequence[Body]) -> dict[str, int]:
+def _notices(bodies: Sequence[Body]) -> dict[str, int]:
     return {"replicas": len(bodies)}
 
 

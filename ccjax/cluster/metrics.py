@@ -1,4 +1,4 @@
-"""Metrics of a cluster: those of every replica and generator, told apart by a label, and the front's own."""
+"""Metrics of a cluster: those of every replica and generator, distinguished by a label, and the front's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOST = ("tried again", "given up", "answer begun")
 
 
 class FrontMetrics:
-    """Counts what the front sees; renders it with what the replicas count."""
+    """Counts what the front does, and renders it with the metrics of the replicas."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -22,17 +22,16 @@ class FrontMetrics:
             self._lost.labels(outcome)
 
     def count_lost(self, outcome: str) -> None:
-        """One more request whose replica was lost; `outcome` is one of `LOST`."""
+        """Counts a request whose replica was lost; `outcome` is one of `LOST`."""
         self._lost.labels(outcome).inc()
 
     def render(self, texts: Sequence[str], counts: Mapping[str, int], generators: Sequence[str] = ()) -> bytes:
-        """Prometheus' text format.
+        """Renders the Prometheus text format.
 
         Args:
-          texts: what each replica renders; a replica is told apart by its number here, since names of processes come
-            and go.
+          texts: the metrics of each replica; replicas are numbered here, since the names of processes change.
           counts: state -> number of replicas.
-          generators: what each generator renders.
+          generators: the metrics of each generator.
         """
         shown = CollectorRegistry()
         shown.register(_Merged({"replica": texts, "generator": generators}, counts))

@@ -1,4 +1,4 @@
-"""This machine as a node of a Ray cluster, for as long as the process lives."""
+"""Runs this machine as a node of a Ray cluster for the life of the process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ray import serve
 
 NAMESPACE = "ccjax"
 OBJECT_STORE_BYTES = 200 << 20
-"""Requests and pieces of answers pass through it, KV does not."""
+"""Requests and answers pass through it, KV does not."""
 
 _REACH_S = 10.0
-"""Longest wait for somebody to listen where a cluster is to be: Ray itself would try for minutes."""
+"""Timeout of the check that a cluster is listening: Ray itself would retry for minutes."""
 
 _HEALTH = {
     "RAY_health_check_initial_delay_ms": "2000",
@@ -30,14 +30,14 @@ _HEALTH = {
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""When the head gives up a node that does not answer: with these after some 20 s, by default after 70 s, and
-for so long the requests wait that were sent there."""
+"""Settings by which the head drops an unresponsive node after some 20 s instead of 70 s; requests sent there wait that
+long."""
 
 _END_WITH_PARENT = (
     "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1; "
     "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Runs a command that a server which is killed does not leave behind: its replicas would hold the accelerators."""
+"""Runs a command that does not outlive a killed server: its replicas would keep the accelerators."""
 
 _START_S = 60.0
 _STOP_S = 20.0
@@ -48,10 +48,10 @@ class NodeError(RuntimeError):
 
 
 class RayNode:
-    """A node of a new cluster, or of one that is there; a context manager that ends it.
+    """A node of a new or an existing cluster; a context manager that stops it.
 
     Args:
-      host: own address, by which other nodes reach this one; None for the one that leads to `address`, or 127.0.0.1.
+      host: address by which other nodes reach this one; None for the one that routes to `address`, or 127.0.0.1.
       port: of the new cluster; 0 for any free one.
       address: HOST:PORT of the cluster to join; None for a new one.
 
@@ -73,10 +73,10 @@ class RayNode:
             command += [f"--address={self.address}"]
         if sys.platform == "linux":
             command = [sys.executable, "-c", _END_WITH_PARENT, *command]
-        # Replicas that ask for no accelerator are to see what JAX_PLATFORMS says, as one server would.
+        # Replicas without accelerators should use what JAX_PLATFORMS says, as a single server would.
         environment = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0", **_HEALTH, **os.environ}
         self._log = tempfile.TemporaryFile()
-        # A session of its own: Ctrl-C is for the server, which ends the node once it has answered.
+        # In a session of its own, so that Ctrl-C reaches only the server, which stops the node after its last answer.
         self._process = subprocess.Popen(
             command,
             stdout=self._log,
@@ -97,11 +97,11 @@ class RayNode:
         self.close()
 
     def resources(self) -> Mapping[str, float]:
-        """Of the whole cluster, by Ray's names."""
+        """Resources of the whole cluster, by Ray's names."""
         return ray.cluster_resources()
 
     def close(self) -> None:
-        """Ends the node, and a cluster that it began."""
+        """Stops the node, and the cluster if it started it."""
         if ray.is_initialized():
             if self.is_new:
                 serve.shutdown()
@@ -139,7 +139,7 @@ class RayNode:
 
 
 def _wait_for(address: str) -> None:
-    """Returns once somebody listens there."""
+    """Waits until the address accepts connections."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + _REACH_S
     while True:
@@ -153,7 +153,7 @@ def _wait_for(address: str) -> None:
 
 
 def _leads_to(address: str) -> str:
-    """This machine's address towards another one; nothing is sent."""
+    """This machine's address towards another one; sends nothing."""
     host, _, port = address.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,4 +1,4 @@
-"""What a router should know of a request before any replica sees it: its passages, as chunks with their lengths."""
+"""Extracts what the router needs from a request: its passages as chunks with their lengths."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NO_LIMIT = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of a request before a replica has it.
+    """What is known of a request before it reaches a replica.
 
     Attributes:
       prompt: for the router.
-      passages: what was retrieved for it; None where nothing was looked for.
-      timeout_s: after which its answer is of no use; None for never.
+      passages: retrieved for it; None if nothing was searched.
+      timeout_s: after which its answer is useless; None for never.
     """
 
     prompt: PromptSummary = PromptSummary()
@@ -46,8 +46,8 @@ class PromptReader:
     """Reads requests. Thread-safe.
 
     Args:
-      builder: of the replicas' model; None for one without tokenizer files, whose requests are not looked into.
-      retriever: of the replicas' documents; None where they have none, or search themselves.
+      builder: of the replicas' model; None for one without tokenizer files, whose requests are not parsed.
+      retriever: of the replicas' documents; None if they have none, or search themselves.
       tenant_salt: of the replicas' engines.
     """
 
@@ -65,8 +65,7 @@ class PromptReader:
         self._settings = settings
 
     def read(self, call: Call, key: Key | None = None) -> Seen:
-        """What a request shows of itself; nothing of one that is not for an answer, or is wrong: what is wrong with it,
-        the replica says."""
+        """Summary of a request; empty for other calls and for invalid requests, which the replica rejects."""
         body_type = _BODIES.get(call.path) if call.method == "POST" else None
         if body_type is None:
             return Seen()

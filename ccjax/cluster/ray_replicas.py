@@ -1,4 +1,4 @@
-"""Replicas as a deployment of Ray Serve: deploying, calling, counting and ending them."""
+"""Deploys, calls, counts and stops replicas as a Ray Serve deployment."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from ccjax.cluster.calls import Answer, Call, Head
+from ccjax.cluster.calls import Call, Head, ReplicaResponse
 from ccjax.cluster.followers import actor_options, bundle, lead_followers
 from ccjax.cluster.front import NoReplicaError, ReplicaLostError
 from ccjax.cluster.generator import Generator
-from ccjax.cluster.replica import Replica, ReplicaOptions, Scale
+from ccjax.cluster.replica import Replica, ReplicaOptions, ReplicaScale
 from ccjax.cluster.router import CacheAwareRouter
 from ccjax.policy.routing import PromptSummary
 
 logger = logging.getLogger(__name__)
-logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it reports every step of a deployment
+logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it logs every step of a deployment
 
 APP, NAME = "ccjax", "Replica"
 GENERATOR_APP, GENERATOR_NAME = "ccjax-generator", "Generator"
@@ -42,13 +42,13 @@ _LOST = (RayActorError, ReplicaUnavailableError, RaySystemError)
 _QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 _COUNTS_FOR_S = 0.5
 _NO_LIMIT = 1 << 20
-"""Of Ray's on requests under way. Each engine bounds its own line and says when to come again, 429 with Retry-After."""
+"""Ray's limit on concurrent requests. Each engine limits its own queue and answers 429 with Retry-After."""
 _ABOUT_S = 30.0
 _GENERATORS_S = 2.0
 
 
 class RayReplicas:
-    """The replicas of one application, as any process of the Ray cluster may call them."""
+    """The replicas of one application, callable from any process of the Ray cluster."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle.options(stream=True)
@@ -59,10 +59,11 @@ class RayReplicas:
         self._counting: asyncio.Future[dict[str, int] | None] | None = None
 
     async def answer(self, call: Call, prompt: PromptSummary) -> AsyncGenerator[Head | bytes, None]:
-        """The answer of one replica, which the router chooses by the prompt.
+        """Streams the answer of one replica, chosen by the router from the prompt.
 
         Raises:
-          ReplicaLostError, NoReplicaError: the replica died or is not reached; there is none.
+          ReplicaLostError: the replica died or cannot be reached.
+          NoReplicaError: there is none.
         """
         try:
             pieces: Any = self._handle.answer.remote(call, prompt=prompt)  # a generator, by the handle's options
@@ -77,8 +78,8 @@ class RayReplicas:
         except _LOST as error:
             raise ReplicaLostError(str(error)) from error
 
-    async def answers(self, call: Call, timeout_s: float) -> Sequence[Answer | Exception]:
-        """The answers of all replicas that run; none where there are none."""
+    async def answers(self, call: Call, timeout_s: float) -> Sequence[ReplicaResponse | Exception]:
+        """The answers of all running replicas; empty if there are none."""
         response = self._all.broadcast("answer_whole", call)
         try:
             return await response.results_async(timeout_s=timeout_s, return_exceptions=True)
@@ -87,8 +88,8 @@ class RayReplicas:
         except TimeoutError as error:
             return [error]
 
-    def made_of(self) -> list[tuple[ReplicaOptions, Scale]]:
-        """What each of them was made of, as far as they answer."""
+    def made_of(self) -> list[tuple[ReplicaOptions, ReplicaScale]]:
+        """The options of each replica that answers."""
         try:
             found = self._all.broadcast("made_of").results(timeout_s=_ABOUT_S, return_exceptions=True)
         except DeploymentUnavailableError:
@@ -96,12 +97,12 @@ class RayReplicas:
         return [one for one in found if not isinstance(one, Exception)]
 
     def dtype(self) -> str:
-        """Of the KV that they read and write."""
+        """The dtype of the KV that they read and write."""
         return self._all.broadcast("dtype").results(timeout_s=_ABOUT_S)[0]
 
     async def counts(self) -> dict[str, int]:
-        """State of Ray, in small letters -> replicas in it; looked up twice a second at most. While Ray's controller
-        does not answer, what it said last: the replicas need it for no request."""
+        """Ray's state in lower case -> number of replicas; refreshed at most twice a second. While Ray's controller
+        does not answer, the last known counts: replicas do not need it for requests."""
         if time.monotonic() - self._counted_s > _COUNTS_FOR_S:
             if self._counting is None:
                 self._counting = asyncio.ensure_future(asyncio.to_thread(replica_counts))
@@ -115,7 +116,7 @@ class RayReplicas:
         return self._counts
 
     async def generator_metrics(self) -> Sequence[str]:
-        """What each generator that answers counts; nothing where there are none."""
+        """The metrics of each generator that answers; empty if there are none."""
         try:
             if self._generators is None:
                 looking = asyncio.to_thread(serve.get_app_handle, GENERATOR_APP)
@@ -127,17 +128,17 @@ class RayReplicas:
         return [one for one in found if isinstance(one, str)]
 
 
-def deploy(options: ReplicaOptions, scale: Scale, resources: dict[str, float], *, drain_s: float) -> RayReplicas:
-    """Starts the replicas, or puts them in the place of those that run, one after the other, so that some answer all
-    the time. Returns once all answer.
+def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, float], *, drain_s: float) -> RayReplicas:
+    """Starts the replicas or, if some run, replaces them one after the other, so that some answer at all times. Returns
+    once all answer.
 
     Args:
-      resources: of Ray that one replica takes, such as {"GPU": 1}, or each of its processes; none for a share of the
+      resources: Ray resources of one replica, such as {"GPU": 1}, or of each of its processes; none for a share of the
         CPU.
-      drain_s: how long a replica that ends may take over the answers that it has begun.
+      drain_s: how long a stopping replica may take to finish answers it has begun.
 
     Raises:
-      RuntimeError: the replicas cannot be made; the message is the last one's.
+      RuntimeError: the replicas cannot be started; has the message of the last one.
     """
     is_fixed = scale.least == scale.most
     placed, begin = {}, []
@@ -162,7 +163,7 @@ def deploy(options: ReplicaOptions, scale: Scale, resources: dict[str, float], *
         ray_actor_options=actor_options(resources),
         **placed,
         max_ongoing_requests=_NO_LIMIT,
-        max_queued_requests=-1,  # it would count all that come at the same moment
+        max_queued_requests=-1,  # it would count all that arrive at the same moment
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2.0,
@@ -170,7 +171,7 @@ def deploy(options: ReplicaOptions, scale: Scale, resources: dict[str, float], *
         logging_config=_QUIET,
         request_router_config=RequestRouterConfig(**router),
     )(Replica)
-    # Clients talk to the front; Ray's own proxy, which knows nothing of chunks, would only take a port.
+    # Clients talk to the front; Ray's own proxy, which does not know chunks, would only take a port.
     serve.start(proxy_location="Disabled", logging_config=_QUIET)
     return RayReplicas(_run(deployment.bind(options, scale, *begin), APP, NAME))
 
@@ -178,22 +179,22 @@ def deploy(options: ReplicaOptions, scale: Scale, resources: dict[str, float], *
 def deploy_generators(
     options: ReplicaOptions, dtype: str, number: int, resources: dict[str, float], *, on_cpu: bool
 ) -> None:
-    """Starts engines that compute ahead for requests that wait, or puts them in the place of those that run.
+    """Starts engines that compute for waiting requests, or replaces the running ones.
 
     Args:
       dtype: of the replicas' KV.
       resources: as `deploy`; `on_cpu` needs none.
       on_cpu: the paper's configuration B: on the hosts' CPUs, which replicas on accelerators leave idle; at a low
-        priority, for where they do not. Else configuration A: on accelerators of their own.
+        priority in case they do not. Otherwise configuration A: on accelerators of their own.
 
     Raises:
-      RuntimeError: they cannot be made.
+      RuntimeError: they cannot be started.
     """
     actor, niceness = actor_options({} if on_cpu else resources), 0
     if on_cpu:
         actor["runtime_env"] = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
         niceness = _LOW_PRIORITY
-    # An engine that answers nobody needs no room for requests, and no kernel of another platform.
+    # An engine without clients needs no memory for requests, and no kernels of another platform.
     engine = {name: value for name, value in options.engine.items() if name not in _OF_REPLICAS_ONLY}
     engine |= {"dtype": dtype, "max_num_seqs": 1}
     if on_cpu:
@@ -213,7 +214,7 @@ def deploy_generators(
 
 
 def _run(bound: Application, app: str, deployment: str) -> DeploymentHandle[Any]:
-    """Raises RuntimeError with the reason of the last replica that could not be made, where Ray knows it."""
+    """Raises RuntimeError with the reason of the last replica that failed to start, if Ray knows it."""
     try:
         return serve.run(bound, name=app, route_prefix=None)
     except RuntimeError as error:
@@ -224,14 +225,14 @@ def _run(bound: Application, app: str, deployment: str) -> DeploymentHandle[Any]
 
 
 def running() -> RayReplicas | None:
-    """The replicas that the cluster has already, if it has some."""
+    """The replicas that already run in the cluster, if any."""
     if APP not in serve.status().applications:
         return None
     return RayReplicas(serve.get_app_handle(APP))
 
 
 def replica_counts() -> dict[str, int] | None:
-    """State, in small letters -> replicas in it; None where Ray's controller does not say."""
+    """State in lower case -> number of replicas; None if Ray's controller does not answer."""
     try:
         app = serve.status().applications.get(APP)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""One engine behind the server's own HTTP application, as an actor of Ray."""
+"""One engine behind the server's HTTP application, as a Ray actor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ccjax.cluster.calls import Answer, Call, Head, perform, perform_whole
+from ccjax.cluster.calls import Call, Head, ReplicaResponse, perform, perform_whole
 from ccjax.config import DocumentOptions
 from ccjax.policy.routing import PromptSummary
 from ccjax.server import ServerSettings, Service, create_app
@@ -22,21 +22,22 @@ from ccjax.server.logs import LogFormat, configure_logging
 logger = logging.getLogger(__name__)
 
 STATS = "summary"
-"""Key under which a replica's `ccjax.policy.routing.Summary` is in what it publishes."""
+"""Key of the `ccjax.policy.routing.Summary` in what a replica publishes."""
 
 NUMBER = "number"
-"""Key of a number that is another one with each publication."""
+"""Key of a number that changes with each publication."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaOptions:
-    """What every replica is made of; it goes to other processes and hosts.
+    """Options of every replica; sent to other processes and hosts.
 
     Attributes:
       model: directory of a model, the same path on each host, or "demo".
       engine: fields of `EngineConfig`.
       compile_cache_dir: for compiled steps; the same path on each host.
-      num_processes: that each replica's model is split over, with as many devices each; see `ccjax.engine.hosts`.
+      num_processes: processes over which each replica's model is split, with as many devices each; see
+        `ccjax.engine.hosts`.
       warmup: compile all steps before the first request.
       log_level, log_format: see `ccjax.server.logs.configure_logging`.
     """
@@ -53,13 +54,13 @@ class ReplicaOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
-    """How many replicas there are to be.
+class ReplicaScale:
+    """Number of replicas to run.
 
     Attributes:
-      least, most: equal for a fixed number; else as many as the requests under way want.
-      requests_each: requests under way that a replica is wanted for, where the number may change.
-      up_after_s, down_after_s: how long more must be wanted before one is begun, and fewer before one ends.
+      least, most: equal for a fixed number; otherwise the number follows the requests in progress.
+      requests_each: target number of requests in progress per replica when scaling.
+      up_after_s, down_after_s: how long more (or fewer) replicas must be needed before one is started (or stopped).
     """
 
     least: int
@@ -79,7 +80,7 @@ class Scale:
 
 @contextlib.contextmanager
 def _alone_on_host(directory: Path) -> Iterator[None]:
-    """One process of this host at a time: those after the first find in the directory what it compiled."""
+    """Lets one process of this host compile at a time: later ones find its results in the directory."""
     with (directory / "warmup.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or the process dies
         yield
@@ -88,11 +89,13 @@ def _alone_on_host(directory: Path) -> Iterator[None]:
 class Replica:
     """A server without a socket."""
 
-    async def __init__(self, options: ReplicaOptions, scale: Scale, begin: Callable[[], None] = lambda: None) -> None:
-        """Loads everything; until that is done Ray sends nothing here.
+    async def __init__(
+        self, options: ReplicaOptions, scale: ReplicaScale, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """Loads everything; Ray sends no requests before that is done.
 
         Args:
-          scale: only told to who asks.
+          scale: only reported.
           begin: called before the model loads.
         """
         configure_logging(options.log_level, options.log_format)
@@ -119,39 +122,39 @@ class Replica:
         self._service.open(engine, retriever)
 
     async def answer(self, call: Call, prompt: PromptSummary | None = None) -> AsyncGenerator[Head | bytes, None]:
-        """The answer to a request, piece by piece; closing the iterator ends the request.
+        """Streams the answer to a request; closing the iterator cancels the request.
 
         Args:
-          prompt: for the router, which looks at it on the way here.
+          prompt: for the router, which reads it on the way here.
         """
         del prompt
         async with contextlib.aclosing(perform(self._app, call)) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def answer_whole(self, call: Call) -> Answer:
-        """The whole answer to a request that goes to every replica."""
+    async def answer_whole(self, call: Call) -> ReplicaResponse:
+        """The complete answer to a request that goes to every replica."""
         return await perform_whole(self._app, call)
 
     def dtype(self) -> str:
-        """Of its KV."""
+        """The dtype of its KV."""
         return self._service.backend.engine.config.dtype
 
-    def made_of(self) -> tuple[ReplicaOptions, Scale]:
-        """What it was told when it was made."""
+    def made_of(self) -> tuple[ReplicaOptions, ReplicaScale]:
+        """The arguments it was created with."""
         return self._made_of
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What Ray gives to every router, now and then."""
+        """What Ray periodically sends to every router."""
         self._number += 1
         return {NUMBER: self._number, STATS: self._service.backend.engine.cache.summary()}
 
     async def check_health(self) -> None:
-        """Raises where this replica should be replaced."""
+        """Raises if this replica should be replaced."""
         if self._service.is_closing:
             raise RuntimeError("the replica is closed")
 
     async def __del__(self) -> None:
-        """Ray calls it once the requests that are here have ended, or took too long."""
+        """Called by Ray once its requests have ended, or took too long."""
         with contextlib.suppress(AttributeError):  # it failed to load
             await self._stack.aclose()

@@ -1,4 +1,4 @@
-"""Ray's request router that goes by `ccjax.policy.routing`: keeps the books, one set for each process that sends."""
+"""Ray request router based on `ccjax.policy.routing`, with one ledger per sending process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ccjax.cluster.replica import NUMBER, STATS
 from ccjax.policy.routing import OLDEST_SUMMARY_S, PromptSummary, ReplicaState, Summary, missing_tokens, rank
 
 _UNDER_WAY_S = 0.25
-"""What was sent so shortly before a summary came may not be in it."""
+"""What was sent this shortly before a summary arrived may not be included in it."""
 
 
 @dataclasses.dataclass
-class _Book:
-    """What this process knows of one replica; times by its own clock, so that no host's clock matters."""
+class _ReplicaLedger:
+    """What this process knows of one replica; timed by its own clock, so that clocks of hosts do not matter."""
 
     number: int | None = None
     summary: Summary | None = None
@@ -26,8 +26,8 @@ class _Book:
     sent: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     under_way: set[str] = dataclasses.field(default_factory=set)
 
-    def take_in(self, stats: dict[str, Any], now_s: float) -> None:
-        """Notes a publication, if it is a new one."""
+    def update(self, stats: dict[str, Any], now_s: float) -> None:
+        """Records a publication, if it is new."""
         if not stats or stats.get(NUMBER) == self.number:
             return
         self.number, self.summary, self.seen_s = stats[NUMBER], stats[STATS], now_s
@@ -40,11 +40,11 @@ class _Book:
 
 
 class CacheAwareRouter(RequestRouter):
-    """Sends a call to the replica that `rank` names first, unless it cannot be reached: then to the next."""
+    """Sends a call to the replica that `rank` puts first or, if it cannot be reached, to the next."""
 
     def initialize_state(self, **_: Any) -> None:
         """Called by Ray once."""
-        self._books: dict[str, _Book] = {}
+        self._books: dict[str, _ReplicaLedger] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -53,29 +53,29 @@ class CacheAwareRouter(RequestRouter):
         now_s = time.monotonic()
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         for name, replica in by_name.items():
-            self._book(name).take_in(replica.routing_stats, now_s)
+            self._book(name).update(replica.routing_stats, now_s)
         states = [self._books[name].state(name, now_s) for name in by_name]
         order = rank(states, _prompt_of(pending_request), random.random())
         return [[by_name[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Called by Ray once a replica took the call."""
+        """Called by Ray once a replica accepted the call."""
         now_s, name = time.monotonic(), replica_id.unique_id
         book = self._book(name)
         book.sent.append((now_s, missing_tokens(book.state(name, now_s), _prompt_of(pending_request))))
         book.under_way.add(pending_request.metadata.internal_request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called by Ray once the answer ended, whichever way."""
+        """Called by Ray once the answer ended, successfully or not."""
         self._book(replica_id.unique_id).under_way.discard(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Called by Ray; a replica's name is never used again."""
+        """Called by Ray; a replica's name is never reused."""
         super().on_replica_actor_died(replica_id)
         self._books.pop(replica_id.unique_id, None)
 
-    def _book(self, name: str) -> _Book:
-        return self._books.setdefault(name, _Book())
+    def _book(self, name: str) -> _ReplicaLedger:
+        return self._books.setdefault(name, _ReplicaLedger())
 
 
 def _prompt_of(pending: PendingRequest | None) -> PromptSummary:

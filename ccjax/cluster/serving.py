@@ -1,4 +1,4 @@
-"""Runs a node of the cluster and the front on it: what `ccjax serve --cluster ray` does."""
+"""Runs a cluster node with the front on it: the implementation of `ccjax serve --cluster ray`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ccjax.cluster.front import Front
 from ccjax.cluster.nodes import RayNode
 from ccjax.cluster.prompts import PromptReader
 from ccjax.cluster.ray_replicas import RayReplicas, deploy, deploy_generators, replica_counts, running
-from ccjax.cluster.replica import ReplicaOptions, Scale
+from ccjax.cluster.replica import ReplicaOptions, ReplicaScale
 from ccjax.engine import EngineConfig
 from ccjax.engine.loading import Progress, load_prompt_builder, model_tokenizer
 from ccjax.retrieval import Retriever
@@ -29,23 +29,23 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ClusterOptions:
-    """Where the cluster is, and what runs in it.
+    """Location and contents of the cluster.
 
     Attributes:
       host, port, address: of `RayNode`.
-      scale: replicas in the whole cluster; None takes those that run, where there are some, else one.
-      generators: engines that compute ahead for requests that wait; needs the replicas' `store_index`.
-      generators_on_cpu: on the hosts' CPUs, else on accelerators of their own.
-      resources: of Ray that a replica takes, or each of its processes; None for the GPUs or TPUs that its model is
-        split over, where the cluster has some.
-      drain_s: how long a replica that ends may take over what it has begun.
+      scale: replicas in the whole cluster; None keeps those that run, or starts one.
+      generators: engines that compute for waiting requests; needs the replicas' `store_index`.
+      generators_on_cpu: on the hosts' CPUs instead of accelerators of their own.
+      resources: Ray resources of a replica, or of each of its processes; None for the GPUs or TPUs that its model is
+        split over, if the cluster has some.
+      drain_s: how long a stopping replica may take to finish what it has begun.
     """
 
     replica: ReplicaOptions
     host: str | None = None
     port: int = 0
     address: str | None = None
-    scale: Scale | None = None
+    scale: ReplicaScale | None = None
     generators: int = 0
     generators_on_cpu: bool = True
     resources: dict[str, float] | None = None
@@ -55,18 +55,18 @@ class ClusterOptions:
 def serve_cluster(
     options: ClusterOptions, listener: socket.socket, on_ready: Callable[[dict[str, int]], None], progress: Progress
 ) -> None:
-    """Answers on `listener` until SIGTERM or SIGINT; requests that came until then are answered first.
+    """Serves on `listener` until SIGTERM or SIGINT; requests received before are answered first.
 
     Args:
-      on_ready: called once replicas answer, with their counts.
-      progress: told what takes long: (stage, done, total).
+      on_ready: called with the counts of replicas once they answer.
+      progress: called as (stage, done, total) during long operations.
 
     Raises:
       ValueError, OSError: model, documents or settings cannot be used.
-      NodeError: no node of Ray can be started, or there is no cluster.
-      RuntimeError: the replicas cannot be made.
+      NodeError: no Ray node can be started, or there is no cluster.
+      RuntimeError: the replicas cannot be started.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # a node that is begun is to be ended, too
+    for number in (signal.SIGINT, signal.SIGTERM):  # a node that is being started must be stopped, too
         signal.signal(number, _leave)
     _check(options.replica.engine)
     engine = options.replica.engine
@@ -79,7 +79,7 @@ def serve_cluster(
         node = stack.enter_context(RayNode(options.host, options.port, options.address))
         progress("ray", 1, 1)
         progress("replicas", 0, 1)
-        for number in (signal.SIGINT, signal.SIGTERM):  # Ray put its own there
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray installed its own there
             signal.signal(number, _leave)
         replicas = _replicas(options, node)
         progress("replicas", 1, 1)
@@ -100,13 +100,13 @@ def _leave(number: int, _: object) -> None:
 
 
 def _check(engine: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting that no replica can be made with, before any is."""
+    """Checks settings before any replica is started; raises ConfigError."""
     EngineConfig(**{name: value for name, value in engine.items() if (name, value) != ("dtype", "auto")})
 
 
 def _documents(options: ReplicaOptions, progress: Progress) -> Retriever | None:
-    """The index from which the front looks up passages; None where replicas do that, in stages. Opened before any
-    replica is made: they find everything embedded, on this host at least."""
+    """The index in which the front searches passages; None if replicas search themselves, in stages. Opened before any
+    replica is started, so that these find everything embedded, at least on this host."""
     if options.server.retrieval_stages > 1:
         return None
     tokenizer = model_tokenizer(options.model, options.engine.get("tokenizer"))
@@ -114,7 +114,7 @@ def _documents(options: ReplicaOptions, progress: Progress) -> Retriever | None:
 
 
 def _replicas(options: ClusterOptions, node: RayNode) -> RayReplicas:
-    """Those that run, if they are what is wanted; else new ones in their place."""
+    """The running replicas if they match the options; otherwise new ones that replace them."""
     found = running()
     scale = options.scale
     if found is not None:
@@ -132,7 +132,7 @@ def _replicas(options: ClusterOptions, node: RayNode) -> RayReplicas:
                 "a replica takes %g of %s, the cluster has %g: waiting for hosts to join", number, name, there
             )
     use_compile_cache(Path(options.replica.compile_cache_dir))
-    replicas = deploy(options.replica, scale or Scale(1, 1), resources, drain_s=options.drain_s)
+    replicas = deploy(options.replica, scale or ReplicaScale(1, 1), resources, drain_s=options.drain_s)
     if options.generators:
         deploy_generators(
             options.replica, replicas.dtype(), options.generators, resources, on_cpu=options.generators_on_cpu

@@ -1,4 +1,4 @@
-"""How long a request waits while no replica is there that could take it."""
+"""How long a request waits while no replica is available."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 NO_REPLICA_S = 30.0
-"""Longest such wait of a request that names no `timeout_s` of its own. A killed replica of a small model is back within
-it (6 to 17 s, docs/cluster.md), and a client hears of it from us, with Retry-After, before the proxy between gives up:
-nginx and the load balancers of the large clouds do so after 60 s. A large model takes minutes to load, for which
-nobody should hold a connection."""
+"""Longest such wait of a request without a `timeout_s` of its own. A killed replica of a small model is back within it
+(6 to 17 s, docs/cluster.md), and the client gets our answer, with Retry-After, before a proxy between gives up: nginx
+and the load balancers of the large clouds do so after 60 s. A large model takes minutes to load, too long to hold a
+connection."""
 
-LOOK_S = 0.25
-_LOOKS = 2
-"""So many looks in a row that find nobody are believed."""
+CHECK_EVERY_S = 0.25
+_NUM_CHECKS = 2
+"""This many consecutive checks must find no replica."""
 
 _NOT_THERE = frozenset({"starting", "stopped"})
 
@@ -26,7 +26,7 @@ Piece = TypeVar("Piece")
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-    """What waiting goes by, in seconds."""
+    """Clock for waiting, in seconds."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -35,27 +35,27 @@ class Clock:
 REAL = Clock()
 
 
-class NobodyThereError(Exception):
-    """No replica is there, so that none can have the request."""
+class NoLiveReplicaError(Exception):
+    """No replica is available for the request."""
 
 
-def is_anybody_there(counts: Mapping[str, int]) -> bool:
-    """True if a replica runs, or may still answer what it took (one that stops, say).
+def has_live_replica(counts: Mapping[str, int]) -> bool:
+    """True if a replica runs, or may still answer what it accepted (a stopping one, say).
 
     Args:
-      counts: state, in small letters -> replicas in it.
+      counts: state, in lower case -> replicas in it.
     """
     return any(number for state, number in counts.items() if state not in _NOT_THERE)
 
 
-class Patience:
-    """That of one request; not for two tasks at a time.
+class ReplicaWait:
+    """Waits of one request; not for concurrent tasks.
 
     Args:
-      counts: what `is_anybody_there` takes; asked every `LOOK_S` while nothing comes.
-      begun_s: when the request came, by the clock.
-      timeout_s: what the request gave itself, from then on; None for none.
-      no_replica_s: without it, the time that may pass without a replica, all such times together.
+      counts: input of `has_live_replica`; called every `CHECK_EVERY_S` while nothing arrives.
+      begun_s: when the request arrived, by the clock.
+      timeout_s: the request's own timeout from then on; None for none.
+      no_replica_s: if it has none, the total time that may pass without a replica.
     """
 
     def __init__(
@@ -71,25 +71,25 @@ class Patience:
         self._begun_s = begun_s
         self._end_s = None if timeout_s is None else begun_s + timeout_s
         self._left_s = no_replica_s
-        self._alone_since: float | None = None
+        self._without_replica_since: float | None = None
 
     @property
     def waited_s(self) -> float:
-        """Time since the request came."""
+        """Time since the request arrived."""
         return self._clock.now() - self._begun_s
 
     async def first(self, pieces: AsyncIterator[Piece]) -> Piece:
-        """The first of `pieces`, however long that takes while somebody is there.
+        """The first of `pieces`, however long it takes while a replica is available.
 
         Raises:
-          NobodyThereError: nobody is, some looks in a row; `pieces` were told to end.
-          RuntimeError: there are none.
+          NoLiveReplicaError: several consecutive checks found no replica; `pieces` was cancelled.
+          RuntimeError: there are no pieces.
         """
         taking = asyncio.ensure_future(_first(pieces))
         num_missed = 0
         try:
-            while num_missed < _LOOKS:
-                looking = asyncio.ensure_future(self._look_later())
+            while num_missed < _NUM_CHECKS:
+                looking = asyncio.ensure_future(self._check_later())
                 try:
                     await asyncio.wait({taking, looking}, return_when=asyncio.FIRST_COMPLETED)
                     if taking.done():
@@ -97,40 +97,40 @@ class Patience:
                     num_missed = 0 if looking.result() else num_missed + 1
                 finally:
                     looking.cancel()
-            raise NobodyThereError
+            raise NoLiveReplicaError
         finally:
             if not taking.done():
                 taking.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await taking
 
-    async def until_somebody(self) -> bool:
-        """Waits until somebody is there; False where the time is over first."""
+    async def wait_for_replica(self) -> bool:
+        """Waits until a replica is available; False if the time is over first."""
         while (left_s := self._time_left_s()) > 0:
-            await self._clock.sleep(min(LOOK_S, left_s))
-            if await self._look():
+            await self._clock.sleep(min(CHECK_EVERY_S, left_s))
+            if await self._check():
                 return True
         return False
 
-    async def _look_later(self) -> bool:
-        await self._clock.sleep(LOOK_S)
-        return await self._look()
+    async def _check_later(self) -> bool:
+        await self._clock.sleep(CHECK_EVERY_S)
+        return await self._check()
 
-    async def _look(self) -> bool:
+    async def _check(self) -> bool:
         now_s = self._clock.now()
-        is_there = is_anybody_there(await self._counts())
+        is_there = has_live_replica(await self._counts())
         if not is_there:
-            self._alone_since = now_s if self._alone_since is None else self._alone_since
-        elif self._alone_since is not None:
-            self._left_s -= now_s - self._alone_since
-            self._alone_since = None
+            self._without_replica_since = now_s if self._without_replica_since is None else self._without_replica_since
+        elif self._without_replica_since is not None:
+            self._left_s -= now_s - self._without_replica_since
+            self._without_replica_since = None
         return is_there
 
     def _time_left_s(self) -> float:
         now_s = self._clock.now()
         if self._end_s is not None:
             return self._end_s - now_s
-        return self._left_s - (0.0 if self._alone_since is None else now_s - self._alone_since)
+        return self._left_s - (0.0 if self._without_replica_since is None else now_s - self._without_replica_since)
 
 
 async def _first(pieces: AsyncIterator[Piece]) -> Piece:

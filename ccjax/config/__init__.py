@@ -1,6 +1,7 @@
-"""SettingsModel of engine, documents and server: every option's type, default, bounds and description, in groups.
+"""Settings of engine, documents and server in groups: type, default, bounds and description of every option.
 
-The engine's are also the keywords of `Engine.from_pretrained`; the command line is made of all of them (`ccjax.cli`).
+The engine's settings are also the keywords of `Engine.from_pretrained`; the command line is generated from all of them
+(`ccjax.cli`).
 """
 
 from ccjax.config.base import SettingsModel

@@ -1,4 +1,4 @@
-"""The base of all settings, and the words of its errors: which setting, what was wanted, what came."""
+"""Base class of all settings, and the wording of their errors: the setting, the accepted values, the given value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ccjax.errors import ConfigError
 
 
 class SettingsModel(BaseModel):
-    """Frozen settings, given by keyword; a bad one raises ConfigError. Fields without `repr` are secret."""
+    """Frozen settings, given by keyword; an invalid one raises ConfigError. Fields without `repr` are secret."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -34,12 +34,14 @@ class SettingsModel(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             name, message = explained(type(self), error.errors()[0])
-            raise ConfigError(f"{name}: {message}" if name else message) from None  # its own text has the values
+            raise ConfigError(
+                f"{name}: {message}" if name else message
+            ) from None  # pydantic's own text contains the values
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # `model_validate` need not go through it
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values, checked like new ones."""
+        """A copy with other values, validated like new ones."""
         return type(self)(**{**dict(self), **changes})
 
 
@@ -48,8 +50,8 @@ class Described:
     """Metadata of a type.
 
     Attributes:
-      wanted: what an error says is wanted, such as "a URL such as redis://HOST:PORT/DB".
-      metavar: what stands for a value in the help of the command line, such as URL.
+      wanted: description of accepted values in errors, such as "a URL such as redis://HOST:PORT/DB".
+      metavar: placeholder in the help of the command line, such as URL.
     """
 
     wanted: str | None = None
@@ -57,7 +59,7 @@ class Described:
 
 
 def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str]:
-    """The setting that an error is about, or "" where the message names it, and the message in our words."""
+    """The setting that an error is about, or "" if the message names it, and the message in our words."""
     if not error["loc"]:
         return "", error["msg"].removeprefix("Value error, ")
     name = str(error["loc"][0])
@@ -74,14 +76,14 @@ def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str
 
 
 def names_of(name: str, field: FieldInfo) -> list[str]:
-    """What a field may be called, its aliases first."""
+    """Accepted names of a field, aliases first."""
     alias = field.validation_alias
     aliases = [] if alias is None else [alias] if isinstance(alias, str) else list(getattr(alias, "choices", ()))
     return [*(one for one in aliases if isinstance(one, str) and one != name), name]
 
 
 def wanted(field: FieldInfo) -> str:
-    """The values that a field takes, as a phrase."""
+    """The accepted values of a field, as a phrase."""
     kind, metadata, is_optional = unpacked(field)
     for found in metadata:
         if isinstance(found, Described) and found.wanted is not None:
@@ -94,7 +96,7 @@ def wanted(field: FieldInfo) -> str:
 
 
 def unpacked(field: FieldInfo) -> tuple[Any, list[Any], bool]:
-    """The type of a field that may be None without that, the metadata on both, and whether it may be None."""
+    """The type of an optional field without None, its metadata, and whether it may be None."""
     kind: Any = field.annotation
     metadata, is_optional = list(field.metadata), False
     while get_origin(kind) in (Union, types.UnionType) or hasattr(kind, "__metadata__"):

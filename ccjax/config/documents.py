@@ -1,4 +1,4 @@
-"""Which documents a server answers from, and how they are cut into passages and searched."""
+"""Which documents a server answers from, and how they are split into passages and searched."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ccjax.config.values import FolderPath
 
 
 class DocumentOptions(SettingsModel):
-    """Documents that answers are from; whoever reads the same ones needs the same options."""
+    """Documents that answers are based on; all readers of an index need the same options."""
 
     model_config = ConfigDict(title="documents")
 
     docs: FolderPath | None = None
-    """Directory of documents; models "demo" and "smollm2" bring some of their own."""
+    """Directory of documents; the models "demo" and "smollm2" include some."""
     no_docs: bool = False
-    """Retrieve nothing, with no model."""
+    """Never retrieve documents, with any model."""
     index_dir: FolderPath | None = None
-    """Where the index is kept; without it below ~/.cache/ccjax/index."""
+    """Directory of the index; without it below ~/.cache/ccjax/index."""
     index_kind: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
     """Kind of the vector index; auto is ivf for 50,000 passages and more, else flat."""
     index_recall: float = Field(default=0.95, gt=0, lt=1)
-    """Share of the nearest passages that ivf and hnsw are to find."""
+    """Target recall of ivf and hnsw: share of the nearest passages to find."""
     embedder: str = "auto"
     """auto, lexical, or a directory of a sentence-transformers model."""
     chunk_tokens: int = Field(default=200, ge=1)
     """Longest passage, in tokens."""
     overlap_tokens: int = Field(default=0, ge=0)
-    """Tokens that neighbouring passages may share."""
+    """Tokens by which adjacent passages may overlap."""

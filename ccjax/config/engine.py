@@ -1,4 +1,4 @@
-"""Settings of an engine, fixed for its life."""
+"""Settings of an engine, fixed for its lifetime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ccjax.policy.planner import PlannerSettings
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.policy.strategies import STRATEGIES
 
-if TYPE_CHECKING:  # type checkers do not know what is registered
+if TYPE_CHECKING:  # type checkers do not know registered names
     EvictionPolicy = FocusRule = Strategy = str
 else:
     EvictionPolicy = Literal[tuple(sorted(POLICIES))]
@@ -39,29 +39,30 @@ def _not_empty(text: str) -> str:
 
 
 class ModelSettings(SettingsModel):
-    """The model and the devices that it is split over."""
+    """The model and the devices it is split over."""
 
     model_config = ConfigDict(title="model")
 
     dtype: Dtype = "float32"
     """Type of weights, activations and stored KV."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that the model is split over, the first so many."""
+    """Number of devices to split the model over."""
     quantization: Quantization | None = None
-    """Weights of products in 8 bits with a scale per output channel, rounded as they load; KV stays in `dtype`."""
+    """Store the weights of matrix products in 8 bits with a scale per output channel, quantised while loading; KV stays
+    in `dtype`."""
     tokenizer: FolderPath | None = None
-    """Directory with other tokenizer files than the model's own."""
+    """Directory with tokenizer files to use instead of the model's own."""
     attention: str | None = None
-    """Implementation of attention, for prefill and decode; the platform's own where none is named."""
+    """Implementation of attention, for prefill and decode; without it the platform's default."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt plus answer in tokens; without it the model's own limit, at most 8,192."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of each device's memory, TPUs included, that the model may take; what weights and steps leave of it becomes
     `device_cache_bytes`, unless that is given."""
     device_memory_bytes: NumBytes | None = Field(default=None, ge=1)
-    """Memory of each device, such as 80GB; without it what the device says or, for a CPU, the machine."""
+    """Memory of each device, such as 80GB; without it as reported by the device or, for a CPU, the machine."""
     system_prompt: str | None = None
-    """System message of requests that bring none; without it the built-in one."""
+    """System message of requests without one; without it a built-in one."""
 
 
 class ReuseSettings(SettingsModel):
@@ -70,65 +71,69 @@ class ReuseSettings(SettingsModel):
     model_config = ConfigDict(title="reuse")
 
     strategy: Strategy = _PLANNER.strategy
-    """How chunks are reused: never ("full"), as the longest exact prefix ("prefix"), also in any order ("set"), as they
-    are ("reuse"), or with some tokens recomputed: those whose KV was seen to change ("deviation", "auto", the latter at
-    most 15 % of what a prompt reuses), those of CacheCraft eq. 14 ("cachecraft"), the 15 % that deviate most
-    ("cacheblend"), the head of each chunk ("legolink"), the most attended ("h2o"), or drawn ones ("random")."""
+    """How chunks are reused: never ("full"), as the longest exact prefix ("prefix"), also in any order ("set"),
+    unchanged ("reuse"), or with some tokens recomputed: those with the largest measured deviation of KV ("deviation",
+    and "auto" with at most 15 % of a prompt's reused tokens), those of CacheCraft eq. 14 ("cachecraft"), the 15 % that
+    deviate most ("cacheblend"), the head of each chunk ("legolink"), the most attended ("h2o"), or random ones
+    ("random")."""
     recompute_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of tokens to recompute, in place of CacheCraft eq. 12."""
+    """Share of tokens to recompute, instead of CacheCraft eq. 12."""
     max_deviation: float | None = Field(default=None, ge=0)
-    """Strategy "auto": recompute the tokens whose KV was seen to deviate more, as many as these are."""
+    """Strategy "auto": recompute the tokens whose measured deviation of KV is larger than this, as many as there
+    are."""
     frame: Annotated[str, AfterValidator(_not_empty), Described("'default', 'none' or a text file")] = "default"
-    """What strategies "auto" and "deviation" prepare passages behind, besides the instructions: "default" (two fixed
-    passages), "none", or a text file in which blank lines separate passages."""
+    """Text behind which strategies "auto" and "deviation" prepare passages, after the instructions: "default" (two
+    fixed passages), "none", or a text file in which blank lines separate passages."""
 
 
 class CacheSettings(SettingsModel):
-    """Where chunk-caches are kept, for how long, and who shares them."""
+    """Where chunk-caches are stored, how long they last, and who shares them."""
 
     model_config = ConfigDict(title="cache")
 
     device_cache_bytes: NumBytes = Field(default=0, ge=0)
-    """Device memory for the KV of running requests and of chunk-caches, all of it taken at once, on all devices
-    together; 0 takes what requests usually need and caches no chunk there."""
+    """Device memory for the KV of running requests and of chunk-caches, allocated at start, over all devices; 0
+    allocates what requests usually need and caches no chunks there."""
     host_cache_bytes: NumBytes | None = Field(default=None, ge=1)
     """Host memory for chunk-caches, such as 2GiB; without it a quarter of the machine's."""
     disk_cache_bytes: NumBytes | None = Field(default=None, ge=1)
-    """Room in the store; no limit where it is not given."""
+    """Limit on the size of the store; without it no limit."""
     preload_bytes: NumBytes = Field(default=256 << 20, ge=0)
-    """Host memory besides, for what queued requests will need from the store; 0 reads nothing ahead."""
+    """Additional host memory for KV that queued requests will need from the store; 0 disables preloading."""
     store: Annotated[str, Described("a URL such as 'file:///path'", "URL")] | None = None
-    """URL of the lasting chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, with
-    ?endpoint=http://HOST:PORT&region=NAME elsewhere than on AWS; credentials as the clouds' own tools find them, such
-    as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it chunk-caches are in memory only."""
+    """URL of the persistent chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, with
+    ?endpoint=http://HOST:PORT&region=NAME for servers other than AWS; credentials are found as the clouds' own tools
+    find them, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it chunk-caches are in memory only."""
     store_index: Annotated[str, _INDEX_URL] | None = Field(default=None, repr=False)
-    """URL of what the processes on one store share besides, so that each knows at once what others stored, erased and
+    """URL of an index shared by the processes on the store, so that each learns at once what others store, erase and
     compute: sqlite:///PATH.db on one host, redis://[[USER]:PASSWORD@]HOST:PORT/DB or rediss:// on several. Without it
-    they list the store now and then."""
+    they list the store periodically."""
     disk_kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """How the store keeps KV: as it is, or in 8 bits, which is read back as approximate and never serves mode exact."""
+    """Format of KV in the store: unchanged, or in 8 bits, which is read back as approximate and never used in mode
+    exact."""
     disk_compression: Literal["none", "zstd"] = "none"
-    """Compression of the store; changes no bit, and pays for a slow link only."""
+    """Compression of the store; lossless, pays off for a slow link only."""
     store_key_file: FilePath | None = None
-    """File of secret keys, one a line: the first seals what is stored, and what none of them sealed is not read."""
+    """File of secret keys, one per line: the first seals what is stored, and data not sealed with any of them is not
+    read."""
     encrypt_store: bool = False
-    """Encrypt what is stored, by keys made of those of `store_key_file`, in place of seals."""
+    """Encrypt what is stored, with keys derived from those of `store_key_file`, instead of sealing it."""
     tenant_salt: str = Field(default="", repr=False)
     """Separates the chunk-caches of tenants that share a store."""
     read_only: bool = False
-    """Reuse what the store holds and add nothing to it."""
+    """Reuse what is in the store and add nothing to it."""
     share_computation: bool = False
-    """Wait for chunks that another process on the same store is computing, no longer than computing them here would
-    take and a second, instead of computing them too."""
+    """Wait for chunks that another process on the same store is computing, at most as long as computing them here would
+    take plus a second, instead of computing them too."""
     order_after_s: float | None = Field(default=None, ge=0)
-    """Order what requests that are queued for longer have to compute from whoever has time, by `store_index`."""
+    """Offer the work of requests that stay queued to idle processes, through `store_index`."""
     eviction_policy: EvictionPolicy = DEFAULT_POLICY
-    """Which chunk variants leave a full tier."""
+    """Which chunk variants a full tier evicts first."""
     pin_share: Share = 0.5
-    """Share of each tier's budget, and of `max_variants`, that pinned documents may keep."""
+    """Largest share of each tier's budget, and of `max_variants`, for pinned documents."""
     prefill_profile: FilePath | None = None
-    """File that scripts/profile_prefill.py wrote, whose times eviction goes by; without it `prefill_profile.json`
-    beside the model, if it is there."""
+    """File written by scripts/profile_prefill.py, with times for eviction; without it `prefill_profile.json` beside the
+    model, if it exists."""
 
 
 class BatchSettings(SettingsModel):
@@ -137,44 +142,44 @@ class BatchSettings(SettingsModel):
     model_config = ConfigDict(title="batch")
 
     max_num_seqs: int = Field(default=_SCHEDULER.max_num_seqs, ge=1)
-    """Requests that run at once; others are queued."""
+    """Most requests that run at once; others are queued."""
     max_num_batched_tokens: int = Field(default=_SCHEDULER.max_num_batched_tokens, ge=1)
-    """Tokens that prefills compute together; longer prompts are cut into pieces."""
+    """Most tokens computed together in prefills; longer prompts are split into pieces."""
     max_queue: int | None = Field(default=None, ge=1)
-    """Requests that may be queued; more are refused."""
+    """Most queued requests; more are refused."""
     reorder_window: int = Field(default=32, ge=1)
-    """Of so many queued requests of a user the one with most cached tokens per computed one goes first (RAGCache sec.
-    5.2); 1 for the order of arrival."""
+    """Among this many queued requests of a user, the one with the most cached tokens per computed one goes first
+    (RAGCache sec. 5.2); 1 for the order of arrival."""
     flow_share: float = Field(default=_SCHEDULER.flow_share, gt=0)
-    """A user may have so many times as many queued requests as the queue has places left."""
+    """A user may queue up to this many times the number of free queue slots."""
     max_decode_gap_ms: float | None = Field(default=None, ge=0)
-    """Longest time between two tokens of an answer that another request's prefill may cause, at least one layer of it;
+    """Longest delay between two tokens of an answer that another request's prefill may cause, at least one layer of it;
     without it 200, or three decode steps where that is longer."""
     max_retries: int = Field(default=2, ge=0)
-    """How often an answer whose step failed on the device is tried again, in steps of its own."""
+    """How often a request whose step failed on the device is retried, in steps of its own."""
 
 
 class QualitySettings(SettingsModel):
-    """What keeps answers over reused KV close to those of a full prefill."""
+    """Keeps answers over reused KV close to those of a full prefill."""
 
     model_config = ConfigDict(title="quality")
 
     calibration: FilePath | None = None
-    """File that `ccjax calibrate` wrote: the least that mode bounded recomputes; without it `calibration.json` beside
-    the model, if it is there."""
+    """File written by `ccjax calibrate`: how much mode bounded recomputes at least; without it `calibration.json`
+    beside the model, if it exists."""
     shadow_ratio: Share = 0.0
-    """Share of the answers over approximate reuse to compare with a full prefill in idle time."""
+    """Share of the answers with approximate reuse to compare with a full prefill in idle time."""
     shadow_target: Share = 0.9
-    """Share of these that should be the same; while fewer are, more is recomputed."""
+    """Share of these that should be identical; while fewer are, more is recomputed."""
 
 
 class PaperSettings(SettingsModel):
-    """Knobs of the papers' experiments, which deployments can leave alone."""
+    """Parameters of the papers' experiments, which deployments need not change."""
 
     model_config = ConfigDict(title="paper")
 
     alpha: float = Field(default=_PLANNER.alpha, ge=0)
-    """CacheCraft eq. 12: scales the share of tokens that is recomputed."""
+    """CacheCraft eq. 12: factor on the share of tokens to recompute."""
     ranking_layers: Layers | None = None
     """CacheCraft eq. 14: layers, such as 0,1, whose attention ranks a chunk's tokens; without it the mean of all."""
     focus_window: Annotated[int | None, OrNone] = Field(default=_PLANNER.focus_window, ge=1)
@@ -182,18 +187,18 @@ class PaperSettings(SettingsModel):
     focus_rule: FocusRule = _PLANNER.focus_rule
     """CacheCraft alg. 1: the gap rule, "entropy" as printed."""
     max_variants: int | None = Field(default=None, ge=1)
-    """CacheCraft sec. 3.3: chunk variants kept, however much room there is; no limit where it is not given."""
+    """CacheCraft sec. 3.3: most chunk variants to keep, regardless of space; without it no limit."""
     cached_documents: int | None = Field(default=None, ge=1)
-    """RAGCache's top-k': only the first so many passages of a prompt are kept; all where it is not given."""
+    """RAGCache's top-k': number of leading passages of a prompt to cache; without it all."""
     loading: Loading = "layerwise"
-    """When the first layer of a prefill may run: once its own KV is there, once that of CacheCraft alg. 2's first
+    """When the first layer of a prefill may run: once its own KV is loaded, once that of CacheCraft alg. 2's first
     layers is ("alg2"), or once all is ("sync")."""
     fixes_positions: bool = _PLANNER.fixes_positions
-    """Reused keys take their place in the new prompt; off for comparison only (CacheCraft table 3)."""
+    """Rotate reused keys to their positions in the new prompt; off for comparison only (CacheCraft table 3)."""
 
 
 class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings, ReuseSettings, ModelSettings):
-    """Everything that `Engine.from_pretrained` takes besides the model; each default suits a laptop."""
+    """All settings of `Engine.from_pretrained` besides the model; the defaults suit a laptop."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -210,7 +215,7 @@ class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings,
         return self
 
     def planner_settings(self, num_layers: int = 1) -> PlannerSettings:
-        """The part of the settings that policy decides by, for a model of so many layers."""
+        """The settings for policy, for a model with this many layers."""
         return PlannerSettings(
             strategy=self.strategy,
             alpha=self.alpha,
@@ -223,8 +228,7 @@ class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings,
         )
 
     def scheduler_settings(self, num_pages: int, page_tokens: int, context_tokens: int) -> SchedulerSettings:
-        """The part of the settings that requests are scheduled by, over a pool of so many pages and packs of so long
-        contexts."""
+        """The settings for the scheduler, over a pool of this many pages and packs of at most this much context."""
         return SchedulerSettings(
             num_pages=num_pages,
             page_tokens=page_tokens,

@@ -1,4 +1,5 @@
-"""Types of settings that are more than a number, a text or a choice. From a command line or a file all come as text."""
+"""Types of settings that are more than a number, a text or a choice. A command line or a file gives all of them as
+text."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def num_bytes(text: str) -> int:
-    """The number in "2GiB", "500MB" or "1073741824".
+    """Parses "2GiB", "500MB" or "1073741824".
 
     Raises:
-      ValueError: says what is wanted.
+      ValueError: says which values are accepted.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
@@ -29,7 +30,7 @@ def num_bytes(text: str) -> int:
 
 
 def layers(value: Any) -> Any:
-    """The numbers in "0,1"; a list as a tuple."""
+    """Parses "0,1"; a list as a tuple."""
     if isinstance(value, str):
         value = value.split(",")
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
@@ -73,4 +74,4 @@ def or_none(value: Any) -> Any:
 
 
 OrNone = BeforeValidator(or_none)
-"""Metadata of a field that may be None, which is "none" on the command line."""
+"""Metadata of an optional field, whose None is "none" on the command line."""

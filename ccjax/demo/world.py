@@ -49,7 +49,7 @@ class Person:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passage:
+class WorldPassage:
     """One document: what the retriever returns and the model reads."""
 
     title: str
@@ -83,7 +83,7 @@ class Fact:
 class Story:
     """Passages that were written together; where `order` is "adjacent" nothing may come between them."""
 
-    passages: tuple[Passage, ...]
+    passages: tuple[WorldPassage, ...]
     facts: tuple[Fact, ...]
     order: Literal["free", "later", "adjacent"] = "free"
 
@@ -113,7 +113,7 @@ class Question:
 class Context:
     """Passages in prompt order and the questions asked behind them."""
 
-    passages: tuple[Passage, ...]
+    passages: tuple[WorldPassage, ...]
     questions: tuple[Question, ...]
 
 
@@ -170,7 +170,7 @@ class Town:
         self._employed: set[Person] = set()
 
     def person(self, num_free: int = 1, *, new: bool = False, other_than: Collection[Person] = ()) -> Person:
-        """Someone with at least `num_free` unwritten relations: often a newcomer, sometimes a known person."""
+        """Someone with at least `num_free` unwritten relations: often a new person, sometimes a known one."""
         known = [p for p, free in self._free.items() if len(free) >= num_free and p not in other_than]
         if self._newcomers and (new or not known or self.rng.random() < 0.7):
             person = self._newcomers.pop()
@@ -286,7 +286,7 @@ class Town:
         )
         return Story(passages, tuple(facts))
 
-    def _passage(self, title: str, sentences: list[str]) -> Passage:
+    def _passage(self, title: str, sentences: list[str]) -> WorldPassage:
         """The sentences, with lines about the town put in behind the first one: one or two, more up to `min_words`."""
         sentences = list(sentences)
         fillers = self.rng.sample(lex.FILLERS, len(lex.FILLERS))
@@ -296,7 +296,7 @@ class Town:
         while wanted > 0 or len(" ".join(sentences).split()) < num_words:
             sentences.insert(self.rng.randint(1, len(sentences)), fillers.pop())
             wanted -= 1
-        return Passage(title, " ".join(sentences))
+        return WorldPassage(title, " ".join(sentences))
 
     def _template(self, relation: Relation) -> str:
         """One of a relation's sentences; the direct one with the town's share."""
@@ -350,7 +350,7 @@ def _start(rng: random.Random, sentence: str, reference: str, *, opening: bool) 
 
 def order_stories(
     rng: random.Random, stories: Sequence[Story]
-) -> tuple[list[Passage], list[tuple[Fact, tuple[int, ...]]]]:
+) -> tuple[list[WorldPassage], list[tuple[Fact, tuple[int, ...]]]]:
     """The passages of all stories, shuffled as far as their order allows; each fact with its passages' indices."""
     blocks: list[tuple[int, tuple[int, ...]]] = []
     for index, story in enumerate(stories):

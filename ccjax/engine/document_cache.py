@@ -406,7 +406,7 @@ class DocumentCache:
             return _takes(erasure, record)
 
         for pause_s in (*_ERASE_PAUSES_S, 0.0):
-            self._store.tell_others()
+            self._store.request_relisting()
             uncommitted = erasure.whole and not erasure.is_done
             remaining = self._store.erase(sorted(condemned), uncommitted=uncommitted, condemns=condemns)
             found = self._taken_by(erasure)
@@ -432,7 +432,7 @@ class DocumentCache:
             self.registry.finish(erasure)
         except OSError as error:
             return (f"its notes: {error}",)
-        self._store.tell_others()  # that it is over: the notes of the document are gone
+        self._store.request_relisting()  # that it is over: the notes of the document are gone
         return ()
 
 

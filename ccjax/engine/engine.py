@@ -67,7 +67,7 @@ from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.sharding import num_kv_shards
 from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.policy.strategies import expected_share
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode, ReuseReport
@@ -85,7 +85,7 @@ class Engine:
       orders: prefills that engines on one store order from each other.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: Link | None = None) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: ThrottledLink | None = None) -> None:
         config = with_pool(model.config, config)
         self.config = config
         self.rates = Rates()
@@ -219,7 +219,7 @@ class Engine:
             max_model_len=limit,
             vocab_size=model.config.vocab_size,
         )
-        self._watcher = StoreWatcher(self._store.news, maintenance, self._exclusive, self.cache.refresh)
+        self._watcher = StoreWatcher(self._store.change_feed, maintenance, self._exclusive, self.cache.refresh)
         self._closed = False
         self._watcher.start()
 
@@ -300,9 +300,9 @@ class Engine:
         assert response is not None
         return response
 
-    def check_place(self, flow: str) -> None:
+    def check_queue_limit(self, flow: str) -> None:
         """Raises OverloadError where `submit` would for a request of that flow."""
-        self._loop.check_place(flow)
+        self._loop.check_queue_limit(flow)
 
     def validate(self, request: Request) -> int:
         """Number of prompt tokens of a request that could run; raises what `run` would raise before its first step."""

@@ -18,7 +18,7 @@ from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ConfigError
 from ccjax.policy.routing import ChunkFilter, Summary, load_cost
-from ccjax.store.news import NewsCounts
+from ccjax.store.change_feed import ChangeFeedCounts
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DISK, HOST, TierUsage
 from ccjax.types import ChunkId
@@ -77,9 +77,9 @@ class EngineCache:
         return self._maintenance.counts
 
     @property
-    def news_counts(self) -> NewsCounts | None:
+    def news_counts(self) -> ChangeFeedCounts | None:
         """Whether the shared index answers, and what came through it; None without one."""
-        return None if self._store.news is None else self._store.news.counts
+        return None if self._store.change_feed is None else self._store.change_feed.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
         """Uses idle time: prepares one passage behind the frame that was reused though it had been computed alone, or

@@ -273,7 +273,7 @@ class Placement:
         policy.on_insert(variant_id, info, self._num_requests)
         kept: set[str] = {*pinned, *self.pinned_ids(tier)}  # and those that turn out to be in use
         while short := shortfall():
-            victims = policy.victims(short, pinned=kept, newcomer=variant_id)
+            victims = policy.victims(short, pinned=kept, new_key=variant_id)
             if victims is None or variant_id in victims:
                 policy.on_remove(variant_id, evicted=False)
                 return False

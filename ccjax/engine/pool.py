@@ -217,7 +217,7 @@ class DevicePool(MemoryTier[PagedShard]):
         """The pages of a layer, `[K, P, 16, H]` each, to compile steps for: the next `update` takes them away."""
         return self.read(layer, lambda k_pages, v_pages: (k_pages, v_pages))
 
-    def _take_in(self, kv: np.ndarray) -> PagedShard:
+    def _hold(self, kv: np.ndarray) -> PagedShard:
         num_tokens = kv.shape[2]
         (shard,) = self.allocate([num_tokens])
         size = self._sizes.write(num_tokens)

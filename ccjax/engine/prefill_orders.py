@@ -136,7 +136,7 @@ class PrefillOrders:
 
     @property
     def _orders(self) -> OrderBoard | None:
-        return None if self._store.news is None else self._store.news.index.orders
+        return None if self._store.change_feed is None else self._store.change_feed.index.orders
 
     def _count(self, **more: int) -> None:
         grown = {name: getattr(self.counts, name) + number for name, number in more.items()}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ccjax.engine.exclusive import Exclusive
 from ccjax.engine.maintenance import Maintenance
-from ccjax.store.news import POLL_S, News
+from ccjax.store.change_feed import POLL_S, ChangeFeed
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class StoreWatcher:
     """
 
     def __init__(
-        self, news: News | None, maintenance: Maintenance, exclusive: Exclusive, refresh: Callable[[], None]
+        self, news: ChangeFeed | None, maintenance: Maintenance, exclusive: Exclusive, refresh: Callable[[], None]
     ) -> None:
         self._news = news
         self._maintenance = maintenance
@@ -49,7 +49,7 @@ class StoreWatcher:
 
     def apply(self) -> None:
         """Tells the variants what came and went since the last call; logs a failure."""
-        if self._news is None or not self._news.has_come:
+        if self._news is None or not self._news.has_changes:
             return
         try:
             self._maintenance.follow(*self._news.take())

@@ -1,4 +1,4 @@
-"""Machine and versions that a table of figures is from."""
+"""The machine and versions that produced a table of figures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the checkout; an installed package may lie in the repository of something else."""
+    """Of the checkout; an installed package may be inside another project's repository."""
     if not (_ROOT / ".git").exists():
         return "unknown"
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]

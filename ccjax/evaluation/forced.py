@@ -1,6 +1,5 @@
-"""Scores of a given answer behind a prompt (teacher forcing). No token is drawn, so that ways to answer stay comparable
-token by token where one of them would long have written something else.
-"""
+"""Scores of a given answer behind a prompt (teacher forcing). No token is sampled, so that ways to answer stay
+comparable token by token even if their own answers would diverge."""
 
 from __future__ import annotations
 
@@ -15,18 +14,18 @@ from ccjax.types import ReuseMode
 
 
 def drawn_tokens(response: Response, end: int) -> tuple[int, ...]:
-    """The tokens of an answer, with `end` last where it ended by itself; never none, even of an empty text."""
+    """The tokens of an answer, with `end` last if it ended by itself; never empty, even for an empty text."""
     return response.token_ids + ((end,) if response.finish_reason == "stop" else ())
 
 
 def forced_logits(
     engine: Engine, segments: Sequence[Sequence[int]], answer: Sequence[int], reuse: ReuseMode
 ) -> np.ndarray:
-    """Logits [len(answer), V], float32, that each token of `answer` would be drawn from: behind the prompt and the
+    """Logits [len(answer), V], float32, from which each token of `answer` would be sampled: behind the prompt and the
     answer's tokens before it.
 
     Args:
-      segments: the prompt, as of `Request`.
+      segments: the prompt, as in `Request`.
 
     Raises:
       ValueError: no token.
@@ -48,7 +47,7 @@ def mean_kl(full: np.ndarray, own: np.ndarray) -> float:
 
 
 def agreement(full: np.ndarray, own: np.ndarray) -> float:
-    """Share of tokens of which both find the same one likeliest, of logits [n, V]."""
+    """Share of tokens whose likeliest token is the same in both, of logits [n, V]."""
     return float(np.mean(full.argmax(-1) == own.argmax(-1)))
 
 

@@ -1,5 +1,5 @@
-"""Answers the same questions in many ways through the public engine, as a user would: passages are stored on disk by
-one engine and read by others that add nothing."""
+"""Answers the same questions in many ways through the public engine, as a user would: one engine stores the passages on
+disk, others read them without adding any."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Answered:
 
     Attributes:
       computed_ratio: share of the passages' tokens that ran through the model, counted over all layers.
-      cfo: CacheCraft eq. 12, mean over passages; 1 for one that was computed whole.
+      cfo: CacheCraft eq. 12, mean over passages; 1 for a completely computed one.
       first_kl: KL divergence in nats of the first token's distribution from that of full prefill.
       is_same: the tokens are those of full prefill.
-      focus_cut_layer: first layer that ran without what was outside the focus, None where all layers ran with all.
-      forced: `Forced`, where it was asked for and the way has one prompt.
+      focus_cut_layer: first layer that ran without the unfocused part, None if all layers ran with everything.
+      forced: `Forced`, if requested and if the way has one prompt.
     """
 
     question: QAQuestion
@@ -67,7 +67,7 @@ class Answered:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class WayResults:
     """All questions, answered one way, in their order; `state` of the store, None for full prefill."""
 
     way: Way
@@ -86,15 +86,15 @@ def measure(
     with_forced: bool = False,
     settings: dict[str, Any] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> list[Outcome]:
-    """Full prefill first, whether it is among `ways` or not, then in each state each of these.
+) -> list[WayResults]:
+    """Answers with full prefill first, whether or not it is among `ways`, then in each state in each of these.
 
-    In state "empty" only the first one: with nothing to reuse all are the same.
+    In state "empty" only the first way is run: with nothing to reuse all are the same.
 
     Args:
-      directory: where the stores of reused passages go, those of one state at a time; empty or absent.
-      with_forced: score given answers, too: two more prefills a question. Full prefill's logits stay in memory, 4 bytes
-        for each token of the vocabulary and of an answer.
+      directory: for the stores of reused passages, those of one state at a time; empty or absent.
+      with_forced: also score given answers: two more prefills per question. Full prefill's logits stay in memory, 4
+        bytes for each token of the vocabulary and of an answer.
       settings: further fields of `EngineConfig`.
       progress: called with a stage, and requests done and in all.
     """
@@ -140,8 +140,8 @@ def measure_store(
     *,
     max_new_tokens: int = 32,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Outcome]:
-    """Full prefill, then mode `bounded` over the store of `config` as it is; adds nothing to it.
+) -> list[WayResults]:
+    """Full prefill, then mode `bounded` over the existing store of `config`, without changing it.
 
     Args:
       progress: called with requests done and in all.
@@ -171,8 +171,8 @@ class _Asked:
         self._full: list[Response] = []
         self._full_logits: list[np.ndarray] = []
 
-    def outcome(self, way: Way, config: EngineConfig, state: State | None, tick: Callable[[], None]) -> Outcome:
-        """All questions answered by one engine, full prefill first of all."""
+    def outcome(self, way: Way, config: EngineConfig, state: State | None, tick: Callable[[], None]) -> WayResults:
+        """All questions answered by one engine, the first of which must be full prefill."""
         answers = []
         with Engine(self._model, config) as engine:
             for index, question in enumerate(self._questions):
@@ -184,7 +184,7 @@ class _Asked:
                     scores = self._forced(engine, index, way)
                 answers.append(_answered(question, answer, self._full[index], scores))
                 tick()
-        return Outcome(way, tuple(answers), state)
+        return WayResults(way, tuple(answers), state)
 
     def _forced(self, engine: Engine, index: int, way: Way) -> Forced:
         model, question = self._model, self._questions[index]
@@ -204,8 +204,8 @@ class _Asked:
         return Forced(forced.mean_kl(full, logits), forced.agreement(full, logits), nll)
 
     def _right_tokens(self, index: int) -> list[int]:
-        """Of the first right answer, behind the white space that full prefill's answer begins with: what it is told
-        in differs between models."""
+        """Of the first right answer, after the white space with which full prefill's answer begins, since that differs
+        between models."""
         assert self._model.tokenizer is not None
         text = self._full[index].text
         space = text[: len(text) - len(text.lstrip())]
@@ -213,7 +213,8 @@ class _Asked:
 
 
 def _population(way: Way) -> _Population:
-    """What the stored passages of a way depend on: strategy and ranking layers of the engine that computes them."""
+    """The settings that determine the stored passages of a way: strategy and ranking layers of the engine that computes
+    them."""
     return "h2o" if way.strategy == "h2o" else "auto", way.ranking_layers
 
 

@@ -1,6 +1,6 @@
-"""Asking passage by passage, the baselines that need no reuse across passages (CacheBlend sec. 7).
+"""Baselines that ask passage by passage and so need no reuse across passages (CacheBlend sec. 7).
 
-No passage stands behind another one, so each is reused exactly; but what two passages say together, nobody reads.
+No passage stands behind another one, so each is reused exactly; but no prompt combines what two passages say.
 """
 
 from __future__ import annotations

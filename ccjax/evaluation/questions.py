@@ -17,10 +17,10 @@ class QAQuestion:
     """One question.
 
     Attributes:
-      answers: all that are right; none where nobody knows, then only agreement with full prefill can be measured.
+      answers: all right answers; empty if unknown, then only agreement with full prefill can be measured.
       documents: the passages, in prompt order.
-      kind: of the question, where there are several; "" where not.
-      guess_ratio: how often the best guess is right; None where that is not known.
+      kind: of the question, if there are several; "" otherwise.
+      guess_ratio: how often the best guess is right; None if unknown.
     """
 
     question_id: str
@@ -39,13 +39,13 @@ def read_questions(
     find: Callable[[str], Sequence[Document]] | None = None,
 ) -> tuple[QAQuestion, ...]:
     """The first `limit` questions of a JSONL file: `{"question", "docs": [{"title"?, "text"}], "answers"?, "id"?,
-    "kind"?}` a line, each with its first `num_documents` passages.
+    "kind"?}` per line, each with its first `num_documents` passages.
 
     Args:
-      find: the passages of a question whose line names none; None where each has to.
+      find: finds passages for a question whose line names none; None if every line must name them.
 
     Raises:
-      ValueError: the file cannot be read or holds no question, or a line is not such an object; names path and line.
+      ValueError: the file cannot be read or contains no question, or a line is malformed; names path and line.
     """
     try:
         lines = path.read_text("utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""States of a store that answers are measured over: whether passages were computed before, and behind what."""
+"""Cache states for measurements: whether passages were computed before, and behind what."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from ccjax.engine.loading import LoadedModel
 
 State = Literal["empty", "alone", "prepared", "seen"]
-"""Nothing is stored; each passage was computed directly behind the instructions; so, and behind the frame, as
+"""Nothing is stored; each passage was computed directly behind the instructions; also behind the frame, as
 `Engine.documents.warm` does by default; or an earlier prompt had the same passages in the reverse order."""
 STATES: tuple[State, ...] = ("empty", "alone", "prepared", "seen")
 
 
 def steps(state: State, prompts: Sequence[Sequence[Document]]) -> list[Sequence[Document]]:
-    """What is computed, one after the other, before these prompts are asked: passages by themselves, or prompts."""
+    """What is computed, in order, before these prompts are asked: passages by themselves, or prompts."""
     if state == "empty":
         return []
     if state == "seen":
-        # Reversed, no passage stands behind one that it stood behind before.
+        # Reversed, so that no passage follows one that it followed before.
         return [prompt[::-1] for prompt in prompts]
     return [[passage] for passage in dict.fromkeys(passage for prompt in prompts for passage in prompt)]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.evaluation.measure import Answered, Outcome
+from ccjax.evaluation.measure import Answered, WayResults
 from ccjax.evaluation.scores import TEXT_SCORES, best, mean_interval, ratio_interval
 
 
-def figures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def figures(outcomes: Sequence[WayResults]) -> list[dict[str, Any]]:
     """For each way its scores; the first outcome is full prefill's.
 
     `against_full`: the same scores with full prefill's text in place of the right answers. `of_full`: right answers in
@@ -24,7 +24,7 @@ def figures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [_way(outcome, full) for outcome in outcomes]
 
 
-def _way(outcome: Outcome, full: Outcome) -> dict[str, Any]:
+def _way(outcome: WayResults, full: WayResults) -> dict[str, Any]:
     way = outcome.way
     answers = outcome.answers
     known = [index for index, one in enumerate(answers) if one.question.answers]
@@ -56,7 +56,7 @@ def _way(outcome: Outcome, full: Outcome) -> dict[str, Any]:
     }
 
 
-def _forced(outcome: Outcome, full: Outcome) -> dict[str, Any] | None:
+def _forced(outcome: WayResults, full: WayResults) -> dict[str, Any] | None:
     pairs = [
         (own.forced, whole.forced)
         for own, whole in zip(outcome.answers, full.answers, strict=True)
@@ -75,7 +75,7 @@ def _forced(outcome: Outcome, full: Outcome) -> dict[str, Any] | None:
     }
 
 
-def _of_kind(outcome: Outcome, full: Outcome, kind: str) -> dict[str, Any]:
+def _of_kind(outcome: WayResults, full: WayResults, kind: str) -> dict[str, Any]:
     picked = [index for index, one in enumerate(outcome.answers) if one.question.kind == kind]
     own, whole = ([_gold(one.answers[index], "exact_match") for index in picked] for one in (outcome, full))
     guesses = [outcome.answers[index].question.guess_ratio for index in picked]

@@ -1,1 +1,1 @@
-"""Where models come from: file formats and names of models."""
+"""Sources of models: file formats and names of models."""

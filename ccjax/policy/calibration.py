@@ -1,8 +1,8 @@
-"""How much to recompute so that answers are kept: chosen from trials on a validation set. Measures nothing.
+"""Chooses how much to recompute so that answers are kept, from trials on a validation set.
 
 CacheCraft eq. 13 takes the alpha of least expected cost whose quality on a validation set reaches the target. A score
-that reaches it on a hundred questions may miss it on the next hundred, so here its lower confidence bound has to, and
-what is chosen may be a share to recompute as well as an alpha.
+that reaches it on a hundred questions may miss it on the next hundred, so here its lower confidence bound must reach
+the target, and the choice may be a share to recompute as well as an alpha.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Trial:
 
 
 def kept_lower_bound(num_kept: int, num_answers: int, confidence: float) -> float:
-    """The least share of answers kept under which `num_kept` of `num_answers` or more would still come about with a
-    probability of `1 - confidence`: Clopper and Pearson's one-sided bound, which holds for any number of answers.
+    """Clopper and Pearson's one-sided lower bound, for any number of answers: the least share of kept answers under
+    which `num_kept` of `num_answers` or more would still occur with a probability of `1 - confidence`.
 
     Raises:
       ValueError: a confidence below 0.5 or not below 1, or counts that do not fit.
@@ -106,7 +106,7 @@ def _probability_of_at_least(least: int, count: int, share: float) -> float:
 
 
 def confidence_of_each(trials: Sequence[Trial], confidence: float) -> float:
-    """With which one trial has to pass `cheapest_safe`: the more kinds of focus cut, the greater."""
+    """Confidence that one trial must reach in `cheapest_safe`: it grows with the number of kinds of focus cut."""
     _check_confidence(confidence)
     return 1.0 - (1.0 - confidence) / max(1, len(set(map(_focus, trials))))
 
@@ -114,10 +114,10 @@ def confidence_of_each(trials: Sequence[Trial], confidence: float) -> float:
 def cheapest_safe(trials: Iterable[Trial], *, target: float, confidence: float) -> Trial | None:
     """The trial of least computed share that keeps the target share of answers with that confidence; None if none does.
 
-    The trials are gone through from the greatest computed share down, and the first that misses ends it. So the chance
-    that the one chosen keeps less than the target is at most `1 - confidence`, however many were tried (a test of
-    hypotheses in fixed sequence); taking the cheapest of all that pass would have no such bound. Trials with another
-    focus cut are gone through apart, and the chances of all these sequences add up to no more (Bonferroni).
+    Tests the trials from the greatest computed share down, and stops at the first that fails. So the chance that the
+    chosen one keeps less than the target is at most `1 - confidence`, however many were tried (a fixed-sequence test);
+    the cheapest of all passing trials would have no such bound. Trials with another focus cut are tested separately,
+    and the chances of all these sequences add up to no more (Bonferroni).
 
     Raises:
       ValueError: no trials, a target outside 0 to 1, a confidence below 0.5 or not below 1.
@@ -147,16 +147,16 @@ def _focus(trial: Trial) -> tuple[int | None, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What was found for one model, on the questions of one corpus; a field out of range is a ValueError that names it.
+    """Calibration of one model on the questions of one corpus; a field out of range is a ValueError that names it.
 
     Attributes:
       model: fingerprint of weights, tokenizer and dtype.
       questions: sha256 (hex) of the questions with their passages and right answers.
       score: by which an answer counts as kept.
-      target: share of full prefill's answers to keep, where a request asks for no other.
-      confidence: with which it has to be.
+      target: share of full prefill's answers to keep, unless a request has its own target.
+      confidence: required confidence.
       trials: by strategy.
-      settings: of the engine, as far as the outcome depends on them: two calibrations are comparable where they agree.
+      settings: engine settings that affect the outcome: two calibrations are comparable if they are equal.
     """
 
     model: str
@@ -178,7 +178,7 @@ class Calibration:
         return cheapest_safe(trials, target=wanted, confidence=self.confidence) if trials else None
 
     def bound(self, strategy: str, trial: Trial) -> float:
-        """The share of answers that a setting of a strategy keeps, as `choose` went by it."""
+        """The share of answers that a setting of a strategy keeps, as used by `choose`."""
         return trial.kept_at_least(confidence_of_each(self.trials[strategy], self.confidence))
 
     def to_json(self) -> dict[str, Any]:
@@ -187,10 +187,10 @@ class Calibration:
 
     @classmethod
     def from_json(cls, value: Any) -> Calibration:
-        """What `to_json` gave.
+        """Inverse of `to_json`.
 
         Raises:
-          ValueError: it is something else; the message says what.
+          ValueError: it is malformed; the message says how.
         """
         if not isinstance(value, Mapping) or value.get("version") != VERSION:
             raise ValueError(f"calibration: wanted an object of version {VERSION}, got {value!r:.80}")

@@ -1,4 +1,4 @@
-"""What to keep after a prefill and how to describe it (CacheCraft eq. 9-11, 14, sec. 3.3). Knows masses but no KV."""
+"""Decides what to store after a prefill, and describes it (CacheCraft eq. 9-11, 14, sec. 3.3)."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def variant_meta(
     start: int | None = None,
     has_system: bool = False,
 ) -> VariantMeta:
-    """The metadata of a chunk captured behind `prefix_ids`, with `f_r` 0.
+    """Metadata of a chunk captured behind `prefix_ids`, with `f_r` 0.
 
     Every mass is a mean over layers (and query heads). CacheCraft eq. 10 averages the per-layer values that eq. 9
     normalises by chunk lengths; lengths are the same in every layer, so normalising the means gives the same.
 
-    Ranking (eq. 14): offsets by descending score, ties by offset. Behind no passage there is nothing to rank by; the
-    offsets come in ascending order, because a chunk's head tokens are those a new prefix changes most (computed
-    alone, they served as the attention sink; EPIC's LegoLink recomputes just them).
+    Ranking (eq. 14): offsets by descending score, ties by offset. Without passages before the chunk there is nothing to
+    rank by; the offsets are then in ascending order, because a chunk's first tokens are those a new prefix changes most
+    (computed alone, they served as the attention sink; EPIC's LegoLink recomputes just them).
 
     For a chunk of which only some tokens were recomputed, pass sums over those tokens and a score of 0 for the others:
-    a and b shrink alike, so CCI keeps its meaning, and the tokens that were fixed before rank first again.
+    a and b shrink equally, so CCI keeps its meaning, and previously fixed tokens rank first again.
 
     Args:
       prefix_lengths: tokens of each prefix chunk.
@@ -55,7 +55,7 @@ def variant_meta(
       token_scores: for each token of the chunk, its mass on all prior chunks.
       num_bytes: size of the stored KV.
       start: position of the chunk's first token.
-      has_system: the first prefix chunk is the instructions, whose mass counts nowhere (`VariantMeta.has_system`).
+      has_system: the first prefix chunk is the instructions, whose mass is ignored (`VariantMeta.has_system`).
 
     Raises:
       ValueError: lists that should be aligned are not, there is no token, or a number is out of range.
@@ -93,14 +93,15 @@ def variant_meta(
 
 
 def should_capture(segment: Segment, existing_variants: Iterable[VariantMeta], prefix_ids: Sequence[ChunkId]) -> bool:
-    """Whether the segment's KV after the prefill is worth storing as a variant of fidelity `segment.fidelity`.
+    """Whether the segment's KV is worth storing after the prefill as a variant of fidelity `segment.fidelity`.
 
     A computed chunk is, unless a variant with the same prefix and at least that fidelity exists. An approximately
-    reused chunk is if some of it was recomputed, the variant it came from is exact (an approximate variant never
-    begets another, so error cannot compound) and no variant with the same prefix exists. Nothing else is.
+    reused chunk is if some of it was recomputed, the variant it came from is exact (approximate variants are never
+    derived from approximate ones, so errors cannot compound) and no variant with the same prefix exists. Nothing else
+    is.
 
     Args:
-      existing_variants: the stored variants; those of other chunks are passed over.
+      existing_variants: the stored variants; those of other chunks are skipped.
       prefix_ids: chunk ids before the chunk in the prompt, system prompt first.
     """
     if segment.chunk_id is None:
@@ -116,8 +117,8 @@ def should_capture(segment: Segment, existing_variants: Iterable[VariantMeta], p
 def variants_to_compute(plan: PrefillPlan, known: Mapping[ChunkId, Sequence[VariantMeta]]) -> dict[VariantId, int]:
     """The variants that the computed chunks of a plan will be stored as, in prompt order, and their tokens.
 
-    Two prompts that have one of these in common have the same chunks up to it. So prompt order is an order that all
-    processes agree on, and whoever computes the first of them computes the others in common as well.
+    Two prompts that share one of these have the same chunks up to it. So all processes agree on prompt order, and the
+    process that computes the first shared one computes the others, too.
 
     Args:
       known: the stored variants of the plan's chunks.

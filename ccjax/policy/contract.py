@@ -1,7 +1,7 @@
-"""How far one request's reuse may go so that its answer keeps the quality it asks for.
+"""Limits a request's reuse so that its answer keeps the requested quality.
 
-No server says what reuse costs in answers; so a model is calibrated (`ccjax.policy.calibration`), and what that showed
-is the least that reuse recomputes.
+The cost of reuse in answers cannot be known in advance, so a model is calibrated (`ccjax.policy.calibration`); the
+result is the least that reuse recomputes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ccjax.types import ReuseMode
 _NEVER_APPROXIMATE = ("full", "prefix")
 
 MOST_REPAIRED = 0.3
-"""The largest share that a calibration has recomputed where no request asks for more: beyond it reuse saves little."""
+"""The largest share that a calibration may recompute by default: beyond it reuse saves little."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReuseContract:
-    """What one request gets.
+    """How one request may be served.
 
     Attributes:
       mode: that of the request, or "exact" where reuse cannot keep the quality that the request names.
       settings: to plan it by.
       is_calibrated: a calibration of this model and strategy decided.
-      quality_target: share of full prefill's answers to keep; None where nobody named any.
+      quality_target: share of full prefill's answers to keep; None if none was requested.
       quality_bound: share that calibration showed to be kept, with its confidence; 1 for exact reuse, None where that
         is not known.
     """
@@ -44,11 +44,11 @@ def reuse_contract(
 ) -> ReuseContract:
     """The contract of a request in a mode, with or without a target of its own.
 
-    `off` and `exact` are what they say. `bounded` recomputes what the cheapest setting does that keeps the target, or
-    `settings.recompute_ratio` where that is more. Without a calibration of the strategy, or where no setting keeps a
-    target that the request names, reuse is exact for that request: others get what `settings` say. So a calibration
-    that shows no setting up to `MOST_REPAIRED` to keep its own target takes nothing away; what it showed of a share
-    like that of `settings` is the bound then. `fast` promises nothing.
+    `off` and `exact` are fixed. `bounded` recomputes as much as the cheapest setting that keeps the target, or
+    `settings.recompute_ratio` if that is more. Without a calibration of the strategy, or if no setting keeps a target
+    named in the request, reuse is exact for that request; other requests are served according to `settings`. So a
+    calibration in which no setting up to `MOST_REPAIRED` keeps its own target changes nothing, and the bound is what it
+    measured for a share like that of `settings`. `fast` promises nothing.
 
     Raises:
       ValueError: a target outside 0 to 1.
@@ -79,16 +79,16 @@ def _share(trial: Trial) -> float:
 
 
 def _bound_as_set(settings: PlannerSettings, calibration: Calibration) -> float | None:
-    """The share of answers kept by the trial that recomputes most of those no more than `settings` do; None where none
-    does."""
+    """The share of answers kept by the trial that recomputes most among those that recompute no more than `settings`;
+    None if there is none."""
     share = settings.repair_cap if settings.recompute_ratio is None else settings.recompute_ratio
     below = [one for one in calibration.trials[settings.strategy] if one.focus_window is None and _share(one) <= share]
     return calibration.bound(settings.strategy, max(below, key=_share)) if below else None
 
 
 def _at_least(settings: PlannerSettings, trial: Trial) -> PlannerSettings:
-    """The trial's share to recompute, or the one that `settings` force where that is more, and its focus cut; without
-    any where `settings` or the trial have none, and with a share that was forced: it would not be through."""
+    """The trial's share to recompute, or the forced one of `settings` if that is more, and its focus cut; no focus cut
+    if `settings` or the trial have none, or if the share was forced, since that combination was not tried."""
     forced = settings.recompute_ratio
     if forced is not None and forced >= _share(trial):
         return dataclasses.replace(settings, focus_window=None)

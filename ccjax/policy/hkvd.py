@@ -1,7 +1,7 @@
-"""Which tokens of reused chunks are recomputed because their KV deviates most, layer by layer (CacheBlend sec. 4.3).
+"""Chooses the tokens of reused chunks to recompute by their deviation of KV, layer by layer (CacheBlend sec. 4.3).
 
-Layer 0's K and V depend on the token alone, so all candidates run through it, and the first deviations that tell
-anything are those of layer 1. There the tokens with the highest are kept, and of those fewer and fewer on later layers.
+K and V of layer 0 depend on the token alone, so all candidates run through it, and the first meaningful deviations are
+those of layer 1. The tokens with the highest are kept there, and fewer and fewer of those on later layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ccjax.policy._checks import check_count, check_mass, check_ratio
 
 DEFAULT_RATIO = 0.15
-"""CacheBlend sec. 5.1 r*: below it, quality was seen to suffer."""
+"""CacheBlend sec. 5.1 r*: below it, quality suffered."""
 
 _SPREAD = 0.25
 """The first share is so much above the mean, the last as much below: "slightly higher", CacheBlend sec. 4.3."""
@@ -22,8 +22,8 @@ _MOST_STAGES = 4
 
 
 def counts_by_layer(num_candidates: int, ratio: float, num_layers: int) -> tuple[int, ...]:
-    """How many of the candidates run through each layer: all of them through layer 0, then ever fewer, in up to four
-    stages, on average `ratio` of them.
+    """Number of candidates that run through each layer: all of them through layer 0, then fewer and fewer, in up to
+    four stages, on average `ratio` of them.
 
     Raises:
       ValueError: a count below 1, or a ratio outside 0 to 1.

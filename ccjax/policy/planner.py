@@ -1,7 +1,7 @@
-"""Turns a chunked prompt and the stored variants into the `PrefillPlan` the engine executes.
+"""Plans a prefill: turns a chunked prompt and the stored variants into the `PrefillPlan` that the engine executes.
 
 Exact first, in every strategy and mode: an exact variant behind exactly its own prefix is what a full prefill would
-compute, so it is reused unchanged wherever it stands.
+compute, so it is reused unchanged wherever it occurs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, ReuseMode, Segment, S
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """One chunk of the prompt before the question; the system prompt, where there is one, is the first."""
+    """One chunk of the prompt before the question; the system prompt, if any, is the first."""
 
     chunk_id: ChunkId
     num_tokens: int
@@ -28,22 +28,22 @@ class PromptChunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    """How to plan, checked on construction (ValueError naming the field).
+    """Settings for planning, checked on construction (ValueError naming the field).
 
     Attributes:
       strategy: a name of `ccjax.policy.strategies`.
       alpha: CacheCraft eq. 12, scales how much is recomputed; at least 0.
       recompute_ratio: in mode `bounded`, the share of every approximately reused chunk to recompute, instead of CFO.
-      max_deviation: strategy `auto`, in mode `bounded` without `recompute_ratio`: the largest deviation of KV that
-        stays as it is (`VariantMeta.token_deviations`), so that each prompt gets as many tokens recomputed as it needs.
+      max_deviation: strategy `auto`, in mode `bounded` without `recompute_ratio`: the largest deviation of KV that is
+        not repaired (`VariantMeta.token_deviations`), so that each prompt gets as many tokens recomputed as it needs.
       repair_cap: strategy `auto`, without `recompute_ratio`: the largest share of a prompt's approximately reused
-        tokens that is recomputed.
-      fast_ratio: in mode `fast`, the largest share of an approximately reused chunk that is recomputed.
-      focus_window: CacheCraft alg. 1 w, in layers; None switches the focus cut off.
+        tokens to recompute.
+      fast_ratio: in mode `fast`, the largest share of an approximately reused chunk to recompute.
+      focus_window: CacheCraft alg. 1 w, in layers; None disables the focus cut.
       focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
       num_layers: of the model.
-      fixes_positions: reused keys take their place in the new prompt. False leaves them where they were computed, which
-        no server should: to see what that costs (CacheCraft table 3).
+      fixes_positions: rotate reused keys to their positions in the new prompt. False leaves them where they were
+        computed, only to measure what that costs (CacheCraft table 3).
     """
 
     strategy: str = "auto"
@@ -81,17 +81,19 @@ def plan_prefill(
     mode: ReuseMode,
     settings: PlannerSettings,
 ) -> PrefillPlan:
-    """All decisions for one prefill; the same inputs, candidates in any order, give the same plan.
+    """Makes all decisions for one prefill. Deterministic: the same inputs, with candidates in any order, give the same
+    plan.
 
-    Modes: `off` computes everything. `exact` reuses exact variants behind exactly equal prefixes, also behind a
-    computed chunk, and computes the rest. `bounded` also reuses approximately, as the strategy says. `fast` does the
-    same with at most `settings.fast_ratio` of such a chunk recomputed. A chunk whose tokens would all be recomputed is
-    computed, so that it is captured as a whole; unless they are candidates only (`Decision.kept_ratio`).
+    Modes: `off` computes everything. `exact` reuses exact variants behind exactly equal prefixes, also after a computed
+    chunk, and computes the rest. `bounded` also reuses approximately, as the strategy decides. `fast` does the same
+    with at most `settings.fast_ratio` of such a chunk recomputed. A chunk whose tokens would all be recomputed is
+    computed instead, so that it is captured as a whole; unless they are only candidates (`Decision.kept_ratio`).
 
     Segments: one for each chunk, then the question. `fidelity` is exact for an exact reuse; for a computed chunk iff no
     earlier segment is approximate; approx for all else. `cfo` is eq. 12's value for the chosen variant, 0 for an exact
-    reuse, also where `recompute_ratio` or `fast_ratio` set another share. `focus_window` is set only where some segment
-    has tokens to recompute, for there is nothing else to drop, and where their deviation does not choose among them.
+    reuse, even if `recompute_ratio` or `fast_ratio` set another share. `focus_window` is set only if some segment has
+    tokens to recompute, since nothing else can be dropped, and if they are not already chosen by their deviation during
+    the prefill.
 
     Args:
       chunks: in prompt order, the system prompt first; each may occur more than once. May be empty.

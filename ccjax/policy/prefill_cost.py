@@ -1,5 +1,4 @@
-"""What a prefill costs behind a cached prefix: T(cached, new) between measured points (RAGCache sec. 5.1). Measures
-nothing."""
+"""Cost of a prefill behind a cached prefix: T(cached, new) between measured points (RAGCache sec. 5.1)."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ class PrefillGrid:
     def prefill_s(self, cached: int, new: int) -> float:
         """T(cached, new) in seconds, by bilinear interpolation; 0 for no new tokens.
 
-        The paper is silent on what lies outside of the grid. Reading: below its least numbers it stays as it is there,
-        for a short prefill takes its fixed time; beyond the greatest the outermost cells go on.
+        The paper does not say how to extrapolate. Our reading: below its least numbers the grid is constant, since a
+        short prefill takes its fixed time; beyond the greatest the outermost cells are continued.
         """
         check_count("cached", cached, least=0)
         check_count("new", new, least=0)
@@ -61,10 +60,10 @@ class PrefillGrid:
 
     @classmethod
     def from_json(cls, value: Any) -> PrefillGrid:
-        """What `to_json` gave.
+        """Inverse of `to_json`.
 
         Raises:
-          ValueError: it is something else; the message says what.
+          ValueError: it is malformed; the message says how.
         """
         if not isinstance(value, Mapping):
             raise ValueError(f"grid: wanted an object, got {type(value).__name__}")

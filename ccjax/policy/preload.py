@@ -1,4 +1,4 @@
-"""How many layers to load ahead of the one that runs (CacheCraft eq. 16)."""
+"""Number of layers to load before the one that runs (CacheCraft eq. 16)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _WHOLE_REL_TOL = 1e-9
 
 
 def preload_depth(num_layers: int, prefill_s: float, load_s: float) -> int:
-    """Layers to load ahead, in [1, num_layers], so that no later layer waits for its KV.
+    """Number of layers to load first, in [1, num_layers], so that no later layer waits for its KV.
 
-    CacheCraft eq. 16: `Lp = (L-1) (1 - Tprefill/Tload) + 1`, rounded up; 1 where loading takes no longer than computing
-    (alg. 2 l. 1). While L-1 layers run, `(L-1) Tprefill/Tload` layers load unseen; the others must be there before.
-    Every layer is taken to need the same times. The paper's example: L = 5 and 1:2 give 3.
+    CacheCraft eq. 16: `Lp = (L-1) (1 - Tprefill/Tload) + 1`, rounded up; 1 if loading takes no longer than computing
+    (alg. 2 l. 1). While L-1 layers run, `(L-1) Tprefill/Tload` layers load in the background; the others must be loaded
+    before. Assumes equal times for all layers. The paper's example: L = 5 and 1:2 give 3.
 
     Args:
       num_layers: L.

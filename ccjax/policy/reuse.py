@@ -1,10 +1,11 @@
-"""How reusable a chunk variant is behind another prefix (CacheCraft sec. 3.1-3.2.1).
+"""Reusability of a chunk variant behind another prefix (CacheCraft sec. 3.1-3.2.1).
 
 Symbols of the paper: beta = `overlap_beta`, gamma = `order_gamma`, beta' = `adjusted_overlap`, a-bar and b-bar =
 `a_mean` and `b_mean`, CCI = `chunk_context_impact`, CFO = `cache_fix_overhead`. `inter(Cj, Ci)` is the softmax mass
 that the later chunk Ci's queries put on the earlier chunk Cj's keys (eq. 3; eq. 6 prints the arguments as (i, j)).
 
-A prefix may hold the same chunk twice. The k-th occurrence in the old prefix is matched with the k-th in the new one.
+A prefix may contain the same chunk twice. The k-th occurrence in the old prefix is matched with the k-th in the new
+one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from itertools import combinations
 from ccjax.policy._checks import check_count, check_mass, check_masses, check_ratio
 from ccjax.types import ChunkId
 
-# A product this close (relatively) to a whole number is meant to be one: 0.07 * 100 is 7.000000000000001 in binary.
+# A product this close (relatively) to a whole number is rounded to it: 0.07 * 100 is 7.000000000000001 in binary.
 _WHOLE_REL_TOL = 1e-9
 
 
 def _occurrences(ids: Iterable[ChunkId]) -> list[tuple[ChunkId, int]]:
-    """Each id with the number of times it stood before: A, B, A -> (A, 0), (B, 0), (A, 1)."""
+    """Each id with the number of its earlier occurrences: A, B, A -> (A, 0), (B, 0), (A, 1)."""
     ids = tuple(ids)
-    if len(set(ids)) == len(ids):  # the usual case, and planning spends most of its time here
+    if len(set(ids)) == len(ids):  # the usual case; planning spends most of its time here
         return [(chunk_id, 0) for chunk_id in ids]
     seen: Counter[ChunkId] = Counter()
     numbered = []
@@ -39,8 +40,8 @@ def overlap_beta(
 ) -> float:
     """Prefix overlap score in [0, 1], CacheCraft eq. 6: `sum_{j in old and new} inter(Cj, Ci) / sum_{j in old} inter`.
 
-    0/0 (an empty old prefix, or one that drew no mass) gives 0: nothing is known about the influence of a prefix.
-    Chunks of the new prefix that the old one lacked cost nothing, as printed: old (A), new (A, B, C) gives 1.
+    0/0 (an empty old prefix, or one without mass) gives 0: nothing is known about the influence of a prefix. Chunks of
+    the new prefix that the old one lacked cost nothing, as printed: old (A), new (A, B, C) gives 1.
 
     Args:
       inter_by_prefix: mass that the chunk's queries put on each old prefix chunk, aligned with `old_prefix_ids`.
@@ -79,8 +80,8 @@ def adjusted_overlap(
 ) -> float:
     """Adjusted prefix overlap in [0, 1], CacheCraft eq. 8: `beta' = beta (1 - gamma)`.
 
-    The paper is silent where eq. 6 reads 0/0. Reading: 1 if the new prefix equals the old one exactly (two empty
-    prefixes included), else 0 where the old prefix is empty.
+    The paper does not say what to do if eq. 6 gives 0/0. Our reading: 1 if the new prefix equals the old one exactly
+    (including two empty prefixes), else 0 if the old prefix is empty.
     """
     beta = overlap_beta(old_prefix_ids, inter_by_prefix, new_prefix_ids)
     if tuple(old_prefix_ids) == tuple(new_prefix_ids):
@@ -118,10 +119,10 @@ def normalised_masses(
 
 
 def chunk_context_impact(a: float, b: float) -> float:
-    """CCI in [0.5, 1], CacheCraft eq. 11: `1 / (1 + exp(-a/b))`. Since a/b >= 0 it never falls below one half.
+    """CCI in [0.5, 1], CacheCraft eq. 11: `1 / (1 + exp(-a/b))`. Since a/b >= 0 it is never below one half.
 
-    The paper is silent on b = 0, which every one-token chunk has (eq. 4 leaves the diagonal out). Reading: the limit
-    b -> 0, so 1 for a > 0 (all context came from outside); 0.5 where a = 0 too (no prefix was seen).
+    The paper does not define b = 0, which every one-token chunk has (eq. 4 leaves the diagonal out). Our reading: the
+    limit b -> 0, so 1 for a > 0 (all context came from outside); 0.5 if a = 0 too (there was no prefix).
     """
     check_mass("a", a)
     check_mass("b", b)
@@ -139,7 +140,7 @@ def cache_fix_overhead(cci: float, beta_adjusted: float, alpha: float) -> float:
 
 
 def num_recompute_tokens(cfo: float, num_tokens: int) -> int:
-    """Tokens to recompute in [0, num_tokens], CacheCraft eq. 14: `ceil(CFO |Ci|)`, blind to float fuzz.
+    """Tokens to recompute in [0, num_tokens], CacheCraft eq. 14: `ceil(CFO |Ci|)`, robust to rounding errors.
 
     A product within one part in 1e9 of a whole number counts as that number, so 0.07 of 100 tokens is 7 and not 8.
     """
@@ -149,7 +150,7 @@ def num_recompute_tokens(cfo: float, num_tokens: int) -> int:
 
 
 def max_recompute_tokens(ratio: float, num_tokens: int) -> int:
-    """The largest count that is at most `ratio` of `num_tokens`: the floor, with the same tolerance as eq. 14 here."""
+    """The largest count that is at most `ratio` of `num_tokens`: the floor, with the same tolerance."""
     check_ratio("ratio", ratio)
     check_count("num_tokens", num_tokens)
     return _whole(ratio * num_tokens, math.floor)

@@ -1,8 +1,8 @@
-"""Which of several replicas a request should go to: where most of its chunks are at hand, balanced against who waits
-there. Pure: whoever calls draws the random numbers and keeps the books.
+"""Ranks replicas for a request: by the chunks they hold, balanced against their load. Pure: the caller provides random
+numbers and keeps the state.
 
-A replica publishes a `ChunkFilter` of what its fast tiers hold. What is wrong or late in it costs a detour, nothing
-else: the replica loads the chunk from the shared store or computes it.
+A replica publishes a `ChunkFilter` of what its fast tiers hold. If that is wrong or late, the request only takes a
+detour: the replica loads the chunk from the shared store or computes it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ccjax.types import ChunkId
 
 BITS_PER_CHUNK = 12
 NUM_PROBES = 8
-"""Together they let 0.3 % of foreign chunks pass (Bloom 1970)."""
+"""Together they give 0.3 % false positives (Bloom 1970)."""
 
 LARGEST_FILTER_BYTES = 1 << 17
-"""87,000 chunks at full precision; beyond it more foreign ones pass."""
+"""87,000 chunks at full precision; more chunks give more false positives."""
 
 OLDEST_SUMMARY_S = 10.0
-"""A summary that came longer ago says nothing any more."""
+"""Summaries older than this are ignored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkFilter:
-    """A set of chunk ids in few bytes, which may seem to hold some that it does not (a Bloom filter).
+    """A compact set of chunk ids with false positives (a Bloom filter).
 
     Attributes:
       bits: the filter, bit i in byte i // 8; empty for no chunks.
@@ -37,7 +37,7 @@ class ChunkFilter:
 
     @staticmethod
     def of(chunk_ids: Iterable[ChunkId]) -> ChunkFilter:
-        """The filter of these."""
+        """The filter of these chunks."""
         ids = list(chunk_ids)
         num_bytes = min(-(-len(ids) * BITS_PER_CHUNK // 8), LARGEST_FILTER_BYTES)
         bits = bytearray(num_bytes)
@@ -54,13 +54,13 @@ class ChunkFilter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """What a replica publishes of itself.
+    """What a replica publishes about itself.
 
     Attributes:
-      held: chunks of which its memory, device's or host's, has a variant.
-      waiting_tokens: prompt tokens that requests which have no first token yet are still to compute there.
-      load_cost: what loading a token from the store takes, in tokens computed, 0 to 1; 1 where that is not known, or
-        there is no store.
+      held: chunks with a variant in its device or host memory.
+      waiting_tokens: prompt tokens still to be computed there, over all requests without a first token.
+      load_cost: cost of loading a token from the store, in units of computing one, 0 to 1; 1 if unknown or without a
+        store.
     """
 
     held: ChunkFilter
@@ -74,9 +74,9 @@ class ReplicaState:
 
     Attributes:
       replica_id: its name.
-      summary: the last that it published; None where it did not yet, or so long ago that it says nothing.
-      sent_tokens: prompt tokens of what was sent there since.
-      num_under_way: requests that were sent there and are not answered.
+      summary: the last one it published; None if there is none or it is too old.
+      sent_tokens: prompt tokens sent there since.
+      num_under_way: requests sent there and not answered yet.
     """
 
     replica_id: str
@@ -99,7 +99,7 @@ class PromptSummary:
 
 
 def missing_tokens(replica: ReplicaState, prompt: PromptSummary) -> float:
-    """Tokens that the replica would compute for the prompt, those it would load counted by `load_cost`."""
+    """Tokens that the replica would compute for the prompt; loaded ones are weighted by `load_cost`."""
     summary = replica.summary
     if summary is None:
         return prompt.other_tokens + sum(length for _, length in prompt.chunks)
@@ -110,10 +110,10 @@ def missing_tokens(replica: ReplicaState, prompt: PromptSummary) -> float:
 def rank(replicas: Sequence[ReplicaState], prompt: PromptSummary, draw: float) -> list[str]:
     """The replicas' ids, best first.
 
-    By the tokens that are computed before the request's first one: those in line there and those that its prompt lacks
-    there. Where that is equal, a hash of its first chunk decides, so that like prompts meet, and `draw` where there is
-    none. Where no chunk or no summary is known, the one of two drawn replicas that has less under way goes first
-    (Mitzenmacher 2001, the power of two choices).
+    Ranks by the tokens to compute before the request's first one: those queued at the replica plus those of the prompt
+    that it does not hold. Ties are broken by a hash of the first chunk, so that similar prompts meet, or by `draw` if
+    there is none. Without known chunks or summaries, the less loaded of two random replicas goes first (Mitzenmacher
+    2001, the power of two choices).
 
     Args:
       draw: a random number, 0 <= draw < 1.
@@ -133,7 +133,7 @@ def rank(replicas: Sequence[ReplicaState], prompt: PromptSummary, draw: float) -
 
 
 def _line(replica: ReplicaState, replicas: Sequence[ReplicaState]) -> float:
-    """Tokens in line there; of a replica that has not said it for long, what the fullest of the others has: a replica
+    """Tokens queued there; for a replica without a recent summary, as many as the fullest of the others has: a replica
     that hangs must not look idle."""
     if replica.summary is not None:
         return replica.summary.waiting_tokens + replica.sent_tokens
@@ -146,7 +146,7 @@ def _two_choices(replicas: Sequence[ReplicaState], draw: float) -> list[str]:
     start = draw * len(ordered)
     first = int(start)
     rest = [*ordered[first + 1 :], *ordered[:first]]
-    # The fraction that choosing the first left over chooses the second among the others.
+    # The fraction left over by the first choice selects the second among the others.
     second = [rest[int((start - first) * len(rest))]] if rest else []
     two = sorted([ordered[first], *second], key=lambda replica: replica.num_under_way)
     others = sorted((one for one in rest if one not in two), key=lambda replica: replica.num_under_way)
@@ -154,7 +154,8 @@ def _two_choices(replicas: Sequence[ReplicaState], draw: float) -> list[str]:
 
 
 def _places(chunk_id: ChunkId, num_bits: int) -> list[int]:
-    """Where the filter keeps a chunk: double hashing of the id's own digits, sha256 already (Kirsch, Mitzenmacher)."""
+    """Bit positions of a chunk: double hashing of the id's own digits, which are a sha256 already (Kirsch,
+    Mitzenmacher)."""
     number = int(chunk_id[:32], 16)
     one, step = number >> 64, number & (2**64 - 1) | 1
     return [(one + probe * step) % num_bits for probe in range(NUM_PROBES)]
@@ -165,7 +166,7 @@ def _rendezvous(chunk_id: ChunkId, replica_id: str) -> bytes:
 
 
 def load_cost(load_s: float | None, compute_s: float | None) -> float:
-    """`Summary.load_cost` from what a token takes to load and to compute, in seconds; 1 where that is unknown.
+    """`Summary.load_cost` from the seconds to load and to compute a token; 1 if unknown.
 
     Raises:
       ValueError: a time is negative or not finite.

@@ -1,6 +1,6 @@
-"""Recomputes more where answers were seen to differ from full prefill's, less once they agree again. Runs no model.
+"""Recomputes more if answers were measured to differ from full prefill's, less once they agree again.
 
-A heuristic of ours; no paper has one. What a calibration showed stays the least: the factor never falls below 1.
+A heuristic of ours, not from a paper. A calibration remains the minimum: the factor never falls below 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MOST = 8.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShareControl:
-    """The state after some checks; `after` gives the next one.
+    """State after some checks; `after` returns the next one.
 
     Attributes:
-      target: share of answers that should be full prefill's, token by token.
-      factor: by which the share to recompute is greater than settings or calibration say; in [1, `MOST`].
-      num_checks, num_same: of the window that is not full yet.
+      target: share of answers that should equal full prefill's, token by token.
+      factor: factor on the share to recompute from settings or calibration; in [1, `MOST`].
+      num_checks, num_same: of the current window.
     """
 
     target: float

@@ -1,4 +1,4 @@
-"""When to answer from passages that a search has found so far (RAGCache alg. 2)."""
+"""Decides when to answer from the preliminary passages of a search (RAGCache alg. 2)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class SpeculationStep:
     """What to do after a stage of the search.
 
     Attributes:
-      give_up: the answer that was begun is from other passages: it ends after its current step.
-      begin: an answer from the passages at hand is to begin.
+      give_up: the running answer is from other passages: stop it after its current step.
+      begin: start an answer from the current passages.
     """
 
     give_up: bool
@@ -24,13 +24,13 @@ class SpeculationStep:
 class Speculation:
     """One request's search, stage by stage.
 
-    An answer is begun from what was found, unless `max_pending` prompts or more are waiting or being computed; once
-    something else is found it is given up, for the passages that are found last decide. Alg. 2 as printed tries each
-    list once; reading: one that found no room tries again at the next stage, as nothing speaks against it then.
+    An answer is started from what was found, unless `max_pending` prompts or more are waiting or being computed; it is
+    abandoned once something else is found, since the final passages decide. Alg. 2 as printed tries each list once; our
+    reading: a list that could not start is tried again at the next stage.
 
     Args:
-      max_pending: the paper's `max_prefill_bs`: as many prompts as the device computes together to advantage; 0 never
-        begins before the search is through.
+      max_pending: the paper's `max_prefill_bs`: the number of prompts that the device computes together efficiently; 0
+        never starts before the search is complete.
     """
 
     def __init__(self, max_pending: int) -> None:
@@ -39,8 +39,8 @@ class Speculation:
         self._begun: tuple[str, ...] | None = None
 
     def next_step(self, found: Sequence[str], *, is_final: bool, num_pending: int) -> SpeculationStep:
-        """After a stage that knows these passages, best first, while so many other prompts are pending. What it says
-        has to be done; after the final stage an answer from `found` is there or begins."""
+        """Processes a stage that found these passages, best first, while this many other prompts are pending. The
+        returned step must be carried out; after the final stage an answer from `found` exists or is started."""
         passages = tuple(found)
         if passages == self._begun:
             return SpeculationStep(give_up=False, begin=False)
@@ -50,5 +50,5 @@ class Speculation:
         return SpeculationStep(give_up, begin)
 
     def refused(self) -> None:
-        """What should have begun did not: there was no place for it."""
+        """Reports that an answer could not be started."""
         self._begun = None

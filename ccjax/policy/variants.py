@@ -1,5 +1,5 @@
-"""Which variant of a chunk to reuse, what a use is worth, which to evict (CacheCraft sec. 3.3), and which to replace in
-idle time."""
+"""Chooses the variant of a chunk to reuse, the credit of a use, the variants to evict (CacheCraft sec. 3.3), and the
+variants to replace in idle time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
 from ccjax.types import ChunkId, VariantId, VariantMeta
 
 IN_CONTEXT = 2
-"""Passages that have to stand before a chunk for its KV to be that of a passage in the middle of a prompt."""
+"""Number of passages before a chunk from which its KV counts as computed in the middle of a prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class VariantChoice:
 
 
 class Evictable(Protocol):
-    """What it takes to choose victims: less than a `VariantMeta`, which a caller may not have of every variant."""
+    """The part of a `VariantMeta` needed to choose victims, which callers have for every variant."""
 
     @property
     def variant_id(self) -> VariantId: ...
@@ -43,11 +43,11 @@ def choose_variant(
     system_id: ChunkId | None = None,
     in_context_first: bool = False,
 ) -> VariantChoice | None:
-    """The variant with the least CFO behind `new_prefix_ids` (CacheCraft sec. 3.3), or None where none qualifies.
+    """The variant with the least CFO behind `new_prefix_ids` (CacheCraft sec. 3.3), or None if none qualifies.
 
     Reuse is exact iff the variant is exact and its prefix equals the new one; its CFO is then 0. Among equal CFOs an
     exact reuse comes first, then an exact variant before an approximate one, then the least unscaled `CCI (1 - beta')`
-    (which tells variants apart where clipping or alpha = 0 makes CFOs equal), then the smaller variant id.
+    (which distinguishes variants if clipping or alpha = 0 makes CFOs equal), then the smaller variant id.
 
     Args:
       variants: of one chunk, in any order.
@@ -55,15 +55,15 @@ def choose_variant(
       exact_only: consider exact reuse alone.
       system_id: the instructions of the new prompt, None for none. They are no prefix chunk in eq. 6 and 7; a variant
         behind other instructions shares no context with the new prompt, so its beta' is 0.
-      in_context_first: prefer variants that `IN_CONTEXT` passages or more stood before, then those behind fewer. Eq. 12
-        has it the other way round, for the CCI of a chunk computed alone is the least; measured, the tokens of such a
-        one behave like the beginning of a text, and its KV changes answers two to four times as much as KV that stood
-        behind foreign passages. One passage is not enough for that.
+      in_context_first: prefer variants computed behind at least `IN_CONTEXT` passages, then those behind fewer. Eq. 12
+        ranks the other way round, since the CCI of a chunk computed alone is the least; but in measurements the tokens
+        of such a chunk behave like the beginning of a text, and its KV changes answers two to four times as much as KV
+        computed behind unrelated passages. One passage is not enough for that.
     """
     prefix = tuple(new_prefix_ids)
     variants = tuple(variants)
     exact = [meta for meta in variants if meta.prefix_ids == prefix and meta.fidelity == "exact"]
-    if exact:  # its CFO is 0, and nothing goes before it
+    if exact:  # its CFO is 0, and nothing ranks higher
         return VariantChoice(min(exact, key=lambda meta: meta.variant_id), 0.0, True)
     if exact_only:
         return None
@@ -96,8 +96,8 @@ def _overlap(meta: VariantMeta, prefix: tuple[ChunkId, ...], system_id: ChunkId 
 
 
 def choose_other_context(variants: Iterable[VariantMeta], meta: VariantMeta) -> VariantMeta | None:
-    """The variant whose KV tells most of what `meta`'s owes to its prefix: exact, of the same chunk, behind the prefix
-    that has least in common with its own, of several the shortest. None where none is behind another prefix."""
+    """The variant whose KV shows most of the influence of `meta`'s prefix: exact, of the same chunk, behind the prefix
+    that has least in common with its own, among several the shortest. None if there is none behind another prefix."""
     own = frozenset(meta.prefix_ids)
     others = (
         other
@@ -112,11 +112,11 @@ def choose_other_context(variants: Iterable[VariantMeta], meta: VariantMeta) -> 
 
 
 def reuse_credit(share: float, num_tokens: int) -> float:
-    """What one use adds to `f_r`, CacheCraft sec. 3.3: 1/CFO, in [1, num_tokens].
+    """Credit of one use in `f_r`, CacheCraft sec. 3.3: 1/CFO, in [1, num_tokens].
 
-    The paper recomputes the CFO of every chunk. Where a share is forced, calibrated or capped, or deviation chooses,
-    the CFO is not what a use costs; reading: `share` is what was recomputed. On CFO = 0 the paper is silent; reading:
-    at least one token, 1/|C|, so that an exact reuse earns |C|.
+    The paper recomputes the CFO of every chunk. If a share is forced, calibrated or capped, or chosen by deviation, CFO
+    is not the cost of a use; our reading: `share` is what was recomputed. The paper does not define CFO = 0; our
+    reading: at least one token, 1/|C|, so that an exact reuse earns |C|.
     """
     check_ratio("share", share)
     check_count("num_tokens", num_tokens)
@@ -126,8 +126,8 @@ def reuse_credit(share: float, num_tokens: int) -> float:
 def choose_victims(
     variants: Iterable[Evictable], count: int, *, pinned: Collection[VariantId] = ()
 ) -> tuple[VariantId, ...] | None:
-    """The `count` variants that go where there are more than N x M: least `f_r` first (CacheCraft sec. 3.3), ties by
-    id; None if fewer than that are not pinned. Which go for want of bytes is for `ccjax.policy.eviction` to say."""
+    """The `count` variants to drop beyond N x M: least `f_r` first (CacheCraft sec. 3.3), ties by id; None if fewer are
+    unpinned. Eviction for lack of bytes is decided by `ccjax.policy.eviction`."""
     check_count("count", count, least=0)
     protected = frozenset(pinned)
     free = (meta for meta in variants if meta.variant_id not in protected) if count else ()
@@ -136,21 +136,21 @@ def choose_victims(
 
 
 def hottest_first(variants: Iterable[VariantMeta]) -> list[VariantMeta]:
-    """The order in which variants are worth moving elsewhere: greatest `f_r` first, the reverse of eviction (CacheCraft
-    sec. 3.3); among equals exact ones before approximate ones, which never serve exactly, then by id."""
+    """Order in which variants are worth copying elsewhere: greatest `f_r` first, the reverse of eviction (CacheCraft
+    sec. 3.3); among equals exact ones before approximate ones, which can never be reused exactly, then by id."""
     return sorted(variants, key=lambda meta: (-meta.frequency_reuse, meta.fidelity != "exact", meta.variant_id))
 
 
 def choose_repair(variants: Iterable[VariantMeta], known_chunk_ids: Collection[ChunkId]) -> VariantMeta | None:
-    """The approximate variant to compute anew next, so that an exact one takes its place: the one with the greatest
-    `f_r`, ties by id; None where there is none.
+    """The approximate variant to recompute next, so that an exact one replaces it: the one with the greatest `f_r`,
+    ties by id; None if there is none.
 
-    CacheCraft is silent on variants that were computed on top of approximate KV. Reading: they serve until there is
-    idle time, and are replaced then, the most useful first, so that error does not stay.
+    CacheCraft does not discuss variants computed on top of approximate KV. Our reading: they are used until there is
+    idle time and replaced then, the most useful first, so that errors do not persist.
 
     Args:
-      known_chunk_ids: chunks whose token ids are known. A variant is passed over unless its own chunk and every chunk
-        of its prefix are among them.
+      known_chunk_ids: chunks whose token ids are known. A variant is skipped unless its own chunk and every chunk of
+        its prefix are among them.
     """
     known = frozenset(known_chunk_ids)
     repairable = (

@@ -1,5 +1,5 @@
-"""Directs a compilation: reads, estimates, gives work out in small batches until all is there, and reports. Computes
-nothing itself, and draws nothing."""
+"""Coordinates a compilation: reads, estimates, hands out work in small batches until everything is stored, and
+reports."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ccjax.precompute.estimate import Estimate, file_system_of, make_estimate, sample
-from ccjax.precompute.messages import Failure, Settings, Work
+from ccjax.precompute.messages import Failure, Settings, WarmingWork
 from ccjax.precompute.plan import Unit, batches
 from ccjax.precompute.report import Report
 from ccjax.precompute.workers import StoppedError, WorkerError, WorkerProcess, Workers
 
 BATCH_S = 4.0
-"""About what a batch should take. Leases on it last some seconds longer: that is what a killed process costs others."""
+"""Target time of a batch. Its leases last some seconds longer: that is how long a killed process delays others."""
 
 MOST_IN_BATCH = 16
 SAMPLE = 8
 _NOTED_AT_ONCE = 10_000
 _AGAIN_S = 1.0
-"""Pause before another look at what some other process computes."""
+"""Pause before checking again what another process is computing."""
 
 _ATTEMPTS = 2
-"""How often a batch may take its worker along before it is given up."""
+"""Number of workers that a batch may crash before it is given up."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to do besides computing what is missing.
+    """Options besides computing what is missing.
 
     Attributes:
-      is_dry_run: estimate, and nothing else.
-      is_forced: begin even where there is no room.
-      prunes: drop what is of no passage any more, first.
-      questions: file of questions to ask at the end; None for none. top_k: passages for one that names none.
-        limit: ask so many; None for all. max_new_tokens: of an answer.
+      is_dry_run: only estimate.
+      is_forced: start even if the result does not fit.
+      prunes: first drop variants of passages that no longer exist.
+      questions: file of questions to ask at the end; None for none. top_k: passages for a question that names none.
+        limit: number of questions to ask; None for all. max_new_tokens: of an answer.
     """
 
     is_dry_run: bool = False
@@ -51,38 +51,38 @@ class Options:
 
 
 class Show(Protocol):
-    """Who shows how far things are."""
+    """Receives progress reports."""
 
     def stage(self, worker: int, stage: str, done: int, total: int) -> None:
-        """A worker loads, reads or asks."""
+        """A worker is loading, reading or asking."""
         ...
 
     def estimated(self, report: Report) -> None:
-        """What is to be done is known."""
+        """The estimate is known."""
         ...
 
     def computed(self, report: Report) -> None:
-        """Some variants more were dealt with."""
+        """Some more variants were processed."""
         ...
 
 
-class NoRoomError(ValueError):
-    """What is missing does not fit where it is to go."""
+class DoesNotFitError(ValueError):
+    """The missing variants do not fit."""
 
 
 @dataclasses.dataclass
-class _Batch:
+class _UnitBatch:
     units: tuple[Unit, ...]
     attempt: int = 1
     not_before: float = 0.0
 
 
 class Compilation:
-    """One run; `run` once.
+    """One run; call `run` once.
 
     Args:
-      settings: one for each worker; they differ in `environment` at most.
-      is_stopped: the name of the signal that wants an end, or None.
+      settings: one for each worker; they may differ only in `environment`.
+      is_stopped: the name of the signal that requested the end, or None.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class Compilation:
             },
             is_dry_run=options.is_dry_run,
         )
-        self._queue: collections.deque[_Batch] = collections.deque()
-        self._running: dict[int, _Batch] = {}
+        self._queue: collections.deque[_UnitBatch] = collections.deque()
+        self._running: dict[int, _UnitBatch] = {}
         self._started = 0.0
         self._why = "every worker died"
 
     def run(self) -> Report:
-        """All of it; the report is that of a part where a signal, or the last worker's death, ended it early.
+        """Runs everything; the report is partial if a signal, or the last worker's death, ended it early.
 
         Raises:
-          ValueError: an argument, a file, the store or the model cannot be used, the message says which; or
-            NoRoomError. Nothing was computed then.
+          ValueError: an argument, a file, the store or the model cannot be used; the message says which.
+            DoesNotFitError if the result would not fit. Nothing was computed then.
         """
         workers = Workers(self._settings, self._show.stage, lambda: self._is_stopped() is not None)
         try:
@@ -123,7 +123,7 @@ class Compilation:
         except StoppedError:
             self.report.interrupted = self._is_stopped()
             for worker, value in workers.end() if self._running else ():
-                self._take_in(worker, value)
+                self._handle_reply(worker, value)
         except WorkerError as error:
             self.report.error = str(error)
         finally:
@@ -162,7 +162,7 @@ class Compilation:
         for is_conditioned in (False, True):  # these reuse the others
             some = [unit for unit in missing if bool(unit.behind) == is_conditioned]
             self._compute(workers, batches(some, batch_tokens, MOST_IN_BATCH))
-        report.stored = set(workers.ask("stored"))  # what is there, not what was counted
+        report.stored = set(workers.ask("stored"))  # what is stored, not what was counted
         if options.questions is not None:
             asked = (options.questions, options.top_k, options.limit, options.max_new_tokens)
             report.quality = workers.ask("ask", *asked)
@@ -184,7 +184,7 @@ class Compilation:
             needed += [] if estimate.disk_bytes is None else [f"{estimate.disk_bytes} of the file system"]
             free = [] if estimate.free_bytes is None else [f"{estimate.free_bytes} free there"]
             free += [] if estimate.budget_bytes is None else [f"{estimate.budget_bytes} left of disk_cache_bytes"]
-            raise NoRoomError(
+            raise DoesNotFitError(
                 f"store: wanted room for {', '.join(needed)}, got {', '.join(free)}: make room, store less "
                 "(neighbours, disk_kv_dtype), or force it"
             )
@@ -194,14 +194,14 @@ class Compilation:
 
         Raises:
           WorkerError: no worker is left.
-          StoppedError: the user wants an end.
+          StoppedError: the user requested the end.
         """
-        self._queue = collections.deque(_Batch(tuple(units)) for units in work)
+        self._queue = collections.deque(_UnitBatch(tuple(units)) for units in work)
         while self._queue or self._running:
             for worker in workers.alive:
                 if not worker.is_busy and self._queue and self._queue[0].not_before <= time.monotonic():
                     batch = self._running[worker.number] = self._queue.popleft()
-                    worker.tell("compute", self._work(batch.units))
+                    worker.send("compute", self._work(batch.units))
             if not workers.alive:
                 raise WorkerError(f"{self._why}; none is left")
             event = workers.next_event()
@@ -211,10 +211,10 @@ class Compilation:
             if kind == "died":
                 self._lose(worker)
             else:
-                self._take_in(worker, value)
+                self._handle_reply(worker, value)
 
-    def _take_in(self, worker: WorkerProcess, value: Any) -> None:
-        """Counts what a worker answered to its batch; what others compute is looked at again later."""
+    def _handle_reply(self, worker: WorkerProcess, value: Any) -> None:
+        """Processes a worker's reply to its batch; what others are computing is checked again later."""
         batch = self._running.pop(worker.number, None)
         if batch is None:
             return
@@ -222,7 +222,7 @@ class Compilation:
         if isinstance(value, Failure):
             counts.failed += [(unit.passage, len(unit.behind), value.message) for unit in batch.units]
             value = ()
-        for unit, result in zip(batch.units, value, strict=False):  # fewer where it was broken off
+        for unit, result in zip(batch.units, value, strict=False):  # fewer if it was interrupted
             counts.computed_tokens += result.computed_tokens
             counts.stored_bytes += result.num_bytes
             if result.status == "elsewhere":
@@ -234,11 +234,11 @@ class Compilation:
                 counts.present += result.status == "present"
                 self.report.stored.add(unit.variant_id)
         if put_off:
-            self._queue.append(_Batch(tuple(put_off), not_before=time.monotonic() + _AGAIN_S))
-        self._note_progress()
+            self._queue.append(_UnitBatch(tuple(put_off), not_before=time.monotonic() + _AGAIN_S))
+        self._save_progress()
 
     def _lose(self, worker: WorkerProcess) -> None:
-        """A worker died: what it was at is tried once more by another one."""
+        """Handles a dead worker: another one retries its batch."""
         self._why = worker.how_it_died
         batch = self._running.pop(worker.number, None)
         if batch is None:
@@ -247,17 +247,17 @@ class Compilation:
             self._queue.appendleft(dataclasses.replace(batch, attempt=batch.attempt + 1))
             return
         self.report.counts.failed += [(unit.passage, len(unit.behind), self._why) for unit in batch.units]
-        self._note_progress()
+        self._save_progress()
 
-    def _note_progress(self) -> None:
+    def _save_progress(self) -> None:
         self.report.counts.seconds = time.monotonic() - self._started
         self._show.computed(self.report)
 
-    def _work(self, units: Sequence[Unit]) -> Work:
+    def _work(self, units: Sequence[Unit]) -> WarmingWork:
         collection = self.report.collection
         assert collection is not None
         passages = collection.passages
         behind = (
             collection.frame if unit.is_framed else tuple(passages[number] for number in unit.behind) for unit in units
         )
-        return Work(tuple(passages[unit.passage] for unit in units), tuple(behind))
+        return WarmingWork(tuple(passages[unit.passage] for unit in units), tuple(behind))

@@ -1,5 +1,4 @@
-"""What computing a collection will take in bytes and seconds, and whether there is room. Measures nothing, and knows no
-format: sizes come with the units."""
+"""Estimates the bytes and seconds that computing a collection takes, and whether they fit."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from pathlib import Path
 from ccjax.precompute.plan import Unit
 
 NOTE_BYTES = 512
-"""Of the note that says which document a passage is of; most of it are two hashes and names."""
+"""Size of the note that maps a passage to its document; mostly two hashes and names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FileSystem:
-    """Where a store of a `file://` URL is, or will be: an existing directory, bytes free there, bytes of a block."""
+    """Location of a `file://` store: an existing directory, its free bytes, its block size."""
 
     directory: str
     free_bytes: int
@@ -27,15 +26,15 @@ class FileSystem:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What is to be done.
+    """Work to be done.
 
     Attributes:
-      variants: that are missing. tokens: of these. computed_tokens: that run through the model for them.
-      object_bytes: KV as stored, exact without compression, with it the most. record_bytes: of the records that commit
-        them, to within some per cent: numbers in them have more or fewer digits.
-      disk_bytes: with notes, directories and the last blocks of files; None for a bucket.
-      seconds: from the sample; None where nothing was measured.
-      free_bytes: of the file system; None for a bucket. budget_bytes: that the store's budget has left; None for none.
+      variants: number of missing ones. tokens: of these. computed_tokens: that run through the model for them.
+      object_bytes: KV as stored, exact without compression, an upper bound with it. record_bytes: of their commit
+        records, accurate to some per cent because numbers vary in length.
+      disk_bytes: including notes, directories and partial blocks; None for a bucket.
+      seconds: from the sample; None if nothing was measured.
+      free_bytes: of the file system; None for a bucket. budget_bytes: left in the store's budget; None for none.
     """
 
     variants: int
@@ -55,7 +54,7 @@ class Estimate:
 
     @property
     def missing_bytes(self) -> int:
-        """By which it does not fit, 0 where it does."""
+        """Bytes by which it does not fit; 0 if it does."""
         short = [0]
         if self.free_bytes is not None and self.disk_bytes is not None:
             short.append(self.disk_bytes - self.free_bytes)
@@ -73,15 +72,15 @@ def make_estimate(
     sample_tokens: int,
     sample_s: Sequence[float],
 ) -> Estimate:
-    """What the missing units will take.
+    """Estimates the missing units.
 
-    A file takes whole blocks, and a directory one: so that of a store with many short passages more is full than its
-    objects and records have bytes.
+    A file takes whole blocks and a directory one, so a store with many short passages takes more space than the sum of
+    its objects and records.
 
     Args:
-      budget_bytes: of the store; None for no limit. stored_bytes: of it that is used.
-      sample_tokens: computed tokens of the sample that each worker computed while the others did.
-      sample_s: seconds that each worker took for it; empty where nothing was measured.
+      budget_bytes: of the store; None for no limit. stored_bytes: used part of it.
+      sample_tokens: computed tokens of the sample that each worker computed concurrently.
+      sample_s: seconds that each worker took for it; empty if nothing was measured.
     """
     computed_tokens = sum(unit.computed_tokens for unit in missing)
     disk_bytes = None
@@ -104,7 +103,7 @@ def make_estimate(
 
 
 def sample(missing: Sequence[Unit], most: int) -> tuple[Unit, ...]:
-    """At most `most` of the units of passages alone, or of all where there are none, evenly from short to long."""
+    """At most `most` of the units of passages alone, or of all if there are none, evenly spread over lengths."""
     units = [unit for unit in missing if not unit.behind] or list(missing)
     ordered = sorted(units, key=lambda unit: (unit.num_tokens, unit.passage))
     if len(ordered) <= most:
@@ -113,7 +112,7 @@ def sample(missing: Sequence[Unit], most: int) -> tuple[Unit, ...]:
 
 
 def file_system_of(url: str) -> FileSystem | None:
-    """The file system of a `file://` store, be it there or not; None for other URLs."""
+    """The file system of a `file://` store, which need not exist yet; None for other URLs."""
     place = _path(url)
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""What the process that directs a compilation of a collection and its workers say to each other."""
+"""Messages between the coordinator of a compilation and its workers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a worker has to know.
+    """Settings of a worker.
 
     Attributes:
       model: directory, or "demo".
-      engine: fields of `EngineConfig`, the store among them; those that a server of this collection has.
-      documents: of that server, too.
-      compile_cache: directory where compiled steps are kept.
-      num_neighbours: that each passage is also computed behind; 0 for none.
-      environment: variables of the environment that only this worker has.
+      engine: fields of `EngineConfig`, including the store; the same as for a server of this collection.
+      documents: as for that server.
+      compile_cache: directory for compiled steps.
+      num_neighbours: number of similar passages to compute each passage behind; 0 for none.
+      environment: environment variables of this worker only.
     """
 
     model: str
@@ -36,13 +36,13 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Collection:
-    """A collection as a worker read it, and what is to be done.
+    """A collection as read by a worker, and the work to be done.
 
     Attributes:
-      passages: in corpus order: by document id, then as they stand there.
-      frame: the passages that others are prepared behind.
+      passages: in corpus order: by document id, then in reading order.
+      frame: the passages behind which others are prepared.
       unusable: (path, reason) of files that could not be read.
-      dtype: of the model's KV. kv_bytes_per_token: of it in memory.
+      dtype: of the model's KV. kv_bytes_per_token: in memory.
     """
 
     passages: tuple[Document, ...]
@@ -54,7 +54,7 @@ class Collection:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class WarmingWork:
     """Some variants to compute: each document behind those of `behind`; see `EngineDocuments.begin_warming`."""
 
     documents: tuple[Document, ...]
@@ -63,7 +63,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What a worker raised: a refusal that names its argument, or a defect."""
+    """An exception in a worker: a refused argument, or a defect."""
 
     is_refusal: bool
     message: str

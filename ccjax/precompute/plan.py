@@ -1,4 +1,4 @@
-"""Which variants a collection of documents should have, and which of these are missing."""
+"""Which variants a collection of documents should have, and which of them are missing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ccjax.policy.capture import make_variant_id
 from ccjax.types import Chunk, ChunkId, VariantId
 
 SPARE_NEIGHBOURS = 4
-"""Neighbours to ask for beyond those that are wanted, since some may have the same text."""
+"""Extra neighbours to search for, since some may have the same text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """One variant that is to be there.
+    """One variant that should exist.
 
     Attributes:
       passage: number of the passage, in corpus order.
       behind: numbers of the passages between the system prompt and it, in prompt order.
-      is_framed: the passages of the frame stand there instead.
+      is_framed: the passages of the frame take that place instead.
       num_tokens: of the passage.
       computed_tokens: that will run through the model for it.
-      object_bytes, record_bytes: of its two objects in the store, 0 where it is there already.
+      object_bytes, record_bytes: of its two objects in the store, 0 if it exists already.
       is_missing: it is not in the store. Of units with the same variant only the first is ever missing.
     """
 
@@ -40,13 +40,13 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What stands around a passage in prompts.
+    """The fixed parts of prompts around passages.
 
     Attributes:
       system: chunk of the system prompt; None for none.
       num_tokens: of a prompt without its passages.
       max_tokens: of a whole prompt.
-      frame: chunks that passages are prepared behind (`ccjax.engine.frame`).
+      frame: chunks behind which passages are prepared (`ccjax.engine.frame`).
     """
 
     system: Chunk | None
@@ -56,12 +56,12 @@ class Surroundings:
 
     @property
     def room(self) -> int:
-        """Tokens for passages."""
+        """Tokens available for passages."""
         return self.max_tokens - self.num_tokens
 
     @property
     def prefix_ids(self) -> tuple[ChunkId, ...]:
-        """What stands before the first passage."""
+        """Chunks before the first passage."""
         return () if self.system is None else (self.system.chunk_id,)
 
 
@@ -70,7 +70,7 @@ class Plan:
     """The units of a collection: each passage alone, behind the frame, and behind its neighbours.
 
     Attributes:
-      too_long: numbers of the passages that no prompt has room for.
+      too_long: numbers of the passages that fit into no prompt.
     """
 
     alone: tuple[Unit, ...]
@@ -80,30 +80,30 @@ class Plan:
 
     @property
     def missing(self) -> tuple[Unit, ...]:
-        """What has to be computed, in order: a passage behind the frame directly after the same one alone, which it
-        is compared with."""
+        """The missing units in order: a passage behind the frame comes directly after the same passage alone, with
+        which it is compared."""
         prepared = sorted((*self.alone, *self.framed), key=lambda unit: (unit.passage, unit.is_framed))
         return tuple(unit for unit in (*prepared, *self.conditioned) if unit.is_missing)
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """All, missing or not."""
+        """All units, missing or not."""
         return (*self.alone, *self.framed, *self.conditioned)
 
 
 def choose_neighbours(
     own: int, found: Iterable[int], chunks: Sequence[Chunk], count: int, room: int
 ) -> tuple[int, ...]:
-    """At most `count` of the passages `found` to stand before the passage `own`, in prompt order: the most similar
+    """Chooses at most `count` of the passages `found` to precede the passage `own`, in prompt order: the most similar
     first.
 
-    FusionRAG (arXiv:2601.12904) encodes a passage together with its most similar ones. The order taken here is that of
-    `found`, in which a search for the passage itself would return them. A question that finds a passage mostly finds
-    its neighbours, ranked alike, so that they stand in this order in its prompt: Cache-Craft's order penalty (eq. 7)
-    is least. And the prefix of fewer neighbours is the beginning of that of more.
+    FusionRAG (arXiv:2601.12904) encodes a passage together with its most similar ones. The order here is that of
+    `found`, in which a search for the passage itself returns them. A question that finds a passage mostly finds its
+    neighbours in a similar order, so they have this order in its prompt, and Cache-Craft's order penalty (eq. 7) is
+    least. Also, the prefix of fewer neighbours is the beginning of that of more.
 
-    Texts that are there already, the passage's own among them, are passed over: a passage behind itself says nothing.
-    The list ends at the first one that `room`, in tokens and with the passage itself, does not hold.
+    Texts that occurred already, including the passage's own, are skipped: a passage behind itself is useless. The list
+    ends at the first one that does not fit into `room` tokens together with the passage.
     """
     chosen: list[int] = []
     seen = {chunks[own].chunk_id}
@@ -132,18 +132,19 @@ def make_plan(
     compares: bool,
     sizes: Callable[[Chunk, tuple[ChunkId, ...], bool], tuple[int, int]],
 ) -> Plan:
-    """All units of a collection.
+    """Plans all units of a collection.
 
-    Of a prompt with neighbours only the passage's own variant is a unit. Those of its neighbours behind each other come
-    about as well, and are left: nobody asks for exactly these, and with `n` neighbours they would take `n - 1` times
-    the collection's room. The first neighbour is reused as it is alone, so that with one neighbour there are none.
+    For a prompt with neighbours, only the passage's own variant is a unit. Variants of its neighbours behind each other
+    are computed, too, but not kept: no question asks for exactly these, and with `n` neighbours they would take `n - 1`
+    times the space of the collection. The first neighbour is reused as computed alone, so that with one neighbour there
+    are none.
 
     Args:
       chunks: of the passages, in corpus order.
-      stored: ids of the variants that the store has.
-      neighbours: passage -> the passages similar to it, the most similar first.
-      compares: what stands behind others is compared with the passage alone, and its deviations are stored.
-      sizes: bytes of object and record of a chunk's variant behind that prefix, with deviations or not.
+      stored: ids of the variants in the store.
+      neighbours: passage -> similar passages, the most similar first.
+      compares: variants behind others are compared with the passage alone, and their deviations are stored.
+      sizes: bytes of object and record of a chunk's variant behind that prefix, with or without deviations.
     """
     done = set(stored)
 

@@ -1,4 +1,4 @@
-"""What answers over a compiled store are worth: questions asked with full prefill and over the store."""
+"""Quality of answers over a compiled store: asks questions with full prefill and over the store."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ccjax.retrieval import Retriever
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Answers over the store against those of full prefill, greedy.
+    """Greedy answers over the store compared with those of full prefill.
 
     Attributes:
-      num_questions: at least two. num_documents: passages of a question, mean.
-      same_answers: share whose text is that of full prefill, but for case, punctuation and articles.
-      same_tokens: share of which every token is.
-      first_kl: KL divergence in nats of the first token's distribution, mean.
-      computed_share: of the passages' tokens, how many ran through the model, counted over all layers.
-      right, right_full: share of right answers, over the store and with full prefill, of the `num_known` questions
-        whose answers are known; None where there are none.
+      num_questions: at least two. num_documents: mean number of passages per question.
+      same_answers: share with the text of full prefill, ignoring case, punctuation and articles.
+      same_tokens: share with identical tokens.
+      first_kl: mean KL divergence of the first token's distribution, in nats.
+      computed_share: share of the passages' tokens that ran through the model, over all layers.
+      right, right_full: share of right answers, over the store and with full prefill, of the `num_known` questions with
+        known answers; None if there are none.
     """
 
     num_questions: int
@@ -53,10 +53,10 @@ def measure_quality(
     progress: Callable[[str, int, int], None],
 ) -> Quality:
     """Asks the questions of a file (`ccjax.evaluation.questions.read_questions`); a line without passages gets the
-    `top_k` that the retriever finds, in that order, as a server's request would.
+    `top_k` that the retriever finds, in that order, as in a server.
 
     Args:
-      config: of the server that will serve from the store.
+      config: of the server that will use the store.
 
     Raises:
       ValueError: the file cannot be used, or has fewer than two questions.

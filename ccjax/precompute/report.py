@@ -1,4 +1,4 @@
-"""What came of a compilation, as plain JSON types."""
+"""The report of a compilation, as plain JSON types."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ REPORT_VERSION = 1
 
 @dataclasses.dataclass
 class Counts:
-    """What was done so far.
+    """Progress so far.
 
     Attributes:
-      computed: variants that this run computed and stored. present: that turned out to be there when their turn came.
+      computed: variants computed and stored by this run. present: variants that existed when it was their turn.
       computed_tokens: that ran through the model. stored_bytes: of objects and records.
-      seconds: since the first batch was given out.
+      seconds: since the first batch was handed out.
       failed: (passage, number of neighbours, reason) of what could not be computed or stored.
     """
 
@@ -38,7 +38,7 @@ class Counts:
 
     @property
     def done(self) -> int:
-        """Variants that were dealt with."""
+        """Variants processed."""
         return self.computed + self.present + len(self.failed)
 
     @property
@@ -49,13 +49,13 @@ class Counts:
 
 @dataclasses.dataclass
 class Report:
-    """Everything that is known of a run at its end, whatever ended it.
+    """Everything known at the end of a run, whatever ended it.
 
     Attributes:
       settings: of the run, for the record.
-      stored: ids of the variants that the store had at the end.
+      stored: ids of the variants in the store at the end.
       interrupted: the signal that ended the run early; None for none.
-      error: what else ended it early; None for nothing.
+      error: any other reason for an early end; None for none.
     """
 
     settings: dict[str, Any]
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def is_complete(self) -> bool:
-        """True if all that can be there is."""
+        """True if everything that can be stored is stored."""
         plan = None if self.collection is None else self.collection.plan
         return plan is not None and all(unit.variant_id in self.stored for unit in plan.units)
 
@@ -117,7 +117,7 @@ class Report:
 
 
 def coverage(units: Sequence[Unit], stored: AnyOf[str], total: int) -> dict[str, Any]:
-    """How many of `total` passages have their variant in the store, and how many of the tokens of `units`."""
+    """Number of the `total` passages with their variant in the store, and of the tokens of `units`."""
     there = [unit for unit in units if unit.variant_id in stored]
     num_tokens = sum(unit.num_tokens for unit in units)
     return {

@@ -1,4 +1,4 @@
-"""What the store of a model has already, and how many bytes a variant will take in it. Writes nothing."""
+"""Reads which variants of a model a store has, and computes how many bytes a variant takes. Writes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ccjax.store.records import encode_record
 from ccjax.store.spec import KVSpec, StoreIdentity
 from ccjax.types import Chunk, ChunkId, VariantMeta
 
-_FLOAT, _DEVIATION = 0.012345678901234567, 0.0123  # as many digits as such numbers mostly have
+_FLOAT, _DEVIATION = 0.012345678901234567, 0.0123  # as many digits as such numbers usually have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Sizes:
 
 
 def stored_ids(url: str, identity: StoreIdentity) -> frozenset[str]:
-    """Ids of the variants that a store has of a model; writes nothing, and reads no record.
+    """Ids of a model's variants in a store; writes nothing, and reads no record.
 
     Raises:
       ValueError: no store URL.

@@ -1,4 +1,4 @@
-"""The process that computes: loads the model once and does what it is told, one command after the other."""
+"""The worker process of a compilation: loads the model once and carries out commands one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ccjax.engine.shared_warming import SharedVariant
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.evaluation.questions import read_questions
 from ccjax.precompute.estimate import file_system_of
-from ccjax.precompute.messages import Collection, Failure, Settings, Work
+from ccjax.precompute.messages import Collection, Failure, Settings, WarmingWork
 from ccjax.precompute.plan import SPARE_NEIGHBOURS, Surroundings, make_plan
 from ccjax.precompute.quality import Quality, measure_quality
 from ccjax.precompute.stored import Sizes, stored_ids
@@ -47,13 +47,13 @@ class Worker:
     def __init__(self, settings: Settings, connection: Connection) -> None:
         self._settings = settings
         self._connection = connection
-        self._is_told_to_end = False
+        self._received_end = False
         self._engine: Engine | None = None
         self._retriever: Retriever | None = None
         self._chunks: tuple[Chunk, ...] = ()
         use_compile_cache(Path(settings.compile_cache))
         wanted = with_dtype(settings.engine)
-        # Nobody asks these engines anything: they need no pages for many requests.
+        # These engines serve no requests, so they need no pages for many of them.
         self._config = EngineConfig(**{**wanted, "max_num_seqs": 1, "share_computation": True})
         self._server_config = EngineConfig(**wanted)
         self._model: LoadedModel = load_model(
@@ -66,20 +66,20 @@ class Worker:
         )
 
     def end(self, *_: Any) -> None:
-        """Breaks off what runs, at the next layer."""
-        self._is_told_to_end = True
+        """Interrupts the current work at the next layer."""
+        self._received_end = True
 
     def is_cancelled(self) -> bool:
-        """True once this process is told to end, or the one that directs it says anything or is gone."""
-        return self._is_told_to_end or self._connection.poll()
+        """True once the coordinator sent anything or is gone."""
+        return self._received_end or self._connection.poll()
 
     def read(self) -> Collection:
-        """Reads, cuts and embeds the documents as a server does, and says what is missing in the store."""
+        """Reads, splits and embeds the documents as a server does, and determines what the store lacks."""
         settings, model, config = self._settings, self._model, self._config
         self._retriever = retriever = self._open_documents()
         passages = [one for document_id in retriever.document_ids for one in retriever.passages(document_id)]
         documents = tuple(one.as_document() for one in passages)
-        # No store: an estimate leaves no trace of it.
+        # Without a store, so that an estimate leaves no trace in it.
         with Engine(model, config.replace(store=None, store_key_file=None, encrypt_store=False)) as engine:
             system, num_tokens = engine.documents.prompt_overhead()
             frame = engine.documents.frame
@@ -105,18 +105,18 @@ class Worker:
         return Collection(documents, frame.documents, plan, unusable, config.dtype, spec.num_bytes(1))
 
     def check_questions(self, path: Path, limit: int | None) -> None:
-        """Nothing, unless the questions could not be asked at the end."""
+        """Checks that the questions can be asked at the end."""
         if len(read_questions(path, limit=limit, find=lambda text: [Document(text)])) < 2:
             raise ValueError(f"questions: wanted at least two, got one in {path}")
 
     def stored(self) -> frozenset[str]:
-        """Ids of the variants that are in the store now."""
+        """Ids of the variants in the store now."""
         assert self._config.store is not None
         return stored_ids(self._config.store, self._identity)
 
-    def calibrate(self, work: Work) -> float:
-        """Seconds to compute and store a sample, as it will be done, in a store of its own on the same file system;
-        done twice before, so that nothing is compiled then."""
+    def calibrate(self, work: WarmingWork) -> float:
+        """Seconds to compute and store a sample under real conditions, in a temporary store on the same file system;
+        done twice before, so that nothing is compiled during the measurement."""
         assert self._config.store is not None
         place = file_system_of(self._config.store)
         for left_over in Path(place.directory).glob(f"{_SAMPLE}*") if place else ():
@@ -139,31 +139,31 @@ class Worker:
         return seconds
 
     def open(self) -> int:
-        """Opens the store; bytes that it takes."""
+        """Opens the store; returns the bytes in use."""
         self._engine = Engine(self._model, self._config)
         return self._engine.cache.usage()[DISK].used_bytes
 
     def note(self, numbers: tuple[int, ...]) -> None:
-        """Notes the documents of passages that are there already."""
+        """Records the documents of passages that are stored already."""
         assert self._engine is not None
         self._engine.documents.note_passages([self._chunks[number] for number in numbers])
 
     def prune(self) -> Pruned:
-        """Drops what is of no passage any more."""
+        """Drops variants of passages that no longer exist."""
         assert self._engine is not None
         return self._engine.documents.prune({chunk.chunk_id for chunk in self._chunks})
 
-    def compute(self, work: Work) -> tuple[SharedVariant, ...]:
-        """Computes what is missing of some work; results of what was done when it was broken off."""
+    def compute(self, work: WarmingWork) -> tuple[SharedVariant, ...]:
+        """Computes what is missing of some work; returns the results so far if interrupted."""
         assert self._engine is not None
         return self._warm(self._engine, work)
 
-    def _warm(self, engine: Engine, work: Work) -> tuple[SharedVariant, ...]:
+    def _warm(self, engine: Engine, work: WarmingWork) -> tuple[SharedVariant, ...]:
         return engine.documents.warm_shared(work.documents, behind=work.behind, is_cancelled=self.is_cancelled)
 
     def ask(self, path: Path, top_k: int, limit: int | None, max_new_tokens: int) -> Quality:
-        """Asks questions over the store, with passages as a server finds them."""
-        if self._retriever is None:  # it was another worker that read the documents, and died
+        """Asks questions over the store, with passages found as in a server."""
+        if self._retriever is None:  # the worker that read the documents has died
             self._retriever = self._open_documents()
         self.close_engine()
         return measure_quality(
@@ -171,7 +171,7 @@ class Worker:
         )
 
     def close_engine(self) -> None:
-        """Writes what is pending and gives the store back."""
+        """Writes what is pending and closes the store."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -192,7 +192,8 @@ class Worker:
 
 
 def run(connection: Connection, settings: Settings) -> None:
-    """Does what comes over the connection until it says "end", or breaks. Ctrl-C is for the process that directs."""
+    """Serves commands until it receives "end" or the connection breaks. Ignores Ctrl-C, which is for the
+    coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(settings.environment)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -208,7 +209,7 @@ def run(connection: Connection, settings: Settings) -> None:
                 return
             method = getattr(worker, command)
             _answer(connection, lambda method=method, arguments=arguments: method(*arguments))
-    except (EOFError, OSError):  # nobody is there any more
+    except (EOFError, OSError):  # the coordinator is gone
         pass
     finally:
         if worker is not None:
@@ -216,7 +217,8 @@ def run(connection: Connection, settings: Settings) -> None:
 
 
 def _answer(connection: Connection, call: Callable[[], Any], *, says: bool = True) -> Any:
-    """Sends what a call returns (that it returned, without `says`), or what it raised; None then."""
+    """Sends the result of a call (or, without `says`, only that it returned), or the exception, and returns None
+    then."""
     try:
         value = call()
     except (ValueError, OSError, StoreError) as error:

@@ -1,4 +1,4 @@
-"""The worker processes as the one that directs them sees them: commands out, answers in, and who died."""
+"""The coordinator's view of the worker processes: sends commands, receives replies, detects deaths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ccjax.precompute.messages import Failure, Settings
 
 POLL_S = 0.2
-"""Between two looks whether the user wants an end."""
+"""Interval of checks whether the user requested the end."""
 
 _END_S = 60.0
 
@@ -22,42 +22,42 @@ Kind = Literal["progress", "done", "failed", "died"]
 
 
 class WorkerError(RuntimeError):
-    """A worker died, or met a defect, where nothing can go on without it."""
+    """A worker died or met a defect, and the run cannot continue without it."""
 
 
 class StoppedError(Exception):
-    """The user wants an end."""
+    """The user requested the end."""
 
 
 @dataclasses.dataclass(eq=False)
 class WorkerProcess:
-    """One worker; `is_busy` while an answer is awaited."""
+    """One worker; `is_busy` while a reply is awaited."""
 
     number: int
     process: BaseProcess
     connection: multiprocessing.connection.Connection
     is_busy: bool = True
 
-    def tell(self, command: str, *arguments: Any) -> None:
-        """Sends a command; one that died will be found by `Workers.next_event`."""
+    def send(self, command: str, *arguments: Any) -> None:
+        """Sends a command; a dead worker is detected by `Workers.next_event`."""
         self.is_busy = True
         with contextlib.suppress(OSError):
             self.connection.send((command, *arguments))
 
     @property
     def how_it_died(self) -> str:
-        """For people."""
+        """Name for messages."""
         self.process.join(_END_S)
         return f"worker {self.number} died (exit code {self.process.exitcode})"
 
 
 class Workers:
-    """Processes that were started with `spawn`, busy loading until they answer.
+    """Processes started with `spawn`, busy loading until they reply.
 
     Args:
       settings: one for each worker.
       on_progress: called with (worker's number, stage, done, total).
-      is_stopped: True once the user wants an end.
+      is_stopped: True once the user requested the end.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Workers:
             raise
 
     def next_event(self) -> tuple[WorkerProcess, Kind, Any] | None:
-        """What a busy worker answers, or None where none does for a moment; progress is passed on. One that died is not
-        `alive` any more.
+        """The next reply of a busy worker, or None if there is none for a moment; progress is passed on. A dead worker
+        is no longer `alive`.
 
         Raises:
-          StoppedError: the user wants an end.
+          StoppedError: the user requested the end.
         """
         if self._is_stopped():
             raise StoppedError
@@ -110,7 +110,7 @@ class Workers:
         return worker, kind, value
 
     def answers(self) -> list[Any]:
-        """What all busy workers answer, in their order.
+        """The replies of all busy workers, in their order.
 
         Raises:
           ValueError: one refused; its message.
@@ -131,24 +131,24 @@ class Workers:
         return [found[number] for number in sorted(found)]
 
     def ask(self, command: str, *arguments: Any) -> Any:
-        """What the first worker answers; raises as `answers`."""
-        self.alive[0].tell(command, *arguments)
+        """The reply of the first worker; raises as `answers`."""
+        self.alive[0].send(command, *arguments)
         return self.answers()[0]
 
     def ask_all(self, command: str, *arguments: Any) -> list[Any]:
-        """What each worker answers; raises as `answers`."""
+        """The reply of each worker; raises as `answers`."""
         for worker in self.alive:
-            worker.tell(command, *arguments)
+            worker.send(command, *arguments)
         return self.answers()
 
     def end(self) -> list[tuple[WorkerProcess, Any]]:
-        """Tells all to end; those that compute break off, and their last answers come back. Who does not end within a
-        minute is killed."""
+        """Asks all workers to end; those that compute are interrupted, and their last replies are returned. Kills
+        workers that do not end within a minute."""
         last = []
         deadline = time.monotonic() + _END_S
         busy = [worker for worker in self.alive if worker.is_busy]
         for worker in self.alive:
-            worker.tell("end")
+            worker.send("end")
         for worker in busy:
             with contextlib.suppress(EOFError, OSError):
                 while worker.connection.poll(max(0.0, deadline - time.monotonic())):
@@ -163,7 +163,7 @@ class Workers:
         return last
 
     def kill(self) -> None:
-        """Ends whoever is left, at once."""
+        """Kills the remaining workers at once."""
         for worker in self.alive:
             if worker.process.is_alive():
                 worker.process.kill()

@@ -1,4 +1,4 @@
-"""Documents to ranked passages: parsing, chunking, embedding, vector index. It knows no model, no KV and no request.
+"""Documents to ranked passages: parsing, chunking, embedding, vector index.
 
 Names are loaded on first use: importing this package loads neither faiss nor jax.
 """

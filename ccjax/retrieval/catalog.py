@@ -1,8 +1,7 @@
-"""The documents, passages and vectors of an index in one SQLite file, which is the truth; what searches them is made of
-it.
+"""Documents, passages and vectors of an index in one SQLite file. The file is authoritative; the search structures are
+built from it.
 
-Row ids of passages only ever grow and never come back, so that whoever holds some of them learns from the ids alone
-what is new and what has gone.
+Row ids of passages only grow and are never reused, so ids alone show what is new and what was deleted.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ CREATE TABLE vectors (
 
 
 class IndexUnusableError(Exception):
-    """A saved index that cannot serve: damaged, or made with other settings. The message says which."""
+    """A saved index that cannot be used: damaged, or made with other settings. The message says which."""
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexSettings:
-    """Everything besides the documents that decides passages and vectors; an index serves these settings only.
+    """Everything besides the documents that determines passages and vectors; an index is valid for these settings only.
 
     Attributes:
       embedder: the embedder's name, fingerprint included.
-      token_probe: token counts of fixed texts, which tell one tokenizer from another.
+      token_probe: token counts of fixed texts, which distinguish tokenizers.
     """
 
     embedder: str
@@ -69,9 +68,9 @@ class IndexedDocument:
     """One document and its passages' texts.
 
     Attributes:
-      version: sha256 (hex) of what it was read from.
-      source: the file it is from, as a path below the documents directory; "" means `document_id`.
-      metadata: what searches may ask for: text, numbers and truth values by name.
+      version: sha256 (hex) of its source text.
+      source: its file, as a path below the documents directory; "" means `document_id`.
+      metadata: values for filters: text, numbers and booleans by name.
     """
 
     document_id: str
@@ -97,7 +96,7 @@ class PassageRow:
 
 @contextlib.contextmanager
 def naming_damage() -> Iterator[None]:
-    """SQLite's errors as `IndexUnusableError` where the file is at fault, else as OSError."""
+    """Translates SQLite errors: `IndexUnusableError` if the file is at fault, else OSError."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -107,7 +106,7 @@ def naming_damage() -> Iterator[None]:
 
 
 class Catalog:
-    """Not thread-safe: its owner lets one thread in at a time."""
+    """The catalog. Not thread-safe: its owner serialises access."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
         """Use `Catalog.open`."""
@@ -116,7 +115,7 @@ class Catalog:
 
     @classmethod
     def open(cls, directory: Path | None, settings: IndexSettings) -> Catalog:
-        """The catalog in `directory`, an empty one where there is none; None keeps it in memory.
+        """Opens the catalog in `directory`, creating an empty one if there is none; None keeps it in memory.
 
         Raises:
           IndexUnusableError: it is damaged, or was not made with `settings`.
@@ -130,7 +129,8 @@ class Catalog:
             try:
                 connection.execute("PRAGMA foreign_keys = ON")
                 connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute("PRAGMA synchronous = NORMAL")  # an index that loses its last seconds makes them up
+                # An index that loses its last seconds recomputes them.
+                connection.execute("PRAGMA synchronous = NORMAL")
                 catalog._check(settings)
             except BaseException:
                 catalog.close()
@@ -139,7 +139,7 @@ class Catalog:
 
     @staticmethod
     def delete(directory: Path) -> None:
-        """Removes the catalog's files; processes that have it open keep theirs."""
+        """Deletes the catalog's files; processes that have it open keep theirs."""
         for suffix in ("", "-wal", "-shm"):
             (directory / f"{_FILE}{suffix}").unlink(missing_ok=True)
 
@@ -149,9 +149,9 @@ class Catalog:
             if not tables:
                 for statement in _TABLES.split(";"):
                     self._connection.execute(statement)
-                self.note("settings", dataclasses.asdict(settings))
+                self.set_value("settings", dataclasses.asdict(settings))
         try:
-            saved = self.noted("settings")
+            saved = self.get_value("settings")
             wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
             changed = [key for key in wanted if saved.get(key) != wanted[key]]
         except (ValueError, AttributeError) as error:
@@ -162,19 +162,19 @@ class Catalog:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing of what is written meanwhile; waits for another process that writes."""
+        """A write transaction; waits for another process that writes."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._connection.execute("COMMIT")
         except BaseException:
-            if self._connection.in_transaction:  # SQLite ends it by itself where the disk is full
+            if self._connection.in_transaction:  # SQLite ends it by itself if the disk is full
                 self._connection.execute("ROLLBACK")
             raise
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[None]:
-        """All that is read meanwhile is of one moment."""
+        """A read transaction: everything read in it is consistent."""
         self._connection.execute("BEGIN")
         try:
             yield
@@ -183,24 +183,24 @@ class Catalog:
 
     # -- notes -------------------------------------------------------------------------------------------------
 
-    def note(self, name: str, value: Any) -> None:
-        """Keeps a JSON value."""
+    def set_value(self, name: str, value: Any) -> None:
+        """Stores a JSON value by name."""
         self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value)))
 
-    def noted(self, name: str) -> Any:
-        """A value that was noted, or None."""
+    def get_value(self, name: str) -> Any:
+        """A stored value, or None."""
         row = self._connection.execute("SELECT value FROM about WHERE name = ?", (name,)).fetchone()
         return None if row is None else json.loads(row[0])
 
     @property
     def stamp(self) -> int:
-        """Another number once another process wrote."""
+        """A number that changes whenever another process writes."""
         return self._connection.execute("PRAGMA data_version").fetchone()[0]
 
     # -- writing -----------------------------------------------------------------------------------------------
 
     def add(self, document: IndexedDocument, vectors: np.ndarray) -> np.ndarray:
-        """Takes in a document that is not there; int64 [passages], the rows of its passages.
+        """Adds a new document; returns int64 [passages], the rows of its passages.
 
         Args:
           vectors: float32 [passages, dim].
@@ -221,7 +221,7 @@ class Catalog:
         return np.array(rows, np.int64)
 
     def remove(self, document_ids: Collection[str]) -> np.ndarray:
-        """Deletes documents, those that are there; int64 [passages], the rows that go with them, ascending."""
+        """Deletes documents, ignoring unknown ones; returns int64 [passages], the deleted rows, ascending."""
         rows: list[int] = []
         for some in _parts(list(document_ids)):
             marks = ", ".join("?" * len(some))
@@ -232,7 +232,7 @@ class Catalog:
         return np.sort(np.array(rows, np.int64))
 
     def set_digest(self, source: str, digest: str | None) -> None:
-        """Notes what a source held when all of it was taken in; None that it has gone."""
+        """Stores the digest of a source once all of it was added; None if the source is gone."""
         if digest is None:
             self._connection.execute("DELETE FROM sources WHERE path = ?", (source,))
         else:
@@ -241,7 +241,7 @@ class Catalog:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def digests(self) -> dict[str, str]:
-        """What `set_digest` noted, by source."""
+        """The digests stored by `set_digest`, by source."""
         return dict(self._connection.execute("SELECT path, digest FROM sources"))
 
     def versions(self) -> dict[str, tuple[str, str]]:
@@ -250,26 +250,26 @@ class Catalog:
         return {document_id: (version, source) for document_id, version, source in rows}
 
     def has(self, document_id: str) -> bool:
-        """True if the document is there."""
+        """True if the document exists."""
         return self._one("SELECT EXISTS (SELECT 1 FROM documents WHERE document_id = ?)", document_id) == 1
 
     def count_documents(self) -> int:
-        """Documents, those without passages included."""
+        """Number of documents, including those without passages."""
         return self._one("SELECT COUNT(*) FROM documents")
 
     def document(self, document_id: str) -> list[PassageRow]:
-        """The passages of a document in reading order; empty where there is none."""
+        """The passages of a document in reading order; empty if it is unknown."""
         return list(self._passages("documents.document_id = ? ORDER BY number", [document_id]).values())
 
     def passages(self, rows: Sequence[int]) -> dict[int, PassageRow]:
-        """Passages by row; those that have gone are left out."""
+        """Passages by row; deleted ones are left out."""
         found: dict[int, PassageRow] = {}
         for some in _parts(rows):
             found |= self._passages(f"passages.id IN ({', '.join('?' * len(some))})", some)
         return found
 
     def rows(self, where: Filter | None = None) -> np.ndarray:
-        """int64 [passages], ascending: all rows, or those of the documents that a filter lets through."""
+        """int64 [passages], ascending: all rows, or those of the documents that match a filter."""
         if where is None:
             found = self._connection.execute("SELECT id FROM passages INDEXED BY passages_of_document")
         else:
@@ -285,7 +285,7 @@ class Catalog:
         return {row: (document_id, number) for row, document_id, number in self._connection.execute(query)}
 
     def vectors(self, dim: int, *, after: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rows beyond `after` with their vectors, (int64 [n], float32 [n, dim]), ascending, some at a time."""
+        """Rows after `after` with their vectors, (int64 [n], float32 [n, dim]), ascending, in batches."""
         while True:
             query = "SELECT passage, vector FROM vectors WHERE passage > ? ORDER BY passage LIMIT ?"
             found = self._connection.execute(query, (after, _ROWS_AT_ONCE)).fetchall()
@@ -316,6 +316,6 @@ class Catalog:
 
 
 def _parts(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """SQLite takes so many parameters at a time and no more."""
+    """Below SQLite's limit on parameters per statement."""
     for start in range(0, len(values), _MOST_PARAMETERS):
         yield values[start : start + _MOST_PARAMETERS]

@@ -1,4 +1,4 @@
-"""What differs between a directory of documents and an index of it."""
+"""Differences between a directory of documents and its index."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ccjax.retrieval.machine_text import without_machine_text
 from ccjax.retrieval.scan import find_files
 
 Split = Callable[[LoadedDocument], tuple[str, ...]]
-"""The passages of a document; ValueError where it cannot be cut."""
+"""Splits a document into passages; ValueError if that is impossible."""
 _MOST_REASON_CHARS = 400
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class Changes:
-    """What to do to the index. Document ids are in order.
+class IndexChanges:
+    """Updates to apply to an index. Document ids are in order.
 
     Attributes:
-      new: documents to take in, added or changed.
+      new: documents to add, new or changed.
       changed: ids of those of `new` that the index holds in another version.
       removed: ids to delete.
-      digests: what to note of sources once all of `new` is in, None to forget one.
+      digests: digests of sources to store once all of `new` is added, None to forget one.
       problems: files and lines that could not be used.
       left_out: characters of base64, hex and minified code that are in no passage of `new`, by file.
     """
@@ -52,21 +52,22 @@ def find_changes(
     strict: bool,
     max_file_bytes: int,
     progress: Callable[[int, int], None],
-) -> Changes:
-    """Every file is read and hashed; those whose hash is known are not parsed.
+) -> IndexChanges:
+    """Finds the changes since the index was built. Every file is read and hashed; those with a known hash are not
+    parsed.
 
     Args:
       versions: (version, source) of the documents in the index, by id.
-      digests: of collections that the index holds as a whole.
+      digests: of collections that the index holds completely.
       skip: a directory to leave out.
-      strict: whether the first file that cannot be used raises.
+      strict: raise for the first file that cannot be used.
       max_file_bytes: larger files, or lines of collections, cannot be used.
-      progress: called with the files done and all files.
+      progress: called with the number of files done and of all files.
 
     Raises:
       DocumentError: with `strict`.
     """
-    changes = Changes()
+    changes = IndexChanges()
     finder = _Finder(changes, versions, digests, split, max_file_bytes, strict)
     files, failed = find_files(docs_dir, skip=skip)
     for path, reason in failed:
@@ -86,7 +87,7 @@ def find_changes(
 class _Finder:
     def __init__(
         self,
-        changes: Changes,
+        changes: IndexChanges,
         versions: Mapping[str, tuple[str, str]],
         digests: Mapping[str, str],
         split: Split,
@@ -105,8 +106,8 @@ class _Finder:
 
     @contextlib.contextmanager
     def _reporting(self, path: str | Path) -> Iterator[None]:
-        """Whatever is wrong with a file, or with one document of it, becomes a problem that names it: the others are
-        read all the same. Parsers raise more than they say (`RecursionError`, `OverflowError`, ...)."""
+        """Reports any problem with a file, or with one document of it, so that the others are still read. Parsers raise
+        more than they document (`RecursionError`, `OverflowError`, ...)."""
         try:
             yield
         except DocumentError as problem:
@@ -131,13 +132,13 @@ class _Finder:
             num_problems = len(self._changes.problems)
             for line in jsonl.read_lines(path, name, max_line_bytes=self._max_file_bytes):
                 with self._reporting(path if isinstance(line, DocumentError) else f"{path}: {line.document_id}"):
-                    self._line(name, path, line)
-            if len(self._changes.problems) == num_problems:  # else they are told again next time
+                    self._take_line(name, path, line)
+            if len(self._changes.problems) == num_problems:  # else they are reported again next time
                 self._changes.digests[name] = digest
             elif name in self._digests:
                 self._changes.digests[name] = None
 
-    def _line(self, name: str, path: Path, line: jsonl.Line | DocumentError) -> None:
+    def _take_line(self, name: str, path: Path, line: jsonl.CollectionLine | DocumentError) -> None:
         if isinstance(line, DocumentError):
             raise line
         if line.document_id in self.present:

@@ -1,8 +1,8 @@
 """Splits a document's text into chunks of bounded token count.
 
-The splitter looks at all that lies ahead for every chunk, and counts the same text again and again: on its own it takes
-the square of a text's length. Here it sees a window of some chunks at a time, and most of its counts are sums of the
-counts of words.
+For each chunk, the splitter looks at the whole rest of the text and counts the same parts again and again: used alone
+it takes quadratic time. Here it sees a window of a few chunks at a time, and most counts are sums of the counts of
+words.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _BLANK = re.compile(r"\s*")
 _WINDOW_CHUNKS = 10
 _MARKDOWN_WINDOW_CHUNKS = 32
 _LEAST_MARKDOWN_WINDOW = 12_800
-"""Tokens, about 50 kB: so much that a heading is in it, where the next window may begin. One that begins in a list or a
-table is cut as if that were plain text."""
+"""Window size in tokens, about 50 kB: large enough to contain a heading, where the next window may begin. A window that
+begins inside a list or a table is split as plain text."""
 _LONGEST_INDENT = 1024
-_AHEAD_CHUNKS = 2
-"""A chunk does not depend on what lies further ahead of its start than this; 1 would do if counts of parts added up."""
+_LOOKAHEAD_CHUNKS = 2
+"""A chunk depends on no text further behind its start than this; 1 would do if counts of parts added up."""
 
 
 def split(
@@ -34,15 +34,15 @@ def split(
     overlap_tokens: int = 0,
     markdown: bool = False,
 ) -> list[str]:
-    """Chunks of at most `chunk_tokens` tokens, as full as the borders allow, in reading order.
+    """Splits a text into chunks of at most `chunk_tokens` tokens, as full as the borders allow, in reading order.
 
     Borders are paragraphs where possible, else lines, sentences, words, characters; with `markdown`, headings, list
-    items and code blocks as well. White space around a chunk is dropped. Without overlap every other character
-    appears exactly once. The same text, counts and settings always give the same chunks. Takes time in proportion to
-    the text: `count_tokens` sees a few times its characters, in pieces of bounded length.
+    items and code blocks as well. White space around a chunk is dropped. Without overlap every other character appears
+    exactly once. The same text, counts and settings always give the same chunks. Takes time proportional to the text:
+    `count_tokens` sees a few times its characters, in pieces of bounded length.
 
     Raises:
-      ValueError: `chunk_tokens` or `overlap_tokens` is out of range, or one character alone is over `chunk_tokens`.
+      ValueError: `chunk_tokens` or `overlap_tokens` is out of range, or one character alone exceeds `chunk_tokens`.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: wanted at least 1, got {chunk_tokens}")
@@ -71,7 +71,7 @@ def _chunks(
     chunk_tokens: int,
     markdown: bool,
 ) -> Iterator[str]:
-    """What the splitter makes of the text as a whole, window by window."""
+    """The chunks of the whole text, window by window."""
     num_tokens = chunk_tokens * _WINDOW_CHUNKS
     if markdown:
         num_tokens = max(chunk_tokens * _MARKDOWN_WINDOW_CHUNKS, _LEAST_MARKDOWN_WINDOW)
@@ -85,7 +85,7 @@ def _chunks(
         next_start = start + len(window)
         if next_start < len(text) and found:
             starts = [begin for begin, _ in found]
-            sure = counter.num_followed_by(starts, _AHEAD_CHUNKS * chunk_tokens)
+            sure = counter.num_followed_by(starts, _LOOKAHEAD_CHUNKS * chunk_tokens)
             if sure < 2:
                 found = found[:1]
                 next_start = starts[0] + len(found[0][1])
@@ -93,19 +93,19 @@ def _chunks(
                 last = 1 + best_start(window, [begin - start for begin in starts[1:sure]]) if markdown else sure - 1
                 found, next_start = found[:last], starts[last]
         for begin, chunk in found:
-            if begin + len(chunk) > end_of_last:  # else an overlap that holds nothing new
+            if begin + len(chunk) > end_of_last:  # else an overlap without new text
                 end_of_last = begin + len(chunk)
                 yield chunk
         start = next_start
 
 
 def _found(splitter: MarkdownSplitter | TextSplitter, window: str, start: int) -> list[tuple[int, str]]:
-    """The chunks of a window with their places in the text; `start` is that of the window."""
+    """The chunks of a window with their positions in the text; `start` is that of the window."""
     return [(start + offset, chunk) for offset, chunk in splitter.chunk_indices(window) if chunk.strip()]
 
 
 def _without_blank_lines(text: str, start: int) -> int:
-    """Where the first line from `start` on begins that is not blank; `start` if it is in that line already."""
+    """Start of the first non-blank line from `start` on; `start` if that line contains it."""
     blank = _BLANK.match(text, start)
     assert blank is not None
     begin = max(start, text.rfind("\n", start, blank.end()) + 1)

@@ -1,4 +1,4 @@
-"""Token counts of many parts of one text, most of them summed up from counts of its words."""
+"""Token counts of many parts of one text, most of them sums of the counts of its words."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ _LEAST_SLACK = 8.0
 _RUN_CHARS = 256
 _RUN = re.compile(rf"[!-~]{{{_RUN_CHARS}}}")
 _SPARE = 2
-"""Tokens on top of a sum at the end of a long run without blanks, of numbers or signs: no border there is better than
-another, and where every character is one, finding the last that fits would take many counts."""
+"""Tolerance in tokens for sums that end in a long run of numbers or signs without blanks: no border there is better
+than another, and finding the last one that fits would take many counts."""
 _NUM_SAMPLES = 64
 
 
 class WindowCounter:
     """Counts tokens of parts of a window of a text.
 
-    A count of a part is the sum of those of its words, which are remembered, as long as that is clearly above or below
-    every limit; near one `count_tokens` says. What "near" is follows from how far sums were off so far.
+    A count is the sum of the (memoised) counts of the part's words, as long as that is clearly above or below every
+    limit; near a limit, `count_tokens` decides. How near follows from the errors of sums so far.
     """
 
     def __init__(self, text: str, count_tokens: Callable[[str], int], *limits: int) -> None:
         """Args:
-        limits: what counts are compared with, in tokens."""
+        limits: thresholds, in tokens, that counts are compared with.
+        """
         self._text, self._count_tokens, self._limits = text, count_tokens, limits
         self._known: dict[str, int] = {}
         self._slack = _LEAST_SLACK + max(limits) / 8
@@ -40,10 +41,10 @@ class WindowCounter:
         self._exact: dict[str, int] = {}
         self._counted = (-1, 0, 0)
         self.is_exact = False
-        """Whether sums do not do in this window, and `count_tokens` is asked for everything."""
+        """Whether sums are too imprecise in this window, so that `count_tokens` is used for everything."""
 
     def open(self, start: int, num_tokens: int) -> str:
-        """The text from `start` on, as much of it as has about `num_tokens` tokens; what is counted next."""
+        """Moves the window to the text from `start` on, about `num_tokens` tokens of it."""
         ends, sums, end = [0], [0], start
         while end < len(self._text) and sums[-1] < num_tokens:
             for word in _WORD.findall(self._text[end : end + _BLOCK_CHARS]):
@@ -61,7 +62,7 @@ class WindowCounter:
         return self._window
 
     def __call__(self, part: str) -> int:
-        """Tokens of a part of the window; above or below a limit if they are, and close to their number."""
+        """Tokens of a part of the window: on the right side of every limit, and close to the exact number."""
         at = self._window.find(part, self._found_at)
         if at < 0 and (at := self._window.find(part)) < 0:
             return self._count_tokens(part)
@@ -83,7 +84,7 @@ class WindowCounter:
         return count
 
     def _learn(self, off: float) -> None:
-        """Takes to heart how far a sum was off."""
+        """Adapts to the error of a sum."""
         self._most_off = max(self._most_off, off)
         self._num_samples += 1
         if self._num_samples >= _NUM_SAMPLES:

@@ -20,7 +20,7 @@ from ccjax.retrieval.markdown import Fences
 MAX_FILE_BYTES = 20_000_000
 _MOST = sys.float_info.max
 _MOST_FRONT_MATTER_CHARS = 65_536
-"""YAML is read at 0.1 MB/s."""
+"""YAML is parsed at 0.1 MB/s."""
 
 
 class DocumentError(ValueError):
@@ -48,8 +48,8 @@ class LoadedDocument:
 
 
 def plain_metadata(value: Any) -> dict[str, str | float | bool]:
-    """What searches may ask for in a mapping: its text, numbers and truth values by name, dates as ISO text; the rest,
-    lists, mappings and numbers that no float holds too, is left out. Empty where `value` is no mapping."""
+    """The text, numbers and booleans of a mapping by name, for filters; dates as ISO text. The rest (lists, mappings,
+    numbers beyond a float) is left out. Empty if `value` is no mapping."""
     if not isinstance(value, Mapping):
         return {}
     plain: dict[str, str | float | bool] = {}
@@ -169,7 +169,7 @@ def _parse_markdown(path: Path, data: bytes) -> tuple[str | None, str]:
 
 
 def _front_matter(text: str) -> dict[str, str | float | bool]:
-    """The front matter as metadata; empty where there is none, or none that is YAML."""
+    """The front matter as metadata; empty if there is none or it is not YAML."""
     front = _FRONT_MATTER.match(text.replace("\r\n", "\n").replace("\r", "\n"))
     if front is None or len(front[1]) > _MOST_FRONT_MATTER_CHARS:
         return {}
@@ -223,7 +223,7 @@ def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
     if declared in ("iso-8859-1", "latin-1", "us-ascii", "ascii"):
         declared = "windows-1252"  # what browsers do (WHATWG), since most such pages hold windows-1252 quotes
     markup = _decode(path, data, declared)
-    with warnings.catch_warnings():  # about XHTML and about bodies that look like a file name; both are welcome here
+    with warnings.catch_warnings():  # about XHTML and about bodies that look like a file name; both are fine here
         warnings.simplefilter("ignore", bs4.UnusualUsageWarning)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             soup = bs4.BeautifulSoup(markup, "html.parser")
@@ -242,8 +242,9 @@ def _parse_html(path: Path, data: bytes) -> tuple[str | None, str]:
 
 
 def _seen(soup: Any, left_out: Any) -> Iterator[str]:
-    """The text of a page in order, with the space around its parts, `left_out` (a tag or None) and what browsers do not
-    show excepted. The tree stays as it is: each change of a tag with many beside it takes time for all of these."""
+    """The text of a page in order, with the space around its parts, without `left_out` (a tag or None) and what
+    browsers hide. The tree is not modified, because each change of a tag takes time proportional to the number
+    of its neighbours."""
     from bs4.element import CData, NavigableString, Tag
 
     within = [(iter(soup.contents), "", False)]

@@ -1,8 +1,8 @@
-"""The index of passages: documents and vectors on disk, searched by similarity and metadata, changed while it is
-searched.
+"""The index of passages: documents and vectors on disk, searched by similarity and metadata, and updated during
+searches.
 
-`passages.sqlite` is the truth. Vectors are searched in segments that are made of it; where there are many, most of them
-are in a trained index, a file that is memory-mapped and may be deleted. Several processes may share a directory.
+`passages.sqlite` is authoritative. Vectors are searched in segments built from it; of many vectors, most are in a
+trained index, a memory-mapped file that may be deleted. Several processes may share a directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ccjax.retrieval.catalog import (
     naming_damage,
 )
 from ccjax.retrieval.filters import Filter
-from ccjax.retrieval.segments import Chosen, Segment, appended, neighbours, search
+from ccjax.retrieval.segments import Chosen, IndexSegment, appended, neighbours, search
 from ccjax.retrieval.trained import Progress, Trained, TrainedKind, build, load
 
 __all__ = ["IndexKind", "IndexSettings", "IndexUnusableError", "IndexedDocument", "PassageIndex"]
@@ -36,20 +36,20 @@ _log = logging.getLogger(__name__)
 IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
 INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 LEAST_TRAINED = 50_000
-"""Passages from which on `auto` trains an IVF index: fewer are searched exactly in some milliseconds."""
+"""Number of passages from which `auto` trains an IVF index: fewer are searched exactly in some milliseconds."""
 _MOST_UNTRAINED = 0.1
-"""Share of the trained rows that may be new, or deleted, before the index is made again."""
+"""Share of the trained rows that may be new or deleted before the index is rebuilt."""
 _RETRAIN_AT = 2.0
-"""Times the rows that clusters were trained on, from which on they are trained anew."""
+"""Growth factor of the rows since training from which clusters are retrained."""
 _MOST_FILTERS = 16
 Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """What one search sees."""
+    """Consistent view for one search."""
 
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[IndexSegment, ...] = ()
     trained: Trained | None = None
     last_row: int = 0
 
@@ -59,7 +59,7 @@ class _View:
 
 
 class PassageIndex:
-    """Documents with one vector for each passage; any thread may call any method.
+    """Documents with one vector for each passage. Thread-safe.
 
     A search sees every document as it is before or after a `write`, never in between.
     """
@@ -80,7 +80,7 @@ class PassageIndex:
     def open(
         cls, directory: Path | None, settings: IndexSettings, *, kind: IndexKind = "auto", recall: float = 0.95
     ) -> PassageIndex:
-        """The index in `directory`, an empty one where there is none; None keeps it in memory.
+        """Opens the index in `directory`, creating an empty one if there is none; None keeps it in memory.
 
         Args:
           kind: `flat` searches every vector; `ivf` and `hnsw` those near the query (`ccjax.retrieval.trained`), once
@@ -90,7 +90,7 @@ class PassageIndex:
         Raises:
           IndexUnusableError: it is damaged, or was not made with `settings`.
           OSError: its files cannot be opened or written.
-          ValueError: an argument is none of these.
+          ValueError: an argument is invalid.
         """
         if kind not in INDEX_KINDS:
             raise ValueError(f"index_kind: wanted one of {', '.join(INDEX_KINDS)}, got {kind!r}")
@@ -114,7 +114,7 @@ class PassageIndex:
 
     @property
     def num_documents(self) -> int:
-        """Documents, those without passages included."""
+        """Number of documents, including those without passages."""
         return self._read(self._catalog.count_documents)
 
     def versions(self) -> dict[str, tuple[str, str]]:
@@ -122,15 +122,15 @@ class PassageIndex:
         return self._read(self._catalog.versions)
 
     def digests(self) -> dict[str, str]:
-        """What `write` noted of sources."""
+        """The digests of sources stored by `write`."""
         return self._read(self._catalog.digests)
 
     def has(self, document_id: str) -> bool:
-        """True if the document is there."""
+        """True if the document exists."""
         return self._read(lambda: self._catalog.has(document_id))
 
     def document(self, document_id: str) -> list[PassageRow]:
-        """The passages of a document in reading order; empty where there is none."""
+        """The passages of a document in reading order; empty if it is unknown."""
         return self._read(lambda: self._catalog.document(document_id))
 
     # -- searching ---------------------------------------------------------------------------------------------
@@ -138,8 +138,7 @@ class PassageIndex:
     def search(self, vector: np.ndarray, top_k: int, *, where: Filter | None = None) -> list[tuple[float, PassageRow]]:
         """(score, passage) of the `top_k` best passages, best first, ties in order of arrival.
 
-        Fewer come back where fewer exist or the filter lets fewer through; none for a zero `vector`, which resembles
-        nothing.
+        Returns fewer if fewer exist or match the filter, and none for a zero `vector`, which is similar to nothing.
         """
         ((hits, _),) = self.stages(vector, top_k, 1, where=where)
         return hits
@@ -147,8 +146,8 @@ class PassageIndex:
     def stages(
         self, vector: np.ndarray, top_k: int, num_stages: int, *, where: Filter | None = None
     ) -> Iterator[tuple[list[tuple[float, PassageRow]], bool]]:
-        """What `search` would return of what was searched so far, after each of at most `num_stages` parts of the work,
-        and whether that is all: then it is what `search` returns."""
+        """Preliminary results of `search` after each of at most `num_stages` parts of the work, and whether they are
+        final: then they equal those of `search`."""
         while True:
             view = self._view
             if not view.segments or not vector.any():
@@ -169,7 +168,7 @@ class PassageIndex:
                     return
 
     def neighbours(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All rows and the `count` rows most similar to each, (int64 [n], int64 [n, count]), some at a time; see
+        """All rows and the `count` rows most similar to each, (int64 [n], int64 [n, count]), in batches; see
         `ccjax.retrieval.segments.neighbours`."""
         view = self._view
         for rows, vectors in self._batches(view.last_row)():
@@ -196,7 +195,7 @@ class PassageIndex:
         return num_found / max(1, int(np.isfinite(best).sum()))
 
     def _passages(self, hits: Sequence[tuple[float, int]], view: _View) -> list[tuple[float, PassageRow]] | None:
-        """The texts of what was found; None where a passage has gone since: `view` is out of date."""
+        """The texts of the results; None if a passage was deleted since, so that `view` is out of date."""
         with self._lock:
             known = self._catalog.passages([row for _, row in hits])
             if len(known) < len(hits):
@@ -206,7 +205,7 @@ class PassageIndex:
         return [(score, known[row]) for score, row in hits]
 
     def _chosen(self, view: _View, where: Filter | None) -> list[Chosen]:
-        """What may be found, segment by segment."""
+        """The rows that may be found, segment by segment."""
         if where is None:
             return [segment.living for segment in view.segments]
         with self._lock:
@@ -215,7 +214,7 @@ class PassageIndex:
                 rows = self._catalog.rows(where)
                 chosen = [segment.choose(rows) for segment in view.segments]
             self._filtered[where] = view, chosen
-            while len(self._filtered) > _MOST_FILTERS:  # the one that was asked for least recently
+            while len(self._filtered) > _MOST_FILTERS:  # the least recently used one
                 self._filtered.pop(next(iter(self._filtered)))
             return chosen
 
@@ -229,7 +228,7 @@ class PassageIndex:
         removed: Collection[str] = (),
         digests: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Takes in and removes documents, all or nothing. A document of the same id is replaced.
+        """Adds and removes documents, all or nothing. A document of the same id is replaced.
 
         Args:
           vectors: float32 [passages, dim], in the order of the documents' passages.
@@ -258,13 +257,13 @@ class PassageIndex:
             segments = tuple(segment.without(gone) for segment in view.segments)
             added = np.concatenate(rows) if rows else np.empty(0, np.int64)
             if len(added):
-                segments = appended(segments, Segment.flat(added, vectors))
+                segments = appended(segments, IndexSegment.flat(added, vectors))
                 view = dataclasses.replace(view, last_row=int(added[-1]))
             self._show(dataclasses.replace(view, segments=tuple(one for one in segments if one.num_alive)))
 
     def improve(self, progress: Progress = lambda stage, done, total: None) -> Trained | None:
-        """Trains what `kind` asks for, where it is missing or too much has changed since; None if nothing was to be
-        done. Minutes for a million passages; searches and writes go on meanwhile.
+        """Trains the index that `kind` asks for, if it is missing or too much has changed; None if nothing was to be
+        done. Takes minutes for a million passages; searches and writes continue meanwhile.
 
         Args:
           progress: called as (`train` or `add`, done, total).
@@ -293,16 +292,16 @@ class PassageIndex:
         made = _View() if trained is None else _View((load(trained, directory),), trained, trained.last_row)
         with self._lock:
             with self._catalog.transaction():
-                self._catalog.note("trained", None if trained is None else dataclasses.asdict(trained))
+                self._catalog.set_value("trained", None if trained is None else dataclasses.asdict(trained))
             self._sync(made)
-            noted = self._catalog.noted("trained") or {}
+            noted = self._catalog.get_value("trained") or {}
         for path in directory.glob("vectors-*.faiss"):
             if path.name != noted.get("file"):
                 path.unlink(missing_ok=True)
         return trained
 
     def close(self) -> None:
-        """Frees the vectors and closes the file; nothing may be called afterwards."""
+        """Frees the vectors and closes the file; no method may be called afterwards."""
         with self._lock:
             self._view = _View()
             self._catalog.close()
@@ -330,14 +329,14 @@ class PassageIndex:
 
     def _show(self, view: _View) -> None:
         self._view = view
-        self._filtered.clear()  # what they chose of earlier segments would only keep these
+        self._filtered.clear()  # cached selections would only keep earlier segments alive
 
     def _read(self, function: Callable[[], Result]) -> Result:
         with self._lock:
             return function()
 
     def _batches(self, last_row: int) -> Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]:
-        """Rows and vectors up to a row, some at a time; writes may come between."""
+        """Rows and vectors up to a row, in batches; writes may happen in between."""
 
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             after = 0
@@ -357,10 +356,10 @@ class PassageIndex:
         return batches
 
     def _sync(self, view: _View | None = None) -> None:
-        """Brings the segments, or those of `view`, in step with what any process wrote."""
+        """Updates the segments, or those of `view`, with what any process wrote."""
         view = view or self._view
         with self._catalog.snapshot():
-            trained = self._noted_trained()
+            trained = self._stored_trained()
             if trained != view.trained:
                 view = self._opened(trained)
             new = list(self._catalog.vectors(self.settings.dim, after=view.last_row))
@@ -369,21 +368,21 @@ class PassageIndex:
         segments, last_row = view.segments, view.last_row
         if new:
             rows, vectors = np.concatenate([rows for rows, _ in new]), np.concatenate([some for _, some in new])
-            segments, last_row = appended(segments, Segment.flat(rows, vectors)), int(rows[-1])
+            segments, last_row = appended(segments, IndexSegment.flat(rows, vectors)), int(rows[-1])
         living = (one.without(np.setdiff1d(one.rows, alive, assume_unique=True)) for one in segments)
         segments = tuple(segment for segment in living if segment.num_alive)
         self._show(dataclasses.replace(view, segments=segments, last_row=last_row))
         self._stamp = stamp
 
-    def _noted_trained(self) -> Trained | None:
-        noted = self._catalog.noted("trained")
+    def _stored_trained(self) -> Trained | None:
+        noted = self._catalog.get_value("trained")
         try:
             return None if noted is None else Trained(**noted)
         except TypeError as error:
             raise IndexUnusableError(f"damaged: {error}") from None
 
     def _opened(self, trained: Trained | None) -> _View:
-        """A view of the trained index alone; of nothing where its file is damaged: it can be made again."""
+        """A view of the trained index alone; empty if its file is damaged, since it can be rebuilt."""
         if trained is None or self._directory is None:
             return _View()
         try:

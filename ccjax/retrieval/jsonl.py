@@ -1,7 +1,7 @@
-"""Collections: `.jsonl` files with a document on each line, as BEIR's corpora have them.
+"""Collections: `.jsonl` files with one document per line, in the format of BEIR's corpora.
 
-A line is `{"_id": "...", "title": "...", "text": "...", "metadata": {...}}`; `id` will do for `_id`, title and metadata
-may be missing, further names are left alone.
+A line is `{"_id": "...", "title": "...", "text": "...", "metadata": {...}}`; `id` is accepted for `_id`, title and
+metadata are optional, other names are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUFFIX = ".jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class CollectionLine:
     """One document of a collection; `version` is the sha256 (hex) of its line."""
 
     document_id: str
@@ -40,11 +40,11 @@ def digest(path: Path) -> str:
         raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
 
 
-def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Line | DocumentError]:
-    """The documents of a collection, or why a line is none; the file is never held as a whole.
+def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[CollectionLine | DocumentError]:
+    """Yields the documents of a collection, or an error for each bad line; the file is never in memory as a whole.
 
     Args:
-      name: the collection's own id, in front of the ids of its documents.
+      name: the collection's own id, prefix of the ids of its documents.
 
     Raises:
       DocumentError: the file cannot be read.
@@ -76,7 +76,7 @@ def _lines(file: IO[bytes], max_bytes: int) -> Iterator[bytes | None]:
         yield None
 
 
-def _parse(line: bytes, name: str) -> Line:
+def _parse(line: bytes, name: str) -> CollectionLine:
     value = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
     if not isinstance(value, Mapping):
         raise ValueError(f"wanted an object with _id and text, got {type(value).__name__}")
@@ -86,7 +86,7 @@ def _parse(line: bytes, name: str) -> Line:
         raise ValueError(f"wanted {'_id' if not own_id else 'text'}, got nothing")
     title = " ".join(title.split()) or own_id
     document = LoadedDocument(title, text, metadata=plain_metadata(value.get("metadata")))
-    return Line(f"{name}/{own_id}", hashlib.sha256(line).hexdigest(), document)
+    return CollectionLine(f"{name}/{own_id}", hashlib.sha256(line).hexdigest(), document)
 
 
 def _text(value: Any, name: str) -> str:

@@ -1,7 +1,7 @@
-"""Finds what machines wrote for machines in a text: base64, hex and minified code, of which no passage says anything.
+"""Finds machine-generated text: base64, hex and minified code, which no question can match.
 
-What may look alike is left alone: identifiers, paths and URLs (letters of a kind stand together in them, and they are
-short), sequences of one kind of letter, digits, numbers in tables, hashes and keys, text in scripts without blanks.
+Similar looking text is kept: identifiers, paths and URLs (which are short and have runs of one kind of letter),
+sequences of one kind of letter, digits, numbers in tables, hashes and keys, text in scripts without blanks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CLASSES = str.maketrans(
     | {chr(code): "d" for code in range(48, 58)}
 )
 _LEAST_CHANGES = 0.4
-"""Share of neighbours that are of different kinds, of capitals, small letters, digits and others: 0.65 in base64 of
-random bytes, 0.55 in that of text, about 0.2 in identifiers, paths and URLs."""
+"""Share of adjacent characters of different kinds (capitals, small letters, digits, others): 0.65 in base64 of random
+bytes, 0.55 in that of text, about 0.2 in identifiers, paths and URLs."""
 _MOST_OTHERS = 0.1
 """Share of signs besides letters and digits: 0.03 in base64 of random bytes, far more in paths."""
 _HEX = re.compile(r"(?:[0-9a-f]+|[0-9A-F]+)\Z")
@@ -36,7 +36,7 @@ _BLANKS, _DIGITS = " \t", "0123456789"
 
 
 def without_machine_text(text: str) -> tuple[str, int]:
-    """The text without base64, hex and minified code, and how many characters that leaves out."""
+    """The text without base64, hex and minified code, and the number of characters left out."""
     shorter = _RUN.sub(_unless_readable, _WRAPPED.sub(_unless_readable, text))
     shorter = _LONG_LINE.sub(lambda line: "" if _is_minified(line[0]) else line[0], shorter)
     return shorter, len(text) - len(shorter)

@@ -1,4 +1,4 @@
-"""Where Markdown can be cut in two so that each part reads as it did in the whole."""
+"""Finds where Markdown can be split so that each part reads as it did in the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HEADING = re.compile(r"#{1,6}[ \t]")
 
 
 class Fences:
-    """Told a text line by line, says which of them are in a code fence, its own lines included."""
+    """Fed line by line, tracks whether a line belongs to a code fence, including the fence's own lines."""
 
     def __init__(self) -> None:
         self._open: str | None = None
@@ -27,8 +27,8 @@ class Fences:
 
 
 def best_start(text: str, starts: Sequence[int]) -> int:
-    """Which of some places in the text, ascending, what follows is read alike without what is before: the last one at a
-    heading, else the last one outside code, else the last one. An index into `starts`.
+    """Chooses the best of some ascending positions to split at, so that what follows reads the same on its own: the
+    last one at a heading, else the last one outside code, else the last one. Returns an index into `starts`.
 
     Args:
       text: begins outside code.

@@ -1,5 +1,4 @@
-"""The retriever: keeps an index in step with a directory of documents and answers queries. It knows no model of the
-engine, no prompt and no HTTP."""
+"""The retriever: keeps an index in step with a directory of documents and answers queries."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, PassageRow
-from ccjax.retrieval.changes import Changes, find_changes
+from ccjax.retrieval.changes import IndexChanges, find_changes
 from ccjax.retrieval.chunking import split
 from ccjax.retrieval.documents import MAX_FILE_BYTES, LoadedDocument
 from ccjax.retrieval.embedding import Embedder, default_embedder
@@ -25,11 +24,11 @@ from ccjax.types import Document
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Called as (stage, done, total); stages are `read` (files), `embed` (passages) and, where an index of many passages is
-made again, `train` (1) and `add` (passages)."""
+"""Called as (stage, done, total); stages are `read` (files), `embed` (passages) and, when a large index is rebuilt,
+`train` (1) and `add` (passages)."""
 
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
-_WRITE_BATCH = 1024  # passages that are computed again, at most, after a process that embeds is killed
+_WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
 
 
@@ -44,7 +43,7 @@ class Passage:
       version: sha256 (hex) of the source file's bytes, in a collection of the document's line.
       score: cosine similarity to the query, in [-1, 1].
       path: the source file.
-      metadata: text, numbers and truth values by name: a Markdown file's front matter, a collection's `metadata`.
+      metadata: text, numbers and booleans by name: a Markdown file's front matter, a collection's `metadata`.
     """
 
     document_id: str
@@ -57,17 +56,17 @@ class Passage:
     metadata: Mapping[str, str | float | bool] = dataclasses.field(default_factory=dict)
 
     def as_document(self) -> Document:
-        """The passage as requests have it."""
+        """The passage as part of a request."""
         return Document(self.text, self.passage_id, self.title, self.version, self.score, self.document_id)
 
 
 @dataclasses.dataclass(frozen=True)
 class RefreshReport:
-    """What an update of the index did: document ids in order, and (path, reason) of what could not be used.
+    """Result of an index update: document ids in order, and (path, reason) of what could not be used.
 
-    A document that was served before and fails now stands under both `removed` and `failed`. `rebuilt` says why a
-    saved index was not used, or is None. `left_out` holds (path, characters) of files that were read now and are not
-    in passages as a whole: base64, hex and minified code are left out.
+    A document that was served before and fails now is in both `removed` and `failed`. `rebuilt` is the reason why a
+    saved index was not used, or None. `left_out` holds (path, characters) of updated files with parts that are in no
+    passage: base64, hex and minified code.
     """
 
     added: tuple[str, ...] = ()
@@ -79,7 +78,7 @@ class RefreshReport:
 
 
 class Retriever:
-    """Ranked passages from a directory of documents; made by `Retriever.open`.
+    """Ranked passages from a directory of documents; created by `Retriever.open`.
 
     `search` may run in several threads and during `refresh`: it sees every document before or after.
     """
@@ -98,7 +97,7 @@ class Retriever:
         index_recall: float,
         progress: Progress | None,
     ) -> None:
-        """Use `Retriever.open`: a retriever made here has loaded nothing yet."""
+        """Use `Retriever.open`: a retriever constructed directly has loaded nothing yet."""
         self._docs_dir = docs_dir
         self._index_dir = index_dir
         self._embedder = embedder
@@ -118,7 +117,7 @@ class Retriever:
             self._index_dir, self._settings, kind=index_kind, recall=index_recall
         )
         self.report = RefreshReport()
-        """What the last update of the index did: that of `open`, then that of each `refresh`."""
+        """Report of the last update of the index, by `open` or `refresh`."""
 
     @classmethod
     def open(
@@ -136,18 +135,17 @@ class Retriever:
         index_kind: IndexKind = "auto",
         index_recall: float = 0.95,
     ) -> Retriever:
-        """A retriever over the files below `docs_dir`, up to date with them.
+        """Opens a retriever over the files below `docs_dir` and updates its index.
 
         Args:
-          index_dir: where the index is kept between runs; None keeps it in memory only. A saved index made with
-            another embedder, tokenizer or chunk size, or a damaged one, is rebuilt with a log line.
+          index_dir: where the index is kept between runs; None keeps it in memory only. A saved index made with another
+            embedder, tokenizer or chunk size, or a damaged one, is rebuilt with a log line.
           embedder: None = `default_embedder("auto")`.
-          count_tokens: length of a text in the engine's tokens; decides where passages end.
+          count_tokens: length of a text in the engine's tokens; determines where passages end.
           chunk_tokens: longest passage, in those tokens.
-          overlap_tokens: most tokens that two neighbouring passages share.
+          overlap_tokens: most tokens by which adjacent passages overlap.
           progress: called while files are read and passages embedded.
-          strict: whether a file that cannot be used raises. By default it is skipped, logged, and listed in
-            `report.failed`.
+          strict: raise for a file that cannot be used. By default it is skipped, logged, and listed in `report.failed`.
           max_file_bytes: larger files are refused, and longer lines of collections.
           index_kind: see `PassageIndex.open`.
           index_recall: see there.
@@ -186,35 +184,35 @@ class Retriever:
 
     @property
     def num_documents(self) -> int:
-        """Documents that can be found."""
+        """Number of searchable documents."""
         return self._current().num_documents
 
     @property
     def num_passages(self) -> int:
-        """Passages that can be found."""
+        """Number of searchable passages."""
         return len(self._current())
 
     @property
     def document_ids(self) -> tuple[str, ...]:
-        """Ids of the documents that can be found, sorted."""
+        """Ids of the searchable documents, sorted."""
         return tuple(self._current().versions())
 
     @property
     def trained(self) -> Trained | None:
-        """The trained index that is searched, with its recall; None while searches look at every passage."""
+        """The trained index in use, with its recall; None while searches compare every passage."""
         return self._current().trained
 
     def has_document(self, document_id: str) -> bool:
-        """True if such a document can be found."""
+        """True if the document is searchable."""
         return self._current().has(document_id)
 
     def passages(self, document_id: str) -> list[Passage]:
-        """All passages of a document in reading order, each with score 0; empty where there is no such document."""
+        """All passages of a document in reading order, each with score 0; empty if it is unknown."""
         return [self._passage(row, 0.0) for row in self._current().document(document_id)]
 
     def neighbours(self, count: int) -> dict[str, tuple[str, ...]]:
         """Passage id -> ids of the `count` passages whose vectors are most similar to its own, the nearest first; fewer
-        where fewer resemble it."""
+        if fewer are similar."""
         index = self._current()
         ids = {row: f"{document_id}#{number}" for row, (document_id, number) in index.keys().items()}
         return {
@@ -239,8 +237,8 @@ class Retriever:
     def stages(
         self, query: str, top_k: int, num_stages: int, *, filters: Mapping[str, Any] | None = None
     ) -> Iterator[tuple[list[Passage], bool]]:
-        """What `search` finds in what was searched so far, after each of at most `num_stages` parts of the work
-        (RAGCache sec. 5.3), and whether that is all: then it is what `search` finds.
+        """Preliminary results of `search` after each of at most `num_stages` parts of the work (RAGCache sec. 5.3), and
+        whether they are final: then they equal those of `search`.
 
         Raises:
           ValueError: as `search`, or `num_stages` is under 1; at once.
@@ -268,16 +266,16 @@ class Retriever:
         return self._current().recall(self._embedder.embed(list(queries)), top_k)
 
     def refresh(self) -> RefreshReport:
-        """Brings the index in step with the directory.
+        """Updates the index from the directory.
 
-        Every file is read and hashed; only new and changed ones are parsed and embedded, the vectors of the others
-        are kept. A changed file that cannot be used any more is dropped rather than served stale. Where much has
-        changed among many passages, the trained index is made again; searches go on meanwhile.
+        Every file is read and hashed; only new and changed ones are parsed and embedded, other vectors are kept. A
+        changed file that cannot be used any more is dropped rather than served stale. If much has changed among many
+        passages, the trained index is rebuilt while searches continue.
         """
         return self._update(strict=False, rebuilt=None)
 
     def close(self) -> None:
-        """Frees the index; every later call but `close` raises ValueError."""
+        """Frees the index; every later call except `close` raises ValueError."""
         with self._update_lock:
             index, self._index = self._index, None
             if index is not None:
@@ -302,7 +300,7 @@ class Retriever:
         )
 
     def _load(self) -> str | None:
-        """Opens the saved index, or a new one; says why a saved one cannot be used, else None."""
+        """Opens the saved index, or a new one; returns why a saved one cannot be used, else None."""
         if self._index_dir is not None:
             self._index_dir.mkdir(parents=True, exist_ok=True)
         try:
@@ -356,14 +354,14 @@ class Retriever:
         )
         return tuple(passages)
 
-    def _apply(self, index: PassageIndex, changes: Changes) -> None:
-        """Embeds what is new and writes it batch by batch, so that a process that is killed has less to do again."""
+    def _apply(self, index: PassageIndex, changes: IndexChanges) -> None:
+        """Embeds new passages and writes them batch by batch, so that little is lost if the process is killed."""
         if changes.removed:
             index.write(removed=changes.removed)
         total = sum(len(document.passages) for document in changes.new)
         done = 0
         for group in _groups(changes.new):
-            # A title names the subject.
+            # The title names the subject.
             texts = [f"{document.title}\n{text}" for document in group for text in document.passages]
             vectors = np.empty((len(texts), self._settings.dim), np.float32)
             for start in range(0, len(texts), _EMBED_BATCH):
@@ -381,7 +379,7 @@ class Retriever:
 
 
 def _groups(documents: Sequence[IndexedDocument]) -> Iterator[list[IndexedDocument]]:
-    """Documents that are written together."""
+    """Batches of documents to write together."""
     group, num_passages = [], 0
     for document in documents:
         group.append(document)

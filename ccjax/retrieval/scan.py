@@ -1,4 +1,4 @@
-"""Finds the files of a documents directory. Knows names and links, nothing of what the files hold."""
+"""Finds the files of a documents directory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def find_files(docs_dir: Path, *, skip: Path | None = None) -> tuple[dict[str, Path], tuple[tuple[str, str], ...]]:
-    """All files below `docs_dir` by document id, and the places that cannot be walked.
+    """All files below `docs_dir` by document id, and the directories that cannot be read.
 
     A document id is the path below `docs_dir` with forward slashes; the mapping is sorted by it. Hidden files and
-    directories are left out, and so is the directory `skip`. Links to directories are followed, but every directory
-    is walked once, under its real place where that is below `docs_dir`: loops end, nothing is indexed twice.
+    directories are left out, and so is the directory `skip`. Links to directories are followed, but every directory is
+    visited once, under its real path if that is below `docs_dir`: loops end, nothing is indexed twice.
 
     Returns:
       (files, failed): `failed` holds (path, reason) of unreadable directories and of names that are not UTF-8.

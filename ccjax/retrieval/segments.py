@@ -1,7 +1,7 @@
-"""Vectors in immutable segments, searched together. Knows rows and vectors; no text, no file.
+"""Vectors in immutable segments, searched together.
 
-As in a log-structured merge tree, what is written becomes a small flat segment, small segments are merged into larger
-ones, and what was deleted is only marked. One segment may be a trained index (`ccjax.retrieval.trained`).
+As in a log-structured merge tree, each write creates a small flat segment, small segments are merged into larger ones,
+and deleted rows are only marked. One segment may be a trained index (`ccjax.retrieval.trained`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from ccjax.retrieval.staged import staged_search
 
 _FEW = 0.1
-"""Where a search may find no more than this share of a trained segment, it looks at all of these: the neighbourhood of
-a query may hold none of them."""
+"""If a search may find at most this share of a trained segment, it compares all of these rows: the clusters near the
+query may contain none of them."""
 _faiss: Any = faiss
 
 
@@ -42,7 +42,7 @@ class Chosen:
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class IndexSegment:
     """Some rows and their vectors.
 
     Attributes:
@@ -56,7 +56,7 @@ class Segment:
     alive: np.ndarray | None = None
 
     @classmethod
-    def flat(cls, rows: np.ndarray, vectors: np.ndarray) -> Segment:
+    def flat(cls, rows: np.ndarray, vectors: np.ndarray) -> IndexSegment:
         """A segment that is searched exactly; `vectors` is float32 [n, dim]."""
         index = faiss.IndexFlatIP(vectors.shape[1])
         index.add(np.ascontiguousarray(vectors, np.float32))  # pyright: ignore[reportCallIssue]
@@ -69,10 +69,10 @@ class Segment:
 
     @property
     def num_alive(self) -> int:
-        """Rows that were not deleted."""
+        """Number of rows that are not deleted."""
         return self.living.num_rows
 
-    def without(self, rows: np.ndarray) -> Segment:
+    def without(self, rows: np.ndarray) -> IndexSegment:
         """The segment with more rows deleted, those of `rows` (ascending) that it holds."""
         gone = _is_in(self.rows, rows)
         if not gone.any():
@@ -92,7 +92,7 @@ class Segment:
         self, vector: np.ndarray, top_k: int, num_stages: int, chosen: Chosen
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(scores float32, rows int64) of the best of the chosen rows so far, after each of at most `num_stages`
-        stages; nothing where none is chosen."""
+        stages; nothing if none is chosen."""
         if not chosen.num_rows:
             return
         index, selector, is_few = self.index, None, False
@@ -123,7 +123,7 @@ class Segment:
         return scores, np.where(ids < 0, -1, self.rows[ids])
 
 
-def neighbours(segments: Sequence[Segment], rows: np.ndarray, vectors: np.ndarray, count: int) -> np.ndarray:
+def neighbours(segments: Sequence[IndexSegment], rows: np.ndarray, vectors: np.ndarray, count: int) -> np.ndarray:
     """int64 [n, count]: for each of `rows` [n], whose vectors are `vectors` [n, dim], the other rows most similar to
     it, the nearest first, ties by row; -1 where fewer resemble it at all."""
     parts = [segment.nearest(np.ascontiguousarray(vectors, np.float32), count + 1) for segment in segments]
@@ -136,7 +136,7 @@ def neighbours(segments: Sequence[Segment], rows: np.ndarray, vectors: np.ndarra
 
 
 def search(
-    segments: Sequence[Segment], chosen: Sequence[Chosen], vector: np.ndarray, top_k: int, num_stages: int
+    segments: Sequence[IndexSegment], chosen: Sequence[Chosen], vector: np.ndarray, top_k: int, num_stages: int
 ) -> Iterator[list[tuple[float, int]]]:
     """(score, row) of the best of all segments so far, best first, ties by row, after each of at most `num_stages`
     stages of the largest segment; the others are searched first. At least one result.
@@ -156,17 +156,17 @@ def search(
         yield _best([*known, *zip(scores.tolist(), rows.tolist(), strict=True)], top_k)
 
 
-def appended(segments: Sequence[Segment], new: Segment) -> tuple[Segment, ...]:
-    """The segments with one more. Flat ones no more than twice as large as what comes behind them are merged with it,
-    which keeps their number logarithmic and copies every vector that often; deleted rows are left out."""
+def appended(segments: Sequence[IndexSegment], new: IndexSegment) -> tuple[IndexSegment, ...]:
+    """The segments plus one. Flat ones at most twice as large as those after them are merged, which keeps their number
+    logarithmic and copies every vector that often; deleted rows are dropped."""
     kept = list(segments)
     while kept and kept[-1].is_flat and len(kept[-1].rows) <= 2 * len(new.rows):
         rows, vectors = zip(*map(_living, (kept.pop(), new)), strict=True)
-        new = Segment.flat(np.concatenate(rows), np.concatenate(vectors))
+        new = IndexSegment.flat(np.concatenate(rows), np.concatenate(vectors))
     return (*kept, new) if len(new.rows) else tuple(kept)
 
 
-def _living(segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+def _living(segment: IndexSegment) -> tuple[np.ndarray, np.ndarray]:
     """Rows and vectors of a flat segment that were not deleted."""
     vectors = segment.index.reconstruct_n(0, len(segment.rows))  # pyright: ignore[reportCallIssue]
     if segment.alive is None:

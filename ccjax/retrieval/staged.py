@@ -1,10 +1,10 @@
-"""Vector search in stages (RAGCache sec. 5.3): what is best so far after each part of the work, and after the last one
-what faiss' plain search finds.
+"""Vector search in stages (RAGCache sec. 5.3): the best rows after each part of the work; the last stage equals faiss'
+plain search.
 
 - Flat indexes are read slice by slice.
 - IVF indexes are searched by groups of clusters, the nearest clusters first.
-- HNSW graphs are searched with ever longer lists of candidates (`efSearch`). The paper stops one search after slices of
-  time; faiss cannot go on with a search that stopped, so each stage starts anew, at the cost of the shorter lists.
+- HNSW graphs are searched with ever longer lists of candidates (`efSearch`). The paper interrupts one search after
+  slices of time; faiss cannot resume a search, so each stage starts anew, at the cost of the shorter lists.
 """
 
 from __future__ import annotations

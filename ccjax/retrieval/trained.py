@@ -1,8 +1,7 @@
-"""Trained indexes for many vectors: built from a stream of vectors, as wide as a recall asks for, memory-mapped from a
-file.
+"""Trained indexes for many vectors: built from a stream of vectors for a given recall, memory-mapped from a file.
 
-- `ivf`: clusters, of which the nearest are searched; half a minute of two CPU cores for every million vectors and
-  1,000 clusters. The one that is mapped best: a search reads its own clusters only.
+- `ivf`: clusters, of which the nearest are searched; half a minute of two CPU cores for every million vectors and 1,000
+  clusters. Suits memory-mapping best: a search reads only its own clusters.
 - `hnsw`: a graph of neighbours; faster to search, many times slower to build.
 """
 
@@ -20,7 +19,7 @@ import faiss
 import numpy as np
 
 from ccjax.retrieval.catalog import IndexUnusableError
-from ccjax.retrieval.segments import Segment
+from ccjax.retrieval.segments import IndexSegment
 
 TrainedKind = Literal["ivf", "hnsw"]
 TRAINED_KINDS: tuple[TrainedKind, ...] = get_args(TrainedKind)
@@ -40,16 +39,16 @@ _faiss: Any = faiss
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A trained index as it is noted beside the documents.
+    """Description of a trained index, stored beside the documents.
 
     Attributes:
       file: its name, in the directory of the catalog.
       sha256: of the file, hex.
       last_row: it holds rows up to this one.
-      num_trained: rows it had when it was trained; later ones were sorted into the same clusters.
-      recall: share of the true 10 nearest rows that a search finds, mean over made-up queries half-way between two of
-        its rows: as far from what answers them as questions are, which rows themselves are not.
-      width: `nprobe` or `efSearch`, the least power of two that reaches the recall asked for.
+      num_trained: number of rows when it was trained; later ones were assigned to the same clusters.
+      recall: share of the true 10 nearest rows that a search finds, mean over artificial queries half-way between two
+        of its rows: as far from what answers them as questions are, unlike the rows themselves.
+      width: `nprobe` or `efSearch`, the least power of two that reaches the requested recall.
     """
 
     kind: TrainedKind
@@ -70,7 +69,7 @@ def build(
     directory: Path,
     *,
     recall: float,
-    like: Segment | None = None,
+    like: IndexSegment | None = None,
     num_trained: int = 0,
     progress: Progress,
 ) -> Trained:
@@ -118,7 +117,7 @@ def build(
     return Trained(kind, name, digest, mapped.ntotal, num_trained, last_row, reached, width)
 
 
-def load(trained: Trained, directory: Path) -> Segment:
+def load(trained: Trained, directory: Path) -> IndexSegment:
     """The segment of a trained index, its vectors mapped into memory.
 
     Raises:
@@ -136,7 +135,7 @@ def load(trained: Trained, directory: Path) -> Segment:
     rows = faiss.vector_to_array(mapped.id_map).copy()
     index: Any = faiss.downcast_index(mapped.index)
     index.referenced_objects = [mapped]  # which owns it
-    return Segment(index, rows)
+    return IndexSegment(index, rows)
 
 
 def _widen(index: Any, width: int) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP server of one engine. Knows requests and responses; the engine does the work.
+"""OpenAI-compatible HTTP server of one engine.
 
 Names are loaded on first use: settings can be checked before jax is imported.
 """

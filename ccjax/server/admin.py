@@ -1,7 +1,6 @@
-"""The HTTP routes for whoever runs the server: documents in the cache, pins, warm jobs. Closed without an admin key.
+"""HTTP routes for operators: cached documents, pins, warm jobs. Disabled without an admin key.
 
-The id of a document is the rest of the path and may contain slashes, so what is done to it stands before it or in the
-method.
+A document id is the rest of the path and may contain slashes, so operations on it come before it or in the method.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ccjax.server.warming import WarmJob
 
 ADMIN_BODIES = (PinBody, WarmBody)
 WHOLE_LISTING = "ccjax.whole_listing"
-"""Key of the ASGI scope: true where whoever calls the application merges listings, and cuts them into pages itself; no
-client can set it."""
+"""ASGI scope key, true if the caller of the application merges listings and paginates them itself; clients cannot set
+it."""
 
 DEFAULT_PAGE = 1000
 _LARGEST_PAGE = 10_000
@@ -34,14 +33,14 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     403: {"description": "the key of a client, or a server without an admin key"},
     404: {"description": "nothing is cached of this document or version, or there is no such job"},
     409: {"description": "more than may be pinned, a read-only engine, or a job that is over"},
-    429: {"description": "too much in line; try again later"},
+    429: {"description": "the queue is full; try again later"},
     503: {"description": "not ready, or something could not be deleted yet: it is tried again"},
 }
 Version = Annotated[str | None, Query(description="one version; all of them where it is left out")]
 
 
 def admin_routes(service: Service) -> APIRouter:
-    """What an operator uses, behind the admin key."""
+    """Routes for operators, protected by the admin key."""
     router = APIRouter(
         prefix="/v1/cache", tags=["cache"], dependencies=[Depends(_admin_check(service.keys))], responses=_ERRORS
     )
@@ -150,7 +149,7 @@ def bearer_token(request: Request) -> str | None:
 def _admin_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
         if not keys.admin.is_asked_for:
-            # Not even from this machine: behind a proxy every client seems to be there.
+            # Required even from this machine: behind a proxy every client seems to be local.
             message = "this server takes no orders about its cache; start it with an admin key (--admin-key-file)"
             raise ApiError(403, message, code="admin_disabled")
         token = bearer_token(request)
@@ -165,7 +164,7 @@ def _admin_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
 
 
 def _check_query(request: Request, *known: str) -> None:
-    """Refuses what is not known: `?versoin=1` must not erase every version."""
+    """Refuses unknown query parameters: `?versoin=1` must not erase every version."""
     names = [name for name, _ in request.query_params.multi_items()]
     for name in names:
         if name not in known:

@@ -27,30 +27,30 @@ from ccjax.server.openai_format import DONE, Formatter, Kind, event
 from ccjax.server.page import add_page, live_routes
 from ccjax.server.schemas import ChatBody, CompletionBody, Generation, TokenizeBody
 from ccjax.server.service import Service, renamed
-from ccjax.server.telemetry import Telling
+from ccjax.server.telemetry import RequestTelemetry
 from ccjax.server.trace_format import trace_json
 from ccjax.server.worker import Job, JobCancelledError
 
 logger = logging.getLogger(__name__)
 
 PASSAGES = "ccjax.passages"
-"""Key of the ASGI scope with the passages of the server's own documents that whoever calls the application found for
-the request; no client can set it."""
+"""ASGI scope key for passages of the server's own documents that the caller of the application already retrieved;
+clients cannot set it."""
 
 WAITED_S = "ccjax.waited_s"
-"""The same of the seconds since the request came there: they count towards its `timeout_s`."""
+"""ASGI scope key for the seconds since the caller received the request; they count towards its `timeout_s`."""
 
 _BODIES = (ChatBody, CompletionBody, TokenizeBody, *ADMIN_BODIES)
-_CLIENT_GONE = 499  # nginx's number; nobody reads it
+_CLIENT_DISCONNECTED = 499  # nginx's code; the client does not see it
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
-"""Besides JSON, where the body says `stream`; the schema is of each event, as OpenAPI 3.2 has it."""
+"""Content type besides JSON if the body says `stream`; the schema describes each event, as in OpenAPI 3.2."""
 
-_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must pass events on one by one
+_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer events
 
 
 def create_app(service: Service) -> FastAPI:
-    """The ASGI application of `service`, which may still be loading; its shutdown closes the service."""
+    """The ASGI application of `service`, which may still be loading; shutting it down closes the service."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,7 +81,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _public_routes(service: Service) -> APIRouter:
-    """What probes and scrapers read, without a key."""
+    """Routes for probes and scrapers, without a key."""
     router = APIRouter()
 
     @router.get("/health")
@@ -101,7 +101,7 @@ def _public_routes(service: Service) -> APIRouter:
 
 
 def _api_routes(service: Service) -> APIRouter:
-    """What clients use, behind the key if there is one."""
+    """Routes for clients, protected by the API key if there is one."""
     router = APIRouter()
 
     @router.get("/version")
@@ -146,7 +146,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def _generate(service: Service, request: Request, body: Generation, kind: Kind) -> Response:
-    telling = service.telling(kind, request.headers)
+    telemetry = service.telemetry(kind, request.headers)
     try:
         id_prefix = "chatcmpl" if kind == "chat" else "cmpl"
         job, documents = await service.submit(
@@ -156,8 +156,8 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
             key=request.state.key,
             waited_s=request.scope.get(WAITED_S, 0.0),
         )
-        telling.job = job
-        watcher = asyncio.create_task(_cancel_when_gone(request, telling, job))
+        telemetry.job = job
+        watcher = asyncio.create_task(_cancel_on_disconnect(request, telemetry, job))
         formatter = Formatter(
             kind,
             id=job.request.request_id,
@@ -168,37 +168,37 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
         )
         deltas = job.deltas()
         with renamed(body.argument_names()):
-            # A stream, too, starts with the first token only: whatever fails before that has a status of its own.
+            # A stream starts with the first token, so that any earlier failure has a status code of its own.
             first = await anext(deltas)
             if body.stream:
-                events = _events(service, telling, first, deltas, formatter, body.include_usage, watcher)
+                events = _events(service, telemetry, first, deltas, formatter, body.include_usage, watcher)
                 return StreamingResponse(events, media_type="text/event-stream", headers=_SSE_HEADERS)
             async for _ in deltas:
                 pass
         assert job.response is not None
         await _add_trace(service, job, job.response, formatter)
-        telling.end()
+        telemetry.end()
         return JSONResponse(formatter.answer(job.response))
     except JobCancelledError:
-        telling.end()
-        return Response(status_code=_CLIENT_GONE)
+        telemetry.end()
+        return Response(status_code=_CLIENT_DISCONNECTED)
     except Exception as error:
         refusal = _refusal(service, error)
-        telling.end(refusal)
+        telemetry.end(refusal)
         return refusal.response()
 
 
 async def _events(
     service: Service,
-    telling: Telling,
+    telemetry: RequestTelemetry,
     first: Delta,
     rest: AsyncIterator[Delta],
     formatter: Formatter,
     include_usage: bool,
     watcher: asyncio.Task[None],
 ) -> AsyncIterator[str]:
-    """The stream of all answers; `watcher` is only held so that it lives as long."""
-    job = telling.job
+    """Streams all answers; `watcher` is only kept alive by the reference."""
+    job = telemetry.job
     assert job is not None
     try:
         await _add_trace(service, job, first.response, formatter)
@@ -212,16 +212,16 @@ async def _events(
         return
     except Exception as error:
         refusal = _refusal(service, error)
-        telling.end(refusal)
+        telemetry.end(refusal)
         yield event(refusal.body())
     finally:
         job.cancel()
-        telling.end()
+        telemetry.end()
     yield DONE
 
 
 async def _add_trace(service: Service, job: Job, response: Answer | None, formatter: Formatter) -> None:
-    """Gives the formatter what is to be told of a response, if there is one and it was asked for."""
+    """Gives the formatter the trace of a response, if there is one and it was requested."""
     if response is not None and response.trace is not None:
         # In a thread: the text of thousands of tokens takes tens of milliseconds.
         trace = await asyncio.to_thread(
@@ -235,12 +235,12 @@ async def _add_trace(service: Service, job: Job, response: Answer | None, format
         formatter.add_trace(trace)
 
 
-async def _cancel_when_gone(request: Request, telling: Telling, job: Job) -> None:
+async def _cancel_on_disconnect(request: Request, telemetry: RequestTelemetry, job: Job) -> None:
     """Cancels the job when the client hangs up; also returns when the response is complete."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
-    telling.end()
+    telemetry.end()
 
 
 def _bearer_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
@@ -254,7 +254,7 @@ def _bearer_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
 
 
 def _refusal(service: Service, error: Exception) -> ApiError:
-    """What the client is told; counted, and logged where it is the server's fault."""
+    """The error for the client; counted, and logged if the server is at fault."""
     refusal = as_api_error(error)
     service.metrics.count_error(refusal.reason)
     if refusal.code == "internal_error":
@@ -268,7 +268,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def gone(_: Request, __: Exception) -> Response:
         service.metrics.count_error("cancelled")
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=_CLIENT_DISCONNECTED)
 
     for kind in (ApiError, RequestError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)

@@ -1,4 +1,4 @@
-"""Reads request bodies: size limit first, then UTF-8, JSON and types, each with an error of its own."""
+"""Reads request bodies: size limit first, then UTF-8, JSON and types, each with its own error."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_ERRORS = 3
 
 
 def json_body(model: type[Model]) -> Callable[[HttpRequest], Awaitable[Model]]:
-    """A FastAPI dependency that returns the body as `model`; `app.state.max_body_bytes` limits its size.
+    """A FastAPI dependency that parses the body as `model`; `app.state.max_body_bytes` limits its size.
 
-    FastAPI's own body parameters read without limit and parse on the event loop, and what they say of a wrong encoding
-    or content type depends on the release.
+    FastAPI's own body parameters read without limit, parse on the event loop, and report encoding and content type
+    errors differently from release to release.
     """
 
     async def read(request: HttpRequest) -> Model:
@@ -38,7 +38,7 @@ def describe(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def add_schemas(openapi: dict[str, Any], models: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """`openapi` with the schemas that `describe` points to."""
+    """`openapi` with the schemas that `describe` refers to."""
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_SCHEMAS)
     openapi.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     return openapi
@@ -63,7 +63,7 @@ async def _read_limited(request: HttpRequest, limit: int) -> bytes:
 
 
 def parse_body(model: type[Model], data: bytes) -> Model:
-    """The body as `model`.
+    """Parses the body as `model`.
 
     Raises:
       ApiError: 400, naming what is wrong.
@@ -102,7 +102,7 @@ def _message(detail: Any) -> str:
 
 
 def _path(loc: Sequence[int | str]) -> str | None:
-    """`("documents", 2, "text")` as `documents[2].text`; the members of a union, in CamelCase or brackets, left out."""
+    """`("documents", 2, "text")` as `documents[2].text`; union members, in CamelCase or brackets, are left out."""
     path = ""
     for part in loc:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""How the server ends: the first signal lets it finish what it took, the second breaks that off."""
+"""Graceful shutdown: the first signal finishes accepted requests, the second aborts them."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ import uvicorn
 
 
 class Drainable(Protocol):
-    """Whatever answers: a `ccjax.server.service.Service`, or what passes requests on."""
+    """Something that can be drained: a `ccjax.server.service.Service`, or a front that passes requests on."""
 
     def drain(self) -> None:
-        """Refuses all that is new; may be repeated."""
+        """Refuses new requests; may be repeated."""
         ...
 
     def break_off(self) -> None:
-        """Ends all that was taken."""
+        """Aborts all accepted requests."""
         ...
 
     @property
     def is_drained(self) -> bool:
-        """True once `drain` was called and all that was taken before is answered."""
+        """True once `drain` was called and all requests accepted before are answered."""
         ...
 
     @property
     def is_closing(self) -> bool:
-        """True once only a kill is left."""
+        """True once only a kill can end it sooner."""
         ...
 
 
-_TO_TELL_S = 2
+_REFUSAL_S = 2
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn that, told to end, first answers all that its service took, and meanwhile refuses the rest with 503: it
-    goes on listening, for a refused connection would tell a client less, and one that waits in the backlog nothing.
+    """A uvicorn server that, on a signal, first answers all accepted requests and meanwhile refuses others with 503. It
+    keeps listening, because a refused connection would tell a client less, and one that waits in the backlog nothing.
 
-    A second signal breaks off what runs, with 503 or an error in the stream; one that comes while caches are written
-    out, or a third, kills the process, which a store stands at any time.
+    A second signal aborts running requests, with 503 or an error in the stream. A signal while caches are being written
+    out, or a third one, kills the process, which a store survives at any time.
     """
 
     def __init__(self, config: uvicorn.Config, service: Drainable) -> None:
         super().__init__(config)
         self._service = service
-        self._is_told = self._is_told_twice = False
+        self._is_draining = self._is_breaking_off = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes a signal. It may come anywhere in this thread, so no lock is taken here."""
-        if not self._is_told:
-            self._is_told = True
+        """Handles a signal. Takes no lock, because it may interrupt this thread anywhere."""
+        if not self._is_draining:
+            self._is_draining = True
             return
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         if self._service.is_closing:
             signal.raise_signal(sig)
-        self.force_exit = self.should_exit  # only those who do not read their answers are waited for any more
-        self._is_told_twice = True
+        self.force_exit = self.should_exit  # only clients that do not read their answers are still waited for
+        self._is_breaking_off = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: True once it is time to end."""
-        if self._is_told:
+        """Called ten times a second; True once it is time to exit."""
+        if self._is_draining:
             self._service.drain()
-            self.should_exit |= self._service.is_drained or self._is_told_twice
-        if self._is_told_twice:
+            self.should_exit |= self._service.is_drained or self._is_breaking_off
+        if self._is_breaking_off:
             self._service.break_off()
-            self.config.timeout_graceful_shutdown = _TO_TELL_S
+            self.config.timeout_graceful_shutdown = _REFUSAL_S
         return await super().on_tick(counter)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_REMAINING = 5
 class ApiError(Exception):
     """A refusal with its HTTP status.
 
-    `param` names the request's field, `code` the reason, as OpenAI does; where that has no code it is None.
+    `param` names the request's field, `code` the reason, as in OpenAI's API; None where that has no code.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
-    """What a client is told about `error`; an unforeseen one becomes a 500 that says nothing of its inside.
+    """The error for clients; an unforeseen exception becomes a 500 without details.
 
     Args:
-      names: engine argument -> field of the API, where they differ.
+      names: engine argument -> field of the API, if they differ.
     """
     if isinstance(error, ApiError):
         return error

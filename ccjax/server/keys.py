@@ -1,4 +1,4 @@
-"""Who may ask: API keys and admin keys, from settings and from files that are read again when they change."""
+"""API keys and admin keys, from settings and from files that are reread when they change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ccjax.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 LEAST_KEY_LENGTH = 16
-"""A shorter key in a file is refused: it can be guessed."""
+"""Shorter keys in a file are refused, because they can be guessed."""
 
 _LOOK_EVERY_S = 1.0
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -28,11 +28,11 @@ _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """A key that was presented and is one of the server's.
+    """A presented key that is one of the server's.
 
     Attributes:
-      tenant: whose it is; "" where the file or setting names nobody.
-      name: what to count it by: the first digits of its digest, which tell nothing of the key.
+      tenant: its tenant; "" if the file or setting names none.
+      name: what to count it by: the first digits of its digest, which reveal nothing about the key.
     """
 
     tenant: str
@@ -42,18 +42,18 @@ class Key:
 class KeyRing:
     """The keys of one kind. Thread-safe.
 
-    A file has one key a line, `TENANT:KEY` or `KEY`; blank lines and such that begin with `#` are passed over. It is
-    looked at again at most once a second, when somebody asks. If it cannot be used then, the keys that were there stay,
-    and a warning is logged; a file without any key lets nobody in. Replace it by renaming another one over it.
+    A file has one key per line, `TENANT:KEY` or `KEY`; blank lines and lines that begin with `#` are skipped. On use,
+    it is checked for changes at most once a second. If it cannot be used then, the previous keys stay valid and a
+    warning is logged; a file without any key accepts no one. Replace it by renaming a new file over it.
 
     Args:
       setting: name of the setting, for messages.
-      key: one key that is always there.
+      key: one key that is always valid.
       path: the file.
       has_tenants: lines may name a tenant.
 
     Raises:
-      ConfigError: the file cannot be read, or has no keys, or a line that is none; the message shows no line.
+      ConfigError: the file cannot be read, has no keys, or has a malformed line; the message shows no line.
     """
 
     def __init__(self, setting: str, key: str | None, path: str | None, *, has_tenants: bool = True) -> None:
@@ -78,7 +78,7 @@ class KeyRing:
         return self._path is not None or bool(self._fixed)
 
     def find(self, token: str | None) -> Key | None:
-        """The key that `token` is; None for others. Compared with every key, in constant time."""
+        """The key that equals `token`; None if none does. Compares with every key in constant time."""
         if token is None:
             return None
         given = hashlib.sha256(token.encode("latin-1", "replace")).digest()  # as HTTP headers are decoded
@@ -89,11 +89,11 @@ class KeyRing:
         return found
 
     def has_tenant(self, tenant: str) -> bool:
-        """True if one of the keys is that tenant's; "" is nobody."""
+        """True if one of the keys belongs to that tenant; "" is no tenant."""
         return bool(tenant) and tenant in self._current().values()
 
     def overlaps(self, other: KeyRing) -> bool:
-        """True where both have a key."""
+        """True if both contain the same key."""
         return not self._current().keys().isdisjoint(other._current())
 
     def _current(self) -> dict[bytes, str]:
@@ -104,7 +104,7 @@ class KeyRing:
             if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
                 self._looked_s = time.monotonic()
                 try:
-                    stamp = self._stamp_of(path)  # first: what changes during the reading is seen next time
+                    stamp = self._stamp_of(path)  # first: a change while reading is noticed next time
                     if stamp != self._stamp:
                         self._keys = self._fixed | self._read(path)
                         self._stamp = stamp
@@ -155,7 +155,7 @@ class Keys:
 
     Attributes:
       api: of clients.
-      admin: of those who may change the caches.
+      admin: of operators, who may change the caches.
 
     Raises:
       ConfigError: as `KeyRing`, or a key is of both kinds.
@@ -165,17 +165,17 @@ class Keys:
         self.api = KeyRing("api_key_file", settings.api_key, settings.api_key_file)
         self.admin = KeyRing("admin_key_file", settings.admin_key, settings.admin_key_file, has_tenants=False)
         if self.api.overlaps(self.admin):
-            raise ConfigError("admin_key: wanted another key than API keys: whoever may ask must not be able to erase")
+            raise ConfigError("admin_key: wanted another key than API keys: clients must not be able to erase")
 
     def find_admin(self, token: str | None) -> Key | None:
-        """The admin key that `token` is. One that a changed file made an API key, too, is none."""
+        """The admin key that equals `token`. A key that a changed file also made an API key is not accepted."""
         found = self.admin.find(token)
         return found if self.api.find(token) is None else None
 
 
 def salt_of(cache_salt: str, key: Key | None) -> str:
-    """The salt of the chunk-caches of a request with that `cache_salt`, under that key: what a tenant chooses never
-    leads to another's."""
+    """The salt of the chunk-caches for a request with that `cache_salt` and key: no tenant can choose a value that
+    leads to another's caches."""
     tenant = "" if key is None else key.tenant
     return json.dumps([tenant, cache_salt]) if tenant else cache_salt and json.dumps([cache_salt])
 

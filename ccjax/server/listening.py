@@ -1,4 +1,4 @@
-"""The socket that the server listens on."""
+"""Creates the listening socket of the server."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _LONGEST_STALL_S = 86400.0
 
 
 def listen(host: str, port: int, *, stall_timeout_s: float) -> socket.socket:
-    """A socket that listens; at once, for two may bind the same port as long as none listens.
+    """A listening socket. Listens at once, because two processes may bind the same port as long as none listens.
 
-    Its connections end once the other side takes nothing of what is sent to it, or does not even answer the system's
-    own probes, for `stall_timeout_s`: a client that never reads would keep its answer in memory, one that is gone
-    without a word its request in the batch. The system sees to it (`TCP_USER_TIMEOUT` and keepalive, which connections
-    inherit from the socket that listens; Linux only), since nobody else knows what the other side took.
+    Connections are closed after `stall_timeout_s` during which the peer acknowledges neither data nor the system's
+    keepalive probes: a client that never reads would keep its answer in memory, a vanished one its request in the
+    batch. The operating system enforces it (`TCP_USER_TIMEOUT` and keepalive, inherited by accepted connections; Linux
+    only), since only it knows what the peer acknowledged.
 
     Raises:
       ValueError: `stall_timeout_s` is not above 0 and at most a day.
-      socket.gaierror: there is no such host.
+      socket.gaierror: the host is unknown.
       OSError: the port is in use, or not allowed.
     """
     if not 0.0 < stall_timeout_s <= _LONGEST_STALL_S:

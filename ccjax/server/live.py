@@ -1,5 +1,5 @@
-"""How the server stands right now, for the page: queue, tiers, what was reused lately, and which documents most. Counts
-for this process alone, and forgets with it; what is to be kept is for /metrics."""
+"""Live state of the server for the page: queue, tiers, recent reuse, and the most used documents. Covers this process
+only and is not persisted; use /metrics for history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_HOTTEST = 10
 
 @dataclasses.dataclass
 class _Use:
-    """What one of the server's own documents was good for so far."""
+    """Use of one of the server's own documents so far."""
 
     title: str | None
     requests: int = 0
@@ -30,7 +30,7 @@ class _Use:
 
 
 class LiveCounts:
-    """What was answered lately. Thread-safe."""
+    """Counts of recent answers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,8 +40,8 @@ class LiveCounts:
         self._num_answered = 0
         self._uses: collections.OrderedDict[str, _Use] = collections.OrderedDict()
 
-    def note(self, job: Job) -> None:
-        """Takes in a job that has its response."""
+    def record(self, job: Job) -> None:
+        """Records a job that has its response."""
         response = job.response
         assert response is not None and job.first_delta_s is not None
         report, now = response.reuse, time.time()
@@ -51,12 +51,12 @@ class LiveCounts:
             self._num_answered += 1
             self._tokens.update(tokens)
             self._recent.append({"at": now, "ttft_s": ttft_s, "exact": report.exact} | tokens)
-            self._note_documents(job, response, now)
+            self._record_documents(job, response, now)
 
-    def _note_documents(self, job: Job, response: Response, now: float) -> None:
+    def _record_documents(self, job: Job, response: Response, now: float) -> None:
         told = [one for one in response.reuse.per_document if one.role == "document"]
         seen = set()
-        # Those that callers bring are their own business, and name no `source_id`.
+        # Documents that clients bring are private, and have no `source_id`.
         for document, reuse in zip(job.request.documents, told, strict=False):
             key = document.source_id
             if key is None:
@@ -72,7 +72,7 @@ class LiveCounts:
             self._uses.popitem(last=False)
 
     def to_json(self) -> dict[str, Any]:
-        """What was counted, as plain JSON types."""
+        """The counts as plain JSON types."""
         with self._lock:
             hottest = heapq.nlargest(
                 NUM_HOTTEST, self._uses.items(), key=lambda item: (item[1].requests, item[1].last_used)
@@ -87,7 +87,7 @@ class LiveCounts:
 
 
 def live_json(engine: Engine, model: str, counts: LiveCounts) -> dict[str, Any]:
-    """The server as it stands; waits for no request."""
+    """The current state of the server; waits for no request."""
     batch = engine.batch_counts
     return {
         "object": "live",

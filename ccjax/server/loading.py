@@ -1,4 +1,4 @@
-"""Loads what answers: a model's engine, and the documents that it answers from."""
+"""Loads a model's engine and the documents of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ccjax.text import Tokenizer
 
 
 def documents_directory(model: str, options: DocumentOptions) -> Path | None:
-    """Where the documents of a server of this model are; None for none."""
+    """Directory of the documents of a server of this model; None for none."""
     if options.no_docs:
         return None
     if options.docs is not None:
@@ -38,7 +38,7 @@ def load_engine(model: str, settings: Mapping[str, Any], progress: Progress | No
 
 
 def with_dtype(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the dtype that "auto", which is also meant where there is none, stands for here."""
+    """The settings with "auto", the default, replaced by an actual dtype."""
     import jax
 
     wanted = {"dtype": "auto", **settings}
@@ -50,7 +50,7 @@ def with_dtype(settings: Mapping[str, Any]) -> dict[str, Any]:
 def open_documents(
     model: str, options: DocumentOptions, tokenizer: Tokenizer | None, progress: Progress | None = None
 ) -> Retriever | None:
-    """The index of the documents, brought in step with them; None where there are to be none.
+    """The updated index of the documents; None if the server has none.
 
     Raises:
       ValueError, OSError: a setting, the embedder or the directory cannot be used; the message names the argument.
@@ -86,17 +86,17 @@ def open_documents(
 
 
 def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """How long a text is, by which documents are cut into passages."""
+    """The length function by which documents are cut into passages."""
     return lambda text: len(tokenizer.encode(text, allow_special=False))
 
 
 def user_cache() -> Path:
-    """Where ccjax keeps what it can make again."""
+    """The cache directory of ccjax, whose contents can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ccjax"
 
 
 def use_compile_cache(directory: Path) -> None:
-    """Lets JAX keep compiled steps between runs. Quick compiles count too: there are hundreds of them.
+    """Enables JAX's persistent compilation cache. Quick compilations are included: there are hundreds of them.
 
     Raises:
       OSError: the directory cannot be used.

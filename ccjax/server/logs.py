@@ -1,4 +1,4 @@
-"""How a process logs: lines for people, or JSON objects for whatever collects them."""
+"""Logging of a process: text lines, or JSON objects for log collectors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def configure_logging(level: str, log_format: LogFormat = "text") -> None:
-    """Sends what this process logs to stderr, once per process.
+    """Sends the logs of this process to stderr; call it once.
 
     Args:
       level: of Python's logging, such as "INFO".
-      log_format: "json" gives one object a line: `timestamp` (UTC), `level`, `logger`, `message`, `exc_info` where
-        there is one, and whatever else the record was given.
+      log_format: "json" gives one object per line: `timestamp` (UTC), `level`, `logger`, `message`, `exc_info` if there
+        is one, and any extra fields of the record.
     """
     handler = logging.StreamHandler()
     if log_format == "json":
@@ -29,5 +29,5 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
         )
     else:
         handler.setFormatter(logging.Formatter(_TEXT))
-    # In place of what some import has set up already: Orbax logs as it is imported, and absl takes the root for that.
+    # Replaces what imports have set up already: Orbax logs on import, and absl then configures the root logger.
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server, in a registry of its own. Names follow vLLM's where it has the same thing."""
+"""Prometheus metrics of one server, in a registry of its own. Names follow vLLM's where it has the same metric."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ServerMetrics:
                 ("computed", "that had no stored KV"),
             )
         }
-        # vLLM's names, in tokens: what a cache that knows prefixes only was asked for, and what it would have had.
+        # vLLM's names, in tokens: what a prefix-only cache was asked for, and what it would have had.
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens that a stored prefix was looked up for")
         self._prefix_hits = counter("prefix_cache_hits", "Those of them that one had")
         labels = ("cache_source", "match", "strategy")
@@ -91,7 +91,7 @@ class ServerMetrics:
         self._failed_loads = counter("failed_loads", "Stored variants that could not be loaded and were computed")
         self._load_wait_s = counter("load_wait_seconds", "Time that prefills waited for stored KV")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token, queue included")
-        self._queue_time = histogram("request_queue_time_seconds", "In line, of those that left it to run")
+        self._queue_time = histogram("request_queue_time_seconds", "Time in the queue, of requests that were started")
         self._prefill_time = histogram("request_prefill_time_seconds", "Prefill alone")
         text = "Between two tokens of an answer, on average; of several at once the longest's"
         self._token_time = histogram("request_time_per_output_token_seconds", text)
@@ -108,7 +108,7 @@ class ServerMetrics:
         retriever: Retriever | None,
         preparation: DocumentPreparation | None = None,
     ) -> None:
-        """Adds what is read at scrape time; once per server."""
+        """Adds metrics that are read at scrape time; once per server."""
         self._info.labels(version, model).set(1)
         self._bytes_per_token = kv_spec_of(engine.model_config, engine.config.dtype).num_bytes(1)
         readers: dict[str, tuple[str, Callable[[], float]]] = {
@@ -131,37 +131,37 @@ class ServerMetrics:
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
         self._registry.register(_BatchCollector(engine))
         self._registry.register(_StoreCollector(engine))
-        self._registry.register(_NewsCollector(engine))
+        self._registry.register(_ChangeFeedCollector(engine))
         self._registry.register(_MaintenanceCollector(engine))
         self._registry.register(_OrderCollector(engine))
         self._registry.register(_ShadowCollector(engine))
         self._registry.register(_RatesCollector(engine))
 
     def count_error(self, reason: str) -> None:
-        """One more request that got no whole answer; `reason` is an `ApiError.reason` or "cancelled"."""
+        """Counts a request without a complete answer; `reason` is an `ApiError.reason` or "cancelled"."""
         self._errors.labels(reason).inc()
 
     def count_admin(self, operation: str, status: int) -> None:
-        """One more call of the admin API; `operation` is one of its few."""
+        """Counts a call of the admin API; `operation` is one of its few operations."""
         outcome = "ok" if status < 400 else "refused" if status < 500 else "failed"
         self._admin.labels(operation, outcome).inc()
 
     def count_warmed(self, status: str) -> None:
-        """One more warmed document; `status` is a `WarmStatus`."""
+        """Counts a warmed document; `status` is a `WarmStatus`."""
         self._warmed.labels(status).inc()
 
     def count_prepared(self, status: str) -> None:
-        """One more prepared passage; `status` is a `WarmStatus`."""
+        """Counts a prepared passage; `status` is a `WarmStatus`."""
         self._prepared.labels(status).inc()
 
     def count_speculations(self, begun: SpeculativeAnswer) -> None:
-        """Counts the answers that began while a search went on."""
+        """Counts the answers that began during a search."""
         num_right = int(begun.was_right is True)
         for outcome, count in (("right", num_right), ("wrong", begun.num_started - num_right)):
             self._speculations.labels(outcome).inc(count)
 
     def start(self, job: Job) -> None:
-        """Notes how long a job was in line that leaves it now."""
+        """Records how long a job was queued, when it starts."""
         assert job.started_s is not None
         self._queue_time.observe(job.started_s - job.submitted_s)
 
@@ -179,7 +179,7 @@ class ServerMetrics:
         self._count_response(job.response)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """All metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def _count_response(self, response: Response) -> None:
@@ -219,7 +219,7 @@ class ServerMetrics:
 
 
 class _BatchCollector:
-    """The batch and the pool of pages that it runs in, read at every scrape."""
+    """The batch and its page pool, read at every scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -227,7 +227,7 @@ class _BatchCollector:
     def collect(self) -> Iterator[Metric]:
         counts = self._engine.batch_counts
         yield GaugeMetricFamily("ccjax_num_requests_running", "Requests that run", value=counts.running)
-        yield GaugeMetricFamily("ccjax_num_requests_waiting", "Requests in line", value=counts.waiting)
+        yield GaugeMetricFamily("ccjax_num_requests_waiting", "Requests waiting", value=counts.waiting)
         text = "Requests that gave their pages back to more important ones and ran again"
         yield CounterMetricFamily("ccjax_num_preemptions", text, value=counts.preemptions)
         text = "Answers that were tried again because a step of the model failed"
@@ -262,8 +262,8 @@ class _StoreCollector:
             yield metric
 
 
-class _NewsCollector:
-    """What comes through the shared index, read at every scrape; nothing without one."""
+class _ChangeFeedCollector:
+    """The change feed of the shared index, read at every scrape; nothing without one."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -273,11 +273,12 @@ class _NewsCollector:
         if counts is not None:
             yield GaugeMetricFamily("ccjax_store_index_up", "1 while the shared index answers", value=int(counts.is_up))
             text = "Variants that other processes stored or deleted, as the shared index told"
-            yield CounterMetricFamily("ccjax_store_index_changes", text, value=counts.num_followed)
+            yield CounterMetricFamily("ccjax_store_index_changes", text, value=counts.num_applied)
 
 
 class _CompilationsCollector:
-    """Compiled steps, read at every scrape: one more while requests run is one that a request had to wait for."""
+    """Compiled steps, read at every scrape: an increase while requests run means that a request waited for a
+    compilation."""
 
     def __init__(self) -> None:
         self._counter = compilations()
@@ -290,7 +291,7 @@ class _CompilationsCollector:
 
 
 class _MaintenanceCollector:
-    """What idle time and other processes did to the variants, read at every scrape."""
+    """Changes of the variants by idle work and by other processes, read at every scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -302,7 +303,7 @@ class _MaintenanceCollector:
 
 
 class _OrderCollector:
-    """Work ahead of waiting requests, read at every scrape."""
+    """Orders placed for waiting requests, read at every scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -314,7 +315,7 @@ class _OrderCollector:
 
 
 class _ShadowCollector:
-    """How answers over approximate reuse compare with a full prefill, read at every scrape."""
+    """How answers with approximate reuse compare with a full prefill, read at every scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -332,7 +333,7 @@ class _ShadowCollector:
 
 
 class _RatesCollector:
-    """What loading and computing cost here as measured, read at every scrape; left out while unknown."""
+    """Measured loading and computing rates, read at every scrape; left out while unknown."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

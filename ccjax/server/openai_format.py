@@ -1,8 +1,8 @@
-"""Answers in OpenAI's shapes, whole and in chunks.
+"""Formats answers like OpenAI, complete or in chunks.
 
-Beside OpenAI's fields stand `reuse` (the reuse report), `ttft_s` (queue left out), `documents` (the passages of the
-prompt) and, where it was asked for, `trace`: on the answer, or on the last chunk of a stream. A server that evens out
-timing tells none of what was reused.
+In addition to OpenAI's fields there are `reuse` (the reuse report), `ttft_s` (without queueing), `documents` (the
+passages of the prompt) and, if requested, `trace`: on the answer, or on the last chunk of a stream. A server that evens
+out timing reports nothing about reuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ccjax.types import Document
 
 Kind = Literal["chat", "completion"]
 DONE = "data: [DONE]\n\n"
-_LOWEST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot hold
+_LOWEST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot represent
 
 
 def event(value: dict[str, Any]) -> str:
@@ -25,8 +25,8 @@ def event(value: dict[str, Any]) -> str:
 
 
 class Formatter:
-    """Shapes the answers to one request; `kind` decides between chat and plain completion. Without `shows_reuse` they
-    are those of a server without a cache, and with no times."""
+    """Formats the answers to one request; `kind` selects chat or plain completion. Without `shows_reuse` they look like
+    those of a server without a cache, without times."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Formatter:
         self._trace: dict[str, Any] = {}
 
     def add_trace(self, trace: dict[str, Any]) -> None:
-        """Takes what is to stand beside the response; before that is shaped."""
+        """Sets extra fields for the response; call it before the response is formatted."""
         self._trace = {"trace": trace}
 
     def answer(self, response: Response) -> dict[str, Any]:
-        """The body of all answers in one piece."""
+        """The body with all answers."""
         choices = [self._choice(index, choice) for index, choice in enumerate(response.choices)]
         return self._object("chat.completion", choices) | {"usage": self._usage(response)} | self._extra(response)
 
     def chunks(self, delta: Delta, *, include_usage: bool) -> Iterator[dict[str, Any]]:
-        """The chunks that one delta becomes: text, then the reason to finish, then usage where it was asked for."""
+        """The chunks of one delta: text, then the finish reason, then usage if requested."""
         index = delta.index
         null_usage: dict[str, Any] = {"usage": None} if include_usage else {}
         if index not in self._text_offsets:
@@ -97,7 +97,7 @@ class Formatter:
         return {**self._base, "object": name, "choices": choices}
 
     def _extra(self, response: Response) -> dict[str, Any]:
-        # Truncation drops passages from the end, so the report tells how many of them are in the prompt.
+        # Truncation drops passages from the end, so the report shows how many of them are in the prompt.
         used = sum(document.role == "document" for document in response.reuse.per_document)
         passages = [
             {"id": passage.id, "title": passage.title, "version": passage.version, "score": passage.score}
@@ -122,7 +122,7 @@ class Formatter:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            # Two tokens may read alike (both a half character, say); the likelier one comes first and stays.
+            # Two tokens may have the same text (half a character each, say); the likelier one comes first and is kept.
             "top_logprobs": [
                 {text: _finite(logprob) for _, text, logprob in reversed(token.top)} or None for token in tokens
             ],
@@ -131,7 +131,7 @@ class Formatter:
 
 
 def usage(response: Response) -> dict[str, Any]:
-    """OpenAI's usage, of all answers together; tokens whose stored KV was used unchanged are the cached ones."""
+    """OpenAI's usage over all answers; tokens whose stored KV was reused unchanged count as cached."""
     num_answer_tokens = response.num_answer_tokens
     return {
         "prompt_tokens": response.num_prompt_tokens,

@@ -1,5 +1,4 @@
-"""The server's own documents: what is searched in them, asked for by name, and dropped from the cache once it
-changed."""
+"""The server's own documents: searching, looking up by id, and dropping changed ones from the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def search(ask: Callable[[], Iterator[tuple[list[Passage], bool]]], begun: SpeculativeAnswer | None) -> list[Document]:
-    """What is found in the end; an answer from what is found before may begin meanwhile.
+    """Searches for passages; an answer from preliminary results may begin meanwhile.
 
     Args:
       ask: `Retriever.stages`, with its arguments.
@@ -32,10 +31,10 @@ def search(ask: Callable[[], Iterator[tuple[list[Passage], bool]]], begun: Specu
 
 
 def chosen(retriever: Retriever | None, document_ids: Sequence[str]) -> list[Document]:
-    """All passages of the documents with these ids; "all" for every one.
+    """All passages of the documents with these ids; "all" for every document.
 
     Raises:
-      RequestError: `document_ids` names a document that is not there, or there are none.
+      RequestError: `document_ids` names an unknown document, or there are none.
     """
     if retriever is None:
         raise RequestError("document_ids", "this server has no documents of its own; send documents")
@@ -48,8 +47,8 @@ def chosen(retriever: Retriever | None, document_ids: Sequence[str]) -> list[Doc
 
 
 def refresh(retriever: Retriever | None, engine: Engine, worker: EngineWorker) -> bool:
-    """Brings the index in step with the files, and drops from the cache what they do not say any more; True where
-    there are new or changed documents."""
+    """Updates the index from the files, and drops from the cache what they no longer contain; True if there are new or
+    changed documents."""
     if retriever is None:
         return False
     report = retriever.refresh()
@@ -61,13 +60,13 @@ def refresh(retriever: Retriever | None, engine: Engine, worker: EngineWorker) -
 
 
 def drop_old_versions(retriever: Retriever, engine: Engine, worker: EngineWorker, report: RefreshReport) -> None:
-    """Takes what changed or vanished since out of the cache. No question finds that text any more, it only takes room;
-    unchanged passages of a changed document stay."""
+    """Drops changed and deleted passages from the cache. No question can find their text any more, so they only take
+    space; unchanged passages of a changed document stay."""
     for document_id in (*report.changed, *report.removed):
         kept = [passage.as_document() for passage in retriever.passages(document_id)]
         try:
             worker.call(functools.partial(engine.documents.invalidate, document_id, keep=kept)).result()
-        except (UnknownDocumentError, ReadOnlyError):  # never asked for, or not to be changed
+        except (UnknownDocumentError, ReadOnlyError):  # never cached, or the store is read-only
             pass
         except (EraseIncompleteError, QueueFullError, WorkerClosedError) as error:
             logger.warning("documents: the old version of %s stays in the cache: %r", document_id, error)

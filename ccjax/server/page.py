@@ -1,4 +1,4 @@
-"""The page at /: its files, as they are in the package, and what it asks for beside OpenAI's API."""
+"""The page at /: its files from the package, and the endpoint for its live view."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Whatever would turn a text into markup raises instead: passages and answers are strangers' texts.
+        # Forbids turning text into markup: passages and answers are untrusted.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -40,7 +40,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asks each time whether it changed (ETag): a new server never meets old scripts
+    "Cache-Control": "no-cache",  # always revalidated (ETag), so that a new server never meets old scripts
 }
 
 
@@ -52,7 +52,7 @@ class _Files(StaticFiles):
 
 
 def add_page(app: FastAPI) -> None:
-    """Serves the page at / and its files below /page/, to everybody: they hold nothing that is not in the package."""
+    """Serves the page at / and its files below /page/, without a key: they contain only what is in the package."""
     files = _Files(directory=_FILES)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
@@ -63,8 +63,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def page_app() -> Starlette:
-    """The page and its files alone, for whoever stands before several servers: so they are of one release, whichever
-    the servers are of, and there while no server answers."""
+    """The page and its files alone, for a front: so they are of one release, and available while no server answers."""
     files = _Files(directory=_FILES)
 
     async def page(request: Request) -> Response:
@@ -78,8 +77,8 @@ def page_app() -> Starlette:
 
 
 def live_routes(service: Service) -> APIRouter:
-    """What the live view reads; belongs behind the key of clients. A tenant's key is refused: it shows everybody's
-    requests, one by one."""
+    """Serves the live view; requires a client's key. Tenants' keys are refused, because it shows the requests of all
+    clients."""
     router = APIRouter()
 
     @router.get("/v1/live")

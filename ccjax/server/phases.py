@@ -1,4 +1,4 @@
-"""What a request goes through, from its arrival to its last token."""
+"""Phases of a request, from its arrival to its last token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ PHASES = ("retrieval", "preparation", "queue", "prefill", "decode")
 
 
 def phases(*borders_s: float | None) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of each phase that was ended.
+    """Name, start and end of each finished phase.
 
     Args:
-      borders_s: the arrival and the end of each phase, None from the first one on that was not. An answer that began
-        while passages were searched for (RAGCache sec. 5.3) left the line before it came there: what overlaps counts
-        to the earlier phase.
+      borders_s: the arrival and the end of each phase, None from the first unfinished one on. An answer that began
+        during the search (RAGCache sec. 5.3) may have left the queue before it was submitted: overlaps count to the
+        earlier phase.
     """
     latest_s = None
     for name, border_s in zip(("", *PHASES), borders_s, strict=True):

@@ -1,8 +1,7 @@
 """Prepares the server's own documents in idle time, so that the first question about them finds their KV.
 
-Passages are warmed as `POST /v1/cache/warm` does it, one at a time, until all are there or the last tier is nearly
-full.
-Nothing is evicted for it beyond that: what requests brought in is worth more than what nobody has asked for yet.
+Passages are warmed one at a time, as by `POST /v1/cache/warm`, until all are cached or the last tier is nearly full.
+Nothing more is evicted for them: what requests cached is worth more than what has not been asked for yet.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from ccjax.types import Document
 logger = logging.getLogger(__name__)
 
 _MOST_USED = 0.8
-"""Share of the last tier's budget beyond which no further passage is prepared."""
+"""Share of the last tier's budget beyond which no more passages are prepared."""
 
 
 class DocumentPreparation:
-    """The passages of one retriever that are still to be prepared. `step` belongs to one thread."""
+    """The passages of one retriever that still have to be prepared. `step` belongs to one thread."""
 
     def __init__(self, engine: Engine, retriever: Retriever, count: Callable[[str], None]) -> None:
-        """
-        Args:
-          count: called with the `WarmStatus` of each passage that is done.
+        """Args:
+        count: called with the `WarmStatus` of each finished passage.
         """
         self._engine = engine
         self._retriever = retriever
@@ -43,9 +41,9 @@ class DocumentPreparation:
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew with the documents that there are now; passages whose KV is there take no time.
+        """Restarts with the current documents; passages that are cached already take no time.
 
-        Processes on one store begin at different documents: each leaves out what another one has stored.
+        Processes on one store start at different documents: each skips what another one has stored.
         """
         if self._engine.config.read_only or self._engine.config.strategy == "full":
             return
@@ -58,12 +56,12 @@ class DocumentPreparation:
 
     @property
     def num_documents_left(self) -> int:
-        """Documents of which a passage may still have to be prepared."""
+        """Number of documents with passages that may still have to be prepared."""
         with self._lock:
             return len(self._documents) + bool(self._passages or self._warming)
 
     def step(self, is_wanted: Callable[[], bool]) -> bool:
-        """Prepares a passage, unless `is_wanted` first; False if nothing is left to do now."""
+        """Prepares a passage, unless `is_wanted`; False if no work is left now."""
         if self._warming is None:
             self._warming = self._next()
         if self._warming is None:

@@ -1,4 +1,4 @@
-"""How much each tenant may ask for: requests at a time and tokens a minute, by a file."""
+"""Per-tenant quotas from a file: concurrent requests and tokens per minute."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ccjax.errors import ConfigError, QuotaError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant may ask for; None for no limit.
+    """Limits of one tenant; None for no limit.
 
     Attributes:
-      requests: at a time, those in line included.
+      requests: concurrent requests, queued ones included.
       tokens_per_minute: of prompts and answers, cached or not.
     """
 
@@ -28,20 +28,20 @@ class Quota:
     tokens_per_minute: int | None = None
 
 
-class Seat:
-    """The place of one request within its tenant's quota. Thread-safe."""
+class QuotaTicket:
+    """One request counted against its tenant's quota. Thread-safe."""
 
     def __init__(self, owner: _Owner) -> None:
         self._owner = owner
         self._is_taken = True
 
     def charge(self, num_tokens: int) -> None:
-        """Takes tokens off the tenant's minute, also below nothing: then the next requests wait for it."""
+        """Charges tokens, possibly below zero: the next requests then wait for the balance to recover."""
         with self._owner.lock:
             self._owner.tokens -= num_tokens
 
     def leave(self, response: Response | None = None) -> None:
-        """The request is over, with that response if there is one; further calls do nothing."""
+        """Ends the request, with its response if there is one; further calls do nothing."""
         with self._owner.lock:
             self._owner.num_requests -= self._is_taken
             if self._is_taken and response is not None:
@@ -52,15 +52,16 @@ class Seat:
 class Quotas:
     """The quotas of all tenants. Thread-safe.
 
-    A minute's tokens fill up all the time and never beyond one minute's. A request is taken while some are left, and
-    pays for its prompt when it is taken, for its answer when it is whole: how long that gets nobody knows before.
+    The token balance refills continuously, up to one minute's worth. A request is accepted while the balance is
+    positive; its prompt is charged when it is accepted, its answer when it is complete, since its length is unknown
+    before.
 
     Args:
-      path: a TOML file: `[default]` for everybody, `[tenants.NAME]` with what is different for one; None for no limits.
-      clock: seconds that never go back.
+      path: a TOML file: `[default]` for all tenants, `[tenants.NAME]` with overrides for one; None for no limits.
+      clock: monotonic seconds.
 
     Raises:
-      ConfigError: it cannot be read, or has something else in it.
+      ConfigError: it cannot be read, or contains unknown settings.
     """
 
     def __init__(self, path: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,12 +70,12 @@ class Quotas:
         self._lock = threading.Lock()
         self._owners: dict[str, _Owner] = {}
 
-    def enter(self, tenant: str, name: str) -> Seat:
-        """A seat for one more request.
+    def enter(self, tenant: str, name: str) -> QuotaTicket:
+        """Admits one more request.
 
         Args:
-          tenant: whose it is, "" for nobody's.
-          name: what to count it by: who has no tenant has the default quota by this name.
+          tenant: its tenant, "" for none.
+          name: what to count it by if it has no tenant; the default quota applies.
 
         Raises:
           QuotaError: the quota is used up.
@@ -92,16 +93,17 @@ class Quotas:
                 wait_s = (1.0 - owner.tokens) * 60.0 / quota.tokens_per_minute
                 raise QuotaError(f"quota: wanted at most {quota.tokens_per_minute} tokens a minute", wait_s)
             owner.num_requests += 1
-        return Seat(owner)
+        return QuotaTicket(owner)
 
     def _forget_idle(self, now_s: float) -> None:
-        """Drops those of whom nothing is to be remembered, now and then, so that keys that change leave nothing."""
+        """Occasionally drops tenants with a full balance and no requests, so that rotating keys leave nothing
+        behind."""
         if len(self._owners) > 1024:
             self._owners = {name: owner for name, owner in self._owners.items() if not owner.is_idle(now_s)}
 
 
 class _Owner:
-    """What one tenant has used; `lock` guards it."""
+    """Usage of one tenant, guarded by `lock`."""
 
     def __init__(self, quota: Quota, now_s: float) -> None:
         self.lock = threading.Lock()
@@ -111,13 +113,13 @@ class _Owner:
         self._filled_s = now_s
 
     def fill(self, now_s: float) -> None:
-        """Adds what came in since the last time."""
+        """Refills the balance for the time since the last call."""
         gained = 0.0 if math.isinf(self._most) else self._most * (now_s - self._filled_s) / 60.0
         self.tokens = min(self._most, self.tokens + gained)
         self._filled_s = now_s
 
     def is_idle(self, now_s: float) -> bool:
-        """True when it is as a new one would be."""
+        """True if it is in the same state as a new one."""
         with self.lock:
             self.fill(now_s)
             return not self.num_requests and self.tokens == self._most

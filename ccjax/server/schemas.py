@@ -1,7 +1,7 @@
-"""Request bodies: which fields there are, of which type, and the engine request they mean.
+"""Request bodies: their fields and types, and their translation to engine requests.
 
 Types are checked here, ranges by the engine's own `SamplingParams` and `Request`. Unknown fields are ignored, as
-OpenAI-compatible servers do; but a known one that would change the answer and is not supported is refused.
+OpenAI-compatible servers do; but a known field that would change the answer and is not supported is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (-1, 0),
     "min_p": (0,),
 }
-"""Fields of OpenAI's or vLLM's API that are not supported, with the values besides null under which they do nothing."""
+"""Unsupported fields of OpenAI's or vLLM's API, with the values besides null under which they have no effect."""
 
 
 def _stop(value: Any) -> Any:
@@ -61,7 +61,7 @@ def _filters(value: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _prompt(value: Any) -> Any:
-    """One prompt: a text or token ids, perhaps alone in a list, as OpenAI's clients may send it."""
+    """One prompt: a text or token ids, possibly alone in a list, as OpenAI's clients may send it."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str):
@@ -72,7 +72,7 @@ def _prompt(value: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Base of all bodies: JSON types are taken as they are, never converted."""
+    """Base of all bodies: JSON types are never converted."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -87,7 +87,7 @@ class RetrievalIn(Body):
 
 
 class DocumentIn(Body):
-    """A passage that the caller brings along."""
+    """A passage sent by the client."""
 
     text: str
     id: str | int | None = None
@@ -102,7 +102,7 @@ class StreamOptions(Body):
 
 
 class Generation(Body):
-    """What chats and plain completions have in common."""
+    """Fields common to chats and plain completions."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -132,7 +132,7 @@ class Generation(Body):
     ignore_eos: bool | None = Field(None, description="go on behind an end-of-text token, to the length asked for")
 
     def query(self) -> str | None:
-        """The text to search passages by; None where the request has none."""
+        """The text to search passages by; None if the request has none."""
         raise NotImplementedError
 
     def prompt_fields(self) -> dict[str, Any]:
@@ -140,21 +140,21 @@ class Generation(Body):
         raise NotImplementedError
 
     def num_logprobs(self) -> int | None:
-        """Alternatives to report for each token; None reports nothing."""
+        """Number of alternatives to report for each token; None reports nothing."""
         raise NotImplementedError
 
     def answer_limit(self) -> int | None:
-        """Longest answer in tokens; None goes on to the end of the context."""
+        """Longest answer in tokens; None continues to the end of the context."""
         raise NotImplementedError
 
     def argument_names(self) -> dict[str, str]:
-        """Engine argument -> field of this body, where they differ."""
+        """Engine argument -> field of this body, if they differ."""
         flow = "user" if self.user else "safety_identifier"
         return {"max_new_tokens": "max_tokens", "flow": flow} | ({"prompt": "documents"} if self.documents else {})
 
     @property
     def flow(self) -> str:
-        """Who asks, as far as the body says; all that do not say count as one."""
+        """The user named in the body; all requests without one count as one user."""
         return self.user or self.safety_identifier or ""
 
     @property
@@ -163,7 +163,7 @@ class Generation(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def own_documents(self) -> tuple[Document, ...] | None:
-        """The passages in the body; None where it has no such field.
+        """The passages in the body; None if it has no such field.
 
         Raises:
           RequestError: one has a blank text.
@@ -182,8 +182,8 @@ class Generation(Body):
         cache_salt: str = "",
         flow: str | None = None,
     ) -> Request:
-        """The engine's request, with `documents` as passages; `reuse` and `timeout_s` where the body names none,
-        `cache_salt` and `flow` whatever it names.
+        """The engine's request, with `documents` as passages; `reuse` and `timeout_s` are defaults if the body names
+        none, `cache_salt` and `flow` always apply.
 
         Raises:
           RequestError: a value is out of range or not supported.
@@ -205,7 +205,7 @@ class Generation(Body):
             documents=documents,
             sampling=sampling,
             reuse=self.reuse or reuse,  # type: ignore[arg-type]  # checked by Request
-            # Who sends no passages did not choose how long those that were found are.
+            # A client without passages of its own did not choose the lengths of those that were found.
             truncate=self.truncate if self.truncate is not None else self.documents is None,
             request_id=request_id,
             priority=self.priority or 0,
@@ -244,7 +244,7 @@ class ChatBody(Generation):
         return content if isinstance(content, str) and content.strip() else None
 
     def prompt_fields(self) -> dict[str, Any]:
-        """The messages as they came: the engine checks them."""
+        """The messages verbatim: the engine checks them."""
         return {"messages": self.messages}
 
     def num_logprobs(self) -> int | None:
@@ -291,11 +291,11 @@ class CompletionBody(Generation):
         return {"segments": ((), self.prompt)}
 
     def num_logprobs(self) -> int | None:
-        """OpenAI's completions give the number itself."""
+        """OpenAI's completions API has the number itself."""
         return self.logprobs
 
     def answer_limit(self) -> int | None:
-        """`max_tokens`, by default OpenAI's 16."""
+        """`max_tokens`; its default is OpenAI's 16."""
         return self.max_tokens if self.max_tokens is not None else 16
 
     def argument_names(self) -> dict[str, str]:
@@ -326,7 +326,7 @@ class WarmBody(Body):
 
 
 class TokenizeBody(Body):
-    """Body of /tokenize: a text, or messages with documents, of which only the number of tokens is told."""
+    """Body of /tokenize: a text, or messages with documents, for which only the number of tokens is returned."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""What stands between the routes and the engine: readiness, retrieval, checks before the line, the line itself.
+"""The service between the HTTP routes and the engine: readiness, retrieval, admission checks, submission.
 
 Whatever may take long runs in a thread, never on the event loop.
 """
@@ -32,7 +32,7 @@ from ccjax.server.preparing import DocumentPreparation
 from ccjax.server.quotas import Quotas
 from ccjax.server.schemas import Generation, TokenizeBody, WarmBody
 from ccjax.server.settings import ServerSettings
-from ccjax.server.telemetry import Telling
+from ccjax.server.telemetry import RequestTelemetry
 from ccjax.server.tracing import Tracing
 from ccjax.server.warming import MOST_JOBS, WarmJob, WarmJobs
 from ccjax.server.worker import EngineWorker, IdleWork, Job, QueueFullError, WorkerClosedError
@@ -40,18 +40,18 @@ from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
 _EVENED_OUT = 1.25
-"""Answers that are evened out come after so many times what computing their prompt usually takes: most of those that
-are computed are ready then, too."""
+"""Evened-out answers are delayed to this multiple of the usual time to compute their prompt: most computed ones are
+ready by then, too."""
 
 _ORDER_EVERY_S = 0.1
-"""Between two looks at who waits for long; without an index to order by a look does nothing."""
+"""Interval between checks for requests that wait long; without a shared index a check does nothing."""
 
 Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What answers once everything is loaded."""
+    """The components that answer requests, once loaded."""
 
     engine: Engine
     worker: EngineWorker
@@ -62,9 +62,9 @@ class Backend:
 
 
 class Service:
-    """One server's state: first loading, then ready, then closed.
+    """State of one server: first loading, then ready, then closed.
 
-    `progress` and `open` are called by whoever loads, on any thread; `close` ends everything that `open` took over.
+    The loader calls `progress` and `open` on any thread; `close` ends everything passed to `open`.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -83,11 +83,11 @@ class Service:
         self._closed = False
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Notes how far loading is, for `/ready`."""
+        """Records the loading progress shown by `/ready`."""
         self._stage = (stage, done, total)
 
     def open(self, engine: Engine, retriever: Retriever | None = None) -> None:
-        """Takes over a loaded (and warm) engine and retriever: from now on requests are answered.
+        """Takes ownership of a loaded (and warm) engine and retriever and starts answering requests.
 
         Raises:
           RuntimeError: the service is open or closed already; engine and retriever stay the caller's then.
@@ -116,7 +116,7 @@ class Service:
             )
 
     def drain(self) -> None:
-        """Refuses all that is new with 503; what was taken goes on. May be repeated."""
+        """Refuses new requests with 503; accepted ones continue. May be repeated."""
         with self._lock:
             self._draining = True
             backend = self._backend
@@ -124,7 +124,7 @@ class Service:
             backend.worker.shut()
 
     def break_off(self) -> None:
-        """Ends all that was taken with 503."""
+        """Ends all accepted requests with 503."""
         with self._lock:
             backend = self._backend
         if backend is not None:
@@ -132,7 +132,7 @@ class Service:
 
     @property
     def is_drained(self) -> bool:
-        """True once `drain` was called and every request and order that was taken before is carried out."""
+        """True once `drain` was called and every request and order accepted before is done."""
         return self._draining and (self._backend is None or self._backend.worker.is_idle)
 
     @property
@@ -141,7 +141,7 @@ class Service:
         return self._closed
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends the worker, after the requests in line or at once, then closes engine and retriever. May be repeated."""
+        """Ends the worker, after the queued requests or at once, then closes engine and retriever. May be repeated."""
         with self._lock:
             backend, self._backend, self._closed = self._backend, None, True
             tracing, self._tracing = self._tracing, None
@@ -155,7 +155,7 @@ class Service:
 
     @property
     def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """Whether requests are answered, and what to tell about it."""
+        """Whether requests are answered, and details to report about it."""
         if self._closed or self._draining:
             return False, {"status": "closed" if self._closed else "shutting down"}
         if self._backend is not None:
@@ -165,10 +165,10 @@ class Service:
 
     @property
     def backend(self) -> Backend:
-        """Engine and company.
+        """The backend.
 
         Raises:
-          ApiError: 503 while there is none.
+          ApiError: 503 while it is loading or closed.
         """
         if self._backend is None:
             status = self.readiness[1]["status"]
@@ -177,10 +177,10 @@ class Service:
             )
         return self._backend
 
-    def telling(self, kind: Kind, headers: Mapping[str, str]) -> Telling:
-        """What is to be told of a request that just came with these HTTP headers."""
+    def telemetry(self, kind: Kind, headers: Mapping[str, str]) -> RequestTelemetry:
+        """Telemetry of a request that just arrived with these HTTP headers."""
         model = self.settings.served_model_name if self._backend is None else self._backend.model
-        return Telling(kind, headers, model or "", self._tracing)
+        return RequestTelemetry(kind, headers, model or "", self._tracing)
 
     async def submit(
         self,
@@ -191,14 +191,13 @@ class Service:
         key: Key | None = None,
         waited_s: float = 0.0,
     ) -> tuple[Job, Sequence[Document]]:
-        """The job of a request that passed every check, and the passages it asked for.
+        """Submits a request that passed every check; returns its job and the passages used.
 
         Args:
-          passages: what a search of the server's own documents found already, if it was made; taken where this server
-            would search.
-          key: of whoever asks; None where the server asks for none. Its tenant has caches, a place in line and a
-            quota of its own.
-          waited_s: how long ago the request came to whoever passed it on.
+          passages: result of an earlier search of the server's own documents, used instead of searching again.
+          key: of the client; None if the server needs no key. Its tenant has caches, a scheduling flow and a quota of
+            its own.
+          waited_s: how long ago the front received the request.
 
         Raises:
           ApiError: it is refused.
@@ -209,7 +208,7 @@ class Service:
             raise _shutting_down()
         salt = self._check_access(body, key)
         flow = key.tenant if key is not None and key.tenant else body.flow
-        backend.engine.check_place(flow)  # before the costly part; `submit` asks again
+        backend.engine.check_queue_limit(flow)  # before the costly part; `submit` checks again
         request_of = functools.partial(
             body.to_request,
             reuse=self.settings.reuse,
@@ -218,7 +217,7 @@ class Service:
             cache_salt=salt,
             flow=flow,
         )
-        seat = self._quotas.enter("" if key is None else key.tenant, "" if key is None else key.name)
+        ticket = self._quotas.enter("" if key is None else key.tenant, "" if key is None else key.name)
         begun = None
         if self.settings.retrieval_stages > 1 and passages is None:
             begun = SpeculativeAnswer(
@@ -233,15 +232,15 @@ class Service:
                 found_s = time.perf_counter()
                 request = request_of(documents)
                 num_tokens = await asyncio.to_thread(backend.engine.validate, request)
-                seat.charge(num_tokens)
+                ticket.charge(num_tokens)
                 with _taking():
                     start = None if begun is None else begun.start
-                    job = backend.worker.submit(_what_is_left(request, arrived_s), start, on_leave=seat.leave)
+                    job = backend.worker.submit(_what_is_left(request, arrived_s), start, on_leave=ticket.leave)
                 job.arrived_s, job.found_s = arrived_s, found_s
                 if self.settings.even_out_timing:
                     job.least_ttft_s = _EVENED_OUT * backend.engine.full_prefill_s(num_tokens)
-        except BaseException:  # the client's leaving included
-            seat.leave()
+        except BaseException:  # also when the client disconnects
+            ticket.leave()
             if begun is not None:
                 begun.close()
             raise
@@ -250,7 +249,7 @@ class Service:
         return job, documents
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
-        """vLLM's answer of /tokenize; `tokens` is null for messages, of which only the number is known here."""
+        """vLLM's response of /tokenize; `tokens` is null for messages, of which only the number is known here."""
         engine = self.backend.engine
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -268,16 +267,16 @@ class Service:
         return {"count": count, "max_model_len": engine.max_model_len, "tokens": tokens}
 
     async def between(self, function: Callable[[Engine], Result]) -> Result:
-        """What `function` returns of the engine, run by the worker between two requests.
+        """Runs `function` on the engine, on the worker's thread between two requests.
 
         Raises:
-          ApiError: the server is not ready, shuts down, has too much in line, or the store did not answer.
+          ApiError: the server is not ready, is shutting down, has a full queue, or the store did not answer.
         """
         backend = self.backend
         with _taking():
             future = backend.worker.call(lambda: function(backend.engine))
         try:
-            # Shielded: an order that was given is carried out, also when the client does not wait for it.
+            # Shielded: an accepted operation is carried out even if the client does not wait for it.
             return await asyncio.shield(asyncio.wrap_future(future))
         except WorkerClosedError:
             raise _shutting_down() from None
@@ -285,7 +284,7 @@ class Service:
             raise ApiError(503, f"the store does not answer: {error}", code="store_unavailable") from error
 
     async def warm(self, body: WarmBody) -> WarmJob:
-        """The job that warms the documents of a body.
+        """Starts the job that warms the documents of a body.
 
         Raises:
           ApiError, RequestError: it is refused; nothing is computed.
@@ -315,7 +314,7 @@ class Service:
         """A warm job.
 
         Raises:
-          ApiError: 404, there is none of that id.
+          ApiError: 404, unknown id.
         """
         job = self.backend.warm_jobs.get(job_id)
         if job is None:
@@ -323,12 +322,12 @@ class Service:
         return job
 
     def has_own(self, document_id: str) -> bool:
-        """True if the server's own documents have this one, so that the next question may bring it back."""
+        """True if this is one of the server's own documents, so that the next question may cache it again."""
         retriever = self.backend.retriever
         return retriever is not None and retriever.has_document(document_id)
 
     def check_model(self, name: str | None) -> None:
-        """Nothing, where `name` is the served model or not given.
+        """Checks that `name` is the served model or not given.
 
         Raises:
           ApiError: 404, as OpenAI answers.
@@ -339,12 +338,12 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def keep_fresh(self) -> None:
-        """Looks for changed documents every `refresh_interval_s`, at the store every `store_refresh_interval_s`, and at
-        who waits for long, until cancelled."""
+        """Refreshes changed documents every `refresh_interval_s` and the store every `store_refresh_interval_s`, and
+        checks for long waits, until cancelled."""
         await asyncio.gather(
             self._repeat(self.settings.refresh_interval_s, _refresh_documents),
             self._repeat(self.settings.store_refresh_interval_s or None, _refresh_store),
-            self._repeat(_ORDER_EVERY_S, _order_ahead),
+            self._repeat(_ORDER_EVERY_S, _place_orders),
         )
 
     async def _repeat(self, interval_s: float | None, look: Callable[[Backend], None]) -> None:
@@ -361,7 +360,7 @@ class Service:
     def _end(self, job: Job) -> None:
         self.metrics.end(job)
         if self.settings.page and job.response is not None:
-            self.live.note(job)
+            self.live.record(job)
 
     def _check_access(self, body: Generation, key: Key | None) -> str:
         """The salt of the request's chunk-caches."""
@@ -372,7 +371,7 @@ class Service:
 
     def _salt(self, cache_salt: str | None, key: Key | None) -> str:
         salt, ours = cache_salt or "", self.backend.engine.config.tenant_salt
-        # A server with a salt is one tenant's: answering under another one would show its passages to the other.
+        # A server with a salt belongs to one tenant: answering under another salt would expose its passages.
         if ours and salt:
             if not hmac.compare_digest(salt.encode(), ours.encode()):
                 raise RequestError("cache_salt", "wanted none, or the one this server was started with")
@@ -398,7 +397,7 @@ class Service:
                 raise RequestError("retrieval", "this server has no documents of its own; send documents")
             return ()
         query = body.query()
-        if query is None:  # the engine will say what is wrong with the question
+        if query is None:  # the engine will report what is wrong with the question
             return ()
         ask = functools.partial(
             backend.retriever.stages,
@@ -412,7 +411,8 @@ class Service:
 
 
 def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation | None, repair: bool) -> IdleWork:
-    """Warm jobs first: somebody asked for them. Then what makes the next request faster, KV before compiled sizes."""
+    """Warm jobs first, since a client asked for them. Then what makes the next request faster: KV before compiled
+    sizes."""
     return lambda is_wanted: (
         jobs.step(is_wanted)
         or (preparation is not None and preparation.step(is_wanted))
@@ -428,7 +428,7 @@ def _refresh_documents(backend: Backend) -> None:
         backend.worker.call(lambda: None)  # wakes it up
 
 
-def _order_ahead(backend: Backend) -> None:
+def _place_orders(backend: Backend) -> None:
     backend.engine.orders.place()
 
 
@@ -453,7 +453,7 @@ def _shutting_down() -> ApiError:
 
 
 def _what_is_left(request: Request, arrived_s: float) -> Request:
-    """The request with the time that it has left."""
+    """The request with its remaining time as `timeout_s`."""
     if request.timeout_s is None:
         return request
     left_s = request.timeout_s - (time.perf_counter() - arrived_s)

@@ -30,62 +30,62 @@ Text = Annotated[str, AfterValidator(_not_blank)]
 
 
 class ServerSettings(SettingsModel):
-    """What the server decides without the engine."""
+    """Settings of the HTTP server."""
 
     model_config = ConfigDict(title="server")
 
     served_model_name: Annotated[Text, Described(metavar="NAME")] | None = None
-    """The model's name in the API; without it that of its directory."""
+    """Model name in the API; the name of its directory if not given."""
     api_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
-    """Bearer token that all but health, readiness and metrics ask for; without any key they ask for none."""
+    """Bearer token for everything except health, readiness and metrics; without any key no token is needed."""
     admin_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
-    """Bearer token that opens /v1/cache/...; without any such key these endpoints are closed."""
+    """Bearer token for /v1/cache/...; without any such key these endpoints are disabled."""
     api_key_file: FilePath | None = None
-    """File of such tokens, KEY or TENANT:KEY a line, read again when it changes; a tenant has caches of its own."""
+    """File of such tokens, KEY or TENANT:KEY per line, reread when it changes; each tenant has caches of its own."""
     admin_key_file: FilePath | None = None
-    """File of such tokens for /v1/cache/..., KEY a line, read again when it changes."""
+    """File of such tokens for /v1/cache/..., KEY per line, reread when it changes."""
     quota_file: FilePath | None = None
-    """TOML file of what each tenant may ask for, in each replica: requests at a time, tokens a minute."""
+    """TOML file of each tenant's quota, per replica: concurrent requests, tokens per minute."""
     reuse: ReuseMode = "bounded"
     """Mode of requests that name none."""
     top_k: int = Field(default=5, ge=1, le=LARGEST_TOP_K)
-    """Passages retrieved where a request does not say how many."""
+    """Passages to retrieve for requests that do not say how many."""
     retrieval_stages: int = Field(default=1, ge=1)
-    """Parts of a search after each of which an answer may begin from what is found so far (RAGCache sec. 5.3); 1 begins
-    once the search is through."""
+    """Stages of a search; after each, an answer may begin from the passages found so far (RAGCache sec. 5.3). 1 begins
+    after the search."""
     max_prefill_bs: int = Field(default=4, ge=0)
-    """No such answer begins while so many requests wait."""
+    """No such answer begins while this many requests wait."""
     request_timeout_s: Seconds | None = None
-    """Requests that name no timeout_s end with 504 after so long; without it never."""
+    """Requests without a timeout_s of their own end with 504 after this time; without it never."""
     max_body_bytes: NumBytes = Field(default=10_000_000, ge=1)
-    """Longest request body; more is refused with 413."""
+    """Largest request body; larger ones are refused with 413."""
     refresh_interval_s: Seconds | None = None
-    """Pause between looks for changed documents; without it there are none."""
+    """Interval of checks for changed documents; none if not given."""
     store_refresh_interval_s: Annotated[float, _OR_NEVER] | None = Field(default=10.0, ge=0)
-    """Pause between looks at what other processes did to the store; 0 for never."""
+    """Interval of checks for changes of other processes in the store; 0 for never."""
     repair_when_idle: bool = Field(default=True, validation_alias=AliasChoices("repair", "repair_when_idle"))
-    """Compute approximate chunk variants anew while no request waits."""
+    """Recompute approximate chunk variants while no request waits."""
     prepare_when_idle: bool = Field(default=True, validation_alias=AliasChoices("prepare", "prepare_when_idle"))
-    """Compute the server's own documents then, until the store or, without one, host memory is 80 % full; in a bucket
-    only with disk_cache_bytes."""
+    """Compute the server's own documents then, until the store (or host memory, if there is no store) is 80 % full; in
+    a bucket only with disk_cache_bytes."""
     page: bool = True
-    """Serve the page at /, and what it reads: `trace` in requests, which tells the text of passages, and the live
+    """Serve the page at /, and what it needs: `trace` in requests, which shows the text of passages, and the live
     view."""
     otlp_traces_endpoint: Annotated[str, AfterValidator(_http), Described(metavar="URL")] | None = None
-    """URL that takes requests' spans by OTLP, such as http://localhost:4318/v1/traces; needs ccjax[tracing]."""
+    """OTLP endpoint for request spans, such as http://localhost:4318/v1/traces; needs ccjax[tracing]."""
     even_out_timing: bool = False
-    """Hold every answer back as if its whole prompt had been computed, and tell nothing of what was reused, so that
-    nobody can see what others asked for; wants no page."""
+    """Delay every answer as if its whole prompt had been computed, and report nothing about reuse, so that clients
+    cannot learn what others asked; excludes the page."""
 
     @model_validator(mode="after")
     def _check_keys_and_page(self) -> Self:
         if self.admin_key is not None and self.admin_key == self.api_key:
-            raise ValueError("admin_key: wanted another key than api_key: whoever may ask must not be able to erase")
+            raise ValueError("admin_key: wanted another key than api_key: clients must not be able to erase")
         if self.even_out_timing and self.page:
             raise ValueError("page: wanted it off (--no-page) with even_out_timing: it shows what was reused")
         return self
 
     @property
     def shows_reuse(self) -> bool:
-        """True where clients are told what was reused of a prompt."""
+        """True if clients are shown what was reused of a prompt."""
         return not self.even_out_timing

@@ -1,5 +1,5 @@
-"""What is told of a request besides its answer, once it is over: a line of the log, and spans where they are wanted.
-Names no text, no key and no tenant."""
+"""Reports each finished request besides its answer: a log line, and spans if tracing is on. Contains no text, key or
+tenant."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger("ccjax.request")
 
 
 @dataclasses.dataclass(eq=False)
-class Telling:
-    """One request while it lasts.
+class RequestTelemetry:
+    """Telemetry of one request.
 
     Attributes:
-      job: once the request stands in line; None if it came to an end before.
+      job: once the request is submitted; None if it ended before.
       headers: of the HTTP request.
-      began_s: `time.perf_counter` when it came.
+      began_s: `time.perf_counter` when it arrived.
     """
 
     kind: Kind
@@ -38,14 +38,14 @@ class Telling:
     _is_over: bool = False
 
     def end(self, refusal: ApiError | None = None) -> None:
-        """Tells of the request: answered, refused or, without either, given up by its client. Only the first call
-        does."""
+        """Reports the request as answered, refused or, without either, abandoned by its client. Only the first call has
+        an effect."""
         if self._is_over:
             return
         self._is_over = True
         facts = self._facts(refusal)
         where = {} if self.tracing is None else self.tracing.record(self, facts)
-        # In the line for people what everybody asks first, in JSON all of it.
+        # Text logs show the essentials, JSON logs all fields.
         line = "%(outcome)s %(request_id)s: first token after %(ttft_s)s s, all after %(latency_s)s s"
         shown = {"request_id": "before it had an id", "ttft_s": "-", **facts}
         logger.info(line, shown, extra={"kind": self.kind, **facts, **where})
@@ -70,5 +70,5 @@ class Telling:
 
 
 def _rounded(seconds: float) -> float:
-    """To tenths of a millisecond."""
+    """Rounds to tenths of a millisecond."""
     return round(seconds, 4)

@@ -15,16 +15,16 @@ from ccjax.text import IncrementalDecoder, Tokenizer
 def trace_json(
     trace: RequestTrace, tokenizer: Tokenizer | None, *, arrived_s: float, found_s: float, submitted_s: float
 ) -> dict[str, Any]:
-    """What the API tells of a request; all times in seconds since `arrived_s`.
+    """The trace of a request for the API; all times in seconds since `arrived_s`.
 
-    `phases` follow each other without gaps, from the arrival to the last token. `loads` and `layers` are what the
-    prefill did, side by side. `full_prefill_ttft_s` is an estimate: the time to the first token with a prefill that
-    computes everything, at the rate measured so far; null while there is none.
+    `phases` follow each other without gaps, from the arrival to the last token. `loads` and `layers` are the concurrent
+    activities of the prefill. `full_prefill_ttft_s` estimates the time to the first token of a prefill that computes
+    everything, at the rate measured so far; null while there is none.
 
     Args:
       tokenizer: None gives tokens without text.
-      arrived_s, found_s, submitted_s: `time.perf_counter` when the request came, its passages were there, it stood in
-        line.
+      arrived_s, found_s, submitted_s: `time.perf_counter` when the request arrived, its passages were found, and it was
+        queued.
     """
     ends = (found_s, submitted_s, trace.started_s, trace.token_s[0], trace.token_s[-1])
     told = list(phases(0.0, *(end - arrived_s for end in ends)))

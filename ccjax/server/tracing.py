@@ -1,7 +1,7 @@
-"""Requests as OpenTelemetry spans, sent as OTLP over HTTP; needs ccjax[tracing]. Attributes have the names of
-OpenTelemetry's conventions for generative AI where these have one, and begin with `ccjax.` elsewhere.
+"""Sends requests as OpenTelemetry spans by OTLP over HTTP; needs ccjax[tracing]. Attributes follow OpenTelemetry's
+conventions for generative AI where these exist, and begin with `ccjax.` otherwise.
 
-A request's span is made when the request is over: nothing of the engine's work waits for it.
+The spans of a request are created when it is over, so that the engine never waits for them.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Tracer
 
-    from ccjax.server.telemetry import Telling
+    from ccjax.server.telemetry import RequestTelemetry
     from ccjax.server.worker import Job
 
 _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 
 
 def check_installed() -> None:
-    """Nothing, where spans can be made and sent.
+    """Checks that spans can be created and sent.
 
     Raises:
-      ConfigError: the packages for that are missing.
+      ConfigError: the required packages are missing.
     """
     for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         try:
             found = importlib.util.find_spec(name)
-        except ModuleNotFoundError:  # a package above it is missing
+        except ModuleNotFoundError:  # a parent package is missing
             found = None
         if found is None:
             raise ConfigError(f"otlp_traces_endpoint: wanted the packages of ccjax[tracing], {name} is not installed")
 
 
 class Tracing:
-    """Sends spans in the background, as many as OTEL_TRACES_SAMPLER says; those that nobody takes in time are dropped.
+    """Sends spans in the background, sampled as OTEL_TRACES_SAMPLER says; spans that the collector does not accept in
+    time are dropped.
 
     `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_EXPORTER_OTLP_HEADERS` and OpenTelemetry's other variables
-    hold as usual.
+    apply as usual.
     """
 
     def __init__(self, endpoint: str) -> None:
-        """
-        Args:
-          endpoint: URL that takes traces, such as http://localhost:4318/v1/traces.
+        """Args:
+          endpoint: OTLP URL, such as http://localhost:4318/v1/traces.
 
         Raises:
           ConfigError: the packages are missing.
@@ -68,11 +68,11 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer: Tracer = self._provider.get_tracer("ccjax", ccjax.__version__)
 
-    def record(self, telling: Telling, facts: Mapping[str, Any]) -> dict[str, str]:
-        """Makes the spans of a request that is over; returns what a line of the log needs to be found beside them.
+    def record(self, telemetry: RequestTelemetry, facts: Mapping[str, Any]) -> dict[str, str]:
+        """Creates the spans of a finished request; returns the ids that link its log line to them.
 
         Args:
-          facts: what `telling` tells.
+          facts: as collected by `telemetry`.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -82,27 +82,27 @@ class Tracing:
         def at(seconds: float) -> int:
             return now_ns - round((now_s - seconds) * 1e9)
 
-        parent = TraceContextTextMapPropagator().extract(dict(telling.headers))
-        operation, job = _OPERATIONS[telling.kind], telling.job
+        parent = TraceContextTextMapPropagator().extract(dict(telemetry.headers))
+        operation, job = _OPERATIONS[telemetry.kind], telemetry.job
         span = self._tracer.start_span(
-            f"{operation} {telling.model}",
+            f"{operation} {telemetry.model}",
             parent,
             SpanKind.SERVER,
-            _attributes(telling, operation, facts),
-            start_time=at(telling.began_s),
+            _attributes(telemetry, operation, facts),
+            start_time=at(telemetry.began_s),
         )
         if job is not None:
             self._record_phases(job, set_span_in_context(span), at)
         if facts["outcome"] != "answered":
             span.set_attribute("error.type", facts["outcome"])
-        if facts.get("status", 0) >= 500:  # what the client did wrong is no error of a server's span
+        if facts.get("status", 0) >= 500:  # a client error is not an error of the server's span
             span.set_status(Status(StatusCode.ERROR))
         span.end(now_ns)
         context = span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
     def close(self) -> None:
-        """Sends what is left; takes no longer than the exporter tries, by default ten seconds."""
+        """Sends the remaining spans; takes at most as long as the exporter retries, ten seconds by default."""
         self._provider.shutdown()
 
     def _record_phases(self, job: Job, inside: Context, at: Callable[[float], int]) -> None:
@@ -115,13 +115,13 @@ class Tracing:
                 span.end(at(end_s))
 
 
-def _attributes(telling: Telling, operation: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _attributes(telemetry: RequestTelemetry, operation: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "ccjax",
-        "gen_ai.request.model": telling.model,
+        "gen_ai.request.model": telemetry.model,
     }
-    job = telling.job
+    job = telemetry.job
     if job is None:
         return attributes
     sampling = job.request.sampling
@@ -138,7 +138,7 @@ def _attributes(telling: Telling, operation: str, facts: Mapping[str, Any]) -> d
         return attributes
     report = response.reuse
     return attributes | {
-        "gen_ai.response.model": telling.model,
+        "gen_ai.response.model": telemetry.model,
         "gen_ai.response.finish_reasons": [choice.finish_reason for choice in response.choices],
         "gen_ai.usage.input_tokens": report.prompt_tokens,
         "gen_ai.usage.output_tokens": response.num_answer_tokens,

@@ -1,6 +1,6 @@
-"""Warm jobs: documents that are computed ahead of questions, while no request waits or one between two requests.
+"""Warm jobs: documents that are computed before questions arrive, while no request waits or between two requests.
 
-`step` is idle work of the engine's worker; jobs in a hurry come through its `call`.
+`step` is idle work of the engine's worker; urgent jobs use its `call`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ccjax.server.worker import EngineWorker, QueueFullError, WorkerClosedError
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 16
-"""Jobs that may be unfinished at a time."""
+"""Most unfinished jobs."""
 
 _MOST_KEPT = 100
-"""Finished jobs that can still be asked for."""
+"""Finished jobs that can still be queried."""
 
 WarmJobStatus = Literal["running", "completed", "cancelled", "failed"]
 
 
 class WarmJob:
-    """One list of documents, and how far it is."""
+    """A list of documents to warm, and its progress."""
 
     def __init__(self, warming: Warming, at_once: bool) -> None:
         self.id = f"warm-{uuid.uuid4().hex}"
@@ -56,9 +56,8 @@ class WarmJobs:
     """The jobs of one engine. Thread-safe."""
 
     def __init__(self, engine: Engine, count: Callable[[str], None]) -> None:
-        """
-        Args:
-          count: called with the status of each document that is done.
+        """Args:
+        count: called with the status of each finished document.
         """
         self._engine = engine
         self._count = count
@@ -66,10 +65,10 @@ class WarmJobs:
         self._jobs: dict[str, WarmJob] = {}
 
     def add(self, warming: Warming, worker: EngineWorker, *, at_once: bool) -> WarmJob | None:
-        """The job of a warming that begins now; None where too many are unfinished.
+        """Starts a warm job; None if too many are unfinished.
 
         Raises:
-          QueueFullError, WorkerClosedError: the worker does not take it.
+          QueueFullError, WorkerClosedError: the worker does not accept it.
         """
         job = WarmJob(warming, at_once)
         with self._lock:
@@ -83,11 +82,11 @@ class WarmJobs:
         return job
 
     def get(self, job_id: str) -> WarmJob | None:
-        """The job, or None where it is not known (any more)."""
+        """The job, or None if it is unknown or forgotten."""
         return self._jobs.get(job_id)
 
     def cancel(self, job: WarmJob) -> bool:
-        """Ends a job; what it computed stays. False where it was over already."""
+        """Cancels a job; what it computed stays. False if it was over already."""
         with self._lock:
             if job.status != "running":
                 return False
@@ -95,7 +94,7 @@ class WarmJobs:
         return True
 
     def step(self, is_wanted: Callable[[], bool]) -> bool:
-        """Deals with a document of the oldest job, until `is_wanted`; False if nothing is left to do now."""
+        """Processes a document of the oldest job, unless `is_wanted`; False if no work is left now."""
         for job in tuple(self._jobs.values()):
             if job.status == "running" and not job.at_once:
                 self._warm_one(job, is_wanted)
@@ -103,7 +102,7 @@ class WarmJobs:
         return False
 
     def _go_on(self, job: WarmJob, worker: EngineWorker) -> None:
-        """Deals with a document of a job in a hurry and gets in line for the next."""
+        """Processes a document of an urgent job and queues itself for the next one."""
         if job.status == "running":
             self._warm_one(job, lambda: False)
         if job.status == "running":

@@ -1,7 +1,7 @@
-"""The jobs that the engine works on, and a thread for work between requests.
+"""Jobs that hand requests to the engine, and a thread for work between requests.
 
-Verbs: `submit` hands a request to the engine, `Job.deltas` follows its answer, `Job.cancel` stops it wherever it is,
-`call` runs a function on the thread, whose idle time goes to other work, `shut` and `close` end both.
+Verbs: `submit` hands a request to the engine, `Job.deltas` streams its answer, `Job.cancel` stops it at any stage,
+`call` runs a function on the thread, which otherwise does idle work, and `shut` and `close` end both.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from ccjax.engine import Delta, Request, Response
 logger = logging.getLogger(__name__)
 
 _IDLE_AFTER_S = 0.1
-"""Without a request for this long, idle work begins: not in the moment between two requests of one client."""
+"""Idle work starts after this long without a request, not in the gap between two requests of one client."""
 
 _MOST_CALLS = 128
-"""Calls that may wait for the thread."""
+"""Most calls that may wait for the thread."""
 
 Result = TypeVar("Result")
 
 IdleWork = Callable[[Callable[[], bool]], bool]
-"""Does a piece of work, asks its argument often and stops once that returns True; returns whether more may be left."""
+"""Does one piece of idle work, polls its argument and stops once that returns True; returns whether more work may be
+left."""
 
 
 class Start(Protocol):
@@ -40,20 +41,20 @@ class Start(Protocol):
     ) -> Callable[[], None]: ...
 
 
-class Preload(Protocol):
-    """What was begun for a request in line."""
+class OpenPreload(Protocol):
+    """KV reads started for a queued request."""
 
     def close(self) -> None:
-        """Ends it; may be called twice."""
+        """Ends the reads; may be called twice."""
         ...
 
 
 class QueueFullError(Exception):
-    """As many calls wait as may."""
+    """The call queue is full."""
 
 
 class WorkerClosedError(Exception):
-    """The worker takes no more requests."""
+    """The worker accepts no more requests."""
 
 
 class JobCancelledError(Exception):
@@ -61,12 +62,11 @@ class JobCancelledError(Exception):
 
 
 class Job:
-    """One request in line or running. Times are seconds of the worker's clock, None until reached.
+    """A queued or running request. Times are seconds of the worker's clock, None until reached.
 
-    `response` is set once the answer is complete. `arrived_s` and `found_s`, when the server had the request and when
-    it had the passages, are for whoever submits it to set, and so is `least_ttft_s`: an answer whose first token comes
-    sooner than that after the job left the line is handed out by so much later. It waits in its reader, not in the
-    engine.
+    `response` is set once the answer is complete. The submitter sets `arrived_s` and `found_s` (when the server had the
+    request and its passages) and `least_ttft_s`: if the first token comes sooner than that after the job was started,
+    the whole answer is delayed by the difference. The delay is in the reader, not in the engine.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Job:
         self.response: Response | None = None
         self.least_ttft_s = 0.0
         self.cancelled = False
-        self.preload: Preload | None = None
+        self.preload: OpenPreload | None = None
         self.stop: Callable[[], None] = lambda: None
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[float, Delta | Exception]] = asyncio.Queue()
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """The answer piece by piece, up to the delta with the response.
+        """Streams the answer, up to the delta with the response.
 
         Raises:
           JobCancelledError: `cancel` was called first.
@@ -104,7 +104,7 @@ class Job:
                 raise event
             if held_s is None:
                 held_s = max(0.0, max(self.started_s or 0.0, self.submitted_s) + self.least_ttft_s - came_s)
-            # The later ones by as much: else all that was decoded meanwhile would come at once, which tells the same.
+            # Later deltas are delayed equally: delivered at once, they would reveal the same.
             wait_s = came_s + held_s - self._worker.clock()
             if wait_s > 0.0:
                 await self._worker.sleep(wait_s)
@@ -113,23 +113,24 @@ class Job:
                 return
 
     def cancel(self) -> None:
-        """Takes the job out of line, or stops it after the layer or token that runs; no effect on a complete answer."""
+        """Cancels a queued job, or stops a running one after the current layer or token; has no effect on a complete
+        answer."""
         self._worker._cancel(self)
 
     def end_preload(self) -> None:
-        """Closes what was read ahead for the request, if anything was."""
+        """Closes the reads started for the request, if any."""
         if self.preload is not None:
             self.preload.close()
 
     def _emit(self, event: Delta | Exception) -> None:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (self._worker.clock(), event))
-        except RuntimeError:  # the loop is closed: a forced exit, nobody listens any more
+        except RuntimeError:  # the loop is closed: a forced exit, the client is gone
             self.stop()
 
 
 class EngineWorker:
-    """Hands requests to the engine, whose line they wait in."""
+    """Hands requests to the engine, which queues them."""
 
     def __init__(
         self,
@@ -138,18 +139,17 @@ class EngineWorker:
         on_start: Callable[[Job], None] = lambda job: None,
         on_end: Callable[[Job], None] = lambda job: None,
         idle_work: IdleWork | None = None,
-        preload: Callable[[Request], Preload] | None = None,
+        preload: Callable[[Request], OpenPreload] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
-        Args:
-          on_start: called when a job leaves the line.
-          on_end: called when a job has its response or, cancelled, has left the engine.
-          preload: told of a request behind others, must return at once; what comes back is closed with the request's
-            first token, or with the request.
-          idle_work: done on a thread whenever no request came for a while, until nothing is left to do.
-          clock, sleep: by which answers are held back.
+        """Args:
+        on_start: called when a job leaves the queue.
+        on_end: called when a job has its response or, if cancelled, has left the engine.
+        preload: called for a request that is queued behind others, must return at once; what it returns is closed
+          with the request's first token, or with the request.
+        idle_work: run on a thread whenever no request came for a while, until no work is left.
+        clock, sleep: used to delay answers.
         """
         self.clock, self.sleep = clock, sleep
         self._start = start
@@ -169,13 +169,13 @@ class EngineWorker:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
+        """Number of queued requests."""
         with self._changed:
             return sum(job.started_s is None for job in self._jobs)
 
     @property
     def num_running(self) -> int:
-        """Requests that the engine works on."""
+        """Number of requests that the engine is running."""
         with self._changed:
             return sum(job.started_s is not None for job in self._jobs)
 
@@ -192,7 +192,7 @@ class EngineWorker:
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
-        """While it lasts a request is being made ready, and part of it may run already: no idle work goes on."""
+        """Context in which a request is being prepared and may already run in part: idle work pauses."""
         with self._changed:
             self._num_expected += 1
         try:
@@ -200,7 +200,8 @@ class EngineWorker:
         finally:
             with self._changed:
                 self._num_expected -= 1
-                self._is_idle_work_left = self._idle_work is not None  # what broke off goes on, also if none came
+                # Interrupted idle work resumes, even if no request came.
+                self._is_idle_work_left = self._idle_work is not None
                 self._changed.notify_all()
 
     def submit(
@@ -209,15 +210,15 @@ class EngineWorker:
         start: Start | None = None,
         on_leave: Callable[[Response | None], None] = lambda response: None,
     ) -> Job:
-        """The job of a request that is now in line; call it on the event loop that reads the answer.
+        """Queues a request and returns its job; call it on the event loop that reads the answer.
 
         Args:
-          start: what hands this request to the engine; None for the usual way.
-          on_leave: called once it is over, however it ended, with the response if there is one.
+          start: hands this request to the engine; None for `Engine.submit`.
+          on_leave: called once the job is over, however it ended, with the response if there is one.
 
         Raises:
-          WorkerClosedError: it was not taken.
-          Exception: what the engine refuses at once, `ccjax.errors.OverloadError` where its line is full.
+          WorkerClosedError: the worker is closed.
+          Exception: an immediate refusal by the engine, such as `ccjax.errors.OverloadError` if its queue is full.
         """
         job = Job(request, self, on_leave)
         with self._changed:
@@ -230,18 +231,18 @@ class EngineWorker:
             self._changed.notify_all()
         try:
             start = start or self._start
-            job.stop = start(request, lambda event: self._take_in(job, event), on_start=lambda: self._begin(job))
+            job.stop = start(request, lambda event: self._handle_event(job, event), on_start=lambda: self._begin(job))
         except BaseException:
             self._leave(job)
             raise
         return job
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Runs a function on the worker's thread, after the calls before it. From any thread; afterwards idle work is
-        looked for again.
+        """Runs a function on the worker's thread, after earlier calls. From any thread; idle work is reconsidered
+        afterwards.
 
         Raises:
-          QueueFullError, WorkerClosedError: it was not taken.
+          QueueFullError, WorkerClosedError: the call was not accepted.
         """
         future: Future[Result] = Future()
         with self._changed:
@@ -255,20 +256,20 @@ class EngineWorker:
         return future
 
     def shut(self) -> None:
-        """Takes nothing more; the jobs and calls that there are go on."""
+        """Accepts nothing more; existing jobs and calls continue."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def break_off(self, reason: Exception) -> None:
-        """Ends all jobs with `reason`, which their clients are told."""
+        """Ends all jobs with `reason`, which their clients receive."""
         with self._changed:
             jobs = list(self._jobs)
         for job in jobs:
             self._cancel(job, reason)
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends the thread: after all jobs and calls, or without `drain` as soon as those that run have stopped."""
+        """Ends the thread: after all jobs and calls or, without `drain`, as soon as the running ones have stopped."""
         self.shut()
         with self._changed:
             jobs = [] if drain else list(self._jobs)
@@ -287,7 +288,7 @@ class EngineWorker:
     # -- jobs --------------------------------------------------------------------------------------------------
 
     def _begin(self, job: Job) -> None:
-        """The job leaves the line; on the engine's thread."""
+        """Records that the engine started a job; on the engine's thread."""
         job.started_s = self.clock()
         self._on_start(job)
 
@@ -296,14 +297,14 @@ class EngineWorker:
             if job.response is not None or job.cancelled:
                 return
             job.cancelled = True
-            is_in_line = job.started_s is None
+            is_queued = job.started_s is None
         job._emit(reason or JobCancelledError())
         job.stop()
-        if is_in_line:  # it need not wait for the engine to look
+        if is_queued:  # no need to wait for the engine to notice
             self._end_cancelled(job)
 
-    def _take_in(self, job: Job, event: Delta | Exception) -> None:
-        """What the engine has to say of a job; on the engine's thread."""
+    def _handle_event(self, job: Job, event: Delta | Exception) -> None:
+        """Processes an event of a job; on the engine's thread."""
         if isinstance(event, Exception):
             if job.cancelled:
                 self._end_cancelled(job)
@@ -316,7 +317,7 @@ class EngineWorker:
             if not is_cancelled:
                 job.response = event.response
         if is_cancelled:
-            if event.response is not None:  # it was whole before the engine saw that nobody wants it
+            if event.response is not None:  # complete before the engine noticed the cancellation
                 self._end_cancelled(job)
             return
         job.first_delta_s = job.first_delta_s or self.clock()
@@ -327,12 +328,12 @@ class EngineWorker:
         job._emit(event)
 
     def _end_cancelled(self, job: Job) -> None:
-        """Lets a cancelled job go; the first call does."""
+        """Ends a cancelled job; only the first call has an effect."""
         if self._leave(job):
             self._on_end(job)
 
     def _leave(self, job: Job) -> bool:
-        """Takes a job out of the books; False where it is not in them any more."""
+        """Removes a job; False if it was removed already."""
         job.end_preload()
         with self._changed:
             was_here = job in self._jobs
@@ -363,17 +364,17 @@ class EngineWorker:
 
     @property
     def _may_work_idly(self) -> bool:
-        """True when nobody waits and idle work may be left."""
+        """True when no request is present and idle work may be left."""
         return self._is_idle_work_left and not (self._jobs or self._num_expected)
 
     def _is_wanted(self) -> bool:
-        """True when there is better to do than idle work."""
+        """True when something more urgent than idle work is waiting."""
         return bool(self._jobs or self._calls or self._num_expected) or self._closed
 
     def _work_idly(self) -> None:
         assert self._idle_work is not None
         with self._changed:
-            self._is_idle_work_left = False  # what comes meanwhile may leave more behind
+            self._is_idle_work_left = False  # work arriving meanwhile may leave more behind
         try:
             is_left = self._idle_work(self._is_wanted)
         except Exception:

@@ -1,4 +1,4 @@
-"""Tokenizers, chat prompts and streamed text. Imports neither jax nor a model."""
+"""Tokenizers, chat prompts and streamed text."""
 
 from ccjax.text.byte_tokenizer import BYTE_TEMPLATE, ByteTokenizer
 from ccjax.text.prompt import PromptBuilder, PromptParts

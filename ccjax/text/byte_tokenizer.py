@@ -1,6 +1,6 @@
 """A tokenizer whose tokens are bytes, for models without one of their own.
 
-Nobody trained a model on these ids, so answers mean nothing; prompts are several times as long as with a real one.
+No model is trained on these ids, so answers are meaningless; prompts are several times as long as with a real one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _NUM_BYTES = 256
 _CONTROL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _FIRST_SHOWN, _NUM_SHOWN = 0x21, 94
 BYTE_TEMPLATE = ChatTemplate(LLAMA3_TEMPLATE, {"bos_token": _CONTROL[0], "eos_token": _CONTROL[-1]})
-"""Llama 3's, whose control tokens these are."""
+"""The control tokens of Llama 3."""
 
 
 class ByteTokenizer(BaseTokenizer):
-    """Ids 0 to 255 are the bytes of UTF-8, five control tokens follow.
+    """Ids 0 to 255 are the bytes of UTF-8, followed by five control tokens.
 
-    Ids beyond, which a model with a larger vocabulary draws, are shown as a printable character each, so that an answer
-    streams as it would with a tokenizer that has them.
+    Higher ids, which a model with a larger vocabulary may generate, are each shown as a printable character, so that an
+    answer streams as with a real tokenizer.
     """
 
     def __init__(self) -> None:

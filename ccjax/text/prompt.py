@@ -1,7 +1,7 @@
 """Token ids of a prompt as [system][document]...[question].
 
-Documents stand at the start of the first user turn, so that system prompt and documents stay one unchanged prefix over
-a conversation, and each is tokenized on its own, so that its ids never depend on its neighbours.
+Documents are at the start of the first user turn, so that system prompt and documents remain one unchanged prefix
+during a conversation, and each is tokenized on its own, so that its ids never depend on what surrounds it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PromptParts:
 
 
 class PromptBuilder:
-    """Makes `PromptParts` from chats or plain prompts; holds no state between calls."""
+    """Builds `PromptParts` from chats or plain prompts; stateless."""
 
     def __init__(
         self,
@@ -49,10 +49,9 @@ class PromptBuilder:
         untitled_format: str = "{text}\n\n",
         system_prompt: str = "Answer the question from the passages.",
     ):
-        """
-        Args:
-          document_format, untitled_format: text of a document with and without a title.
-          system_prompt: used where the messages have none; "" for none at all.
+        """Args:
+        document_format, untitled_format: text of a document with and without a title.
+        system_prompt: used if the messages have none; "" for none at all.
         """
         _check_format("document_format", document_format, {"title", "text"})
         _check_format("untitled_format", untitled_format, {"text"})
@@ -68,14 +67,14 @@ class PromptBuilder:
         }
 
     def build_chat(self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document] = ()) -> PromptParts:
-        """Ids of a chat that ends where the assistant's answer begins.
+        """Ids of a chat up to the start of the assistant's answer.
 
         Args:
-          messages: `{"role", "content"}` as in the OpenAI API; content is a string or a list of text parts. Leading
-            and trailing white space of contents is dropped.
+          messages: `{"role", "content"}` as in the OpenAI API; content is a string or a list of text parts. Leading and
+            trailing white space of contents is dropped.
 
         Raises:
-          ValueError: a message is malformed, no user message, or the template refuses; names `messages[i]`.
+          ValueError: a message is malformed, there is no user message, or the template refuses; names `messages[i]`.
         """
         roles, contents = _checked(messages)
         if "system" not in roles and self._system_prompt:
@@ -89,7 +88,7 @@ class PromptBuilder:
         return self._assemble(self._tokenizer.encode_parts(head), documents, rest)
 
     def build_completion(self, prompt: str, documents: Sequence[Document] = ()) -> PromptParts:
-        """Ids of bos, the documents and `prompt` as it is, without a template.
+        """Ids of bos, the documents and `prompt` verbatim, without a template.
 
         Raises:
           ValueError: `prompt` is not a string or is blank.
@@ -100,7 +99,7 @@ class PromptBuilder:
         return self._assemble([] if bos_id is None else [bos_id], documents, [(prompt, False)])
 
     def document_ids(self, document: Document) -> tuple[int, ...]:
-        """Ids of one document, the same wherever it stands in a prompt; never a control token."""
+        """Ids of one document, independent of its place in the prompt; never a control token."""
         title = (document.title or "").strip()
         form = self._document_format if title else self._untitled_format
         text = form.format(title=title, text=document.text.strip())
@@ -117,7 +116,7 @@ class PromptBuilder:
         )
 
     def _split_chat(self, roles: Sequence[str], contents: Sequence[str]) -> tuple[_Parts, _Parts]:
-        """The chat before and from the first user content on."""
+        """The chat before the first user content, and the rest from it on."""
         system = contents[0] if roles[0] == "system" else None
         first_user = roles.index("user")
         try:
@@ -132,14 +131,14 @@ class PromptBuilder:
         return [*before, (system + "\n\n", False)], after
 
     def _render(self, roles: Sequence[str], contents: Sequence[str], first_user: int) -> tuple[_Parts, _Parts]:
-        """Renders with a stand-in for each content, so that nothing in a content can steer the template."""
+        """Renders with a placeholder for each content, so that no content can influence the template."""
         messages = [{"role": role, "content": _SENTINEL.format(i)} for i, role in enumerate(roles)]
         pieces = _SENTINEL_PATTERN.split(self._template.render(messages, variables=self._special_tokens))
         if str(first_user) not in pieces[1::2]:
             raise TemplateRejectedError(f"chat_template: it leaves out the content of {roles[first_user]!r} messages")
         border = 1 + 2 * pieces[1::2].index(str(first_user))
         if roles[0] == "system" and "0" not in pieces[1:border:2]:
-            # Some leave it out, some put it into the LAST user turn, where it would move with every turn.
+            # Some templates leave it out, some put it into the LAST user turn, where it would move with every turn.
             raise TemplateRejectedError("chat_template: the system prompt is not before the first user text")
         parts = [
             (piece, True) if number % 2 == 0 else (contents[int(piece)], False) for number, piece in enumerate(pieces)

@@ -1,4 +1,4 @@
-"""Text of an answer while its tokens arrive: whole characters only, and stop strings."""
+"""Streamed text of an answer: whole characters only, and stop strings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, context_tokens: int = 6):
-        """`prompt_ids`: what the answer follows; the last `context_tokens` of it decide a leading space."""
+        """`prompt_ids`: tokens before the answer; the last `context_tokens` of them determine a leading space."""
         self._tokenizer = tokenizer
         self._ids = list(prompt_ids)[-context_tokens:]
         self._start = 0
@@ -31,7 +31,7 @@ class IncrementalDecoder:
         before, after = self._texts()
         border = len(self._ids)
         if after.endswith("\ufffd"):
-            # A character has at most 4 bytes, so what 4 more tokens left as it was is settled: bytes that are no text.
+            # A character has at most 4 bytes, so what 4 more tokens left unchanged is final: bytes that are no text.
             border -= _MAX_CHARACTER_TOKENS
             if border - self._emitted < _MAX_CHARACTER_TOKENS:
                 return ""
@@ -45,7 +45,7 @@ class IncrementalDecoder:
         return after[len(before) :]
 
     def flush(self) -> str:
-        """The rest at the end of the answer; bytes that never became a character are U+FFFD."""
+        """The rest at the end of the answer; incomplete characters become U+FFFD."""
         before, after = self._texts()
         self._start = self._emitted = len(self._ids)
         return after[len(before) :]
@@ -56,9 +56,9 @@ class IncrementalDecoder:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string, wherever the borders of its pieces are.
+    """Cuts a stream of text at the first stop string, even across pieces.
 
-    Text that could still become a stop string is held back; `flush` gives it when the stream ends without one.
+    Text that could still become a stop string is held back; `flush` returns it when the stream ends without one.
     """
 
     def __init__(self, stops: Sequence[str]):

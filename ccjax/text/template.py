@@ -29,7 +29,7 @@ LLAMA3_TEMPLATE = """\
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-"""Llama 3 instruct, for directories in Meta's own format, which carry no template."""
+"""Llama 3 instruct, for directories in Meta's own format, which contain no template."""
 PLAIN_TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -40,7 +40,7 @@ PLAIN_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'Answer:' }}{%- endif %}
 """
-"""For base models, which know no chat."""
+"""For base models, which were not trained on chats."""
 
 
 class TemplateRejectedError(ValueError):
@@ -71,9 +71,9 @@ class ChatTemplate:
     def load(cls, directory: str | os.PathLike[str], name: str = "default") -> ChatTemplate:
         """The template of a model directory.
 
-        `chat_template.jinja` comes first, then `chat_template` in tokenizer_config.json, of a named list the one called
-        `name`. A directory without any gets `LLAMA3_TEMPLATE` if its tokenizer is Llama 3's own `tokenizer.model`, else
-        `PLAIN_TEMPLATE`.
+        `chat_template.jinja` has priority, then `chat_template` in tokenizer_config.json, of a named list the one
+        called `name`. A directory without any gets `LLAMA3_TEMPLATE` if its tokenizer is Llama 3's own
+        `tokenizer.model`, else `PLAIN_TEMPLATE`.
 
         Raises:
           ValueError: no template of that name, or no valid Jinja.

@@ -21,7 +21,8 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-"""How Llama 3 cuts text into words before BPE; it stands in Meta's code, not in the tokenizer file."""
+"""Llama 3's regular expression for splitting text into words before BPE; it is in Meta's code, not in the tokenizer
+file."""
 _LLAMA3_SPECIAL_HEAD = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -38,26 +39,26 @@ _LLAMA3_SPECIAL_HEAD = (
 _LLAMA3_NUM_SPECIAL = 256
 _LLAMA3_STOPS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 _MAX_RUN_CHARS = 25_000
-"""tiktoken's word splitter panics (stack overflow) on a million spaces in a row; Meta's code cuts there too."""
+"""tiktoken's word splitter panics (stack overflow) on a million spaces in a row; Meta's code splits there too."""
 _RUN = re.compile(rf"\S{{1,{_MAX_RUN_CHARS}}}|\s{{1,{_MAX_RUN_CHARS}}}")
 
 _NO_PREFIX = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 """Settings of `tokenizers` steps that put a space before the first word, switched off."""
 
 Follows = Literal["start", "control", "text"]
-"""What stands before a text: nothing, a control token, or other text."""
+"""What precedes a text: nothing, a control token, or other text."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of the system needs of a tokenizer.
+    """Interface of tokenizers.
 
     Attributes:
       bos_id: the token a prompt starts with, or None.
       eos_ids: tokens that end an answer.
       vocab_size: one above the largest id.
-      special_ids: tokens that stand for no text: `decode` leaves them out.
-      special_names: special token as it is written in templates -> id.
-      fingerprint: sha256 (hex) of everything that decides which ids a text gets.
+      special_ids: tokens that represent no text: `decode` leaves them out.
+      special_names: special token as written in templates -> id.
+      fingerprint: sha256 (hex) of everything that determines the ids of a text.
     """
 
     @property
@@ -82,17 +83,17 @@ class Tokenizer(Protocol):
         ...
 
     def encode_parts(self, parts: Sequence[tuple[str, bool]], *, follows: Follows = "start") -> list[int]:
-        """Ids of parts (text, trusted) read as one text: words run across the parts, as far as no control token is
-        between them, and only trusted parts yield control tokens.
+        """Ids of parts (text, trusted) read as one text: words extend across parts unless a control token is between
+        them, and only trusted parts yield control tokens.
 
         Args:
-          follows: what the parts stand behind; it decides whether a SentencePiece-like tokenizer puts a space before
-            the first word.
+          follows: what precedes the parts; determines whether a SentencePiece-like tokenizer puts a space before the
+            first word.
         """
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; bytes that are no whole UTF-8 character become U+FFFD."""
+        """Text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
         ...
 
 
@@ -141,7 +142,7 @@ class BaseTokenizer:
         ids = self._encode_plain(text, follows)
         if self._control_ids.isdisjoint(ids):
             return ids
-        # A vocabulary that holds a control token as an ordinary word: cut the word in two.
+        # The vocabulary contains a control token as an ordinary word: split the word in two.
         ids, start = [], 0
         for end in [match.start() + 1 for match in self._name_pattern.finditer(text)] + [len(text)]:
             ids += self._encode_plain(text[start:end], "text" if start else follows)
@@ -209,7 +210,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
     """`tokenizer.json`, any model type of the `tokenizers` library."""
 
     def __init__(self, raw: str, where: Path, stop_ids: frozenset[int] = frozenset()):
-        """`raw` is the file's content, `where` what messages name."""
+        """`raw` is the file's content, `where` its name in messages."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(raw)
             definition = json.loads(self._tokenizer.to_str())
@@ -226,11 +227,11 @@ class HuggingFaceTokenizer(BaseTokenizer):
             if token.content.strip() and token.content != unknown
         }
         super().__init__(control)
-        # Users' text meets a tokenizer without control tokens; added runs of spaces are text and stay.
+        # Users' text is encoded by a tokenizer without control tokens; added runs of spaces are text and stay.
         definition["added_tokens"] = [token for token in definition["added_tokens"] if not token["content"].strip()]
         definition["post_processor"] = definition["truncation"] = definition["padding"] = None
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(definition))
-        # Behind other text, the space that SentencePiece-like tokenizers put before the first word must not come again.
+        # After other text, SentencePiece-like tokenizers must not add the space before the first word again.
         steps = [*_steps(definition["normalizer"]), *_steps(definition["pre_tokenizer"])]
         self._space_after_control = all(step.get("prepend_scheme") != "first" for step in steps)
         changes = [{key: value for key, value in _NO_PREFIX.items() if step.get(key, value) != value} for step in steps]
@@ -284,14 +285,14 @@ def tokenizer_of(
     where: Path,
     bos_id: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer in a tokenizer.json.
+    """Builds the tokenizer from a tokenizer.json.
 
     Args:
       raw: its content.
-      settings: as `read_settings` gives them.
+      settings: as returned by `read_settings`.
       stop_ids: ids that end an answer, besides the eos token of the settings.
-      where: what messages name.
-      bos_id: where the settings name no bos token.
+      where: its name in messages.
+      bos_id: used if the settings name no bos token.
 
     Raises:
       ValueError: it cannot be used.

@@ -1,6 +1,6 @@
-"""The mixture of experts in a layer's MLP: which experts a token gets, and what they compute of it.
+"""Mixture of experts in a layer's MLP: routing of tokens, and the computation of the chosen experts.
 
-No token is dropped, and a row depends on nothing but itself: padding rows, whatever is in them, disturb no other.
+No token is dropped, and a row depends on nothing but itself: padding rows affect no other, whatever they contain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FEW_TOKENS = 64
 
 
 class Routing(NamedTuple):
-    """Where each token goes.
+    """Routing of tokens to experts.
 
     Attributes:
       experts: [N, C], numbers of the chosen experts, the likeliest first.
@@ -33,12 +33,12 @@ class Routing(NamedTuple):
     weights: Float[Array, "N C"]
 
 
-class _Rows(NamedTuple):
+class _ExpertRows(NamedTuple):
     """Rows sorted by expert, each expert's padded to whole blocks or to the same number.
 
     Attributes:
       row_of_pair: [N * C], row of each pair of token and chosen expert.
-      token_of_row: [R], token of each row; 0 for padding, whose results nobody reads.
+      token_of_row: [R], token of each row; 0 for padding, whose results are ignored.
     """
 
     row_of_pair: Int[Array, "M"]
@@ -57,11 +57,11 @@ def route(x: Float[Array, "N D"], router: Float[Array, "D E"], num_chosen: int) 
 
 
 def routed_mlp(x: Float[Array, "*B N D"], layer: RoutedLayerParams) -> Float[Array, "*B N D"]:
-    """What the chosen experts compute of each token; cost follows these, not the number of experts.
+    """Output of the chosen experts for each token; the cost follows these, not the number of experts.
 
-    Each platform has the form that suits it, see docs/experts.md. On TPUs that is `jax.lax.ragged_dot`, which XLA
+    Each platform uses the form that suits it, see docs/experts.md. On TPUs that is `jax.lax.ragged_dot`, which XLA
     compiles to a grouped product; elsewhere jax 0.10 and 0.11 expand it to a product over all experts of a copy of the
-    rows for each. With the weights' inner width (`ffn`) over several devices each computes its part of the sum.
+    rows for each. If the weights' inner width (`ffn`) is split over several devices, each computes its part of the sum.
     """
     flat = x.reshape(-1, x.shape[-1])
     routing = route(flat, layer.router, layer.num_chosen)
@@ -87,9 +87,9 @@ def plain_routed_mlp(x: Float[Array, "*B N D"], layer: RoutedLayerParams) -> Flo
 
 
 def dense_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerParams) -> Float[Array, "N D"]:
-    """The definition, differentiable: every expert computes every token, and what was not chosen counts 0 times.
+    """The definition, differentiable: every expert computes every token, and unchosen ones get weight 0.
 
-    A weight of 0 keeps nothing of an expert's finite output; it is the experts' own cost that is not saved.
+    A weight of 0 removes an expert's finite output, but not the cost of computing it.
     """
     is_chosen = jax.nn.one_hot(routing.experts, layer.router.shape[-1], dtype=jnp.float32)
     weights = einsum("nc,nce->ne", routing.weights, is_chosen)
@@ -120,7 +120,8 @@ def ragged_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerP
 def blocked_experts(
     x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerParams, block_size: int
 ) -> Float[Array, "N D"]:
-    """The same over rows sorted by expert, `block_size` of one expert at a time; as many blocks as there are run.
+    """The same over rows sorted by expert, in blocks of `block_size` rows of one expert; only as many blocks as needed
+    run.
 
     The weights of a block's expert are copied for it: 3 D F elements, against 3 D F `block_size` products.
     """
@@ -150,9 +151,9 @@ def blocked_experts(
 def batched_experts(
     x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerParams, capacity: int
 ) -> Float[Array, "N D"]:
-    """The same as one product over all experts, with `capacity` rows for each, over weights where they lie.
+    """The same as one product over all experts, with `capacity` rows for each, without copying weights.
 
-    Where an expert was chosen more often than that, `blocked_experts` runs instead.
+    If an expert was chosen more often than that, `blocked_experts` runs instead.
     """
     num_experts = layer.router.shape[-1]
     rank, num_pairs = _ranks(routing.experts, num_experts)
@@ -172,7 +173,7 @@ def batched_experts(
 
 
 def _of_each(subscripts: str, x: Array, weight: Weight) -> Float[Array, "E N M"]:
-    """The products of all experts, `project` for weights stacked on a first axis."""
+    """The products of all experts; `project` handles weights stacked on a first axis."""
     if not isinstance(weight, QuantizedWeight):
         return einsum(subscripts, x, weight)
     sums = einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -180,21 +181,24 @@ def _of_each(subscripts: str, x: Array, weight: Weight) -> Float[Array, "E N M"]
 
 
 def _ranks(experts: Int[Array, "N C"], num_experts: int) -> tuple[Int[Array, "M"], Int[Array, "E"]]:
-    """How many earlier pairs of token and expert have the same expert, and how many pairs each expert has."""
+    """For each pair of token and expert, the number of earlier pairs with the same expert; and the number of pairs per
+    expert."""
     pairs = experts.reshape(-1)
     is_expert = (pairs[:, None] == jnp.arange(num_experts)[None]).astype(jnp.int32)
     before = jnp.take_along_axis(jnp.cumsum(is_expert, 0), pairs[:, None], 1)[:, 0] - 1
     return before, is_expert.sum(0)
 
 
-def _sorted(experts: Int[Array, "N C"], starts: Int[Array, "E"], rank: Int[Array, "M"], num_rows: int) -> _Rows:
+def _sorted(experts: Int[Array, "N C"], starts: Int[Array, "E"], rank: Int[Array, "M"], num_rows: int) -> _ExpertRows:
     """The rows of each expert from its start on."""
     row = starts[experts.reshape(-1)] + rank
     token = jnp.arange(rank.size, dtype=jnp.int32) // experts.shape[1]
-    return _Rows(row, jnp.zeros(num_rows, jnp.int32).at[row].set(token, mode="drop"))
+    return _ExpertRows(row, jnp.zeros(num_rows, jnp.int32).at[row].set(token, mode="drop"))
 
 
-def _combine(out: Float[Array, "R D"], rows: _Rows, routing: Routing, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+def _combine(
+    out: Float[Array, "R D"], rows: _ExpertRows, routing: Routing, x: Float[Array, "N D"]
+) -> Float[Array, "N D"]:
     """The weighted sum over each token's experts, in float32."""
     each = out[rows.row_of_pair].reshape(*routing.experts.shape, -1).astype(jnp.float32)
     return (each * routing.weights[..., None]).sum(1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The pieces of a Llama layer as pure functions. They know no cache, no position bookkeeping and no jit."""
+"""The parts of a Llama layer as pure functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def rms_norm(x: Float[Array, "*B N D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B N D"]:
-    """`x` divided by its root mean square and scaled; the mean is taken in float32."""
+    """`x` divided by its root mean square and scaled; the mean is computed in float32."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
     return normed.astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
@@ -66,9 +66,9 @@ def finish_layer(
     *,
     is_plain: bool = False,
 ) -> Float[Array, "*B N D"]:
-    """The layer's output: attention projected back and added, then the gated MLP added, or that of the chosen experts.
+    """The layer's output: attention projected and added, then the MLP (or that of the chosen experts) added.
 
-    `is_plain`: with experts in their plain, differentiable form, at the cost of all of them.
+    `is_plain`: compute experts in their plain, differentiable form, at the cost of all of them.
     """
     x = x + project("...nqh,qhd->...nd", attended, layer.wo)
     normed = rms_norm(x, layer.mlp_norm, eps)

@@ -1,4 +1,4 @@
-"""A parameter tree from the tensors of a checkpoint, leaf by leaf."""
+"""Builds a parameter tree from the tensors of a checkpoint, leaf by leaf."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The jitted layer steps of a running batch: keys and values of all requests rest in one pool of pages per layer.
+"""The jitted layer steps of a running batch: keys and values of all requests are in one pool of pages per layer.
 
-Both steps write the new rows into the donated pages, then attend over what the tables of their requests name. Keys rest
-before RoPE and are rotated as they are read, so a page may stand at different positions of several requests. Which
-request has which pages, and what is computed when, is the caller's business.
+Both steps write the new rows into the donated pages, then attend over the pages in the tables of their requests. Keys
+are stored before RoPE and rotated as they are read, so a page may be at different positions in several requests. The
+caller decides which request has which pages, and what is computed when.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ccjax.models.lockstep import step
 
 
 class PagedLayerOutput(NamedTuple):
-    """What `paged_layer_step` returns.
+    """Result of `paged_layer_step`.
 
     Attributes:
       x: [N, D], hidden states after the layer.
       k_pages, v_pages: [K, P, T, H], the pool with the computed rows written; keys before RoPE.
       k, v: [N, K, H], the computed rows, keys before RoPE: what a chunk variant stores.
-      mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not asked for.
-      self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not asked for.
+      mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not requested.
+      self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not requested.
     """
 
     x: Float[Array, "N D"]
@@ -55,7 +55,7 @@ class PagedLayerOutput(NamedTuple):
 
 
 class PagedDecodeOutput(NamedTuple):
-    """What `paged_decode_step` returns.
+    """Result of `paged_decode_step`.
 
     Attributes:
       x: [B, D], hidden states after the layer.
@@ -99,8 +99,8 @@ def deviation_step(
     *,
     config: LlamaConfig,
 ) -> Float[Array, "N"]:
-    """How far the keys (before RoPE) and values that the layer computes for some tokens are from those in their slots:
-    Euclidean distance over all heads, float32 (CacheBlend sec. 4.2). Slots past the end hold zeros."""
+    """Distance between the keys (before RoPE) and values that the layer computes for some tokens and those in their
+    slots: Euclidean over all heads, float32 (CacheBlend sec. 4.2). Slots past the end count as zeros."""
     _, k, v = project_qkv(x, layer, config.rms_norm_eps)
     pairs = (k, read_slots(k_pages, q_slot)), (v, read_slots(v_pages, q_slot))
     squares = (jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2)) for new, old in pairs)
@@ -133,25 +133,25 @@ def paged_layer_step(
 ) -> PagedLayerOutput:
     """One transformer layer for the computed tokens of several requests, packed one behind the other.
 
-    A token sees the context tokens of its own request at its own or an earlier position; positions restart with every
-    request. Any order of rows and of context tokens gives the same result; requests in the same order on both sides,
-    each with ascending positions, let the attention skip the blocks of other requests. Nothing has a default: a call
-    that leaves an argument out would be compiled apart from one that names it.
+    A token attends to context tokens of its own request at its own or an earlier position; positions restart with every
+    request. Any order of rows and of context tokens gives the same result; with requests in the same order on both
+    sides and ascending positions, the attention skips the blocks of other requests. Nothing has a default: a call that
+    leaves an argument out would be compiled separately from one that names it.
 
     Args:
       k_pages, v_pages: pool of this layer, keys before RoPE; donated.
       q_pos: positions of the computed tokens; padding rows repeat the last one.
-      q_slot: slot of the pool (page * T + offset) that each computed row is written to; no two the same, none that
+      q_slot: slot of the pool (page * T + offset) that each computed row is written to; all distinct, and none that
         another request reads; padding rows point past the end and are dropped.
       q_request: request of each computed token; padding rows repeat the last one.
-      slots: slot of every context token of the pack, the computed ones among them; past the end for none. A slot may
-        stand there several times, for several requests. Every one of them must have been written, now or before.
-      k_pos: position of every context token; INT32_MAX where there is none.
+      slots: slot of every context token of the pack, including the computed ones; past the end for none. A slot may
+        occur several times, for several requests. Each of them must have been written, now or before.
+      k_pos: position of every context token; INT32_MAX for none.
       k_request: request of every context token; padding repeats the last one.
       k_segment, num_segments: segment of every context token, to get the mass per segment; None and 0 to leave it out.
       q_rotation, k_rotation: `rotation_step` of `q_pos` and of `k_pos`.
       implementation: of `ccjax.kernels.attention.attention`.
-      mesh: that weights and pages lie on, as `ccjax.models.llama3.sharding` has it; None for a single device.
+      mesh: of weights and pages, see `ccjax.models.llama3.sharding`; None for a single device.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     q = rotate(q, q_rotation)
@@ -228,13 +228,14 @@ def paged_decode_step(
       k_pages, v_pages: pool of this layer; donated.
       q_pos: position of each new token.
       q_slot: slot of the pool (page * T + offset) that its row is written to; past the end for padding rows.
-      page_table, page_length: of `ccjax.kernels.decode.decode_attention`, the new token counted; a padding row has
-        only zeros for lengths, and its output means nothing.
-      page_start: position of each entry's first token, for keys that rest before RoPE. None for a pool of rotated keys,
-        whose pages only requests with the same text in front can share; the new key is rotated as it is written.
+      page_table, page_length: of `ccjax.kernels.decode.decode_attention`, including the new token; a padding row has
+        only zeros for lengths, and its output is meaningless.
+      page_start: position of each entry's first token, for keys stored before RoPE. None for a pool of rotated keys,
+        whose pages can only be shared by requests with the same preceding text; the new key is rotated as it is
+        written.
       rotation: of `page_rotation_step`; None with rotated keys.
       implementation: of `ccjax.kernels.decode.decode_attention`.
-      mesh: as of `paged_layer_step`.
+      mesh: as in `paged_layer_step`.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)

@@ -15,7 +15,7 @@ from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, PAGES, over_heads
 
 
 def read_slots(pages: Float[Array, "K P T H"], slots: Int[Array, "S"]) -> Float[Array, "S K H"]:
-    """The rows in `slots`, zeros for slots past the end."""
+    """The rows in `slots`; zeros for slots past the end."""
     flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
     return jnp.swapaxes(jnp.take(flat, slots, axis=1, mode="fill", fill_value=0), 0, 1)
 
@@ -39,8 +39,8 @@ def write_by_slot(pages: Array, slots: Array, rows: Array) -> Array:
 
 
 def write_by_head(pages: Array, slots: Array, rows: Array) -> Array:
-    """`write_slots` with each head's row for itself: a TPU's compiler would copy all pages to a layout in which the
-    heads of a slot lie side by side, and back."""
+    """`write_slots` head by head: otherwise a TPU's compiler would copy all pages to a layout in which the heads of a
+    slot are adjacent, and back."""
     num_heads, num_slots = pages.shape[0], pages.shape[1] * pages.shape[2]
     first = jnp.arange(num_heads, dtype=slots.dtype) * num_slots
     places = jnp.where((slots < num_slots)[:, None], slots[:, None] + first[None], num_heads * num_slots)

@@ -48,16 +48,16 @@ class ParamSpec:
 
     @property
     def input_axes(self) -> tuple[int, ...]:
-        """The axes that products sum over: neighbours, the first ones behind a stack of experts."""
+        """The axes that products sum over: adjacent, the first ones after a stack of experts."""
         first = int(self.axes[0] == "experts")
         behind = next(n for n in range(first, len(self.shape) + 1) if math.prod(self.shape[first:n]) == self.num_inputs)
         return tuple(range(first, behind))
 
     @property
     def scales(self) -> ParamSpec | None:
-        """The scales that the weight has in a format of 8 bits, float32, with the logical axes of its output channels.
+        """The scales of the weight in an 8-bit format, float32, with the logical axes of its output channels.
 
-        None for what keeps its dtype: norms, embedding and `lm_head`, as in vLLM, and what chooses among experts.
+        None for weights that keep their dtype: norms, embedding and `lm_head`, as in vLLM, and the router of experts.
         """
         if self.layout == "as_is" or not _KEEP_DTYPE.isdisjoint(self.axes):
             return None
@@ -77,7 +77,7 @@ def _register(cls: type) -> type:
 @_register
 @dataclasses.dataclass(frozen=True)
 class LayerParams:
-    """Weights of one transformer layer; those of its products may be in 8 bits."""
+    """Weights of one transformer layer; those of its matrix products may be in 8 bits."""
 
     attention_norm: Float[Array, "D"]
     wq: Float[Array, "D Q H"] | QuantizedWeight
@@ -178,7 +178,7 @@ def top_table(config: LlamaConfig) -> dict[str, ParamSpec]:
 def build_params(config: LlamaConfig, make: Callable[[str, ParamSpec], Any]) -> Params:
     """The parameter tree with each leaf made by `make(hf_name, spec)`, called once per weight in a fixed order.
 
-    In the name of stacked experts `{expert}` stands for the number of each.
+    In the name of stacked experts, `{expert}` is the placeholder for the number of each.
     """
     top = {name: make(spec.hf_name, spec) for name, spec in top_table(config).items()}
     table = layer_table(config)
@@ -218,14 +218,13 @@ def init_params(
 ) -> Params:
     """Random weights: norms are ones, the rest normal with the table's standard deviation.
 
-    Each leaf is drawn where it stays, in `dtype`, and is there before the next one is begun; beside them a block's
-    random bits are all that takes memory, or with `sharding` those of a device's part of a leaf. The same key gives the
-    same weights however they are sharded, and whatever `dtype` is, up to its rounding; between kinds of devices the
-    last bit may differ.
+    Each leaf is generated in place, in `dtype`, before the next one is started; the only additional memory is for a
+    block's random bits or, with `sharding`, for those of a device's part of a leaf. The same key gives the same weights
+    whatever the sharding, and whatever `dtype` up to its rounding; between kinds of devices the last bit may differ.
 
     Args:
-      quantization: of `WEIGHT_FORMATS`: what it concerns is drawn in float32 and then quantised, leaf by leaf.
-      progress: called with (weights drawn, all weights) after each leaf, in scalars.
+      quantization: of `WEIGHT_FORMATS`: affected weights are generated in float32 and then quantised, leaf by leaf.
+      progress: called with (weights generated, all weights) after each leaf, in scalars.
       sharding: of each leaf; None for the default device.
     """
     index = iter(range(len(top_table(config)) + config.num_layers * len(layer_table(config))))
@@ -240,7 +239,7 @@ def init_params(
         is_plain = quantization is None or scales is None
         draw = jax.jit(_draw, static_argnames=("shape", "dtype", "rows", "at_once"), out_shardings=place)
         kind = jnp.dtype(dtype if is_plain else jnp.float32)
-        # A loop over the rows of a sharded axis would be run by every device for all of them.
+        # With a loop over the rows of a sharded axis, every device would run all of them.
         leaf = draw(leaf_key, std, shape=spec.shape, dtype=kind, rows=rows, at_once=place is not None)
         if not is_plain:
             places = None if place is None else QuantizedWeight(place, sharding(scales))  # pyright: ignore[reportArgumentType]
@@ -269,6 +268,7 @@ def _draw(key: Array, std: Array | None, *, shape: tuple[int, ...], dtype: Any, 
 
 
 def _rows_drawn_at_once(shape: tuple[int, ...]) -> int:
-    """Random bits take 20 bytes a number while they are made, so that large leaves are drawn in blocks of rows."""
+    """Random bits take 20 bytes per number while they are generated, so large leaves are generated in blocks of
+    rows."""
     most = max(1, _DRAWN_AT_ONCE // math.prod(shape[1:]))
     return max(rows for rows in range(1, min(most, shape[0]) + 1) if shape[0] % rows == 0)

@@ -1,4 +1,4 @@
-"""Shapes of known models by name, and shapes that a name spells out: models with random weights are called by them."""
+"""Shapes of known models by name, and shapes spelled out in a name, for models with random weights."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from jax import Array, lax
 
 
 def precision_of(*operands: Array) -> lax.Precision | None:
-    """What a product has to ask for: without a word, JAX multiplies float32 as TF32 on GPUs, as bfloat16 on TPUs."""
+    """Precision to request for a product: by default, JAX multiplies float32 as TF32 on GPUs, as bfloat16 on TPUs."""
     return lax.Precision.HIGHEST if all(x.dtype == jnp.float32 for x in operands) else None
 
 

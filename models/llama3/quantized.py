@@ -1,4 +1,4 @@
-"""Weights in 8 bits with a float32 scale per output channel, and the product that takes these and plain ones.
+"""Weights in 8 bits with a float32 scale per output channel, and a product that takes quantised and plain weights.
 
 A weight is `values * scales`; values are exact in bfloat16, so that activations keep their dtype and only the weight's
 rounding is lost.
@@ -54,7 +54,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that it stands for."""
+        """Dtype of the weight that it represents."""
         return self.values.shape
 
 
@@ -119,8 +119,8 @@ def quantize_on_host(weight: np.ndarray, input_axes: tuple[int, ...], name: str)
 
 
 def _scales(largest: Any, name: str, xp: Any) -> tuple[Any, Any]:
-    """Scales and what weights are multiplied with; both 1 for a channel of zeros. Weights are not divided by scales:
-    XLA turns some divisions into products, and the last bits would not be NumPy's."""
+    """Scales and the factors that weights are multiplied with; both 1 for a channel of zeros. Weights are not divided
+    by scales: XLA turns some divisions into products, and the last bits would differ from NumPy's."""
     most = WEIGHT_FORMATS[name].largest
     nonzero = xp.where(largest > 0, largest, xp.float32(most))
     return nonzero * xp.float32(1 / most), xp.float32(most) / nonzero

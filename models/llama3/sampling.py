@@ -1,9 +1,9 @@
-"""Draws the next token of every row of a batch on the device: greedy, temperature, nucleus.
+"""Samples the next token of every row of a batch on the device: greedy, temperature, nucleus.
 
-The vocabulary is neither sorted nor cumulated, which CPUs do slowly: the nucleus is what weighs at least a threshold,
-found by bisection over the bits of the weights, and the draw inverts the distribution in order of ids, by bisection
-too. Within a bisection every sum is the same one but for what is masked, so its rounding is monotonic, and no draw ends
-on a token without weight.
+The vocabulary is neither sorted nor cumulated, which is slow on CPUs: the nucleus is every token whose weight reaches a
+threshold, found by bisection over the bits of the weights, and sampling inverts the distribution in order of ids, by
+bisection too. Within a bisection all sums are the same except for the mask, so their rounding is monotonic, and a token
+without weight is never sampled.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jax import Array, lax
 from jaxtyping import Float, Int, UInt
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this draw the likeliest token anyway; dividing by them would overflow."""
+"""Temperatures below this are treated as greedy; dividing by them would overflow."""
 
 
 class SampleOutput(NamedTuple):
-    """One drawn token per row. Log-probabilities are the model's own, before temperature and nucleus, float32.
+    """One sampled token per row. Log-probabilities are the model's own, before temperature and nucleus, float32.
 
     Attributes:
       token_ids: [B] int32.
-      logprobs: [B], log-probability of the drawn token.
-      top_ids, top_logprobs: [B, n], the n likeliest tokens, likeliest first, equal ones by id.
+      logprobs: [B], log-probability of the sampled token.
+      top_ids, top_logprobs: [B, n], the n likeliest tokens, likeliest first, ties by id.
     """
 
     token_ids: Int[Array, "B"]
@@ -56,15 +56,15 @@ def sample(
     index: Int[Array, "B"],
     num_top: int,
 ) -> SampleOutput:
-    """A token for every row. What a row draws depends on its own arguments alone, whatever the other rows hold.
+    """Samples a token for every row. The result for a row depends on its own arguments alone.
 
     Args:
-      logits: float32; a row with NaN draws some token, with NaN for its log-probability.
-      temperature: below `GREEDY_BELOW` the likeliest token is drawn, of equal ones the lowest id.
-      top_p: in (0, 1]: the smallest set of likeliest tokens whose probability reaches it stays, equal ones in order of
-        ids; 1 keeps all.
+      logits: float32; a row with NaN gives some token, with NaN for its log-probability.
+      temperature: below `GREEDY_BELOW` the likeliest token is chosen, among equal ones the lowest id.
+      top_p: in (0, 1]: keeps the smallest set of likeliest tokens whose probability reaches it, ties in order of ids; 1
+        keeps all.
       seeds: `seed_words` of each request.
-      index: of the token in its answer; another one draws independently.
+      index: of the token in its answer; each index is sampled independently.
       num_top: static, how many of the likeliest tokens to list.
     """
     num_tokens = logits.shape[1]
@@ -81,7 +81,7 @@ def sample(
 
     def all_drawn() -> Array:
         rows = is_greedy, greedy, logits - top, jnp.where(is_greedy, 1.0, temperature), top_p, uniform
-        # Row by row the weights of one stay in the processor's cache: 20 times faster, and greedy rows cost nothing.
+        # Row by row, the weights of a row stay in the processor's cache: 20 times faster, and greedy rows cost nothing.
         return lax.platform_dependent(rows, cpu=functools.partial(lax.map, drawn), default=jax.vmap(drawn))
 
     token_ids = lax.cond(is_greedy.all(), lambda: greedy, all_drawn)
@@ -103,7 +103,7 @@ def _uniform(seed: Array, index: Array) -> Array:
 def draw(
     below_top: Float[Array, "V"], temperature: Float[Array, ""], top_p: Float[Array, ""], uniform: Float[Array, ""]
 ) -> Int[Array, ""]:
-    """The token id, int32, that a number in [0, 1) draws from logits minus the largest of them."""
+    """The token id, int32, that a number in [0, 1) selects from logits minus the largest of them."""
     weights = jnp.exp(below_top / temperature)
     ids = jnp.arange(len(weights), dtype=jnp.int32)
     kept = lax.cond(top_p >= 1.0, lambda: weights, lambda: _nucleus(weights, top_p))

@@ -1,8 +1,8 @@
-"""Tensor parallelism: how the model's weights, keys and values lie on a mesh of devices (Megatron-LM's split).
+"""Tensor parallelism: the layout of the model's weights, keys and values on a mesh of devices (as in Megatron-LM).
 
-Attention heads, the MLP's inner width and the vocabulary are split over all devices; hidden states are on each. A mesh
-has two axes: kv heads are split over the first and repeated over the second, which is 1 until there are more devices
-than kv heads. Query heads follow their kv head.
+Attention heads, the MLP's inner width and the vocabulary are split over all devices; hidden states are replicated. A
+mesh has two axes: kv heads are split over the first and replicated over the second, which is 1 unless there are more
+devices than kv heads. Query heads follow their kv head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPLIT = {"heads": _ALL, "kv_heads": _KV, "ffn": _ALL, "vocab": _ALL}
 """Logical axis of a weight -> mesh axes; the others are not split."""
 
 HEADS = PartitionSpec(None, _ALL)
-"""Queries [N, Q, H], and what attention gives of them."""
+"""Queries [N, Q, H], and the output of attention for them."""
 
 KV_ROWS = PartitionSpec(None, _KV)
 """Keys or values [N, K, H] of tokens."""
@@ -43,7 +43,7 @@ Value = TypeVar("Value")
 
 
 def make_mesh(config: LlamaConfig, devices: Sequence[Any]) -> Mesh:
-    """The mesh of a model over so many devices, with two axes.
+    """The mesh of a model over this many devices, with two axes.
 
     Raises:
       ValueError: the model's heads or its MLP cannot be split evenly over them.
@@ -62,13 +62,13 @@ def make_mesh(config: LlamaConfig, devices: Sequence[Any]) -> Mesh:
 
 
 def param_sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
-    """Where a weight lies."""
+    """Layout of a weight."""
     return axes_sharding(mesh, spec.axes, spec.shape)
 
 
 def axes_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """Where an array lies whose axes have these names, as in the table of weights; None for one without. A vocabulary
-    that the devices do not divide is whole on each."""
+    """Layout of an array whose axes have these names, as in the table of weights; None for an unsplit axis. A
+    vocabulary that the number of devices does not divide is replicated."""
     split = [
         None if axis is None or (axis == "vocab" and length % mesh.size) else _SPLIT.get(axis)
         for axis, length in zip(axes, shape, strict=True)
@@ -91,35 +91,35 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
 
 
 def spread(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array that this process has whole, each of its devices with its part; the others do the same."""
+    """Distributes an array that this process holds completely over its devices; the other processes do the same."""
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def mesh_of(params: Params) -> Mesh | None:
-    """The mesh that weights lie on; None for those of a single device."""
+    """The mesh of the weights; None for a single device."""
     sharding = params.embedding.sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
 def num_kv_shards(mesh: Mesh) -> int:
-    """Devices that the kv heads are split over; the others hold them again."""
+    """Number of devices that the kv heads are split over; they are replicated on the others."""
     return mesh.shape[_KV]
 
 
 def placement(mesh: Mesh | None, spec: PartitionSpec) -> NamedSharding | None:
-    """What `jax.device_put` takes for an array of that layout; None where there is no mesh."""
+    """The argument of `jax.device_put` for an array of that layout; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, spec)
 
 
 def constrain(value: Value, mesh: Mesh | None, spec: PartitionSpec) -> Value:
-    """`value` inside a jitted step, to lie as `spec` says."""
+    """Constrains `value` inside a jitted step to the layout `spec`."""
     return value if mesh is None else jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
 
 def over_heads(
     function: Callable[..., Value], mesh: Mesh | None, in_specs: Any, out_specs: Any
 ) -> Callable[..., Value]:
-    """`function` with each device at its own heads, for kernels, which the compiler cannot split."""
+    """Runs `function` on each device with its own heads, for kernels, which the compiler cannot split."""
     if mesh is None:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -30,7 +30,7 @@ def embed_step(params: Params, token_ids: Int[Array, "N"]) -> Float[Array, "N D"
 
 @step(static_argnames=("config",))
 def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config: LlamaConfig) -> Float[Array, "S K H"]:
-    """Stored keys, rotated to their place in this prompt (CacheCraft sec. 3.4.3)."""
+    """Stored keys rotated to their positions in this prompt (CacheCraft sec. 3.4.3)."""
     return apply_rope(k, positions, rope_frequencies(config))
 
 
@@ -58,8 +58,8 @@ def read_pages_step(
     k_other: Float[Array, "S K H"] | None,
     v_other: Float[Array, "S K H"] | None,
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Keys and values of one layer, as they rest: from pages where `slots` (page * T + offset) names one, else, for
-    slots past the end, from `*_other`, or zeros where that is None."""
+    """Keys and values of one layer as stored: from pages where `slots` (page * T + offset) names one; for slots past
+    the end from `*_other`, or zeros if that is None."""
     k, v = read_slots(k_pages, slots), read_slots(v_pages, slots)
     if k_other is None or v_other is None:
         return k, v
@@ -71,8 +71,9 @@ def read_pages_step(
 def received_step(
     layer: LayerParams, x: Float[Array, "N D"], num_tokens: Int[Array, ""], *, config: LlamaConfig
 ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
-    """One layer of a prompt that begins at position 0, with the softmax mass that each token draws from the first
-    `num_tokens`, summed over these, mean over heads, float32. Writes attention out: memory grows with N squared."""
+    """One layer of a prompt that begins at position 0, with the softmax mass that each token receives from the first
+    `num_tokens`, summed over these, mean over heads, float32. Materialises the attention weights: memory grows with N
+    squared."""
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     positions, frequencies = jnp.arange(x.shape[0]), rope_frequencies(config)
     q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)
@@ -93,7 +94,7 @@ def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "
 
 @step(static_argnames=("config",))
 def logits_step(params: Params, x: Float[Array, "N D"], *, config: LlamaConfig) -> Float[Array, "N V"]:
-    """Next-token logits, float32, of hidden states that left the last layer."""
+    """Next-token logits, float32, from hidden states after the last layer."""
     return unembed(x, params, config.rms_norm_eps)
 
 
@@ -107,5 +108,5 @@ def sample_step(
     *,
     num_top: int,
 ) -> SampleOutput:
-    """A token for every row of logits, drawn on the device: `ccjax.models.llama3.sampling.sample`."""
+    """Samples a token for every row of logits on the device: `ccjax.models.llama3.sampling.sample`."""
     return sample(logits, temperature, top_p, seeds, index, num_top)

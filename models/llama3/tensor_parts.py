@@ -1,4 +1,4 @@
-"""Parts of weights, cut out of a checkpoint's tensors without the rest of these."""
+"""Reads parts of weights from a checkpoint's tensors without reading the rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What goes wrong between the processes of a group."""
+"""Failures between the processes of a group."""
 
 
 class LostHostError(RuntimeError):
-    """A process of the group has failed; the others can compute nothing without it."""
+    """A process of the group has failed; the others cannot compute anything without it."""

@@ -1,4 +1,4 @@
-"""A follower's side: carries out what the leader sends, in that order, on its part of the arrays."""
+"""A follower: carries out the leader's operations, in order, on its part of the arrays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ccjax.models.lockstep.steps import STEPS, run_in_turn
 
 
 def follow(connection: socket.socket, shared: Mapping[str, Any]) -> None:
-    """Until the leader ends the group. What fails here is told to it.
+    """Runs until the leader ends the group. Reports failures to the leader.
 
     Args:
       shared: see `wire.Names`.
 
     Raises:
-      LostHostError: the leader went without a word.
+      LostHostError: the leader disappeared.
     """
     names, mesh = wire.Names(shared), shared["mesh"]
     arrays: dict[int, jax.Array] = {}
@@ -39,7 +39,7 @@ def follow(connection: socket.socket, shared: Mapping[str, Any]) -> None:
         except ConnectionError as error:
             raise LostHostError(f"the leader has gone: {error}") from error
         except Exception as error:
-            _tell(connection, error)
+            _send_error(connection, error)
             raise
     raise LostHostError("the leader has gone")
 
@@ -59,8 +59,8 @@ def _carried_out(message: wire.Message, arrays: Mapping[int, jax.Array], names: 
     ]
 
 
-def _tell(connection: socket.socket, error: Exception) -> None:
+def _send_error(connection: socket.socket, error: Exception) -> None:
     try:
         connection.sendall(f"{type(error).__name__}: {error}".encode()[:4096])
     except OSError:
-        pass  # it will see the end of the connection
+        pass  # the leader will see the connection close

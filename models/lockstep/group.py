@@ -1,4 +1,4 @@
-"""How processes come to be a group: JAX's own runtime first, then a connection from each follower to the leader."""
+"""Forms a group of processes: first JAX's own runtime, then a connection from each follower to the leader."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _HELLO = struct.Struct(f">{_TOKEN_BYTES}sI")
 
 
 class Group:
-    """The processes that hold one model together; process 0 leads. Made by `join`.
+    """The processes that hold one model together; process 0 leads. Created by `join`.
 
     Attributes:
-      process, num_processes: this one, from 0, and all.
+      process, num_processes: number of this one, from 0, and of all.
     """
 
     def __init__(self, process: int, num_processes: int, listener: socket.socket | None, invitation: Mapping[str, Any]):
@@ -46,24 +46,24 @@ class Group:
 
     @property
     def is_leader(self) -> bool:
-        """True for the one that has requests; the others `follow`."""
+        """True for the process that serves requests; the others `follow`."""
         return self.process == 0
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
-        """Has `callback` called, from another thread, with what is known once a follower has gone. What waits for the
-        devices then may wait for ever: a server does best to end."""
+        """Registers a callback for a lost follower, called from another thread with the reason. Calls waiting for the
+        devices may then never return: a server should exit."""
         self._when_lost.append(callback)
 
     def lead(self, shared: Mapping[str, Any], *, timeout_s: float = 1800.0) -> None:
-        """Once all followers are there, everything on the mesh goes through this group, until `end`.
+        """Waits for all followers; from then on everything on the mesh goes through this group, until `end`.
 
         Args:
-          shared: what operations name instead of sending it, the same on all sides: weights, what steps are compiled
-            for, and "mesh".
+          shared: objects that operations refer to by name, the same on all sides: weights, static arguments of steps,
+            and "mesh".
           timeout_s: to wait for followers, which may still be loading.
 
         Raises:
-          LostHostError: not all came.
+          LostHostError: not all of them connected.
         """
         assert self._listener is not None, "lead: this process follows"
         if self._leader is not None:
@@ -80,10 +80,10 @@ class Group:
         record_with(self._leader)
 
     def follow(self, shared: Mapping[str, Any]) -> None:
-        """Carries out what the leader does, until it ends the group.
+        """Carries out the leader's operations, until it ends the group.
 
         Raises:
-          LostHostError: the leader went, or could not be reached.
+          LostHostError: the leader disappeared, or could not be reached.
         """
         assert not self.is_leader, "follow: this process leads"
         try:
@@ -96,7 +96,7 @@ class Group:
         follow(connection, shared)
 
     def end(self) -> None:
-        """The leader lets the followers go; what is on the mesh is of no use any more. May be called twice."""
+        """Ends the group on all sides; arrays on the mesh become useless. May be called twice."""
         if self._leader is not None:
             record_with(None)
             self._leader.end()
@@ -110,8 +110,8 @@ class Group:
             self._listener.settimeout(max(0.01, deadline_s - time.monotonic()))
             connection, _ = self._listener.accept()
             try:
-                process = self._welcome(connection)
-            except OSError:  # it went again, or said nothing
+                process = self._accept(connection)
+            except OSError:  # it disconnected, or sent nothing
                 process = None
             if process is None or process in connections:
                 connection.close()
@@ -123,8 +123,8 @@ class Group:
         for callback in self._when_lost:
             callback(reason)
 
-    def _welcome(self, connection: socket.socket) -> int | None:
-        """The process at the other end; None for a stranger."""
+    def _accept(self, connection: socket.socket) -> int | None:
+        """The number of the connecting process; None if it does not belong to the group."""
         connection.settimeout(10.0)
         said = b""
         while len(said) < _HELLO.size and (part := connection.recv(_HELLO.size - len(said))):
@@ -143,23 +143,23 @@ _group: Group | None = None
 
 
 def group() -> Group | None:
-    """The group of this process; None for one that runs alone."""
+    """The group of this process; None if it has none."""
     return _group
 
 
 def join(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None, timeout_s: int = 300
 ) -> Group:
-    """Makes this process one of a group; before anything else uses JAX, and once.
+    """Makes this process part of a group; call it once, before anything else uses JAX.
 
     Args:
-      coordinator_address: host:port of process 0 for JAX's runtime; None, with the others None, where JAX finds out by
+      coordinator_address: host:port of process 0 for JAX's runtime; None, with the others None, if JAX determines it
         itself (Cloud TPU, SLURM, Kubernetes, Open MPI).
       timeout_s: to wait for the others.
 
     Raises:
-      RuntimeError: the others did not come, or JAX has been used already.
-      ValueError: JAX cannot find out by itself.
+      RuntimeError: the others did not connect, or JAX has been used already.
+      ValueError: JAX cannot determine it itself.
     """
     global _group
     if _group is not None:

@@ -1,4 +1,4 @@
-"""The leader's side: every operation is sent to the followers, then launched here."""
+"""The leader: sends every operation to the followers, then launches it here."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ Result = TypeVar("Result")
 
 
 class Leader:
-    """Runs operations in one order everywhere; a `steps.Recorder`. Thread-safe.
+    """Runs operations in the same order on all processes; a `steps.Recorder`. Thread-safe.
 
-    Arrays on the mesh have numbers, by which the others find theirs. A group in which one process has failed is of no
-    use any more: every operation raises.
+    Arrays on the mesh are identified by number. A group with a failed process is useless: every operation raises.
 
     Args:
       connections: to each follower, by its process.
       shared: see `wire.Names`; the same on all sides. "mesh" is the group's.
-      on_lost: called once, from another thread, with what is known, when a follower has gone.
+      on_lost: called once, from another thread, with the reason, when a follower is lost.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Leader:
             threading.Thread(target=self._watch, args=arguments, name="ccjax-follower", daemon=True).start()
 
     def run(self, step: Step[Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-        """The step, here and everywhere; only here where nothing of it lies on the mesh."""
+        """Runs the step on all processes; only here if none of its arguments is on the mesh."""
         if not any(self._is_on_mesh(value) for value in (*args, *kwargs.values())):
             return step.jitted(*args, **kwargs)
         message = wire.Message({"do": "step", "step": step.name})
@@ -67,7 +66,7 @@ class Leader:
             return self._number(run_in_turn(step.jitted, *args, **kwargs))
 
     def put(self, values: Any, placement: NamedSharding) -> Any:
-        """Arrays of the host on the mesh. Each follower is sent the part that its devices take."""
+        """Puts arrays of the host on the mesh. Each follower is sent the part for its devices."""
         leaves, tree = jax.tree.flatten(values)
         hosts = [np.asarray(leaf) for leaf in leaves]
 
@@ -82,7 +81,7 @@ class Leader:
         header = {"do": "put", "spec": wire.spec_of(placement), "parts": []}
         with self._operation(wire.Message(header)):
             self._send(message_for)
-            # Copies: the caller's buffers are its own again, and what is on the mesh may be donated.
+            # Copies: the caller may reuse its buffers, and arrays on the mesh may be donated.
             made = [wire.place(host.copy(), [0] * host.ndim, host.shape, placement) for host in hosts]
             return self._number(jax.tree.unflatten(tree, made))
 
@@ -95,9 +94,9 @@ class Leader:
             return self._number(jnp.zeros(shape, dtype, device=placement))
 
     def end(self) -> None:
-        """Lets the followers go. May be called twice."""
+        """Ends the group on all sides. May be called twice."""
         with self._turn:
-            is_first, self._has_ended = not self._has_ended, True  # whoever is told first may go at once
+            is_first, self._has_ended = not self._has_ended, True  # the first process to hear of it may exit at once
             if is_first and self._lost is None:
                 with contextlib.suppress(OSError):
                     self._send(lambda process: wire.Message({"do": "end"}))
@@ -107,7 +106,7 @@ class Leader:
 
     @contextlib.contextmanager
     def _operation(self, message: wire.Message) -> Iterator[None]:
-        """One operation at a time; one that does not come to its end leaves the others waiting for it."""
+        """Runs one operation at a time; one that fails half-way leaves the others waiting for it."""
         with self._turn:
             if self._has_ended or self._lost is not None:
                 raise LostHostError(self._lost or "the group has ended")
@@ -138,7 +137,7 @@ class Leader:
         return number
 
     def _number(self, made: Result) -> Result:
-        """Numbers the arrays of a result, in order; a number is free once its array is gone here."""
+        """Numbers the arrays of a result, in order; a number is free once its array is deleted here."""
         for array in jax.tree.leaves(made):
             key, number = id(array), self._next
             self._next += 1
@@ -147,13 +146,13 @@ class Leader:
         return made
 
     def _forget(self, key: int, number: int) -> None:
-        # Only what this array left behind: another one may lie where it was.
+        # Only the entry of this array: the number may have been reused.
         if self._numbers.get(key) == number:
             del self._numbers[key]
         self._freed.append(number)
 
     def _watch(self, process: int, connection: socket.socket) -> None:
-        """Followers say nothing but why they fail."""
+        """Followers send nothing but the reason of a failure."""
         reason = b""
         with contextlib.suppress(OSError):
             while part := connection.recv(4096):
@@ -170,5 +169,5 @@ class Leader:
     def _hang_up(self) -> None:
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # closing alone would leave those alone that are reading
+                connection.shutdown(socket.SHUT_RDWR)  # closing alone would not wake readers
             connection.close()

@@ -1,4 +1,4 @@
-"""What runs on the devices: plain JAX in a single process, written down and repeated elsewhere in a group of them."""
+"""Device operations: plain JAX in a single process, recorded and repeated by the others in a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS: dict[str, Step[Any]] = {}
 
 
 class Recorder(Protocol):
-    """The leader of a group, as steps see it."""
+    """The leader of a group, as used by steps."""
 
     def run(self, step: Step[Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result: ...
     def put(self, values: Any, placement: NamedSharding) -> Any: ...
@@ -28,17 +28,16 @@ _recorder: Recorder | None = None
 
 
 def record_with(recorder: Recorder | None) -> None:
-    """From now on all operations go through `recorder`; None for plain JAX."""
+    """Routes all operations through `recorder` from now on; None for plain JAX."""
     global _recorder
     _recorder = recorder
 
 
 class Step(Generic[Result]):
-    """A jitted function; what it has beside its call (`lower`, `trace`) is that of `jax.jit`.
+    """A jitted function; its other attributes (`lower`, `trace`) are those of `jax.jit`.
 
-    In a group of processes a call is repeated by all of them, unless it is given nothing that lies on the mesh.
-    Arguments are arrays on the mesh, arrays and numbers of the host, None, tuples of these, and what the group shares
-    by name.
+    In a group of processes a call is repeated by all of them, unless none of its arguments is on the mesh. Arguments
+    are arrays on the mesh, arrays and numbers of the host, None, tuples of these, and shared objects by name.
     """
 
     def __init__(self, function: Callable[..., Result], **options: Any) -> None:
@@ -53,7 +52,7 @@ class Step(Generic[Result]):
         return _recorder.run(self, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles what a call with arguments like these runs, in this process alone; nothing runs or is donated."""
+        """Compiles a call with arguments like these, in this process alone; nothing runs or is donated."""
         self.jitted.lower(*args, **kwargs).compile()
 
     def __getattr__(self, name: str) -> Any:
@@ -61,8 +60,8 @@ class Step(Generic[Result]):
 
 
 def run_in_turn(jitted: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """What every process of a group runs of a step. Devices other than CPUs take what they are sent one after the
-    other; a CPU begins what does not wait for anything else at once, and gloo would mix up the sums of two programs."""
+    """What every process of a group runs of a step. Devices other than CPUs process launches in order; a CPU starts
+    independent programs concurrently, and gloo would mix up the all-reduces of two programs."""
     made = jitted(*args, **kwargs)
     return jax.block_until_ready(made) if jax.default_backend() == "cpu" else made
 
@@ -73,8 +72,8 @@ def step(**options: Any) -> Callable[[Callable[..., Result]], Step[Result]]:
 
 
 def put(values: Any, placement: jax.sharding.Sharding | None) -> Any:
-    """Arrays of the host, as a tree, on the devices; None for the default one. A CPU device may go on using the memory
-    of the host's arrays, which must not change any more."""
+    """Puts a tree of host arrays on the devices; None for the default one. A CPU device may keep using the memory of
+    the host's arrays, which must not change any more."""
     if _recorder is None or not isinstance(placement, NamedSharding):
         return jax.device_put(values, placement)
     return _recorder.put(values, placement)
@@ -88,7 +87,7 @@ def zeros(shape: tuple[int, ...], dtype: Any, placement: jax.sharding.Sharding |
 
 
 def fetch(values: Any) -> Any:
-    """Arrays on the host, as a tree, each whole wherever its parts lie."""
+    """Fetches a tree of arrays to the host, each complete wherever its parts are."""
     return jax.device_get(jax.tree.map(_at_hand, values))
 
 

@@ -1,4 +1,4 @@
-"""Operations as bytes: a JSON header, then the host's arrays as they lie in memory. Nothing read is executed."""
+"""Operations as bytes: a JSON header, then the raw bytes of the host's arrays. Nothing read is executed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Message:
     buffers: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def add(self, array: np.ndarray) -> int:
-        """The number that `array` has here."""
+        """The number of `array` here."""
         self.buffers.append(np.ascontiguousarray(array).reshape(array.shape))
         return len(self.buffers) - 1
 
     def send(self, connection: socket.socket) -> None:
-        """Writes it, whole."""
+        """Sends an operation completely."""
         shapes = [[array.dtype.name, array.shape] for array in self.buffers]
         header = json.dumps({**self.header, "buffers": shapes}, separators=(",", ":")).encode()
         connection.sendall(_LENGTH.pack(len(header)) + header)
@@ -45,11 +45,11 @@ class Message:
 
 
 def receive(stream: Any) -> Message | None:
-    """The next operation; None where the other side has ended.
+    """The next operation; None if the other side has closed the connection.
 
     Raises:
-      ConnectionError: it ended amid one.
-      ValueError: it is no operation.
+      ConnectionError: the connection broke within an operation.
+      ValueError: it is malformed.
     """
     begin = stream.read(_LENGTH.size)
     if not begin:
@@ -79,7 +79,7 @@ def _filled(stream: Any, buffer: Any) -> Any:
 
 
 class Names:
-    """What both sides have under the same name: weights by layer, settings that steps are compiled for, the mesh."""
+    """Objects that both sides have under the same name: weights by layer, static arguments of steps, the mesh."""
 
     def __init__(self, shared: Mapping[str, Any]) -> None:
         self._shared = dict(shared)
@@ -89,7 +89,7 @@ class Names:
         return self._shared[name]
 
     def of(self, value: Any) -> str:
-        """The name of a value; where it is none of ours but equals one, that one's.
+        """The name of a value, or of an equal one of ours.
 
         Raises:
           TypeError: there is none.
@@ -117,7 +117,7 @@ def encode(value: Any, message: Message, handle_of: Callable[[jax.Array], int], 
 
 
 def decode(value: Any, message: Message, arrays: Mapping[int, jax.Array], names: Names) -> Any:
-    """What `encode` was given, with this side's arrays."""
+    """Inverse of `encode`, with this side's arrays."""
     if not isinstance(value, dict):
         return value
     ((kind, what),) = value.items()
@@ -141,7 +141,7 @@ def placed(spec: Sequence[Any], mesh: Mesh) -> NamedSharding:
 
 
 def part_of(shape: tuple[int, ...], placement: NamedSharding, process: int) -> tuple[slice, ...]:
-    """The smallest block of an array that holds everything which a process has of it."""
+    """The smallest block of an array that contains everything one process holds of it."""
     own: Iterator[tuple[slice, ...]] = (
         index for device, index in placement.devices_indices_map(shape).items() if device.process_index == process
     )
@@ -152,7 +152,7 @@ def part_of(shape: tuple[int, ...], placement: NamedSharding, process: int) -> t
 
 
 def place(part: np.ndarray, begins: Sequence[int], shape: tuple[int, ...], placement: NamedSharding) -> jax.Array:
-    """An array on the mesh, of which this process has all it needs in `part`, which begins at `begins`."""
+    """An array on the mesh, of which this process has everything it needs in `part`, which starts at `begins`."""
 
     def inside(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None

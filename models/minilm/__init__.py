@@ -1,4 +1,4 @@
-"""Sentence encoder of the BERT family for retrieval. It knows no documents, no index and no server."""
+"""Sentence encoder of the BERT family for retrieval."""
 
 from ccjax.models.minilm.config import BertConfig
 from ccjax.models.minilm.encoder import SentenceEncoder

@@ -11,10 +11,10 @@ from jax import Array
 from safetensors import SafetensorError, safe_open
 
 from ccjax.models.minilm.config import BertConfig
-from ccjax.models.minilm.model import Layers, Linear, Norm, Params
+from ccjax.models.minilm.model import EncoderParams, Layers, Linear, Norm
 
 
-def load_params(path: Path, config: BertConfig) -> Params:
+def load_params(path: Path, config: BertConfig) -> EncoderParams:
     """The weights in `path` as float32.
 
     Raises:
@@ -37,7 +37,7 @@ def load_params(path: Path, config: BertConfig) -> Params:
         raise ValueError(f"{path}: wanted a readable safetensors file, got: {error}") from None
 
 
-def _assemble(read: Callable[..., Array], config: BertConfig) -> Params:
+def _assemble(read: Callable[..., Array], config: BertConfig) -> EncoderParams:
     d_model, d_ff = config.d_model, config.d_ff
 
     def linear(name: str, inputs: int, outputs: int) -> Linear:
@@ -61,7 +61,7 @@ def _assemble(read: Callable[..., Array], config: BertConfig) -> Params:
         )
 
     positions_name, segments_name = "embeddings.position_embeddings.weight", "embeddings.token_type_embeddings.weight"
-    return Params(
+    return EncoderParams(
         tokens=read("embeddings.word_embeddings.weight", config.vocab_size, d_model),
         positions=read(positions_name, config.num_positions, d_model)[: config.max_seq_length],
         segment=read(segments_name, config.num_segments, d_model)[0],

@@ -55,7 +55,7 @@ class Layers:
 
 @_register
 @dataclasses.dataclass(frozen=True)
-class Params:
+class EncoderParams:
     """All weights of the encoder, float32. `segment` is the token type embedding of a single text."""
 
     tokens: Float[Array, "V D"]
@@ -76,7 +76,7 @@ def _layer_norm(x: Float[Array, "B N D"], norm: Norm, eps: float) -> Float[Array
 
 
 def hidden_states(
-    params: Params, ids: Int[Array, "B N"], mask: Bool[Array, "B N"], config: BertConfig
+    params: EncoderParams, ids: Int[Array, "B N"], mask: Bool[Array, "B N"], config: BertConfig
 ) -> Float[Array, "B N D"]:
     """The last layer's output; rows where `mask` is False are meaningless and influence no other row."""
     batch, length = ids.shape
@@ -98,11 +98,11 @@ def hidden_states(
 
 
 def sentence_embeddings(
-    params: Params, ids: Int[Array, "B N"], mask: Bool[Array, "B N"], config: BertConfig
+    params: EncoderParams, ids: Int[Array, "B N"], mask: Bool[Array, "B N"], config: BertConfig
 ) -> Float[Array, "B D"]:
     """L2-normalised sentence vectors, as sentence-transformers' Transformer, Pooling and Normalize give them.
 
-    Products are taken in full float32 on every device (a GPU would use TF32, a TPU bfloat16), so that one index
+    Products are computed in full float32 on every device (a GPU would use TF32, a TPU bfloat16), so that one index
     serves them all. A row without any token gives a finite vector.
     """
     with jax.default_matmul_precision("highest"):

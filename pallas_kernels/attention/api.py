@@ -31,11 +31,11 @@ KERNELS = {"triton": (triton_attention, TRITON), "mosaic_tpu": (mosaic_tpu_atten
 
 
 def check_implementation(name: str | None, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> None:
-    """Returns if `attention` can be called with such heads, segments and rotated keys; nothing is computed.
+    """Checks that `attention` can be called with such heads, segments and rotated keys; computes nothing.
 
     Raises:
       NotImplementedError: no such implementation, none for this platform or chip, or not for such heads.
-      ImportError: it is another library's, which is not installed.
+      ImportError: it belongs to another library that is not installed.
     """
     array, rows = jax.ShapeDtypeStruct, 16
     kv = array((rows, num_kv_heads, head_dim), dtype)

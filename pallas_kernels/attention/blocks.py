@@ -1,4 +1,4 @@
-"""Block sizes of the kernels, per chip. Knows chips by name only; docs/kernels.md says how the figures are made."""
+"""Block sizes of the kernels, per chip; docs/kernels.md explains how they were chosen."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class TritonBlocks:
-    """How one program of the Triton kernel is cut.
+    """Block sizes of one program of the Triton kernel.
 
     Attributes:
-      queries: query tokens of one head; fewer where a call has fewer.
+      queries: query tokens of one head; fewer if a call has fewer.
       keys: slots per step.
-      num_warps, num_stages: warps of a program, and steps of the software pipeline.
-      max_segments: columns of the mass that the registers hold; more segments take further passes.
-      float32_queries: query tokens of one head where elements have four bytes.
+      num_warps, num_stages: warps of a program, and stages of the software pipeline.
+      max_segments: columns of the mass that fit into registers; more segments take further passes.
+      float32_queries: query tokens of one head for four-byte elements.
       rotates: whether keys may be rotated inside the kernel; if not, they are rotated before it.
     """
 
@@ -29,7 +29,7 @@ class TritonBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicBlocks:
-    """How one step of the TPU kernel is cut.
+    """Block sizes of one step of the TPU kernel.
 
     Attributes:
       rows: query tokens times the heads that share one kv head; all of them multiply the same keys.

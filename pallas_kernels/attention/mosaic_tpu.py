@@ -38,8 +38,8 @@ _A_BT = (((1,), (1,)), ((), ()))
 _A_B = (((1,), (0,)), ((), ()))
 
 
-class _Inputs(NamedTuple):
-    """What a step is given; refs inside the kernel, None where a call has no such input.
+class _AttentionTpuInputs(NamedTuple):
+    """Inputs of a step; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
       q: [G, B, H], the query heads of one kv head; q_pos, q_request: [B, 1].
@@ -58,7 +58,7 @@ class _Inputs(NamedTuple):
     rotation: Any = None
 
 
-class _Scratch(NamedTuple):
+class _AttentionTpuScratch(NamedTuple):
     """Running softmax of R = G * B rows: weighted values [R, H], top score [R, 128], the same in all lanes, and sums of
     weights [C, R]: of each segment, and in the last row of all slots."""
 
@@ -67,11 +67,13 @@ class _Scratch(NamedTuple):
     sums: Any
 
 
-def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratch, *, scale: float) -> None:
+def _kernel(
+    bounds: Any, inputs: _AttentionTpuInputs, outputs: OutputParts, scratch: _AttentionTpuScratch, *, scale: float
+) -> None:
     group, block, head_dim = inputs.q.shape
     keys = inputs.k.shape[0]
     rows = group * block
-    # Without the request float32 products would be rounded to bfloat16.
+    # Without this request float32 products would be rounded to bfloat16.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     i, j = pl.program_id(1), pl.program_id(2)
@@ -101,7 +103,7 @@ def _kernel(bounds: Any, inputs: _Inputs, outputs: OutputParts, scratch: _Scratc
             visible = inputs.k_pos[...] <= inputs.q_pos[...]
             if inputs.q_request is not None:
                 visible &= inputs.k_request[...] == inputs.q_request[...]
-        # In base 2, whose exponential is the cheaper one.
+        # In base 2, whose exponential is cheaper.
         all_scores = [product(queries[half], step_keys, _A_BT) * (scale * LOG2_E) for half in halves]
         for half, scores in zip(halves, all_scores, strict=True):
             if is_masked:
@@ -186,7 +188,7 @@ def mosaic_tpu_attention(
     if q_request is not None and k_request is not None:
         q_request, k_request = padded(q_request, query_block, None), padded(k_request, key_block, None)
     bounds = jnp.stack(block_bounds(q_pos, k_pos, q_request, k_request, q_block=query_block, k_block=key_block))
-    inputs = _Inputs(q, q_pos[:, None], k, v, k_pos[None])
+    inputs = _AttentionTpuInputs(q, q_pos[:, None], k, v, k_pos[None])
     if q_request is not None and k_request is not None:
         inputs = inputs._replace(q_request=q_request[:, None], k_request=k_request[None])
     if k_segment is not None:
@@ -208,7 +210,7 @@ def mosaic_tpu_attention(
     head_slots = pl.BlockSpec(
         (None, key_block, head_dim), lambda head, i, j, bounds: (head, key_index(i, j, bounds), 0)
     )
-    specs = _Inputs(
+    specs = _AttentionTpuInputs(
         q=queries(head_dim),
         q_pos=query_column,
         k=head_slots,
@@ -219,7 +221,7 @@ def mosaic_tpu_attention(
         k_request=slot_row,
         rotation=pl.BlockSpec((key_block, head_dim), lambda head, i, j, bounds: (key_index(i, j, bounds), 0)),
     )
-    specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    specs = _AttentionTpuInputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     rows, num_blocks = group * query_block, num_rows // query_block
     shape, memory = jax.ShapeDtypeStruct, functools.partial(pltpu.VMEM, dtype=jnp.float32)
     (result,) = pl.pallas_call(
@@ -236,7 +238,7 @@ def mosaic_tpu_attention(
                 )
             ],
             scratch_shapes=[
-                _Scratch(memory((rows, head_dim)), memory((rows, _LANES)), memory((columns, rows))),
+                _AttentionTpuScratch(memory((rows, head_dim)), memory((rows, _LANES)), memory((columns, rows))),
             ],
         ),
         out_shape=[

@@ -30,8 +30,8 @@ _A_BT = (((1,), (1,)), ((), ()))
 _A_B = (((1,), (0,)), ((), ()))
 
 
-class _Inputs(NamedTuple):
-    """What a program is given; refs inside the kernel, None where a call has no such input.
+class _AttentionTritonInputs(NamedTuple):
+    """Inputs of a program; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
       bounds: [4], the query block's `BlockBounds`.
@@ -62,10 +62,10 @@ class _Carry(NamedTuple):
     total: Array
 
 
-def _kernel(inputs: _Inputs, outputs: OutputParts, *, scale: float, keys: int, columns: int) -> None:
+def _kernel(inputs: _AttentionTritonInputs, outputs: OutputParts, *, scale: float, keys: int, columns: int) -> None:
     block, head_dim = inputs.q.shape
     half = head_dim // 2
-    # Without the request float32 products would be rounded to TF32.
+    # Without this request float32 products would be rounded to TF32.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     q_pos = inputs.q_pos[...]
@@ -85,7 +85,7 @@ def _kernel(inputs: _Inputs, outputs: OutputParts, *, scale: float, keys: int, c
 
     def step(j: Array, carry: _Carry, *, is_masked: bool) -> _Carry:
         slots = pl.ds(j * keys, keys)
-        # In base 2, whose exponential is the cheaper one.
+        # In base 2, whose exponential is cheaper.
         scores = scores_of(slots) * (scale * LOG2_E)
         v = inputs.v[slots, :]
         if is_masked:
@@ -175,7 +175,9 @@ def triton_attention(
     if q_request is not None and k_request is not None:
         q_request, k_request = padded(q_request, query_block, None), padded(k_request, key_block, None)
     bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=query_block, k_block=key_block)
-    inputs = _Inputs(jnp.stack(bounds, -1), q, q_pos, k, v, k_pos, q_request=q_request, k_request=k_request)
+    inputs = _AttentionTritonInputs(
+        jnp.stack(bounds, -1), q, q_pos, k, v, k_pos, q_request=q_request, k_request=k_request
+    )
     if k_rotation is not None:
         cos, sin = jnp.split(padded(k_rotation, key_block), 2, -1)
         inputs = inputs._replace(cos=cos, sin=sin)
@@ -193,7 +195,7 @@ def triton_attention(
 
 
 def _call(
-    inputs: _Inputs,
+    inputs: _AttentionTritonInputs,
     columns: int,
     query_block: int,
     key_block: int,
@@ -213,7 +215,7 @@ def _call(
     slots = pl.BlockSpec((num_slots, None, head_dim), lambda i, head: (0, head // group, 0))
     slot_row = pl.BlockSpec((num_slots,), lambda i, head: (0,))
     table = pl.BlockSpec((num_slots, head_dim // 2), lambda i, head: (0, 0))
-    specs = _Inputs(
+    specs = _AttentionTritonInputs(
         bounds=pl.BlockSpec((None, 4), lambda i, head: (i, 0)),
         q=queries(head_dim),
         q_pos=query_row,
@@ -226,7 +228,9 @@ def _call(
         cos=table,
         sin=table,
     )
-    specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    specs = _AttentionTritonInputs(
+        *(None if given is None else spec for given, spec in zip(inputs, specs, strict=True))
+    )
     shape = jax.ShapeDtypeStruct
     (result,) = pl.pallas_call(
         functools.partial(_kernel, scale=scale, keys=key_block, columns=columns),

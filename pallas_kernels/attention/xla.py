@@ -64,7 +64,7 @@ def blocked_attention(
     v = used_values(v, k_pos)
     q_pos, k_pos = padded(q_pos, q_block, -1), padded(k_pos, k_block, UNUSED)
     q, k, v = padded(q, q_block), padded(k, k_block), padded(v, k_block)
-    # As the caller's pages have them: then a step finds its slots of a head in one piece.
+    # In the layout of the caller's pages, so that a step finds its slots of a head contiguous.
     k, v = jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1)
     if k_segment is not None:
         k_segment = padded(k_segment, k_block, -1)
@@ -72,13 +72,13 @@ def blocked_attention(
         q_request, k_request = padded(q_request, q_block, None), padded(k_request, k_block, None)
     bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=q_block, k_block=k_block)
 
-    # Without the request a GPU would round float32 products to TF32.
+    # Without this request a GPU would round float32 products to TF32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def attend(i: Array, results: AttentionOutput) -> AttentionOutput:
         queries_of = functools.partial(lax.dynamic_slice_in_dim, start_index=i * q_block, slice_size=q_block)
-        # Each block of queries gives way to its output.
+        # Each block of queries is replaced by its output.
         queries = queries_of(results.out).reshape(q_block, num_kv_heads, group, head_dim)
         queries = queries.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * q_block, head_dim)
 
@@ -89,7 +89,7 @@ def blocked_attention(
             if q_request is not None and k_request is not None:
                 visible &= keys_of(k_request)[None, :] == queries_of(q_request)[:, None]
             scores = product(queries, keys_of(k, axis=1), _OVER_LAST).reshape(num_kv_heads, group, q_block, k_block)
-            # In base 2, whose exponential is the cheaper one.
+            # In base 2, whose exponential is cheaper.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED).reshape(
                 num_kv_heads, -1, k_block
             )

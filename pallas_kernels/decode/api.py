@@ -27,7 +27,7 @@ KERNELS = {"triton": (triton_decode, TRITON), "mosaic_tpu": (mosaic_tpu_decode, 
 def check_implementation(
     name: str | None, *, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: str
 ) -> None:
-    """Returns if `decode_attention` can be called with such heads and pages, keys rotated; nothing is computed.
+    """Checks that `decode_attention` can be called with such heads and pages, keys rotated; computes nothing.
 
     Raises:
       NotImplementedError: no such implementation, none for this platform or chip, or not for such heads or pages.
@@ -60,25 +60,24 @@ def decode_attention(
     page_rotation: Float[Array, "B M H"] | None = None,
     implementation: str | None = None,
 ) -> DecodeOutput:
-    """Attention of one new token per request over the pages of its context, its own key and value among them.
+    """Attention of one new token per request over the pages of its context, including its own key and value.
 
-    A page of the pool may stand in several tables: requests share the pages of a chunk that they use unchanged, at
-    whatever position each of them has it. A chunk seldom ends where a page does, so every entry says how many of its
-    page's slots it holds; library kernels for paged attention know one length per request and cannot say that.
+    A page of the pool may be in several tables: requests share the pages of a chunk that they use unchanged, whatever
+    its position in each of them. A chunk seldom fills its last page, so every entry says how many of its page's slots
+    are in use; library kernels for paged attention have one length per request and cannot express that.
 
     Args:
       q: rotated queries; query head `q` reads kv head `q // (Q / K)`.
       k_pages, v_pages: the pool of one layer: P pages of T tokens; rotated keys, or with `k_frequencies` keys before
-        RoPE. Slots that no entry holds may contain anything, NaN included.
+        RoPE. Unused slots may contain anything, NaN included.
       page_table: pages of each request, in any order.
-      page_length: slots in use of each entry, from the page's first; 0 for an entry that is none, whose page may be any
+      page_length: slots in use of each entry, from the page's first; 0 for an unused entry, whose page may be any
         number.
       scale: factor on the dot products, usually H ** -0.5; required on purpose.
       page_start: position of each entry's first slot; given if and only if `k_frequencies` is.
       k_frequencies: inverse RoPE frequencies [H / 2]: keys are rotated as they are read, in float32, rounded to their
         dtype as `apply_rope` does.
-      page_rotation: `ccjax.kernels.decode.page_rotation` of these two, for callers that have many layers to share it;
-        computed if None.
+      page_rotation: `ccjax.kernels.decode.page_rotation` of these two, to be shared by many layers; computed if None.
       implementation: as of `ccjax.kernels.attention.attention`.
 
     Returns:

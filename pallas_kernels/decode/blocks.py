@@ -1,4 +1,4 @@
-"""Block sizes of the decode kernels, per chip. Knows chips by name only; docs/kernels.md gives the reasons."""
+"""Block sizes of the decode kernels, per chip; docs/kernels.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class TritonDecodeBlocks:
-    """How the Triton kernel is cut.
+    """Block sizes of the Triton kernel.
 
     Attributes:
       slots: slots per step, in whole pages.
-      num_warps, num_stages: warps of a program, and steps of the software pipeline.
+      num_warps, num_stages: warps of a program, and stages of the software pipeline.
       programs: a small batch is split along its context until there are about this many programs.
     """
 
@@ -23,7 +23,7 @@ class TritonDecodeBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicDecodeBlocks:
-    """How one step of the TPU kernel is cut.
+    """Block sizes of one step of the TPU kernel.
 
     Attributes:
       slots: slots per step, in whole pages; all kv heads of them are loaded at once.

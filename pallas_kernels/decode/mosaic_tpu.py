@@ -47,8 +47,8 @@ class _Plan(NamedTuple):
     table: Any
 
 
-class _Inputs(NamedTuple):
-    """What a request is given; refs inside the kernel, None where a call has no such input.
+class _DecodeTpuInputs(NamedTuple):
+    """Inputs of a request; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
       q: [K, G, H], the request's query heads by kv head.
@@ -66,7 +66,7 @@ class _Inputs(NamedTuple):
     within: Any = None
 
 
-class _Scratch(NamedTuple):
+class _DecodeTpuScratch(NamedTuple):
     """Two buffers of E entries, S slots each, and a semaphore for each of them: k, v [2, K, S, H]; starts [2, E, H]."""
 
     arrived: Any
@@ -76,7 +76,13 @@ class _Scratch(NamedTuple):
 
 
 def _kernel(
-    plan: _Plan, inputs: _Inputs, outputs: DecodeParts, scratch: _Scratch, *, scale: float, entries: int
+    plan: _Plan,
+    inputs: _DecodeTpuInputs,
+    outputs: DecodeParts,
+    scratch: _DecodeTpuScratch,
+    *,
+    scale: float,
+    entries: int,
 ) -> None:
     num_kv_heads, group, head_dim = inputs.q.shape
     page_size = inputs.k.shape[2]
@@ -202,7 +208,7 @@ def mosaic_tpu_decode(
     # A request without any token takes one step, all of it masked, so that every request has a part to load.
     steps = jnp.maximum((num_entries(page_length) + entries - 1) // entries, 1)
     plan = _Plan(steps, jnp.cumsum(steps) - steps, valid_pages(page_table, page_length))
-    inputs = _Inputs(
+    inputs = _DecodeTpuInputs(
         q.reshape(num_requests, num_kv_heads, group, head_dim),
         _used_slots(page_length.reshape(num_requests, -1, entries), page_size),
         k_pages,
@@ -217,7 +223,7 @@ def mosaic_tpu_decode(
         return pl.BlockSpec((None, num_kv_heads, group, width), lambda request, plan: (request, 0, 0, 0))
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    specs = _Inputs(
+    specs = _DecodeTpuInputs(
         q=heads(head_dim),
         used=pl.BlockSpec((None, *inputs.used.shape[1:]), lambda request, plan: (request, 0, 0)),
         k=in_hbm,
@@ -225,7 +231,7 @@ def mosaic_tpu_decode(
         starts=in_hbm,
         within=pl.BlockSpec((page_size, head_dim), lambda request, plan: (0, 0)),
     )
-    specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    specs = _DecodeTpuInputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     pool = pltpu.VMEM((2, num_kv_heads, slots, head_dim), k_pages.dtype)
     starts = None if inputs.starts is None else pltpu.VMEM((2, *inputs.starts.shape[2:]), jnp.float32)
     (result,) = pl.pallas_call(
@@ -235,7 +241,7 @@ def mosaic_tpu_decode(
             grid=(num_requests,),
             in_specs=[specs],
             out_specs=[DecodeParts(heads(head_dim), heads(_LANES))],
-            scratch_shapes=[_Scratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, starts)],
+            scratch_shapes=[_DecodeTpuScratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, starts)],
         ),
         out_shape=[
             DecodeParts(

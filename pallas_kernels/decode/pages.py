@@ -1,4 +1,4 @@
-"""What the page tables of a call say, slot by slot."""
+"""Slot-by-slot views of the page tables of a call."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ccjax.kernels.rope import rotation_rows
 
 
 def valid_pages(page_table: Int[Array, "B M"], page_length: Int[Array, "B M"]) -> Int[Array, "B M"]:
-    """The table with entries that hold nothing pointing at page 0: they may be read, and are masked."""
+    """The table with unused entries pointing at page 0: they may be read, and are masked."""
     return jnp.where(page_length > 0, page_table, 0)
 
 
 def num_entries(page_length: Int[Array, "B M"]) -> Int[Array, "B"]:
-    """Entries of each request up to its last one that holds anything."""
+    """Number of entries of each request up to its last one in use."""
     index = jnp.arange(1, page_length.shape[1] + 1, dtype=jnp.int32)[None, :]
     return jnp.where(page_length > 0, index, 0).max(1)
 

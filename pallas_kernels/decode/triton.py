@@ -28,8 +28,8 @@ _A_BT = (((1,), (1,)), ((), ()))
 _A_B = (((1,), (0,)), ((), ()))
 
 
-class _Inputs(NamedTuple):
-    """What a program is given; refs inside the kernel, None where a call has no such input.
+class _DecodeTritonInputs(NamedTuple):
+    """Inputs of a program; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
       count: [], entries of the request's table up to its last one in use.
@@ -50,7 +50,7 @@ class _Inputs(NamedTuple):
     within: Any = None
 
 
-def _kernel(inputs: _Inputs, outputs: DecodeParts, *, scale: float, entries: int, num_parts: int) -> None:
+def _kernel(inputs: _DecodeTritonInputs, outputs: DecodeParts, *, scale: float, entries: int, num_parts: int) -> None:
     rows, head_dim = inputs.q.shape
     page_size, half = inputs.k.shape[1], head_dim // 2
     slots = entries * page_size
@@ -152,7 +152,7 @@ def triton_decode(
     max_entries = page_table.shape[1]
     num_parts = max(1, min(blocks.programs // (num_requests * num_kv_heads), max_entries // entries))
     grouped = q.reshape(num_requests, num_kv_heads, group, head_dim)
-    inputs = _Inputs(
+    inputs = _DecodeTritonInputs(
         num_entries(page_length),
         valid_pages(page_table, page_length),
         page_length,
@@ -166,7 +166,7 @@ def triton_decode(
 
     row = pl.BlockSpec((None, max_entries), lambda request, head, part: (request, 0))
     pool = pl.BlockSpec((None, num_pages, page_size, head_dim), lambda request, head, part: (head, 0, 0, 0))
-    specs = _Inputs(
+    specs = _DecodeTritonInputs(
         count=pl.BlockSpec((None,), lambda request, head, part: (request,)),
         table=row,
         length=row,
@@ -176,7 +176,7 @@ def triton_decode(
         starts=pl.BlockSpec((None, max_entries, head_dim), lambda request, head, part: (request, 0, 0)),
         within=pl.BlockSpec((page_size, head_dim), lambda request, head, part: (0, 0)),
     )
-    specs = _Inputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    specs = _DecodeTritonInputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     shape = (num_parts, num_requests, num_kv_heads, rows)
     (result,) = pl.pallas_call(
         functools.partial(_kernel, scale=scale, entries=entries, num_parts=num_parts),

@@ -1,9 +1,9 @@
-"""Shared RAG-DCache: replicas without sharing, on one store, and with a generator for those who wait (figs. 10, 11,
-table V); and what the engine under them takes of each request.
+"""Shared RAG-DCache: replicas without sharing, on one store, and with a generator for waiting requests (figs. 10, 11,
+table V); and the overhead of the engine below them per request.
 
 Real SQuAD questions go to a cluster of `scripts/serve.py --cluster ray` that retrieves, faster than it can answer, the
-same ones in every pass in another order. As in the paper only the first token is asked for and memory keeps no KV, so
-that all that is reused comes from the store.
+same ones in every pass in another order. As in the paper only the first token is requested and memory keeps no KV, so
+that all reuse comes from the store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.progress import Progress
 from ccjax.cli.progress import bars
 from scripts.benchmarks import cluster_report
 from scripts.benchmarks.common import BenchmarkError, data_folder, environment, filled_in, rows_of, spread
-from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
+from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_server import scrape, serving
 from scripts.benchmarks.serve_workload import arrival_times, poisson_gaps
@@ -38,7 +38,7 @@ _SHOWN = ("layers", "width", "replicas", "requests", "passes", "load", "order_af
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class ClusterWorkload:
     """Questions and a file of the paragraphs that they are asked of."""
 
     questions: Sequence[str]
@@ -97,7 +97,7 @@ def _fill_in(given: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-def _workload(data: Path, count: int, folder: Path) -> Workload:
+def _workload(data: Path, count: int, folder: Path) -> ClusterWorkload:
     rows = rows_of(data / "qa" / "squad_xquad_en.jsonl")
     if count > len(rows):
         raise BenchmarkError(f"--requests: wanted at most {len(rows)}, got {count}")
@@ -111,7 +111,7 @@ def _workload(data: Path, count: int, folder: Path) -> Workload:
     collection.write_text("\n".join(lines), encoding="utf-8")
     # Every few: the rows are in order of their articles, and a pass is to meet all of these.
     step = len(rows) / count
-    return Workload([rows[int(number * step)]["question"] for number in range(count)], collection.parent)
+    return ClusterWorkload([rows[int(number * step)]["question"] for number in range(count)], collection.parent)
 
 
 def _body(question: str, num_documents: int, *, reuse: str = "exact") -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _flags(options: argparse.Namespace, model: BenchModel, documents: Path | Non
 def _passes(
     options: argparse.Namespace,
     model: BenchModel,
-    workload: Workload,
+    workload: ClusterWorkload,
     num_documents: int,
     scratch: Path,
     progress: Progress,
@@ -189,7 +189,7 @@ def _warm_up(url: str, concurrency: int, num_documents: int, reuse: str) -> None
         _check(closed_loop(url, bodies, concurrency if round else 1, TIMEOUT_S))
 
 
-def _capacity(url: str, workload: Workload, num_documents: int, concurrency: int) -> float:
+def _capacity(url: str, workload: ClusterWorkload, num_documents: int, concurrency: int) -> float:
     """Answers a second without any cache, in closed loop."""
     questions = workload.questions[: max(8, len(workload.questions) // 2)]
     records = closed_loop(url, [_body(one, num_documents, reuse="off") for one in questions], concurrency, TIMEOUT_S)
@@ -197,7 +197,7 @@ def _capacity(url: str, workload: Workload, num_documents: int, concurrency: int
     return len(records) / max(record.end_s for record in records)
 
 
-def _figures(records: Sequence[Record], before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+def _figures(records: Sequence[RequestRecord], before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
     """Of one pass. Latency is from arrival to the end of the answer, which is its first token."""
     _check(records)
     span_s = max(record.end_s for record in records) - min(record.scheduled_s for record in records)
@@ -214,7 +214,7 @@ def _figures(records: Sequence[Record], before: dict[str, float], after: dict[st
     }
 
 
-def _check(records: Sequence[Record]) -> None:
+def _check(records: Sequence[RequestRecord]) -> None:
     failed = [record for record in records if record.status != "ok"]
     if failed:
         raise BenchmarkError(f"{len(failed)} of {len(records)} requests failed, the first: {failed[0].error}")

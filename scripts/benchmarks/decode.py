@@ -54,12 +54,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for length in lengths:
             pool = _Pool(config, max(batches), length + arguments.steps)
             tables = np.split(pool.tables, len(pool.tables))[:_NUM_ALONE]
-            alone = [_Batch(model, pool, table, length, arguments.steps, rotates=True) for table in tables]
+            alone = [_DecodeBatch(model, pool, table, length, arguments.steps, rotates=True) for table in tables]
             for batch in batches:
                 calls: dict[str, Callable[[], int]] = {
                     "one by one": _one_by_one(alone),
-                    "rope-free": _Batch(model, pool, pool.tables[:batch], length, arguments.steps, rotates=True).run,
-                    "rotated": _Batch(model, pool, pool.tables[:batch], length, arguments.steps, rotates=False).run,
+                    "rope-free": _DecodeBatch(
+                        model, pool, pool.tables[:batch], length, arguments.steps, rotates=True
+                    ).run,
+                    "rotated": _DecodeBatch(
+                        model, pool, pool.tables[:batch], length, arguments.steps, rotates=False
+                    ).run,
                 }
                 seconds: dict[str, list[float]] = {way: [] for way in WAYS}
                 for number in range(repetitions + 1):
@@ -90,7 +94,7 @@ class _Pool:
         self.tables = np.random.default_rng(0).permutation(batch * entries).astype(np.int32).reshape(batch, entries)
 
 
-class _Batch:
+class _DecodeBatch:
     """Sequences of the same length that decode together."""
 
     def __init__(
@@ -141,7 +145,7 @@ class _Batch:
         return batch * self._steps
 
 
-def _one_by_one(sequences: Sequence[_Batch]) -> Callable[[], int]:
+def _one_by_one(sequences: Sequence[_DecodeBatch]) -> Callable[[], int]:
     """The same steps for one sequence after the other."""
     return lambda: sum(sequence.run() for sequence in sequences)
 

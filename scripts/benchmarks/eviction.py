@@ -70,7 +70,7 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True)
-class CostModel:
+class RooflineModel:
     """Bytes and seconds of a model on one device."""
 
     config: LlamaConfig = LLAMA3_8B
@@ -101,7 +101,7 @@ def _num_pairs(num_cached: int, num_new: int) -> int:
 
 
 @dataclasses.dataclass(slots=True)
-class Outcome:
+class ReplayCounts:
     """Sums over a replay: uses are passages in prompts; seconds are compute seconds of the passages alone."""
 
     num_uses: int = 0
@@ -115,14 +115,14 @@ class Outcome:
 
 
 class Belady(RankedPolicy):
-    """Farthest next use first, never again before all; a newcomer whose next use is farther than the others' is not
-    taken in. Offline: it knows the trace.
+    """Farthest next use first, never again before all; a new key whose next use is farther than the others' is not
+    stored. Offline: it knows the trace.
 
     With equal sizes no policy hits more. With unequal ones it is no bound: sizes only decide how many go, a passage as
     large as two others goes no sooner, and the best choice is NP-hard. It counts hits, not seconds.
     """
 
-    weighs_newcomers = True
+    weighs_new_keys = True
 
     def __init__(self, requests: Sequence[Sequence[str]]) -> None:
         super().__init__()
@@ -150,9 +150,9 @@ class _Tier:
     def store(
         self, key: ChunkId, prefix: tuple[ChunkId, ...], info: EntryInfo, now: int, pinned: set[str]
     ) -> int | None:
-        """Takes `key` in; how many went for it, or None if it was not stored."""
+        """Stores `key`; returns how many were evicted for it, or None if it was not stored."""
         self.policy.on_insert(key, info, now)
-        victims = self.policy.victims(max(0, info.num_bytes - self._free_bytes), pinned=pinned, newcomer=key)
+        victims = self.policy.victims(max(0, info.num_bytes - self._free_bytes), pinned=pinned, new_key=key)
         if victims is None or key in victims:
             self.policy.on_remove(key, evicted=False)
             return None
@@ -186,7 +186,7 @@ def load_trace(data: Path, retriever: str = "docs") -> Trace:
     return Trace(requests, {key: len(tokenizer.encode(texts[key], allow_special=False)) for key in wanted})
 
 
-def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: CostModel) -> Outcome:
+def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: RooflineModel) -> ReplayCounts:
     """What one tier of `budget_bytes` under `policy` saves over the trace; nothing lies below it.
 
     A passage is one entry, with the KV of its last prefill behind the passages before it. A hit recomputes CFO of its
@@ -194,7 +194,7 @@ def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: CostMo
     the entry. As in the engine, all look-ups come first, and a request's passages never push each other out.
     """
     tier = _Tier(policy, budget_bytes)
-    outcome = Outcome()
+    outcome = ReplayCounts()
     for now, keys in enumerate(trace.requests):
         lengths = [trace.num_tokens[key] for key in keys]
         hits = [key in tier.prefix_of for key in keys]
@@ -222,7 +222,7 @@ def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: CostMo
     return outcome
 
 
-def _info(cost: CostModel, num_tokens: int, compute_s: float, cfo: float) -> EntryInfo:
+def _info(cost: RooflineModel, num_tokens: int, compute_s: float, cfo: float) -> EntryInfo:
     num_bytes = num_tokens * cost.bytes_per_token
     return EntryInfo(num_bytes, num_tokens, compute_s, recomputed_share=cfo, load_s=num_bytes / LOAD_BYTES_PER_S)
 
@@ -249,7 +249,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trace = load_trace(arguments.data, arguments.retriever)
     if arguments.quick:
         trace = dataclasses.replace(trace, requests=trace.requests[:100])
-    cost = CostModel()
+    cost = RooflineModel()
     makers: dict[str, Callable[[], EvictionPolicy]] = {
         **POLICIES,
         **(ABLATIONS if arguments.ablate else {}),
@@ -273,7 +273,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"benchmark": "eviction", **environment(), "shapes": shapes, "default": DEFAULT_POLICY, "cases": cases}
 
 
-def _figures(outcome: Outcome, size_ratio: float, budget_bytes: int) -> dict[str, Any]:
+def _figures(outcome: ReplayCounts, size_ratio: float, budget_bytes: int) -> dict[str, Any]:
     return {
         "size_ratio": size_ratio,
         "budget_bytes": budget_bytes,

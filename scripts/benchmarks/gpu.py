@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     measure = importlib.import_module("scripts.benchmarks.gpu_cases")
     plan = importlib.import_module("scripts.benchmarks.gpu_plan")
     from scripts.gpucheck.machine import machine
-    from scripts.gpucheck.record import Record
+    from scripts.gpucheck.record import CheckRecord
 
     measure.keep_executables(arguments.compile_cache)
     scale = plan.QUICK_SCALE if arguments.quick else plan.LLAMA3_8B_SCALE
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     output = arguments.output or (Path(tempfile.mkdtemp(prefix="ccjax-bench-gpu-")) if arguments.quick else RESULTS)
     name = re.sub("[^a-z0-9]+", "-", header["device"].lower()).strip("-")
     path = output / f"{name}{'-quick' * arguments.quick}.json"
-    record = Record(path, header, is_quick=arguments.quick, limit_s=arguments.time_limit_s)
+    record = CheckRecord(path, header, is_quick=arguments.quick, limit_s=arguments.time_limit_s)
     measure.run(record, scale, folder=arguments.store, only=arguments.only)
     for target in report.targets(record.results()):
         record.add("targets", name=target.name, wanted=target.wanted, got=target.got, verdict=target.verdict)

@@ -1,5 +1,4 @@
-"""Carries out the cases of `bench.py gpu` as far as memory and time allow; each is on disk as soon as it is
-measured."""
+"""Runs the cases of `bench.py gpu` as far as memory and time allow; each is saved as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseReport
 from scripts.benchmarks import gpu_plan, gpu_torch
 from scripts.benchmarks.gpu_engines import Engines, Prompts, Run, run_prompts
-from scripts.benchmarks.gpu_plan import Case, Scale
+from scripts.benchmarks.gpu_plan import GpuCase, GpuScale
 from scripts.gpucheck.ceilings import SUITE as CEILINGS
 from scripts.gpucheck.ceilings import ceiling
-from scripts.gpucheck.record import Record
+from scripts.gpucheck.record import CheckRecord
 from scripts.gpucheck.timing import copy_gbps, matmul_tflops, transfer_gbps
 
 CASES, SETUP = "cases", "setup"
@@ -39,7 +38,7 @@ _LEAST_STEPS = 4
 _ROUNDS = 7
 
 
-def run(record: Record, scale: Scale, *, folder: Path | None, only: str = "") -> None:
+def run(record: CheckRecord, scale: GpuScale, *, folder: Path | None, only: str = "") -> None:
     """Measures the ceilings, then every case while there is time.
 
     Args:
@@ -70,7 +69,7 @@ def run(record: Record, scale: Scale, *, folder: Path | None, only: str = "") ->
 
     prompts, done = Prompts(scale), set()
     with Engines(params, scale, prompts, pool_bytes=pool, num_passages=num_passages, folder=folder) as engines:
-        bench = Bench(record, scale, params, engines, prompts)
+        bench = GpuBench(record, scale, params, engines, prompts)
         for case in chosen:
             shape = (case.kind, case.context, case.batch, case.ratio)
             reason = reasons[case] or bench.too_late(case, compiles=shape not in done)
@@ -82,7 +81,7 @@ def run(record: Record, scale: Scale, *, folder: Path | None, only: str = "") ->
             attempt(record, case, lambda case=case: bench.measure(case))
 
 
-def measure_ceilings(record: Record, scale: Scale) -> None:
+def measure_ceilings(record: CheckRecord, scale: GpuScale) -> None:
     """Adds what the device does at best, in this run."""
     rounds = 3 if record.is_quick else _ROUNDS
     record.add(CEILINGS, name="matmul_tflops", value=matmul_tflops(scale.matmul_size, rounds))
@@ -99,13 +98,13 @@ def measure_ceilings(record: Record, scale: Scale) -> None:
     record.say(", ".join(f"{row['name']} {row['value']:.3g}" for row in record.rows[CEILINGS]))
 
 
-def attempt(record: Record, case: Case, measured: Callable[[], dict[str, Any]]) -> None:
+def attempt(record: CheckRecord, case: GpuCase, measured: Callable[[], dict[str, Any]]) -> None:
     """Adds the case's row; what goes wrong becomes a row and a failure, and the next case has its turn."""
     counter, started_s = compilations(), time.perf_counter()
     count, seconds = counter.count, counter.seconds
     try:
         row = measured()
-    except Exception as error:  # the others still have something to say
+    except Exception as error:  # the others are still useful
         note = " ".join(f"failed: {type(error).__name__}: {error!s:.300}".split())
         record.add(CASES, **case.identity(), note=note)
         record.fail(f"{case.name}: {note}")
@@ -117,16 +116,18 @@ def attempt(record: Record, case: Case, measured: Callable[[], dict[str, Any]]) 
     record.say(f"{case.name}: {figure}; {row['compilations']} compiled in {row['compile_s']:.0f} s")
 
 
-class Bench:
+class GpuBench:
     """How each kind of case is measured; remembers what our full prefills gave, for PyTorch to be compared with."""
 
-    def __init__(self, record: Record, scale: Scale, params: Params, engines: Engines, prompts: Prompts) -> None:
+    def __init__(
+        self, record: CheckRecord, scale: GpuScale, params: Params, engines: Engines, prompts: Prompts
+    ) -> None:
         self._record, self._scale, self._params = record, scale, params
         self._engines, self._prompts = engines, prompts
         self._peer: gpu_torch.TorchPeer | None = None
         self._given: dict[int, tuple[list[int], np.ndarray]] = {}
 
-    def too_late(self, case: Case, *, compiles: bool) -> str | None:
+    def too_late(self, case: GpuCase, *, compiles: bool) -> str | None:
         """Why a case is not begun, or None; `compiles` as in `estimate_s`."""
         opens = case.kind != "torch" and not self._engines.is_open_for(case)
         tflops = ceiling(self._record, "matmul_tflops") or 1.0
@@ -134,14 +135,14 @@ class Bench:
         left_s = self._record.seconds_left()
         return None if need_s <= left_s else f"not run: may take {need_s:.0f} s, {max(left_s, 0.0):.0f} s were left"
 
-    def measure(self, case: Case) -> dict[str, Any]:
+    def measure(self, case: GpuCase) -> dict[str, Any]:
         """The figures of a case."""
         if case.kind == "torch":
             return self._torch(case)
         engine = self._engines.of(case)
         return self._decode(case, engine) if case.kind == "decode" else self._prefill(case, engine)
 
-    def _prefill(self, case: Case, engine: Engine) -> dict[str, Any]:
+    def _prefill(self, case: GpuCase, engine: Engine) -> dict[str, Any]:
         """Time to the first token of every request."""
         reuse = "off" if case.kind == "full" else "bounded"
 
@@ -177,7 +178,7 @@ class Bench:
                 self._record.fail(f"{case.name}: what was reused, or where it lay, is not what the case is named after")
         return row
 
-    def _decode(self, case: Case, engine: Engine) -> dict[str, Any]:
+    def _decode(self, case: GpuCase, engine: Engine) -> dict[str, Any]:
         """Time between tokens while all requests decode."""
         steps: list[float] = []
         for _ in range(_MOST_WARM_UPS):  # each is a prefill and a whole answer
@@ -193,7 +194,7 @@ class Bench:
         row |= {"bytes": num_bytes, "gbps": rate, "tokens_per_s": case.batch / step_s}
         return row | {"share_of_copy": _share(self._record, rate, "copy_gbps")}
 
-    def _torch(self, case: Case) -> dict[str, Any]:
+    def _torch(self, case: GpuCase) -> dict[str, Any]:
         """The same prompts through PyTorch, and for one request whether it computes what we do."""
         if self._peer is None:
             self._peer = gpu_torch.TorchPeer(self._params, self._scale.config)
@@ -208,7 +209,7 @@ class Bench:
         gpu_torch.release()
         return row
 
-    def _speed(self, case: Case, runs_s: list[float]) -> dict[str, Any]:
+    def _speed(self, case: GpuCase, runs_s: list[float]) -> dict[str, Any]:
         ttft_s, flops = statistics.median(runs_s), gpu_plan.prefill_flops(case, self._scale)
         tflops = flops / ttft_s / 1e12
         row = {"prompt_tokens": self._scale.prompt_tokens(case.context), "ttft_s": ttft_s, "runs_s": runs_s}
@@ -230,7 +231,7 @@ def _warm_up(once: Callable[[], Run]) -> None:
             return
 
 
-def _loading(record: Record, engine: Engine, case: Case, runs: list[Run]) -> dict[str, Any]:
+def _loading(record: CheckRecord, engine: Engine, case: GpuCase, runs: list[Run]) -> dict[str, Any]:
     """What came from where, and how fast: bytes of a run, the seconds that it waited for them, and the rate at which
     this engine merges KV into a layer's context on the device, or reads it from disk, as it measures itself."""
     last = [response.reuse for response in runs[-1].responses]
@@ -249,7 +250,7 @@ def _loading(record: Record, engine: Engine, case: Case, runs: list[Run]) -> dic
     return row
 
 
-def is_as_named(report: ReuseReport, case: Case, scale: Scale) -> bool:
+def is_as_named(report: ReuseReport, case: GpuCase, scale: GpuScale) -> bool:
     """True where every passage came from the case's tier and as much was recomputed as its ratio says. Of a batch that
     takes several packs, the first one's reads bring passages up to the device."""
     tiers = {str(document.tier) for document in report.per_document}
@@ -259,12 +260,12 @@ def is_as_named(report: ReuseReport, case: Case, scale: Scale) -> bool:
     return tiers <= allowed and (report.recomputed_tokens, report.computed_tokens) == wanted
 
 
-def _share(record: Record, value: float, name: str) -> float | None:
+def _share(record: CheckRecord, value: float, name: str) -> float | None:
     best = ceiling(record, name)
     return None if best is None else value / best
 
 
-def shapes(scale: Scale) -> dict[str, Any]:
+def shapes(scale: GpuScale) -> dict[str, Any]:
     """Model and prompts, for the head of the results."""
     config = scale.config
     return {

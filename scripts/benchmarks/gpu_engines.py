@@ -23,7 +23,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.models.llama3 import Params
 from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseMode
-from scripts.benchmarks.gpu_plan import Case, Scale
+from scripts.benchmarks.gpu_plan import GpuCase, GpuScale
 
 _NEVER_MS = 1e9
 _FILLER_TOKENS = 32
@@ -31,7 +31,7 @@ _FILLER_TOKENS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run of some prompts gave; times in seconds from when the engine had all of them in line.
+    """Result of one run of some prompts; times in seconds from when all of them were queued.
 
     Attributes:
       first_s: of each request, until its first token.
@@ -47,7 +47,7 @@ class Run:
 class Prompts:
     """Prompts over one list of passages, in ever new order; passages, system prompt and question are drawn tokens."""
 
-    def __init__(self, scale: Scale) -> None:
+    def __init__(self, scale: GpuScale) -> None:
         self._random = random.Random(scale.name)
         self._scale = scale
         vocab = scale.config.vocab_size
@@ -59,7 +59,7 @@ class Prompts:
         self._filler = draw(_FILLER_TOKENS)
         self._passages = [draw(scale.passage_tokens) for _ in range(scale.num_passages(max(scale.contexts)))]
 
-    def of(self, case: Case) -> list[list[list[int]]]:
+    def of(self, case: GpuCase) -> list[list[list[int]]]:
         """The segments of each request of a case, its passages shuffled for each."""
         passages = self._passages[: self._scale.num_passages(case.context)]
         orders = [self._random.sample(passages, len(passages)) for _ in range(case.batch)]
@@ -77,7 +77,14 @@ class Engines:
     compiled serves all. A context manager, which closes the last."""
 
     def __init__(
-        self, params: Params, scale: Scale, prompts: Prompts, *, pool_bytes: int, num_passages: int, folder: Path | None
+        self,
+        params: Params,
+        scale: GpuScale,
+        prompts: Prompts,
+        *,
+        pool_bytes: int,
+        num_passages: int,
+        folder: Path | None,
     ) -> None:
         """
         Args:
@@ -109,22 +116,22 @@ class Engines:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Closes the engine that is open, and gives its memory back."""
+        """Closes the open engine and frees its memory."""
         if self._engine is not None:
             self._engine.close()
         self._engine, self._key = None, ()
         gc.collect()
 
     @staticmethod
-    def key_of(case: Case) -> tuple[Any, ...]:
+    def key_of(case: GpuCase) -> tuple[Any, ...]:
         """What tells the engine of a case from others."""
         return (case.ratio, case.tier == DISK) if case.kind == "reuse" else ("plain",)
 
-    def is_open_for(self, case: Case) -> bool:
+    def is_open_for(self, case: GpuCase) -> bool:
         """True where `of` would open nothing."""
         return self._key == self.key_of(case)
 
-    def of(self, case: Case) -> Engine:
+    def of(self, case: GpuCase) -> Engine:
         """The engine for a case, with every passage stored where the case's kind of engine has them."""
         key = self.key_of(case)
         if self._engine is not None and self._key == key:
@@ -190,7 +197,7 @@ def run_prompts(
     def emit_of(number: int) -> Callable[[Any], None]:
         return lambda event: events.put((number, time.perf_counter(), event))
 
-    with engine._loop.paused():  # none of them begins before all are in line
+    with engine._loop.paused():  # none of them begins before all are queued
         for number, segments in enumerate(prompts):
             engine.submit(Request(segments=segments, sampling=sampling, reuse=reuse), emit_of(number))
         started_s = time.perf_counter()

@@ -30,13 +30,13 @@ OPEN_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
-    """How large everything is.
+class GpuScale:
+    """Sizes of the benchmark.
 
     Attributes:
       contexts: context lengths, in tokens; prompts are a little shorter (`prompt_tokens`).
       short, long: the contexts that the targets are about.
-      passage_every: a passage per so many tokens of context.
+      passage_every: tokens of context per passage.
       max_num_batched_tokens: of the engines.
       steps: tokens of the answers that decode steps are timed over, the first left out.
       matmul_size, copy_bytes, transfer_bytes: of the ceilings.
@@ -74,7 +74,7 @@ class Scale:
         return -(-longest // PAGE_TOKENS) * PAGE_TOKENS
 
 
-LLAMA3_8B_SCALE = Scale(
+LLAMA3_8B_SCALE = GpuScale(
     name="llama3-8b",
     config=LLAMA3_8B,
     contexts=(4096, 8192, 16384, 32768),
@@ -92,7 +92,7 @@ LLAMA3_8B_SCALE = Scale(
     copy_bytes=1 << 30,
     transfer_bytes=1 << 30,
 )
-QUICK_SCALE = Scale(
+QUICK_SCALE = GpuScale(
     name="quick",
     config=LlamaConfig(512, 128, 3, 4, 2, 32, 256, 500000.0),
     contexts=(128, 256),
@@ -110,11 +110,11 @@ QUICK_SCALE = Scale(
     copy_bytes=1 << 20,
     transfer_bytes=1 << 20,
 )
-"""Every code path in a minute on a CPU; its figures mean nothing."""
+"""Every code path in a minute on a CPU; its figures are meaningless."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class GpuCase:
     """One figure: a kind of prefill, or decode steps, at one context and batch.
 
     Attributes:
@@ -140,31 +140,31 @@ class Case:
         return {"case": self.name, **dataclasses.asdict(self)}
 
 
-def cases(scale: Scale) -> list[Case]:
+def cases(scale: GpuScale) -> list[GpuCase]:
     """All cases, most important first; what shares an engine stands together as far as that allows."""
     short, long = scale.short, scale.long
     others = [context for context in scale.contexts if context not in (short, long)]
     first = [
-        Case("full", short),
-        Case("full", long),
-        Case("decode", short),
-        Case("reuse", short, 1, 0.15, "device"),
-        Case("reuse", long, 1, 0.15, "device"),
-        Case("reuse", short, 1, 0.15, "host"),
-        Case("reuse", long, 1, 0.15, "host"),
-        Case("torch", short),
-        Case("torch", long),
-        Case("reuse", short, 1, 0.15, "disk"),
-        Case("reuse", short, 1, 0.30, "device"),
-        Case("reuse", long, 1, 0.30, "device"),
-        Case("reuse", short, 1, 0.30, "host"),
-        Case("decode", long),
+        GpuCase("full", short),
+        GpuCase("full", long),
+        GpuCase("decode", short),
+        GpuCase("reuse", short, 1, 0.15, "device"),
+        GpuCase("reuse", long, 1, 0.15, "device"),
+        GpuCase("reuse", short, 1, 0.15, "host"),
+        GpuCase("reuse", long, 1, 0.15, "host"),
+        GpuCase("torch", short),
+        GpuCase("torch", long),
+        GpuCase("reuse", short, 1, 0.15, "disk"),
+        GpuCase("reuse", short, 1, 0.30, "device"),
+        GpuCase("reuse", long, 1, 0.30, "device"),
+        GpuCase("reuse", short, 1, 0.30, "host"),
+        GpuCase("decode", long),
     ]
 
     def group(
         contexts: Sequence[int], batch: int, kinds: Sequence[tuple[Kind, float | None, str | None]]
-    ) -> list[Case]:
-        return [Case(kind, context, batch, ratio, tier) for kind, ratio, tier in kinds for context in contexts]
+    ) -> list[GpuCase]:
+        return [GpuCase(kind, context, batch, ratio, tier) for kind, ratio, tier in kinds for context in contexts]
 
     plain: list[Way] = [("full", None, None), ("decode", None, None)]
     memory: list[Way] = [("reuse", 0.15, "device"), ("reuse", 0.15, "host")]
@@ -187,21 +187,21 @@ def layer_weights(config: LlamaConfig) -> int:
     return config.num_layers * config.d_model * (heads * config.head_dim + 3 * config.d_ff)
 
 
-def recomputed_tokens(case: Case, scale: Scale) -> int:
+def recomputed_tokens(case: GpuCase, scale: GpuScale) -> int:
     """Tokens of one prompt that run through the model again; as the engine rounds: up, for each passage."""
     if case.kind != "reuse":
         return 0
     return scale.num_passages(case.context) * math.ceil((case.ratio or 0.0) * scale.passage_tokens)
 
 
-def computed_tokens(case: Case, scale: Scale) -> int:
+def computed_tokens(case: GpuCase, scale: GpuScale) -> int:
     """Tokens of one prompt that run through the model."""
     if case.kind != "reuse":
         return scale.prompt_tokens(case.context)
     return recomputed_tokens(case, scale) + scale.question_tokens
 
 
-def prefill_flops(case: Case, scale: Scale) -> float:
+def prefill_flops(case: GpuCase, scale: GpuScale) -> float:
     """Floating-point operations of all prompts of a case: products with weights, and scores and sums of visible pairs
     only. Recomputed tokens are counted as if they lay evenly over the prompt."""
     config, length = scale.config, scale.prompt_tokens(case.context)
@@ -215,13 +215,13 @@ def prefill_flops(case: Case, scale: Scale) -> float:
     return case.batch * float(products + attention + 2 * config.d_model * config.vocab_size)
 
 
-def kv_bytes(scale: Scale, num_tokens: int) -> int:
+def kv_bytes(scale: GpuScale, num_tokens: int) -> int:
     """Bytes of the keys and values of so many tokens."""
     config = scale.config
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_ITEM_BYTES * num_tokens
 
 
-def decode_bytes(case: Case, scale: Scale) -> int:
+def decode_bytes(case: GpuCase, scale: GpuScale) -> int:
     """Bytes that one decode step has to read: weights without the embedding table, and every context."""
     config = scale.config
     weights = layer_weights(config) + config.d_model * config.vocab_size
@@ -229,13 +229,13 @@ def decode_bytes(case: Case, scale: Scale) -> int:
     return KV_ITEM_BYTES * weights + case.batch * kv_bytes(scale, mean_length)
 
 
-def weight_bytes(scale: Scale) -> int:
+def weight_bytes(scale: GpuScale) -> int:
     """Bytes of all weights, norms left out."""
     config = scale.config
     return KV_ITEM_BYTES * (layer_weights(config) + 2 * config.d_model * config.vocab_size)
 
 
-def pool_tokens(case: Case, scale: Scale) -> int:
+def pool_tokens(case: GpuCase, scale: GpuScale) -> int:
     """Slots of the page pool that a case needs: requests with part-full pages, and every passage where it rests on the
     device; the requests of a batch share passages."""
     if case.kind == "torch":
@@ -249,7 +249,7 @@ def pool_tokens(case: Case, scale: Scale) -> int:
     return case.batch * request + cached
 
 
-def working_bytes(case: Case, scale: Scale) -> int:
+def working_bytes(case: GpuCase, scale: GpuScale) -> int:
     """Bytes that the steps of a case take beside weights and pool: activations of a pack, and a layer's context as it
     is read, rotated and transposed."""
     config = scale.config
@@ -264,7 +264,7 @@ def working_bytes(case: Case, scale: Scale) -> int:
     return KV_ITEM_BYTES * (rows * row + context) + 4 * case.batch * config.vocab_size
 
 
-def torch_bytes(case: Case, scale: Scale) -> int:
+def torch_bytes(case: GpuCase, scale: GpuScale) -> int:
     """Bytes that PyTorch takes for a case beside the weights, which it shares: all rows at once, and their KV."""
     config = scale.config
     rows = case.batch * scale.prompt_tokens(case.context)
@@ -273,17 +273,17 @@ def torch_bytes(case: Case, scale: Scale) -> int:
     return KV_ITEM_BYTES * rows * row + kv_bytes(scale, rows)
 
 
-def needed_bytes(case: Case, scale: Scale) -> int:
+def needed_bytes(case: GpuCase, scale: GpuScale) -> int:
     """Bytes of device memory that JAX needs for a case."""
     return weight_bytes(scale) + kv_bytes(scale, pool_tokens(case, scale)) + working_bytes(case, scale) + _SPARE_BYTES
 
 
-def too_large(case: Case, scale: Scale, device_bytes: int | None, torch_free_bytes: int | None) -> str | None:
+def too_large(case: GpuCase, scale: GpuScale, device_bytes: int | None, torch_free_bytes: int | None) -> str | None:
     """Why a case does not fit, or None.
 
     Args:
-      device_bytes: what JAX may take of the device; None where nobody knows.
-      torch_free_bytes: what PyTorch may take beside that; None where nobody knows.
+      device_bytes: what JAX may take of the device; None if unknown.
+      torch_free_bytes: what PyTorch may take beside that; None if unknown.
     """
     need, have = needed_bytes(case, scale), device_bytes
     if case.kind == "torch":
@@ -293,19 +293,19 @@ def too_large(case: Case, scale: Scale, device_bytes: int | None, torch_free_byt
     return f"does not fit: needs {need / 1e9:.1f} GB of device memory, {have / 1e9:.1f} GB are there"
 
 
-def pool_bytes(chosen: Sequence[Case], scale: Scale, least_bytes: int) -> int:
+def pool_bytes(chosen: Sequence[GpuCase], scale: GpuScale, least_bytes: int) -> int:
     """Bytes of one page pool for all of these cases, so that every engine compiles the same shapes; at least
     `least_bytes`."""
     most = max((kv_bytes(scale, pool_tokens(case, scale)) for case in chosen), default=0)
     return max(most, least_bytes)
 
 
-def repetitions(case: Case, scale: Scale) -> int:
+def repetitions(case: GpuCase, scale: GpuScale) -> int:
     """Timed runs of a case; fewer of long ones."""
     return scale.repetitions if case.batch * case.context <= 16384 else min(3, scale.repetitions)
 
 
-def estimate_s(case: Case, scale: Scale, matmul_tflops: float, *, compiles: bool, opens: bool) -> float:
+def estimate_s(case: GpuCase, scale: GpuScale, matmul_tflops: float, *, compiles: bool, opens: bool) -> float:
     """Seconds that a case may take: compiling, one run to warm up, the timed ones; careful rather than right.
 
     Args:

@@ -16,7 +16,7 @@ NO_RESULTS = "Nothing has been measured on an accelerator yet: `benchmarks/resul
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class SpeedTarget:
     """One thing that is wanted, and what was measured; `got` is None where a case of it was not measured."""
 
     name: str
@@ -31,7 +31,7 @@ class Target:
         return "reached" if self.got >= self.wanted else "NOT reached"
 
 
-def targets(results: dict[str, Any]) -> list[Target]:
+def targets(results: dict[str, Any]) -> list[SpeedTarget]:
     """Every target with the figures of one run."""
     short, long = results["shapes"]["short"], results["shapes"]["long"]
 
@@ -48,12 +48,14 @@ def targets(results: dict[str, Any]) -> list[Target]:
 
     decode = figure("share_of_copy", "decode", short)
     return [
-        Target(f"full prefill of {short:,}, of the matmul ceiling", 0.60, figure("share_of_matmul", "full", short)),
-        Target(f"15 % on the device against own full prefill, {short:,}", 5.0, speed_up(short)),
-        Target(f"15 % on the device against own full prefill, {long:,}", 5.5, speed_up(long)),
-        Target(f"15 % from the host, device's time over its own, {short:,}", 1 / 1.1, host_speed(short)),
-        Target(f"15 % from the host, device's time over its own, {long:,}", 1 / 1.1, host_speed(long)),
-        Target(f"decode step behind {short:,}, of the copy ceiling", 0.70, decode),
+        SpeedTarget(
+            f"full prefill of {short:,}, of the matmul ceiling", 0.60, figure("share_of_matmul", "full", short)
+        ),
+        SpeedTarget(f"15 % on the device against own full prefill, {short:,}", 5.0, speed_up(short)),
+        SpeedTarget(f"15 % on the device against own full prefill, {long:,}", 5.5, speed_up(long)),
+        SpeedTarget(f"15 % from the host, device's time over its own, {short:,}", 1 / 1.1, host_speed(short)),
+        SpeedTarget(f"15 % from the host, device's time over its own, {long:,}", 1 / 1.1, host_speed(long)),
+        SpeedTarget(f"decode step behind {short:,}, of the copy ceiling", 0.70, decode),
     ]
 
 

@@ -34,14 +34,14 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.evaluation.pages import show, text
 from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.policy.preload import preload_depth
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 from scripts.benchmarks.common import environment, median, random_config, shapes_of
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 5
 RATIOS = (0.5, 1.0, 2.0, 4.0)
 QUEUE_SHARE = 0.54
-"""Time in line as a share of the time to load: 0.32 s of 0.59 s in Cache-Craft fig. 29."""
+"""Time in the queue as a share of the time to load: 0.32 s of 0.59 s in Cache-Craft fig. 29."""
 
 MODES: dict[str, tuple[Any, bool]] = {
     "sync": ("sync", False),
@@ -50,7 +50,7 @@ MODES: dict[str, tuple[Any, bool]] = {
     "alg2": ("alg2", False),
     "async + layer": ("layerwise", True),
 }
-"""Name -> how the engine loads, and whether reading begins while the request is in line."""
+"""Name -> how the engine loads, and whether reading begins while the request is queued."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass
-class Case:
+class LoadingCase:
     """One row: where the KV is, how it is loaded, and what came of it; times in seconds."""
 
     tier: str
@@ -72,7 +72,7 @@ class Case:
     reports: list[ReuseReport] = dataclasses.field(default_factory=list)
 
     def measure(self, request: Request) -> None:
-        """Runs the prompt once, behind `queue_s` in line."""
+        """Runs the prompt once, after `queue_s` in the queue."""
         with contextlib.ExitStack() as stack:
             if self.queue_s:
                 stack.callback(self.engine.preload(request).close)
@@ -109,7 +109,7 @@ class Ideal:
 
 
 class _Held:
-    """Contexts that nobody has to load."""
+    """Contexts that need no loading."""
 
     loaded_bytes, waited_s = 0, 0.0
 
@@ -142,8 +142,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             engine.run(fill)
         ideal = Ideal(params, config, lengths, arguments.recompute_ratio)
 
-        def case(tier: str, mode: str, load_s: float = 0.0, link: Link | None = None) -> Case:
-            loading, is_in_line = MODES[mode]
+        def case(tier: str, mode: str, load_s: float = 0.0, link: ThrottledLink | None = None) -> LoadingCase:
+            loading, is_queued = MODES[mode]
             budgets = {} if link is None else {"host_cache_bytes": 1}  # nothing moves up from the slow disk
             if tier == "device":
                 # The chunks, a request that uses none of them, and 64 to spare; the last page of each may be part full.
@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             engine = Engine(model, EngineConfig(store=url, loading=loading, **budgets, **settings), disk_link=link)
             if ideal.runs_s:  # else nothing is known of computing, and a slow load is soon given up
                 engine.rates.compute.add(ideal.num_computed, ideal.runs_s[-1])
-            return Case(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_in_line else 0.0)
+            return LoadingCase(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_queued else 0.0)
 
         ratios = (2.0,) if arguments.quick else RATIOS
         task = progress.add_task("compile, then measure", total=3 + (len(MODES) * len(ratios) + 3) * (repetitions + 1))
@@ -165,7 +165,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         prefill_s, kv_bytes = min(ideal.runs_s), cases[0].reports[0].loaded_bytes
         for ratio in ratios:
             load_s = ratio * prefill_s
-            cases += [case("disk", mode, load_s, Link(kv_bytes / load_s)) for mode in MODES]
+            cases += [case("disk", mode, load_s, ThrottledLink(kv_bytes / load_s)) for mode in MODES]
         for _ in range(repetitions + 1):
             ideal.measure()
             for one in cases:
@@ -229,7 +229,7 @@ def _plan(lengths: Sequence[int], recompute_ratio: float) -> PrefillPlan:
     return PrefillPlan("ideal", tuple(segments))
 
 
-def _row(case: Case, ideal_s: float, num_layers: int, repetitions: int) -> dict[str, Any]:
+def _row(case: LoadingCase, ideal_s: float, num_layers: int, repetitions: int) -> dict[str, Any]:
     reports = case.reports[-repetitions:]
     prefill_s = median([report.prefill_s for report in reports])
     figures: dict[str, Any] = {"tier": case.tier, "mode": case.mode, "prefill_s": prefill_s}

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with bars() as progress:
         task = progress.add_task("compile, then measure", total=len(lengths) * (repetitions + 1))
         for length in lengths:
-            prompt = Prompt(model, length)
+            prompt = TimedPrompt(model, length)
             seconds: dict[str, list[float]] = {f"{share:.0%}": [] for share in SHARES}
             if peer is not None:
                 seconds["transformers"] = []
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"benchmark": "prefill", **environment(), "shapes": shapes, "repetitions": repetitions, "cases": rows}
 
 
-class Prompt:
+class TimedPrompt:
     """Random tokens, pages for their KV, and the logits that a full prefill gave.
 
     Attributes:

@@ -18,9 +18,15 @@ from rich.progress import Progress
 from ccjax.cli.progress import bars
 from scripts.benchmarks import ragcache_order, ragcache_policies, ragcache_report, ragcache_scheduling
 from scripts.benchmarks.common import BenchmarkError, check, data_folder, environment, filled_in
-from scripts.benchmarks.ragcache_replay import BATCHED_TOKENS, RECOMPUTE_RATIO, Bench, distinct_bytes, measure_profile
+from scripts.benchmarks.ragcache_replay import (
+    BATCHED_TOKENS,
+    RECOMPUTE_RATIO,
+    ReplayBench,
+    distinct_bytes,
+    measure_profile,
+)
 from scripts.benchmarks.serve_model import bench_model, cache_folder
-from scripts.benchmarks.serve_workload import Question, load_trace, recorded_gaps
+from scripts.benchmarks.serve_workload import WorkloadQuestion, load_trace, recorded_gaps
 
 PARTS = ("policies", "order", "speculation", "scheduling")
 STRATEGIES = ("prefix", "cachecraft")
@@ -122,7 +128,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _questions(options: argparse.Namespace) -> Sequence[Question]:
+def _questions(options: argparse.Namespace) -> Sequence[WorkloadQuestion]:
     """The requests of the trace; none where no part asks any. Raises BenchmarkError where data is missing."""
     if set(options.only) == {"scheduling"}:
         return ()
@@ -133,7 +139,7 @@ def _questions(options: argparse.Namespace) -> Sequence[Question]:
     return questions
 
 
-def _measure(options: argparse.Namespace, questions: Sequence[Question], progress: Progress) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, questions: Sequence[WorkloadQuestion], progress: Progress) -> dict[str, Any]:
     found: dict[str, Any] = {"shapes": {}}
     if questions:
         with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +150,7 @@ def _measure(options: argparse.Namespace, questions: Sequence[Question], progres
 
 
 def _measure_engines(
-    options: argparse.Namespace, questions: Sequence[Question], progress: Progress, folder: Path
+    options: argparse.Namespace, questions: Sequence[WorkloadQuestion], progress: Progress, folder: Path
 ) -> dict[str, Any]:
     """The parts that ask a model."""
     from ccjax.engine.loading import load_model
@@ -156,7 +162,7 @@ def _measure_engines(
     # Heads of a usual size: sixteen small ones would cost far more than all else.
     asked = bench_model(options.model, options.data, options.layers, options.width, max(1, options.width // HEAD_DIM))
     model = load_model(asked.name, dtype="float32", tokenizer=asked.tokenizer)
-    bench = Bench(options, model, past, measured, None, distinct_bytes(model, questions), progress)
+    bench = ReplayBench(options, model, past, measured, None, distinct_bytes(model, questions), progress)
     if not options.quick:
         _warm_up(bench)
     profile = measure_profile(bench)
@@ -175,7 +181,7 @@ def _measure_engines(
     return found
 
 
-def _warm_up(bench: Bench) -> None:
+def _warm_up(bench: ReplayBench) -> None:
     """Compiles every step once, for all engines."""
     task = bench.progress.add_task("compile")
 
@@ -187,7 +193,7 @@ def _warm_up(bench: Bench) -> None:
     bench.progress.remove_task(task)
 
 
-def _shapes(bench: Bench) -> dict[str, Any]:
+def _shapes(bench: ReplayBench) -> dict[str, Any]:
     config, options = bench.model.config, bench.options
     return {
         "model": bench.model.name,

@@ -19,7 +19,7 @@ import numpy as np
 from ccjax.retrieval import Embedder
 from ccjax.types import Document
 from scripts.benchmarks.ragcache_replay import documents_of
-from scripts.benchmarks.serve_workload import Passage
+from scripts.benchmarks.serve_workload import WorkloadPassage
 
 VECTORS_PER_TOPIC = 20
 _TRAINED_PER_CLUSTER = 64
@@ -29,7 +29,7 @@ _EMBEDDED_AT_ONCE = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class ReplayCorpus:
     """An IVF index by inner product, and what its rows are.
 
     Attributes:
@@ -38,14 +38,14 @@ class Corpus:
     """
 
     index: faiss.IndexIVFFlat
-    passages: Sequence[Passage]
+    passages: Sequence[WorkloadPassage]
     topics: np.ndarray
 
     def documents(self, rows: Sequence[int]) -> tuple[Document, ...]:
         """The passages of some rows; a drawn one has the text of a real one, under its own number."""
         return documents_of([self._passage(row) for row in rows])
 
-    def _passage(self, row: int) -> Passage:
+    def _passage(self, row: int) -> WorkloadPassage:
         parent = self.passages[self.topics[row] % len(self.passages)]
         if row < len(self.passages):
             return parent
@@ -93,13 +93,13 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def build(
-    passages: Sequence[Passage],
+    passages: Sequence[WorkloadPassage],
     real: np.ndarray,
     num_vectors: int,
     num_clusters: int,
     seed: int,
     advance: Callable[[int], None],
-) -> Corpus:
+) -> ReplayCorpus:
     """The index of the real vectors and as many drawn ones as are missing.
 
     Args:
@@ -120,4 +120,4 @@ def build(
         index.add(vectors)
         own.append(of)
         advance(len(of))
-    return Corpus(index, passages, np.concatenate(own))
+    return ReplayCorpus(index, passages, np.concatenate(own))

@@ -14,19 +14,19 @@ import numpy as np
 
 from ccjax.engine import Engine
 from scripts.benchmarks.common import spread
-from scripts.benchmarks.ragcache_replay import Bench, Served, ask_all, closed_loop, open_loop
-from scripts.benchmarks.serve_workload import Question, arrival_times, recorded_gaps
+from scripts.benchmarks.ragcache_replay import ReplayBench, Served, ask_all, closed_loop, open_loop
+from scripts.benchmarks.serve_workload import WorkloadQuestion, arrival_times, recorded_gaps
 
 WORKLOADS = ("trace", "drawn")
 ZIPF = 0.8
 """Exponent of `drawn`: a third to three quarters of the passages are hits then, by budget, as in the paper."""
 WINDOWS = {"off": 1, "on": 32}
 POLICY = "pgdsf"
-WAITING_PER_SEAT = 3
-"""Requests under way in the closed loop, by seat: one that runs, and others for which the order counts."""
+WAITING_PER_RUNNING = 3
+"""Requests in progress in the closed loop per running one: the rest wait, so that their order counts."""
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: ReplayBench) -> dict[str, Any]:
     """TTFT with the order on and off: the same requests at the same times, over stores that the same ones filled. Each
     round measures anew what saturates the engine; the one with the median gain counts."""
     cases = [case for workload in bench.options.order_workloads for case in _measure(bench, workload)]
@@ -34,7 +34,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     return {"windows": WINDOWS, **about, "rounds": bench.options.order_rounds, "cases": cases}
 
 
-def drawn(questions: Sequence[Question], count: int, seed: int) -> list[Question]:
+def drawn(questions: Sequence[WorkloadQuestion], count: int, seed: int) -> list[WorkloadQuestion]:
     """So many of these questions, drawn with odds `rank ** -ZIPF`; ranks are drawn, too."""
     rng = np.random.default_rng(seed)
     odds = np.arange(1, len(questions) + 1, dtype=np.float64) ** -ZIPF
@@ -42,7 +42,9 @@ def drawn(questions: Sequence[Question], count: int, seed: int) -> list[Question
     return [questions[index] for index in chosen]
 
 
-def _requests(bench: Bench, workload: str, number: int) -> tuple[Sequence[Question], Sequence[Question], np.ndarray]:
+def _requests(
+    bench: ReplayBench, workload: str, number: int
+) -> tuple[Sequence[WorkloadQuestion], Sequence[WorkloadQuestion], np.ndarray]:
     """What fills the store, what is measured, and the gaps between the latter, 1 on average, of one round."""
     options = bench.options
     past, questions = bench.past, bench.measured[: options.order_requests]
@@ -53,7 +55,7 @@ def _requests(bench: Bench, workload: str, number: int) -> tuple[Sequence[Questi
     return every[: len(past)], every[len(past) :], gaps / gaps.mean()
 
 
-def _measure(bench: Bench, workload: str) -> list[dict[str, Any]]:
+def _measure(bench: ReplayBench, workload: str) -> list[dict[str, Any]]:
     options = bench.options
     num_runs = len(options.strategies) * len(options.order_budgets) * options.order_rounds * (1 + len(WINDOWS))
     num_requests = len(bench.past) + len(bench.measured[: options.order_requests])
@@ -62,7 +64,7 @@ def _measure(bench: Bench, workload: str) -> list[dict[str, Any]]:
     def advance() -> None:
         bench.progress.advance(task)
 
-    def filled(strategy: str, share: float, window: int, past: Sequence[Question]) -> Engine:
+    def filled(strategy: str, share: float, window: int, past: Sequence[WorkloadQuestion]) -> Engine:
         engine = bench.engine(strategy, policy=POLICY, share=share, reorder_window=window)
         ask_all(engine, past, advance)
         return engine
@@ -72,7 +74,7 @@ def _measure(bench: Bench, workload: str) -> list[dict[str, Any]]:
         where = f"order, {workload}: {strategy}, {share:.1%}, round {number + 1}"
         bench.progress.update(task, description=f"{where}, saturation")
         with filled(strategy, share, WINDOWS["off"], past) as engine:
-            saturation = closed_loop(engine, questions, WAITING_PER_SEAT * options.seats, advance)
+            saturation = closed_loop(engine, questions, WAITING_PER_RUNNING * options.seats, advance)
         rate = options.load * saturation
         times_s = list(arrival_times(gaps, rate))
         runs = {}

@@ -9,14 +9,14 @@ from typing import Any
 
 from ccjax.engine import Engine
 from ccjax.evaluation.scores import mean_interval, ratio_interval
-from scripts.benchmarks.ragcache_replay import Bench, Served, ask
-from scripts.benchmarks.serve_workload import Question
+from scripts.benchmarks.ragcache_replay import ReplayBench, Served, ask
+from scripts.benchmarks.serve_workload import WorkloadQuestion
 
 POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "saved_seconds")
 REFERENCE = POLICIES[0]
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: ReplayBench) -> dict[str, Any]:
     """Hit rate and TTFT of the second half of the requests under every policy, at every budget, by strategy.
 
     At each budget the policies take turns at every request, each on an engine of its own, so that a machine that gets
@@ -43,7 +43,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def in_turns(
-    engines: Mapping[str, Engine], questions: Sequence[Question], advance: Any = lambda: None
+    engines: Mapping[str, Engine], questions: Sequence[WorkloadQuestion], advance: Any = lambda: None
 ) -> dict[str, list[Served]]:
     """What each engine made of all questions. The one that begins changes: it finds colder processor caches."""
     names = list(engines)

@@ -21,7 +21,7 @@ from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.text import PromptBuilder
 from ccjax.types import Document, ReuseReport
 from scripts.benchmarks.common import BenchmarkError
-from scripts.benchmarks.serve_workload import Passage, Question
+from scripts.benchmarks.serve_workload import WorkloadPassage, WorkloadQuestion
 
 PROFILED_CACHED = (0, 128, 256, 512)
 PROFILED_NEW = (16, 64, 128, 256, 384, 512)
@@ -52,7 +52,7 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class ReplayBench:
     """What all parts measure with.
 
     Attributes:
@@ -63,8 +63,8 @@ class Bench:
 
     options: argparse.Namespace
     model: LoadedModel
-    past: Sequence[Question]
-    measured: Sequence[Question]
+    past: Sequence[WorkloadQuestion]
+    measured: Sequence[WorkloadQuestion]
     profile: Path | None
     distinct_bytes: int
     progress: Progress
@@ -90,7 +90,7 @@ class Bench:
         return max(1, round(share * self.distinct_bytes))
 
 
-def documents_of(passages: Sequence[Passage]) -> tuple[Document, ...]:
+def documents_of(passages: Sequence[WorkloadPassage]) -> tuple[Document, ...]:
     """Passages as the engine takes them."""
     return tuple(Document(passage.text, str(passage.id), passage.title) for passage in passages)
 
@@ -102,7 +102,7 @@ def request_of(text: str, documents: Sequence[Document]) -> Request:
     )
 
 
-def distinct_bytes(model: LoadedModel, questions: Sequence[Question]) -> int:
+def distinct_bytes(model: LoadedModel, questions: Sequence[WorkloadQuestion]) -> int:
     """Bytes of the KV of all passages that some question has, each once."""
     assert model.tokenizer is not None and model.template is not None
     builder = PromptBuilder(model.tokenizer, model.template)
@@ -118,7 +118,7 @@ def count_hits(report: ReuseReport) -> tuple[int, int]:
     return sum(one.computed_tokens == 0 for one in documents), len(documents)
 
 
-def measure_profile(bench: Bench) -> PrefillProfile:
+def measure_profile(bench: ReplayBench) -> PrefillProfile:
     """T(cached, new) of the model on this machine, by the library's own profiler."""
     import jax
 
@@ -138,13 +138,13 @@ def measure_profile(bench: Bench) -> PrefillProfile:
     return PrefillProfile(bench.model.fingerprint, jax.devices()[0].device_kind, grid)
 
 
-def ask(engine: Engine, question: Question) -> Served:
+def ask(engine: Engine, question: WorkloadQuestion) -> Served:
     """Answers one question while the engine does nothing else."""
     response = engine.run(request_of(question.text, documents_of(question.passages)))
     return Served(response.ttft_s, *count_hits(response.reuse), response.reuse.computed_share)
 
 
-def ask_all(engine: Engine, questions: Sequence[Question], advance: Callable[[], None]) -> list[Served]:
+def ask_all(engine: Engine, questions: Sequence[WorkloadQuestion], advance: Callable[[], None]) -> list[Served]:
     """Answers questions one after the other."""
     served = []
     for question in questions:
@@ -153,7 +153,9 @@ def ask_all(engine: Engine, questions: Sequence[Question], advance: Callable[[],
     return served
 
 
-def closed_loop(engine: Engine, questions: Sequence[Question], concurrency: int, advance: Callable[[], None]) -> float:
+def closed_loop(
+    engine: Engine, questions: Sequence[WorkloadQuestion], concurrency: int, advance: Callable[[], None]
+) -> float:
     """Answers per second with so many requests under way all the time."""
     free = threading.Semaphore(concurrency)
 
@@ -173,7 +175,7 @@ def closed_loop(engine: Engine, questions: Sequence[Question], concurrency: int,
 
 def open_loop(
     engine: Engine,
-    questions: Sequence[Question],
+    questions: Sequence[WorkloadQuestion],
     times_s: Sequence[float],
     advance: Callable[[], None],
     *,
@@ -202,7 +204,7 @@ class _Line:
         self._served: dict[int, Served | Exception] = {}
         self._num_submitted = 0
 
-    def submit(self, question: Question, arrived_s: float) -> None:
+    def submit(self, question: WorkloadQuestion, arrived_s: float) -> None:
         number = self._num_submitted
         self._num_submitted += 1
 

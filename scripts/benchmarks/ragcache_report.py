@@ -23,7 +23,7 @@ _PARTS = {
     "insert": "insertion with eviction",
     "schedule": "scheduler",
     "total": "all of these",
-    "window": "planning the line anew",
+    "window": "replanning the queue",
 }
 _COLOURS = {"pgdsf": "tab:blue", "gdsf": "tab:orange", "lru": "tab:red", "lfu": "tab:green", "saved_seconds": "black"}
 
@@ -200,7 +200,7 @@ def _speculation(found: Figures) -> Section:
         f"one after the other. **Of the vectors {found['real_vectors']:,} are real passages' (MiniLM), the others "
         "synthetic**: topics with the real ones' mean and covariance, and vectors as far from these as real passages "
         "are from their nearest neighbours. *Known early*: when the final list was first found, and how often before "
-        f"the last stage; *wrong*: answers that were begun and thrown away. At {found['max_pending']} prompts in line "
+        f"the last stage; *wrong*: answers that were begun and thrown away. At {found['max_pending']} queued prompts "
         "none begins early."
     )
     title = "Search time that no answer overlaps with (95 % interval)"
@@ -229,10 +229,10 @@ def _scheduling(found: Figures) -> Section:
     ]
     about = (
         f"RAGCache sec. 7.5, over a knowledge tree of {found['nodes']:,} nodes that fills its tier, so that every "
-        f"newcomer evicts; {found['requests']} requests, of which a third repeat one, a third begin like one, a third "
+        f"new one evicts; {found['requests']} requests, of which a third repeat one, a third begin like one, a third "
         "are new (drawn, not recorded). Index, store, policy and scheduler are the engine's; a node's KV is small, "
         f"because its size decides nothing here. *{_PARTS['window']}*: {found['window']} requests, before a pack for "
-        "which more wait than find a seat, where what is cached has changed; not part of the sum."
+        "which more wait than can be admitted, where what is cached has changed; not part of the sum."
     )
     return "What deciding takes", [("Per request", head, rows)], [scheduling_line(found["cases"])], about
 

@@ -23,11 +23,11 @@ from ccjax.engine.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.planner import PlannerSettings, plan_prefill
 from ccjax.policy.prefill_cost import PrefillGrid
-from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings, Work
+from ccjax.policy.scheduling import Scheduler, SchedulerSettings, SequenceWork, StepCosts
 from ccjax.store import KVSpec, StoreIdentity, TieredStore
 from ccjax.types import Chunk, ChunkId, PrefillPlan, VariantMeta
 from scripts.benchmarks.ragcache_replay import BATCHED_TOKENS
-from scripts.benchmarks.store import Cost, timed
+from scripts.benchmarks.store import CallCost, timed
 
 POLICY = "pgdsf"
 WINDOW = 32
@@ -38,7 +38,7 @@ KV_SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
 GRID = PrefillGrid((0, 512), (16, 512), ((0.01, 0.1), (0.02, 0.2)))
 """Costs that eviction goes by; what they are decides nothing that is timed."""
 SETTINGS = PlannerSettings(strategy="prefix")
-_COSTS = Costs(token_s=1e-3, decode_step_s=1e-2)
+_COSTS = StepCosts(token_s=1e-3, decode_step_s=1e-2)
 _PAGE_TOKENS = 16
 _NEVER_FULL = 1 << 20
 _IDS = range(128_000)
@@ -48,11 +48,11 @@ _IDS = range(128_000)
 class Spent:
     """What each kind of decision took, request by request; `window` once for many, the others for one."""
 
-    plan: list[Cost] = dataclasses.field(default_factory=list)
-    uses: list[Cost] = dataclasses.field(default_factory=list)
-    insert: list[Cost] = dataclasses.field(default_factory=list)
-    schedule: list[Cost] = dataclasses.field(default_factory=list)
-    window: list[Cost] = dataclasses.field(default_factory=list)
+    plan: list[CallCost] = dataclasses.field(default_factory=list)
+    uses: list[CallCost] = dataclasses.field(default_factory=list)
+    insert: list[CallCost] = dataclasses.field(default_factory=list)
+    schedule: list[CallCost] = dataclasses.field(default_factory=list)
+    window: list[CallCost] = dataclasses.field(default_factory=list)
 
 
 class Tree:
@@ -135,17 +135,17 @@ def computed_tokens(plan: PrefillPlan) -> int:
     return sum(one.num_tokens if one.action == "compute" else len(one.recompute_offsets) for one in plan.segments)
 
 
-def work_of(request_id: str, plan: PrefillPlan) -> Work:
+def work_of(request_id: str, plan: PrefillPlan) -> SequenceWork:
     """A planned request as the scheduler knows it."""
     num_new = computed_tokens(plan)
     num_pages = -(-plan.num_tokens // _PAGE_TOKENS)
-    return Work(request_id, num_new, num_pages, max_new_tokens=1, cached_tokens=plan.num_tokens - num_new)
+    return SequenceWork(request_id, num_new, num_pages, max_new_tokens=1, cached_tokens=plan.num_tokens - num_new)
 
 
-class Line:
-    """The engine's scheduler with `WINDOW` requests in line at all times."""
+class FullQueue:
+    """The engine's scheduler with `WINDOW` queued requests at all times."""
 
-    def __init__(self, tree: Tree, seats: int) -> None:
+    def __init__(self, tree: Tree, num_slots: int) -> None:
         self._tree = tree
         self._numbers = itertools.count()
         self.scheduler = Scheduler(
@@ -153,7 +153,7 @@ class Line:
                 num_pages=_NEVER_FULL,
                 page_tokens=_PAGE_TOKENS,
                 max_num_batched_tokens=BATCHED_TOKENS,
-                max_num_seqs=seats,
+                max_num_seqs=num_slots,
                 max_queue=_NEVER_FULL,
                 reorder_window=WINDOW,
             )
@@ -162,7 +162,7 @@ class Line:
         self.fill()
 
     def fill(self) -> None:
-        """Puts requests in line until it is as long as it should be."""
+        """Queues requests until there are `WINDOW`."""
         while len(self.waiting) < WINDOW:
             prompt = self._tree.drawn(next(self._numbers))
             self.come(prompt, self._tree.plan(prompt))
@@ -170,7 +170,9 @@ class Line:
     def come(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """A request comes and is planned."""
         request_id = str(next(self._numbers))
-        self.scheduler.add(Work(request_id, plan.num_tokens, -(-plan.num_tokens // _PAGE_TOKENS), max_new_tokens=1))
+        self.scheduler.add(
+            SequenceWork(request_id, plan.num_tokens, -(-plan.num_tokens // _PAGE_TOKENS), max_new_tokens=1)
+        )
         self.scheduler.replan(work_of(request_id, plan))
         self.waiting[request_id] = prompt
 
@@ -189,20 +191,20 @@ class Line:
             self.scheduler.replan(work_of(request_id, self._tree.plan(prompt)))
 
 
-def spend(tree: Tree, num_requests: int, seats: int, advance: Callable[[int], None]) -> Spent:
+def spend(tree: Tree, num_requests: int, num_slots: int, advance: Callable[[int], None]) -> Spent:
     """Decides for so many requests, in the order of the engine's loop."""
-    line, spent = Line(tree, seats), Spent()
+    queue, spent = FullQueue(tree, num_slots), Spent()
     for number in range(num_requests):
         prompt = tree.drawn(number)
         planned, plan = timed(lambda prompt=prompt: tree.plan(prompt))
         spent.plan.append(planned)
         spent.uses.append(timed(lambda plan=plan: tree.use(plan))[0])
         spent.insert.append(timed(lambda prompt=prompt, plan=plan: tree.insert(prompt, plan))[0])
-        came = timed(lambda prompt=prompt, plan=plan: line.come(prompt, plan))[0]
-        spent.window.append(timed(line.plan_window)[0])
-        served = timed(line.serve)[0]
-        spent.schedule.append(Cost(came.wall_s + served.wall_s, came.cpu_s + served.cpu_s))
-        line.fill()
+        came = timed(lambda prompt=prompt, plan=plan: queue.come(prompt, plan))[0]
+        spent.window.append(timed(queue.plan_window)[0])
+        served = timed(queue.serve)[0]
+        spent.schedule.append(CallCost(came.wall_s + served.wall_s, came.cpu_s + served.cpu_s))
+        queue.fill()
         advance(1)
     return spent
 
@@ -211,7 +213,7 @@ def figures(spent: Spent) -> list[dict[str, Any]]:
     """Milliseconds of each kind of decision, and of all that one request needs (`window` left out)."""
     parts = {name: getattr(spent, name) for name in ("plan", "uses", "insert", "schedule")}
     total = [
-        Cost(sum(one.wall_s for one in costs), sum(one.cpu_s for one in costs))
+        CallCost(sum(one.wall_s for one in costs), sum(one.cpu_s for one in costs))
         for costs in zip(*parts.values(), strict=True)
     ]
     rows = []

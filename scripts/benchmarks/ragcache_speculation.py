@@ -26,9 +26,9 @@ from ccjax.retrieval import default_embedder
 from ccjax.retrieval.staged import staged_search
 from ccjax.types import Document
 from scripts.benchmarks.common import BenchmarkError
-from scripts.benchmarks.ragcache_corpus import Corpus, build, embed
-from scripts.benchmarks.ragcache_replay import Bench, request_of
-from scripts.benchmarks.serve_workload import Passage, Question
+from scripts.benchmarks.ragcache_corpus import ReplayCorpus, build, embed
+from scripts.benchmarks.ragcache_replay import ReplayBench, request_of
+from scripts.benchmarks.serve_workload import WorkloadPassage, WorkloadQuestion
 
 MAX_PENDING = 4
 """RAGCache's `max_prefill_bs`."""
@@ -42,7 +42,7 @@ class Searched:
     Attributes:
       search_s: from its start to its last stage.
       exposed_s: the part of it that did not overlap with an answer from the final passages.
-      known_s: from its start until the final passages were first found and stayed; nobody knows that then.
+      known_s: from its start until the final passages were first found and stayed; not known at that time.
       is_early: they were known before the last stage.
       num_started: answers that were begun before the search was through. was_right: the last of them was the one.
       ttft_s: from the start of the search to the first token.
@@ -57,7 +57,7 @@ class Searched:
     ttft_s: float
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: ReplayBench) -> dict[str, Any]:
     """Searches of every ratio, with and without answers that begin early, in turns; each way on an engine of its own,
     which keeps what it computed."""
     options = bench.options
@@ -92,13 +92,13 @@ def measure(bench: Bench) -> dict[str, Any]:
     }
 
 
-def corpus_of(bench: Bench, questions: Sequence[Question]) -> tuple[Corpus, np.ndarray]:
+def corpus_of(bench: ReplayBench, questions: Sequence[WorkloadQuestion]) -> tuple[ReplayCorpus, np.ndarray]:
     """The index, and the questions' vectors. Of the real passages it has those of the questions, then as many others as
     are to be embedded."""
     options = bench.options
     first = {passage: None for question in questions for passage in question.passages}
     others = {passage: None for question in (*bench.past, *bench.measured) for passage in question.passages}
-    passages: list[Passage] = list({**first, **others})[: max(options.embedded, len(first))]
+    passages: list[WorkloadPassage] = list({**first, **others})[: max(options.embedded, len(first))]
     embedder = default_embedder()
     task = bench.progress.add_task("speculation: embed", total=len(questions) + len(passages) + options.vectors)
 
@@ -114,7 +114,7 @@ def corpus_of(bench: Bench, questions: Sequence[Question]) -> tuple[Corpus, np.n
 
 
 class Starts:
-    """`Engine.submit` that notes when each answer left the line."""
+    """`Engine.submit` that records when each answer was started."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -131,7 +131,9 @@ class Starts:
         return self._engine.submit(request, emit, on_start=begin)
 
 
-def search(engine: Engine, corpus: Corpus, text: str, vector: np.ndarray, options: Any, num_stages: int) -> Searched:
+def search(
+    engine: Engine, corpus: ReplayCorpus, text: str, vector: np.ndarray, options: Any, num_stages: int
+) -> Searched:
     """Searches and answers; with one stage the answer begins when the search is through."""
     starts = Starts(engine)
     events: queue.SimpleQueue[tuple[float, Delta | Exception]] = queue.SimpleQueue()

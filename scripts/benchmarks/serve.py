@@ -1,7 +1,7 @@
 """Serving under load: the real HTTP server, the passages of a real retrieval trace, strategies at equal load.
 
 Every strategy gets a server and a store of its own and the same requests at the same times, over the OpenAI API. Only
-what came over the socket is measured, so that whatever the server does is measured.
+what is received over the socket is measured, so that everything the server does is included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ccjax.cli.progress import bars
 from scripts.benchmarks import serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
 from scripts.benchmarks.common import BenchmarkError, data_folder, environment
-from scripts.benchmarks.serve_client import Record, closed_loop, open_loop
+from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
 from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, saturation, ttft_s
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_options import add_arguments, resolve
@@ -31,43 +31,45 @@ from scripts.benchmarks.serve_server import scrape, serving
 __all__ = ["add_arguments", "run"]
 
 RATE_MULTIPLES = (0.7, 1.0, 1.4)
-"""Rates where none are given, as multiples of what the first strategy answers in closed loop."""
+"""Default rates, as multiples of what the first strategy answers in closed loop."""
 SLO_MULTIPLE = 5.0
-"""Bound on TTFT where none is given, as a multiple of the first strategy's TTFT without any load."""
+"""Default bound on TTFT, as a multiple of the first strategy's TTFT without load."""
 NUM_WARM = 8
-"""Requests before the measured ones, however little they leave in the store."""
+"""Least number of requests before the measured ones."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One run: its figures as they are printed, and what they are made of."""
+class ServeCase:
+    """One run: its figures as printed, and the records they are computed from."""
 
     row: dict[str, Any]
-    records: list[Record]
+    records: list[RequestRecord]
 
 
 @dataclasses.dataclass
-class Bench:
-    """What all strategies share; `rates` and `slo_s` are set by the first strategy where the user did not."""
+class ServeBench:
+    """Shared by all strategies; `rates` and `slo_s` are set by the first strategy unless the user did."""
 
     options: argparse.Namespace
-    questions: Sequence[workload.Question]
+    questions: Sequence[workload.WorkloadQuestion]
     gaps: np.ndarray
     windows: Sequence[range]
     rates: Sequence[float]
     slo_s: float
     progress: Progress
 
-    def bodies(self, questions: Sequence[workload.Question], max_tokens: int | None = None) -> list[dict[str, Any]]:
+    def bodies(
+        self, questions: Sequence[workload.WorkloadQuestion], max_tokens: int | None = None
+    ) -> list[dict[str, Any]]:
         """Bodies of the requests, with the answers' usual length by default."""
         return [q.body(max_tokens=max_tokens or self.options.max_tokens) for q in questions]
 
 
 class StrategyRun:
-    """One strategy on one server: each run takes the next requests of the trace, the store stays as it came to be."""
+    """One strategy on one server: each run takes the next requests of the trace and continues with the same store."""
 
-    def __init__(self, bench: Bench, strategy: str, url: str) -> None:
-        self.cases: list[Case] = []
+    def __init__(self, bench: ServeBench, strategy: str, url: str) -> None:
+        self.cases: list[ServeCase] = []
         self._bench, self.strategy, self._url = bench, strategy, url
 
     def warm_up(self) -> float:
@@ -91,15 +93,15 @@ class StrategyRun:
             )
         return statistics.median(map(ttft_s, records))
 
-    def closed(self, window: range, concurrency: int) -> Case:
-        """As many requests under way all the time."""
+    def closed(self, window: range, concurrency: int) -> ServeCase:
+        """Keeps a constant number of requests in progress."""
         bodies = self._bodies(window)
         before = scrape(self._url)
         records = closed_loop(self._url, bodies, concurrency, self._bench.options.timeout_s)
         return self._keep({"load": "closed", "concurrency": concurrency, "rate": None}, records, before)
 
-    def open(self, window: range, rate: float, *, is_probe: bool = False) -> Case:
-        """Requests that arrive at a mean rate, whatever the server does."""
+    def open(self, window: range, rate: float, *, is_probe: bool = False) -> ServeCase:
+        """Sends requests at a mean rate, whatever the server does."""
         times = workload.arrival_times(self._bench.gaps, rate)
         before = scrape(self._url)
         records = open_loop(self._url, self._bodies(window), list(times), self._bench.options.timeout_s)
@@ -119,11 +121,11 @@ class StrategyRun:
     def _bodies(self, window: range) -> list[dict[str, Any]]:
         return self._bench.bodies(self._bench.questions[window.start : window.stop])
 
-    def _keep(self, load: dict[str, Any], records: list[Record], before: dict[str, float]) -> Case:
+    def _keep(self, load: dict[str, Any], records: list[RequestRecord], before: dict[str, float]) -> ServeCase:
         row = {"strategy": self.strategy, **load}
         row |= figures(records, self._bench.slo_s, before, scrape(self._url))
         row["bounded"] = is_bounded(row, self._bench.slo_s)
-        self.cases.append(Case(row, records))
+        self.cases.append(ServeCase(row, records))
         return self.cases[-1]
 
 
@@ -146,9 +148,11 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
             return {"benchmark": "serve", **environment(), "shapes": _shapes(options, model), **found}
         num_rates = len(options.rates or RATE_MULTIPLES)
         windows = workload.windows(len(questions), 1 + num_rates + options.probes, options.requests)
-        bench = Bench(options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, progress)
+        bench = ServeBench(
+            options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, progress
+        )
         task = progress.add_task("", total=len(options.strategies) * (2 + num_rates + options.probes))
-        cases: list[Case] = []
+        cases: list[ServeCase] = []
         saturated: dict[str, Saturation] = {}
         groups = [[name] for name in options.strategies] if options.sequential else [options.strategies]
         for group in groups:
@@ -170,10 +174,10 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
 
 
 def _measure(
-    bench: Bench, strategies: Sequence[str], model: BenchModel, task: Any
+    bench: ServeBench, strategies: Sequence[str], model: BenchModel, task: Any
 ) -> list[tuple[StrategyRun, Saturation]]:
-    """All runs of some strategies, each on a server and a store of its own. They take turns at every load, so that a
-    machine that gets busier slows them alike; the servers that wait do nothing."""
+    """All runs of some strategies, each on a server and a store of its own. They alternate at every load, so that a
+    machine that gets busier slows them alike; the waiting servers are idle."""
     options = bench.options
 
     def show(text: str, *, advance: int = 0) -> None:

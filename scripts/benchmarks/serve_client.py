@@ -22,7 +22,7 @@ _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  
 
 
 @dataclasses.dataclass
-class Record:
+class RequestRecord:
     """One request. Times are seconds since the run began.
 
     Attributes:
@@ -51,16 +51,18 @@ class Record:
     computed_tokens: float | None = None
 
 
-def open_loop(url: str, bodies: Sequence[dict[str, Any]], times_s: Sequence[float], timeout_s: float) -> list[Record]:
+def open_loop(
+    url: str, bodies: Sequence[dict[str, Any]], times_s: Sequence[float], timeout_s: float
+) -> list[RequestRecord]:
     """Sends each body at its time, whether or not others were answered; returns when all answers are over."""
 
-    async def run(client: httpx.AsyncClient) -> list[Record]:
+    async def run(client: httpx.AsyncClient) -> list[RequestRecord]:
         contents = [json.dumps(body).encode() for body in bodies]
         start = time.perf_counter()
         tasks = []
         for number, at in enumerate(times_s):
             await asyncio.sleep(at - (time.perf_counter() - start))
-            record = Record(number, at, time.perf_counter() - start)
+            record = RequestRecord(number, at, time.perf_counter() - start)
             answer = _ask(client, record, contents[number], bodies[number]["max_tokens"], start, timeout_s)
             tasks.append(asyncio.create_task(answer))
         return list(await asyncio.gather(*tasks))
@@ -70,12 +72,12 @@ def open_loop(url: str, bodies: Sequence[dict[str, Any]], times_s: Sequence[floa
 
 def closed_loop(
     url: str, bodies: Iterable[dict[str, Any]], concurrency: int, timeout_s: float, *, stop_after_s: float = math.inf
-) -> list[Record]:
+) -> list[RequestRecord]:
     """Keeps `concurrency` requests under way; no new one is sent `stop_after_s` seconds after the first."""
 
-    async def run(client: httpx.AsyncClient) -> list[Record]:
+    async def run(client: httpx.AsyncClient) -> list[RequestRecord]:
         start = time.perf_counter()
-        records: list[Record] = []
+        records: list[RequestRecord] = []
         waiting = enumerate(bodies)
 
         async def work() -> None:
@@ -83,7 +85,7 @@ def closed_loop(
                 now = time.perf_counter() - start
                 if now >= stop_after_s:
                     return
-                record = Record(number, now, now)
+                record = RequestRecord(number, now, now)
                 content = json.dumps(body).encode()
                 records.append(await _ask(client, record, content, body["max_tokens"], start, timeout_s))
 
@@ -93,7 +95,7 @@ def closed_loop(
     return asyncio.run(_with_client(url, run))
 
 
-async def _with_client(url: str, run: Any) -> list[Record]:
+async def _with_client(url: str, run: Any) -> list[RequestRecord]:
     import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -102,8 +104,8 @@ async def _with_client(url: str, run: Any) -> list[Record]:
 
 
 async def _ask(
-    client: httpx.AsyncClient, record: Record, content: bytes, max_tokens: int, start: float, timeout_s: float
-) -> Record:
+    client: httpx.AsyncClient, record: RequestRecord, content: bytes, max_tokens: int, start: float, timeout_s: float
+) -> RequestRecord:
     """`record`, filled with what came of it."""
     import httpx
 
@@ -128,7 +130,7 @@ async def _ask(
     return record
 
 
-def _read_stream(record: Record, arrived: Sequence[tuple[float, bytes]], max_tokens: int) -> None:
+def _read_stream(record: RequestRecord, arrived: Sequence[tuple[float, bytes]], max_tokens: int) -> None:
     """Fills a record from its events; it is "ok" if nothing broke and the answer is as long as it was to be."""
     is_done = False
     texts = []

@@ -11,30 +11,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scripts.benchmarks.common import spread
-from scripts.benchmarks.serve_client import Record
+from scripts.benchmarks.serve_client import RequestRecord
 
 Counters = Mapping[str, float]
 """Sample name -> value of a server's /metrics, labels summed up."""
 
 
-def ttft_s(record: Record) -> float:
+def ttft_s(record: RequestRecord) -> float:
     """Seconds to the first text."""
     return record.text_s[0] - record.scheduled_s
 
 
-def itl_s(record: Record) -> list[float]:
+def itl_s(record: RequestRecord) -> list[float]:
     """Seconds between one piece of text and the next."""
     return [after - before for before, after in zip(record.text_s, record.text_s[1:], strict=False)]
 
 
-def tpot_s(record: Record) -> float | None:
+def tpot_s(record: RequestRecord) -> float | None:
     """Seconds per token behind the first one; None of an answer of one token."""
     if record.completion_tokens < 2:
         return None
     return (record.text_s[-1] - record.text_s[0]) / (record.completion_tokens - 1)
 
 
-def figures(records: Sequence[Record], slo_s: float, before: Counters, after: Counters) -> dict[str, Any]:
+def figures(records: Sequence[RequestRecord], slo_s: float, before: Counters, after: Counters) -> dict[str, Any]:
     """All figures of one run; only whole answers count, but for `refused` and `failed`.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ccjax.evaluation import pages
 from ccjax.evaluation.pages import text
-from scripts.benchmarks.serve_client import Record
+from scripts.benchmarks.serve_client import RequestRecord
 from scripts.benchmarks.serve_figures import Saturation, itl_s
 
 _COLOURS = {"full": "tab:red", "prefix": "tab:orange", "cachecraft": "tab:blue"}
@@ -107,7 +107,9 @@ def _latencies(row: Mapping[str, Any]) -> list[str]:
 
 
 def plot(
-    cases: Sequence[tuple[Mapping[str, Any], Sequence[Record]]], comparison: Mapping[str, Any] | None, folder: Path
+    cases: Sequence[tuple[Mapping[str, Any], Sequence[RequestRecord]]],
+    comparison: Mapping[str, Any] | None,
+    folder: Path,
 ) -> None:
     """Writes rates.svg and itl.svg to `folder`, which is made if need be.
 

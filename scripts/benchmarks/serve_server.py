@@ -106,7 +106,7 @@ class Watch:
         import httpx
 
         while True:
-            with contextlib.suppress(httpx.HTTPError):  # too busy to answer is no news
+            with contextlib.suppress(httpx.HTTPError):  # too busy to answer
                 found = scrape(self._url)
                 memory = found.get("process_resident_memory_bytes", 0.0)
                 self.samples.append((time.monotonic() - self._start, memory, found.get("ccjax_compilations_total", 0)))

@@ -14,10 +14,9 @@ from typing import Any
 from rich.progress import Progress
 
 from ccjax.evaluation.pages import show
-from scripts.benchmarks.serve_client import Record, closed_loop
+from scripts.benchmarks.serve_client import RequestRecord, closed_loop
 from scripts.benchmarks.serve_figures import figures
 from scripts.benchmarks.serve_server import Watch, scrape, serving
-from scripts.benchmarks.serve_workload import Question
 
 NUM_QUESTIONS = 100
 """Different requests of a soak, over and over: soon nothing is new to the store, and what grows then is a leak."""
@@ -91,7 +90,7 @@ def trend(samples: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
     return {"rss_growth_bytes": growth, "rss_max_bytes": max(resident), "late_compilations": late}
 
 
-def changed_answers(records: Sequence[Record], num_questions: int) -> int:
+def changed_answers(records: Sequence[RequestRecord], num_questions: int) -> int:
     """Questions that were not answered alike each time: 0 where reuse is exact."""
     texts: dict[int, set[str]] = collections.defaultdict(set)
     for record in records:

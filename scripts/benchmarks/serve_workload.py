@@ -22,7 +22,7 @@ RECORDINGS = {"azure": "azure_2023_conv.csv", "mooncake": "mooncake_conversation
 
 
 @dataclasses.dataclass(frozen=True)
-class Passage:
+class WorkloadPassage:
     """One retrieved passage; `id` is that of the trace."""
 
     id: int
@@ -31,11 +31,11 @@ class Passage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class WorkloadQuestion:
     """One request of the trace: a question and its passages, best first; `is_real` unless we made it up."""
 
     text: str
-    passages: tuple[Passage, ...]
+    passages: tuple[WorkloadPassage, ...]
     is_real: bool = True
 
     def body(self, *, max_tokens: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Question:
         }
 
 
-def load_trace(data: Path, name: str, num_passages: int) -> list[Question]:
+def load_trace(data: Path, name: str, num_passages: int) -> list[WorkloadQuestion]:
     """All requests of a trace in its order, each with its first `num_passages` passages.
 
     MuSiQue: the real question where it is known, else one that names the first passage's title (638 of 1,000).
@@ -65,7 +65,7 @@ def load_trace(data: Path, name: str, num_passages: int) -> list[Question]:
     folder = data / "rag_trace"
     texts = rows_of(folder / "musique_docs.jsonl")
     if name == "musique":
-        passages = {row["id"]: Passage(row["id"], row["title"], row["text"]) for row in texts}
+        passages = {row["id"]: WorkloadPassage(row["id"], row["title"], row["text"]) for row in texts}
         known = _known_questions(data / "qa" / "rag_top5_musique.jsonl")
     else:
         passages, known = _Borrowed(texts), {}
@@ -74,20 +74,20 @@ def load_trace(data: Path, name: str, num_passages: int) -> list[Question]:
         found = tuple(passages[number] for number in row["docs"])
         text = known.get(tuple(row["docs"]))
         own = text or f"What do the passages say about {found[0].title}?"
-        questions.append(Question(own, found[:num_passages], is_real=text is not None))
+        questions.append(WorkloadQuestion(own, found[:num_passages], is_real=text is not None))
     return questions
 
 
-class _Borrowed(dict[int, Passage]):
+class _Borrowed(dict[int, WorkloadPassage]):
     """Passages for ids that have no text of their own."""
 
     def __init__(self, texts: Sequence[Mapping[str, Any]]) -> None:
         super().__init__()
         self._texts = texts
 
-    def __missing__(self, number: int) -> Passage:
+    def __missing__(self, number: int) -> WorkloadPassage:
         row = self._texts[number % len(self._texts)]
-        self[number] = Passage(number, f"{row['title']} ({number})", row["text"])
+        self[number] = WorkloadPassage(number, f"{row['title']} ({number})", row["text"])
         return self[number]
 
 
@@ -97,7 +97,9 @@ def _known_questions(path: Path) -> dict[tuple[int, ...], str]:
     return {tuple(doc["doc_id"] for doc in row["docs"]): row["question"] for row in rows_of(path)}
 
 
-def history(questions: Sequence[Question], start: int, stop: int, most: int, *, is_prefix: bool) -> list[Question]:
+def history(
+    questions: Sequence[WorkloadQuestion], start: int, stop: int, most: int, *, is_prefix: bool
+) -> list[WorkloadQuestion]:
     """The requests before `start` that change what a store holds for those of [start, stop): at most `most`, the latest
     ones, in order.
 
@@ -110,10 +112,10 @@ def history(questions: Sequence[Question], start: int, stop: int, most: int, *, 
     return useful[len(useful) - min(most, len(useful)) :]
 
 
-def one_by_one(questions: Sequence[Question], start: int, stop: int) -> list[Question]:
+def one_by_one(questions: Sequence[WorkloadQuestion], start: int, stop: int) -> list[WorkloadQuestion]:
     """A request for each passage of those from `start` to `stop`, once, in order of their first use."""
     passages = dict.fromkeys(passage for question in questions[start:stop] for passage in question.passages)
-    return [Question(f"What does the passage say about {passage.title}?", (passage,)) for passage in passages]
+    return [WorkloadQuestion(f"What does the passage say about {passage.title}?", (passage,)) for passage in passages]
 
 
 def windows(num_questions: int, num_windows: int, size: int) -> list[range]:

@@ -41,18 +41,19 @@ PLANNED_CHUNKS = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """Seconds by the clock, and of this process's processors: the smaller, the busier the machine was with others."""
+class CallCost:
+    """Wall-clock seconds, and seconds of this process's processors: the smaller their ratio, the busier the machine
+    was."""
 
     wall_s: float
     cpu_s: float
 
 
-def timed(function: Callable[[], Any]) -> tuple[Cost, Any]:
-    """What a call takes, and its result."""
+def timed(function: Callable[[], Any]) -> tuple[CallCost, Any]:
+    """The cost of a call, and its result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = function()
-    return Cost(time.perf_counter() - wall, time.process_time() - cpu), result
+    return CallCost(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
 def records(num_variants: int, seed: int) -> Iterator[ShardRecord]:
@@ -130,7 +131,7 @@ def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any
         "plan_first": _median(first),
         "plan_again": _median(again),
         "refresh_0": unchanged,
-        f"refresh_{num_changes}": Cost(changed.wall_s + followed.wall_s, changed.cpu_s + followed.cpu_s),
+        f"refresh_{num_changes}": CallCost(changed.wall_s + followed.wall_s, changed.cpu_s + followed.cpu_s),
         "tidy": tidied,
         "store_bytes_per_variant": (after_open - before) // num_variants,
         "index_bytes_per_variant": (after_index - after_open) // num_variants,
@@ -142,8 +143,8 @@ def _plan(index: VariantIndex, chunks: list[ChunkId]) -> None:
     plan_prefill("", prompt, 16, index.of_chunks(set(chunks)), mode="bounded", settings=PlannerSettings())
 
 
-def _median(costs: list[Cost]) -> Cost:
-    return Cost(*(statistics.median(values) for values in zip(*map(dataclasses.astuple, costs), strict=True)))
+def _median(costs: list[CallCost]) -> CallCost:
+    return CallCost(*(statistics.median(values) for values in zip(*map(dataclasses.astuple, costs), strict=True)))
 
 
 def _digest(text: str) -> str:
@@ -195,4 +196,6 @@ def _print(cases: list[dict[str, Any]], record_bytes: int) -> None:
 
 if __name__ == "__main__":
     figures = measure_index(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    print(json.dumps({key: dataclasses.asdict(one) if isinstance(one, Cost) else one for key, one in figures.items()}))
+    print(
+        json.dumps({key: dataclasses.asdict(one) if isinstance(one, CallCost) else one for key, one in figures.items()})
+    )

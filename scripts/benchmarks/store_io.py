@@ -1,7 +1,7 @@
 """Disk tier against plain files: write, cold and warm read of 8 MB and 64 MB variants, side by side on one file system.
 
 Plain is what the disk can do: one `write` and an `fsync`, one `readv` into memory that is there already. The tier also
-takes memory, checks checksums (with --sealed such as nobody can forge), and commits a record. Needs Linux (cold reads:
+takes memory, checks checksums (with --sealed unforgeable ones), and commits a record. Needs Linux (cold reads:
 the kernel is told to drop the file).
 """
 
@@ -88,7 +88,7 @@ class _Cases:
             ("tier", lambda: self._tier.write(record, self._kv)),
             ("plain", lambda: _write(plain, self._kv)),
         ]
-        for who, call in ways[:: 1 if self._number % 2 else -1]:  # whoever is second finds a busier disk
+        for who, call in ways[:: 1 if self._number % 2 else -1]:  # the second one finds a busier disk
             self._time("write", who, call)
         for temperature in ("cold", "warm"):
             reads = [("tier", lambda: self._read_tier(name)), ("plain", lambda: _read(plain, self._buffer))]
@@ -120,7 +120,7 @@ class _Cases:
         return result
 
     def _read_tier(self, name: str) -> np.ndarray:
-        """All layers in flight, then awaited in order, as a prefill does."""
+        """Starts all layers, then awaits them in order, as a prefill does."""
         reader = self._tier.open(name)
         num_layers = self._kv_spec.num_layers
         reader.start(0, num_layers)

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass
-class Case:
+class TtftCase:
     """One column of the comparison: an engine of its own, and how to call it."""
 
     engine: Engine
@@ -125,11 +125,11 @@ class _Prompts:
         return [self.system, *self.passages, self.question]
 
 
-def _cases(params: Params, config: LlamaConfig, length: int, original: list[list[int]]) -> list[Case]:
+def _cases(params: Params, config: LlamaConfig, length: int, original: list[list[int]]) -> list[TtftCase]:
     """All ways to answer, each with the passages stored in their original order."""
     model = LoadedModel("random", config, params, None, None, frozenset(), "ttft")
 
-    def case(strategy: str, ratio: float, reuse: Any, **settings: Any) -> Case:
+    def case(strategy: str, ratio: float, reuse: Any, **settings: Any) -> TtftCase:
         # Room for the original variants and one answer's repaired ones, so that every prompt is repaired anew.
         limit = 2 * NUM_PASSAGES + 1
         engine = Engine(
@@ -137,7 +137,7 @@ def _cases(params: Params, config: LlamaConfig, length: int, original: list[list
         )
         if reuse != "off":
             engine.generate_from_tokens(original, max_new_tokens=1, reuse="exact")
-        return Case(engine, reuse, {"strategy": strategy, "ratio": ratio})
+        return TtftCase(engine, reuse, {"strategy": strategy, "ratio": ratio})
 
     cases = [case("full", 1.0, "off"), case("reuse", 0.0, "bounded")]
     for ratio in (0.15, 0.30):

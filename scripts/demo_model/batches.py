@@ -29,7 +29,7 @@ CONTEXT_WEIGHT = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class AnswerSpan:
     """Where one answer stands: tokens [start, end) of row `row`, the end-of-turn token included."""
 
     row: int
@@ -54,7 +54,7 @@ class Batch:
     token_ids: np.ndarray
     weights: np.ndarray
     hints: np.ndarray
-    spans: tuple[Span, ...]
+    spans: tuple[AnswerSpan, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ def make_batch(
             ids += asked + encoded[2 * turn + 1]
             weights[row, start:end] = 1.0
             hints[row, turn] = start - 1, tokenizer.encode(f" {question.bridge or question.answer}").ids[0]
-            spans.append(Span(row, start, end, question.kind, question.guess_ratio))
+            spans.append(AnswerSpan(row, start, end, question.kind, question.guess_ratio))
         ids = ids[:num_tokens]
         token_ids[row, : len(ids)] = ids
     return Batch(token_ids, weights, hints, tuple(spans))
@@ -156,7 +156,7 @@ def induction_batch(tokenizer: Tokenizer, rng: random.Random, batch_size: int, n
         period = rng.randint(6, num_tokens // 2)
         token_ids[row] = np.resize(np.asarray(rng.sample(words, period), np.int32), num_tokens)
         weights[row, period + 1 :] = 1.0
-        spans += [Span(row, at, at + 1, "single", 0.0) for at in range(period + 1, num_tokens)]
+        spans += [AnswerSpan(row, at, at + 1, "single", 0.0) for at in range(period + 1, num_tokens)]
     return Batch(token_ids, weights, np.zeros((batch_size, 1, 2), np.int32), tuple(spans))
 
 
@@ -177,7 +177,7 @@ def stage_batch(tokenizer: Tokenizer, stage: Stage, rng: random.Random) -> Batch
     )
 
 
-def exact_matches(correct: np.ndarray, spans: Sequence[Span]) -> list[bool]:
+def exact_matches(correct: np.ndarray, spans: Sequence[AnswerSpan]) -> list[bool]:
     """Per answer, whether every token of it was predicted; greedy decoding would then write exactly it.
 
     Args:

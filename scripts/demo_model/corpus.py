@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from ccjax.demo.lexicon import RELATIONS
-from ccjax.demo.world import MIN_DISTRACTORS, Context, Fact, Kind, Passage, Question, Story, Town, guess_ratio
+from ccjax.demo.world import MIN_DISTRACTORS, Context, Fact, Kind, Question, Story, Town, WorldPassage, guess_ratio
 from ccjax.engine.loading import ASSETS, DEMO_CORPUS
 
 CORPUS_SEED = "saltmere"
@@ -43,7 +43,7 @@ class CorpusQuestion:
 class Corpus:
     """Documents by id, in writing order; the questions; and every fact with the ids of the documents it needs."""
 
-    documents: dict[str, Passage]
+    documents: dict[str, WorldPassage]
     questions: tuple[CorpusQuestion, ...]
     facts: tuple[tuple[Fact, tuple[str, ...]], ...]
 
@@ -58,7 +58,7 @@ def build_corpus() -> Corpus:
     stories += [town.register(relation, 4) for relation in RELATIONS]
     stories += [town.nickname(3) for _ in range(4)]
     stories += [town.place(2) for _ in range(5)]
-    documents: dict[str, Passage] = {}
+    documents: dict[str, WorldPassage] = {}
     facts: list[tuple[Fact, tuple[str, ...]]] = []
     for story in stories:
         ids = []
@@ -130,7 +130,7 @@ def _draw_documents(corpus: Corpus, question: CorpusQuestion, rng: random.Random
     return [document_id for block in blocks for document_id in block]
 
 
-def markdown(passage: Passage) -> str:
+def markdown(passage: WorldPassage) -> str:
     """The document's file: its title as a heading, then the body."""
     return f"# {passage.title}\n\n{passage.text}\n"
 

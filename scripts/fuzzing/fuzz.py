@@ -21,7 +21,7 @@ FROM_SHELL = ["sh", "-c", '"$@"; exit $?', "sh"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class FuzzResult:
     """What fuzzing a target came to.
 
     Attributes:
@@ -38,7 +38,7 @@ class Outcome:
 
 def fuzz(
     module: str, name: str, seeds: Iterable[bytes], seconds: float, output: Path, *, num_runs: int = -1, seed: int = 0
-) -> Outcome:
+) -> FuzzResult:
     """Fuzzes `TARGETS[name]` of a module, from what earlier runs learnt and the seeds.
 
     Args:
@@ -67,10 +67,10 @@ def fuzz(
     num_runs = _last_number(r"stat::number_of_executed_units: (\d+)", done.stderr)
     coverage = _last_number(r" cov: (\d+)", done.stderr)
     if done.returncode == 0 and num_runs:
-        return Outcome(True, num_runs, coverage, f"{num_runs} inputs, {coverage} edges, nothing found")
+        return FuzzResult(True, num_runs, coverage, f"{num_runs} inputs, {coverage} edges, nothing found")
     artifact = re.search(r"Test unit written to (\S+)", done.stderr)
     again = f"{' '.join(command)} {artifact[1]}" if artifact else f"see {folder / 'log.txt'}"
-    return Outcome(False, num_runs, coverage, f"FOUND {_error(done.stdout + done.stderr)}\n    {again}")
+    return FuzzResult(False, num_runs, coverage, f"FOUND {_error(done.stdout + done.stderr)}\n    {again}")
 
 
 def _last_number(pattern: str, text: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class FuzzTarget:
     """A parser under test.
 
     Attributes:

@@ -34,7 +34,7 @@ from ccjax.store.records import decode_known, decode_record, encode_record, know
 from ccjax.store.spec import KVSpec, ShardRecord, StoreIdentity
 from ccjax.text.tokenizer import read_settings
 from scripts.fuzzing.gguf_seeds import gguf_seeds
-from scripts.fuzzing.target import Target
+from scripts.fuzzing.target import FuzzTarget
 
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="ccjax-fuzz-")
 _FOLDER = Path(_TEMPORARY.name)
@@ -46,7 +46,7 @@ _CONFIG = LlamaConfig(
 
 
 def _as_json(data: bytes) -> Any:
-    """As whoever calls those that take parsed JSON reads it; what is none becomes a text."""
+    """Parses JSON as callers of the JSON targets do; anything else becomes a string."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -199,21 +199,21 @@ _CALIBRATION = Calibration(
 )
 _PROFILE = PrefillProfile("m", "cpu", PrefillGrid((0, 64), (16, 64), ((0.1, 0.2), (0.2, 0.4))), {"dtype": "float32"})
 
-TARGETS: dict[str, Target] = {
-    "markdown": Target(
+TARGETS: dict[str, FuzzTarget] = {
+    "markdown": FuzzTarget(
         _document(".md"),
         (DocumentError,),
         (b"---\ntitle: A\nyear: 2020\nday: 2020-01-02\n---\n# B\n\ntext", b"B\n===\n\n```\n# no\n```\ntext"),
     ),
-    "html": Target(
+    "html": FuzzTarget(
         _document(".html"),
         (DocumentError,),
         (b"<title>A</title><h1>B</h1><p>c<br>d<pre> e </pre><table><tr><td>f</table>", b'<meta charset="utf-8">a'),
         ("bs4", "html.parser"),
     ),
-    "pdf": Target(_document(".pdf"), (DocumentError,), (_pdf(),), ("pypdf",)),
-    "jsonl": Target(_jsonl, (), (_json_seed({"_id": 1, "title": "A", "text": "b", "metadata": {"year": 2020}}),)),
-    "filter": Target(
+    "pdf": FuzzTarget(_document(".pdf"), (DocumentError,), (_pdf(),), ("pypdf",)),
+    "jsonl": FuzzTarget(_jsonl, (), (_json_seed({"_id": 1, "title": "A", "text": "b", "metadata": {"year": 2020}}),)),
+    "filter": FuzzTarget(
         _filter,
         (ValueError,),
         (
@@ -221,45 +221,45 @@ TARGETS: dict[str, Target] = {
             _json_seed({"type": "and", "filters": [{"type": "in", "key": "document_id", "value": ["a", "b"]}]}),
         ),
     ),
-    "chat": Target(
+    "chat": FuzzTarget(
         _body(ChatBody),
         (ApiError,),
         (_json_seed({"messages": _MESSAGES, "documents": [{"text": "a", "id": "b"}], "max_tokens": 2, "stop": ["a"]}),),
     ),
-    "completion": Target(
+    "completion": FuzzTarget(
         _body(CompletionBody), (ApiError,), (_json_seed({"prompt": "a", "temperature": 0.5, "n": 2}),)
     ),
-    "tokenize": Target(_body(TokenizeBody), (ApiError,), (_json_seed({"prompt": "a"}),)),
-    "warm": Target(_body(WarmBody), (ApiError,), (_json_seed({"documents": [{"text": "a", "id": "b"}]}),)),
-    "pin": Target(_body(PinBody), (ApiError,), (_json_seed({"ttl_s": 5.0}),)),
-    "record": Target(_record, (), (_record_seed(),)),
-    "catalog": Target(_catalog, (), _catalog_seeds()),
-    "notes": Target(_notes, (), (_json_seed({"link-0": _LINK, "erasing-1": _ERASURE, "pin-2": _LINK}),)),
-    "config-file": Target(
+    "tokenize": FuzzTarget(_body(TokenizeBody), (ApiError,), (_json_seed({"prompt": "a"}),)),
+    "warm": FuzzTarget(_body(WarmBody), (ApiError,), (_json_seed({"documents": [{"text": "a", "id": "b"}]}),)),
+    "pin": FuzzTarget(_body(PinBody), (ApiError,), (_json_seed({"ttl_s": 5.0}),)),
+    "record": FuzzTarget(_record, (), (_record_seed(),)),
+    "catalog": FuzzTarget(_catalog, (), _catalog_seeds()),
+    "notes": FuzzTarget(_notes, (), (_json_seed({"link-0": _LINK, "erasing-1": _ERASURE, "pin-2": _LINK}),)),
+    "config-file": FuzzTarget(
         _config_file,
         (StartupError,),
         (b"port: 80\nwarmup: false\nranking-layers: [0, 1]\n", b"replica-resources: {GPU: 1}\nreplicas: 2:3\n"),
     ),
-    "model-config": Target(
+    "model-config": FuzzTarget(
         lambda data: _model_file(data, "config.json", load_config), (CheckpointError,), (_json_seed(_CONFIG.to_hf()),)
     ),
-    "safetensors": Target(
+    "safetensors": FuzzTarget(
         lambda data: _model_file(
             data, "model.safetensors", lambda folder: load_params(folder, _CONFIG, dtype="float32")
         ),
         (CheckpointError,),
         tuple(_weights()),
     ),
-    "gguf": Target(_gguf, (CheckpointError,), tuple(gguf_seeds(_FOLDER / "gguf-seeds")), ("gguf",)),
-    "tokenizer-settings": Target(
+    "gguf": FuzzTarget(_gguf, (CheckpointError,), tuple(gguf_seeds(_FOLDER / "gguf-seeds")), ("gguf",)),
+    "tokenizer-settings": FuzzTarget(
         lambda data: _model_file(data, "tokenizer_config.json", read_settings),
         (ValueError,),
         (_json_seed({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ messages }}"}),),
     ),
-    "calibration": Target(
+    "calibration": FuzzTarget(
         lambda data: Calibration.from_json(_as_json(data)), (ValueError,), (_json_seed(_CALIBRATION.to_json()),)
     ),
-    "prefill-profile": Target(
+    "prefill-profile": FuzzTarget(
         lambda data: PrefillProfile.from_json(_as_json(data)), (ValueError,), (_json_seed(_PROFILE.to_json()),)
     ),
 }
@@ -274,5 +274,5 @@ def _any(data: bytes) -> None:
         pass
 
 
-ANY = Target(_any, (), tuple(bytes([i]) + seed for i, one in enumerate(TARGETS.values()) for seed in one.seeds))
+ANY = FuzzTarget(_any, (), tuple(bytes([i]) + seed for i, one in enumerate(TARGETS.values()) for seed in one.seeds))
 """All targets at once, for a short look at each."""

@@ -41,7 +41,7 @@ def scattered_positions(context: int, num_queries: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class AttentionProblem:
     """One problem that several kernels solve: arrays as `attention` takes them, slots at positions 0, 1, ..."""
 
     context: int
@@ -59,13 +59,13 @@ class Work:
         return self.q.shape[0]
 
 
-def work(context: int, computed: str) -> Work:
+def work(context: int, computed: str) -> AttentionProblem:
     """Random arrays on the device; keys and values are the same for every share that is computed."""
     part, whole = COMPUTED[computed]
     num_queries = context * part // whole
     slots = np.arange(context, dtype=np.int32)
     q_pos = scattered_positions(context, num_queries) if computed != FULL else slots
-    return Work(
+    return AttentionProblem(
         context,
         computed,
         q=random_bfloat16(5, num_queries, NUM_HEADS, HEAD_DIM),
@@ -91,7 +91,7 @@ class Candidate:
     """
 
     name: str
-    work: Work
+    work: AttentionProblem
     lower: Callable[[int], Callable[[], Timed]]
     rows_of: Callable[[Any, np.ndarray], np.ndarray]
     with_mass: bool = False
@@ -99,7 +99,7 @@ class Candidate:
     in_threads: bool = True
 
 
-def ours(work: Work, name: str, with_mass: bool) -> Candidate:
+def ours(work: AttentionProblem, name: str, with_mass: bool) -> Candidate:
     """An implementation of `attention`."""
     arrays = [work.q, work.k, work.v, work.q_pos, work.k_pos, *([work.k_segment] if with_mass else [])]
 
@@ -126,7 +126,7 @@ def ours(work: Work, name: str, with_mass: bool) -> Candidate:
     )
 
 
-def cudnn(work: Work) -> Candidate:
+def cudnn(work: AttentionProblem) -> Candidate:
     """cuDNN's causal attention through JAX; all tokens computed."""
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -141,7 +141,7 @@ def cudnn(work: Work) -> Candidate:
     )
 
 
-def from_torch(work: Work, name: str, call: Callable[..., torch_peers.Call]) -> Candidate:
+def from_torch(work: AttentionProblem, name: str, call: Callable[..., torch_peers.Call]) -> Candidate:
     """A kernel of PyTorch; `call` makes it of the tensors q, k and v."""
 
     def lower(calls: int) -> Callable[[], Timed]:
@@ -154,12 +154,12 @@ def from_torch(work: Work, name: str, call: Callable[..., torch_peers.Call]) -> 
     return Candidate(name, work, lower, torch_peers.rows_of, in_threads=False)
 
 
-def torch_causal(work: Work, name: str, backend: str) -> Candidate:
+def torch_causal(work: AttentionProblem, name: str, backend: str) -> Candidate:
     """PyTorch's causal attention by a backend of SDPBackend; all tokens computed."""
     return from_torch(work, name, lambda q, k, v: torch_peers.causal(q, k, v, scale=SCALE, backend=backend))
 
 
-def torch_flex(work: Work) -> Candidate:
+def torch_flex(work: AttentionProblem) -> Candidate:
     """FlexAttention, compiled for the problem."""
     return from_torch(work, "torch flex", lambda q, k, v: torch_peers.flex(q, k, v, work.q_pos, scale=SCALE))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ccjax.kernels.attention import api, attention
 from scripts.gpucheck import serving_case
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 from scripts.gpucheck.serving_case import ServingCase
 from tests.pallas_kernels.cases import UNUSED, Case, frequencies, packed, worst
 
@@ -156,7 +156,7 @@ def serving_problems(is_quick: bool) -> list[Problem]:
     return found
 
 
-def check(record: Record, names: Sequence[str], problem: Problem) -> None:
+def check(record: CheckRecord, names: Sequence[str], problem: Problem) -> None:
     """Each implementation against the oracle on one problem, then its mutants."""
     row = {"case": problem.label}
     inputs, arguments = problem.case.arguments(**problem.changes)
@@ -178,7 +178,7 @@ def check(record: Record, names: Sequence[str], problem: Problem) -> None:
 
 
 @contextlib.contextmanager
-def _noted(record: Record, name: str, problem: Problem) -> Iterator[None]:
+def _noted(record: CheckRecord, name: str, problem: Problem) -> Iterator[None]:
     """Turns what a kernel raises into a row: the others still have to be checked."""
     try:
         yield
@@ -192,7 +192,7 @@ def _noted(record: Record, name: str, problem: Problem) -> Iterator[None]:
             record.fail(f"{SUITE}: {name}, {problem.label}: {message}")
 
 
-def run(record: Record) -> None:
+def run(record: CheckRecord) -> None:
     """Checks every implementation on every problem; one of ours that cannot be called here fails."""
     for name in implementations():
         reason = missing(name)
@@ -210,7 +210,7 @@ def run(record: Record) -> None:
             record.say(f"attention: {problem.label}")
 
 
-def tables(record: Record) -> list[str]:
+def tables(record: CheckRecord) -> list[str]:
     """One row per implementation."""
     checked = record.rows.get(SUITE, [])
     rows = []

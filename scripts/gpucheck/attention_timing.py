@@ -17,7 +17,7 @@ import numpy as np
 from scripts.gpucheck.attention_candidates import COMPUTED, FULL, Candidate, candidates
 from scripts.gpucheck.attention_numerics import available
 from scripts.gpucheck.ceilings import ceiling
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 from scripts.gpucheck.timing import Timed, calls_per_sample, interleaved, ratio
 
 SUITE, AGREEMENT, TARGET = "attention_timing", "attention_agreement", "attention_target"
@@ -33,7 +33,7 @@ _TFLOPS = {"xla": 5.0}
 """Expected rates, to choose how many calls make a sample; 400 for all others."""
 
 
-def run(record: Record) -> None:
+def run(record: CheckRecord) -> None:
     """Times every candidate at every context, then judges the target."""
     names = available()
     for context in CONTEXTS[3:4] if record.is_quick else CONTEXTS:
@@ -45,7 +45,7 @@ def run(record: Record) -> None:
     judge(record)
 
 
-def measure(record: Record, competing: Sequence[Candidate]) -> None:
+def measure(record: CheckRecord, competing: Sequence[Candidate]) -> None:
     """Builds the candidates of one context, compares what they compute, and times them in turn."""
     building: list[tuple[Candidate, Callable[[], Timed]]] = []
     built: list[tuple[Candidate, Timed]] = []
@@ -98,7 +98,7 @@ def sampled_rows(num_rows: int) -> np.ndarray:
     return np.union1d(np.arange(min(32, num_rows)), others)
 
 
-def judge(record: Record) -> None:
+def judge(record: CheckRecord) -> None:
     """Adds a row per own kernel: its rate at the target's size over the best library's on the whole context."""
     timed = [row for row in record.rows.get(SUITE, []) if "ms" in row and row["context"] == TARGET_CONTEXT]
     best = best_full(timed)
@@ -133,7 +133,7 @@ def _label(candidate: Candidate) -> str:
 
 
 @contextlib.contextmanager
-def _noted(record: Record, candidate: Candidate) -> Iterator[None]:
+def _noted(record: CheckRecord, candidate: Candidate) -> Iterator[None]:
     """Turns whatever a kernel raises into a row: the others are still to be timed."""
     try:
         yield
@@ -145,7 +145,7 @@ def _noted(record: Record, candidate: Candidate) -> Iterator[None]:
             record.fail(f"{SUITE}: {_label(candidate)}: {note}")
 
 
-def tables(record: Record) -> list[str]:
+def tables(record: CheckRecord) -> list[str]:
     """Times, rates and ratios, one row per context and share, one column per kernel; then the target."""
     timed = [row for row in record.rows.get(SUITE, []) if "ms" in row]
     if not timed:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 from scripts.gpucheck.timing import copy_gbps, matmul_tflops, turn_us
 
 SUITE = "ceilings"
 
 
-def run(record: Record) -> None:
+def run(record: CheckRecord) -> None:
     """Measures all three."""
     rounds = 3 if record.is_quick else 7
     record.add(SUITE, name="matmul_tflops", value=matmul_tflops(8192, rounds))
@@ -17,12 +17,12 @@ def run(record: Record) -> None:
     record.say(", ".join(f"{row['name']} {row['value']:.0f}" for row in record.rows[SUITE]))
 
 
-def ceiling(record: Record, name: str) -> float | None:
+def ceiling(record: CheckRecord, name: str) -> float | None:
     """A figure of this run, None if it was not measured."""
     return next((row["value"] for row in record.rows.get(SUITE, []) if row["name"] == name), None)
 
 
-def tables(record: Record) -> list[str]:
+def tables(record: CheckRecord) -> list[str]:
     """The figures."""
     names = {
         "matmul_tflops": "bfloat16 product of two 8192 x 8192 matrices, TFLOP/s",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ccjax.kernels.decode import decode_attention
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 from tests.pallas_kernels.cases import worst
 from tests.pallas_kernels.decode_cases import MUTANTS, TOLERANCE, Case
 
@@ -20,7 +20,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
-def check(record: Record, implementation: str, *, mutant: str | None = None, **shape: Any) -> None:
+def check(record: CheckRecord, implementation: str, *, mutant: str | None = None, **shape: Any) -> None:
     """One case of the kernel's tests, or with `mutant` what must differ from it."""
     case = Case(**shape)
     inputs, arguments = case.arguments(**({} if mutant is None else MUTANTS[mutant](case)))
@@ -36,7 +36,7 @@ def check(record: Record, implementation: str, *, mutant: str | None = None, **s
     record.compare(SUITE, error, TOLERANCE[case.dtype], mutant=mutant, **row)
 
 
-def run(record: Record, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> None:
+def run(record: CheckRecord, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> None:
     """Every shape in both dtypes, and every mutant of one."""
     for implementation in implementations:
         for dtype in TOLERANCE:
@@ -47,7 +47,7 @@ def run(record: Record, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> N
         record.say(f"decode: {implementation}")
 
 
-def tables(record: Record) -> list[str]:
+def tables(record: CheckRecord) -> list[str]:
     """One row per implementation and dtype, worst of the shapes."""
     checked = record.rows.get(SUITE, [])
     rows = []

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ccjax.kernels.decode import decode_attention
 from ccjax.kernels.rope import llama3_frequencies
 from scripts.gpucheck.ceilings import ceiling
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 from scripts.gpucheck.timing import calls_per_sample, interleaved, random_bfloat16, ratio, timed_jax
 
 SUITE = "decode_timing"
@@ -22,7 +22,7 @@ SIZES = ((1, 16384), (8, 8192), (32, 4096), (64, 8192))
 """Requests, and tokens of each one's context."""
 
 
-def time_size(record: Record, num_requests: int, num_tokens: int) -> None:
+def time_size(record: CheckRecord, num_requests: int, num_tokens: int) -> None:
     """Times one size, competitors in turn."""
     num_entries = num_tokens // PAGE_SIZE
     num_pages = num_requests * num_entries
@@ -78,14 +78,14 @@ def time_size(record: Record, num_requests: int, num_tokens: int) -> None:
     record.say(f"decode timed: {num_requests} requests of {num_tokens:,} tokens")
 
 
-def run(record: Record) -> None:
+def run(record: CheckRecord) -> None:
     """Every size while time is left."""
     for num_requests, num_tokens in SIZES[1:2] if record.is_quick else SIZES:
         if record.seconds_left() > 0:
             time_size(record, num_requests, num_tokens)
 
 
-def tables(record: Record) -> list[str]:
+def tables(record: CheckRecord) -> list[str]:
     """One row per size and implementation."""
     best = ceiling(record, "copy_gbps")
     rows = [

@@ -20,7 +20,7 @@ from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.models.llama3.forward import forward
 from ccjax.models.llama3.params import Params
 from ccjax.types import ReuseMode
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 
 SUITE = "engine_identities"
 CONFIG = LlamaConfig(512, 256, 4, 8, 2, 64, 512, 500000.0)
@@ -35,7 +35,7 @@ _POOL_BYTES = 8 << 20
 _TOKENS = 8
 
 
-def run(record: Record) -> None:
+def run(record: CheckRecord) -> None:
     """Every identity, and what must not be one."""
     params = init_params(CONFIG, jax.random.key(5), jnp.bfloat16)
     model = LoadedModel("identities", CONFIG, params, None, None, frozenset(), "gpu-check-identities")
@@ -90,13 +90,13 @@ def _ask(engine: Engine, segments: Sequence[Sequence[int]], reuse: ReuseMode) ->
     return engine.run(Request(segments=segments, sampling=sampling, reuse=reuse))
 
 
-def _same(record: Record, name: str, got: Response, wanted: Response) -> None:
+def _same(record: CheckRecord, name: str, got: Response, wanted: Response) -> None:
     """The same bits and the same tokens: the same steps ran at the same sizes."""
     error = _distance(got, wanted) if got.token_ids == wanted.token_ids else float("inf")
     record.compare(SUITE, error, 0.0, name=name)
 
 
-def _close(record: Record, name: str, got: Response, wanted: Response, *, is_exact: bool) -> None:
+def _close(record: CheckRecord, name: str, got: Response, wanted: Response, *, is_exact: bool) -> None:
     """The same up to rounding, and the report says what `is_exact` does."""
     record.compare(SUITE, _distance(got, wanted), ROUNDING, name=name)
     if got.reuse.exact is not is_exact or got.reuse.recomputed_tokens:
@@ -115,7 +115,7 @@ def _apart(got: np.ndarray | None, wanted: np.ndarray | None) -> float:
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-def tables(record: Record) -> list[str]:
+def tables(record: CheckRecord) -> list[str]:
     """One row per identity."""
     rows = [
         (row["name"] if row["mutant"] is None else f"broken: {row['mutant']}", row["error"], row["tolerance"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Record:
+class CheckRecord:
     """The rows of every suite; a run that is killed leaves all it had in `path`.
 
     Attributes:

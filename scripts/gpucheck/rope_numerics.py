@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 
 SUITE = "rope_numerics"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
@@ -30,7 +30,7 @@ def turned(x: np.ndarray, turns: np.ndarray, frequencies: np.ndarray) -> np.ndar
     return np.concatenate([pairs.real, pairs.imag], -1)
 
 
-def check(record: Record, dtype: str, head_dim: int, num_tokens: int) -> None:
+def check(record: CheckRecord, dtype: str, head_dim: int, num_tokens: int) -> None:
     """Apply, remove and move, each against its one rotation, and what must differ from it."""
     random = np.random.default_rng(head_dim)
     x = jnp.asarray(random.standard_normal((num_tokens, 8, head_dim)), jnp.float32).astype(dtype)
@@ -66,7 +66,7 @@ def check(record: Record, dtype: str, head_dim: int, num_tokens: int) -> None:
         )
 
 
-def run(record: Record) -> None:
+def run(record: CheckRecord) -> None:
     """Both dtypes and head sizes."""
     for dtype in TOLERANCE:
         for head_dim in (64, 128):
@@ -74,7 +74,7 @@ def run(record: Record) -> None:
     record.say("RoPE: apply, remove and move up to position 131,071")
 
 
-def tables(record: Record) -> list[str]:
+def tables(record: CheckRecord) -> list[str]:
     """One row per operation and dtype, worst of the head sizes."""
     checked = record.rows.get(SUITE, [])
     rows = []

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
 from scripts.gpucheck.ceilings import ceiling
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 from scripts.gpucheck.timing import calls_per_sample, interleaved, random_bfloat16, timed_jax
 
 SUITE = "rope_timing"
@@ -16,7 +16,7 @@ NUM_TOKENS = 131_072
 """With 8 heads of 128 in bfloat16 268 MB, several times any cache."""
 
 
-def run(record: Record) -> None:
+def run(record: CheckRecord) -> None:
     """Times the three rotations of the keys of one layer of Llama-3-8B, 128k tokens."""
     frequencies = llama3_frequencies(128, 500000.0, factor=8.0)
     x = random_bfloat16(2, NUM_TOKENS, 8, 128)
@@ -35,7 +35,7 @@ def run(record: Record) -> None:
     record.say("RoPE timed")
 
 
-def tables(record: Record) -> list[str]:
+def tables(record: CheckRecord) -> list[str]:
     """One row per rotation."""
     best = ceiling(record, "copy_gbps")
     rows = [

@@ -57,7 +57,7 @@ def causal(q: Any, k: Any, v: Any, *, scale: float, backend: str) -> Call:
 
 def flex(q: Any, k: Any, v: Any, q_pos: Any, *, scale: float, is_compiled: bool = True) -> Call:
     """FlexAttention of queries at positions `q_pos` [N], int32, over slots at 0, 1, ...; its block mask, built once and
-    not timed, lets it skip blocks that nobody sees and leave the mask out where everybody sees all."""
+    not timed, lets it skip blocks that no query sees and leave out the mask where every query sees all."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

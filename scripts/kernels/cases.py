@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One call of `ccjax.kernels.attention`; the defaults are Llama-3-8B on one chip, 15 % of 16k computed."""
 
     kernel: ClassVar[str] = "partial_prefill"
@@ -100,23 +100,23 @@ _MODELS = {"8B TP1": (32, 8), "8B TP4": (8, 2), "70B TP8": (8, 1)}
 _SIZES = {"2k": (2048, 2048), "15 % of 16k": (2560, 16384)}
 
 CASES = tuple(
-    Case(f"{model}, {size}", num_queries, num_slots, num_heads, num_kv_heads)
+    KernelCase(f"{model}, {size}", num_queries, num_slots, num_heads, num_kv_heads)
     for model, (num_heads, num_kv_heads) in _MODELS.items()
     for size, (num_queries, num_slots) in _SIZES.items()
 ) + (
-    Case("no mass", num_segments=0),
-    Case("64 segments", num_segments=64),
-    Case("packed", is_packed=True),
-    Case("rotated", is_rotated=True),
-    Case("packed, rotated, 64 segments", num_segments=64, is_packed=True, is_rotated=True),
-    Case("one token", num_queries=1, num_segments=0),
-    Case("32 tokens", num_queries=32),
-    Case("heads of 64", head_dim=64),
-    Case("heads of 16, rotated", head_dim=16, is_rotated=True),
-    Case("heads of 256", num_heads=16, head_dim=256),
-    Case("groups of 3 heads", num_heads=24),
-    Case("groups of 7 heads", num_heads=28, num_kv_heads=4),
-    Case("float32", dtype="float32"),
+    KernelCase("no mass", num_segments=0),
+    KernelCase("64 segments", num_segments=64),
+    KernelCase("packed", is_packed=True),
+    KernelCase("rotated", is_rotated=True),
+    KernelCase("packed, rotated, 64 segments", num_segments=64, is_packed=True, is_rotated=True),
+    KernelCase("one token", num_queries=1, num_segments=0),
+    KernelCase("32 tokens", num_queries=32),
+    KernelCase("heads of 64", head_dim=64),
+    KernelCase("heads of 16, rotated", head_dim=16, is_rotated=True),
+    KernelCase("heads of 256", num_heads=16, head_dim=256),
+    KernelCase("groups of 3 heads", num_heads=24),
+    KernelCase("groups of 7 heads", num_heads=28, num_kv_heads=4),
+    KernelCase("float32", dtype="float32"),
 )
 
 DECODE_CASES = (

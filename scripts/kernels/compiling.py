@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from scripts.kernels.cases import Case, DecodeCase
+from scripts.kernels.cases import DecodeCase, KernelCase
 
 
 def compile_case(
     attend: Callable[..., Any],
-    case: Case | DecodeCase,
+    case: KernelCase | DecodeCase,
     device: Any,
     platform: str,
     options: dict[str, Any] | None = None,

@@ -217,6 +217,6 @@ def step_controls(implementation: str) -> Iterator[tuple[str, StepCase, str, str
     kept = jax.jit(inspect.unwrap(paged_decode_step), static_argnames=("config", "implementation", "mesh"))
     _CALLS[kept] = _paged_decode
     yield "pages that are not donated", dataclasses.replace(paged, step=kept), implementation, "result_bytes rose"
-    # What the mesh is for: with heads that nobody splits each device would have all of them.
+    # What the mesh is for: without split heads each device would have all of them.
     whole = dataclasses.replace(split, num_devices=1)
     yield "a step that is not split", dataclasses.replace(whole, name=split.name), implementation, "argument_bytes rose"

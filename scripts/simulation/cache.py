@@ -1,6 +1,5 @@
-"""What one replica caches: plans prompts over its index, counts uses, stores what was computed. Planner, strategies,
-index, placement and eviction are the engine's own; for masses and KV, which a device would give, something stands in.
-"""
+"""The chunk-cache of one simulated replica: plans prompts over its index, counts uses, stores what was computed. Uses
+the engine's own planner, strategies, index, placement and eviction, with placeholders for attention masses and KV."""
 
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ from scripts.simulation.store import NO_KV, SizedIndex, SizedStore
 from scripts.simulation.workload import Passages, chunk_of
 
 INTRA_OVER_INTER = 2.18
-"""CacheCraft sec. 6 (1): intra-attention is 2.18 times inter-attention on average; every chunk is taken to be so."""
+"""CacheCraft sec. 6 (1): intra-attention is 2.18 times inter-attention on average, assumed for every chunk."""
 SYSTEM = 2**31 - 1
 """The number of the system prompt among passages."""
 _TYPICAL_TOKENS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheSettings:
-    """What `EngineConfig` says of the chunk-cache, under its names; checked where they are used.
+class SimulatedCacheSettings:
+    """The chunk-cache settings of `EngineConfig`, under the same names; checked where they are used.
 
     Attributes:
-      device_cache_bytes, host_cache_bytes, disk_cache_bytes: budgets of the tiers; 0 for none. The device's is apart
-        from the pages of requests, where the engine's pool is one.
-      cci: CacheCraft eq. 11 of every chunk, for no model tells.
+      device_cache_bytes, host_cache_bytes, disk_cache_bytes: budgets of the tiers; 0 for none. The device's is separate
+        from the pages of requests, which share one pool in the engine.
+      cci: CacheCraft eq. 11 of every chunk, since there is no model to measure it.
     """
 
     strategy: str = "cachecraft"
@@ -69,13 +68,13 @@ class PromptView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what is counted of it often.
+    """A plan with frequently used totals.
 
     Attributes:
-      at: `Changes.count` when it was made.
+      at: `Changes.count` of the index when it was made.
       computed: tokens that run through the model.
       uses: variants reused, with their CFO.
-      num_documents, num_hits: passages, and those of which nothing or some tokens are computed.
+      num_documents, num_hits: passages, and those of which nothing or only some tokens are computed.
     """
 
     view: PromptView
@@ -92,11 +91,11 @@ class Planned:
 class ReplicaCache:
     """The chunk-cache of a replica.
 
-    CacheCraft's focus cut needs masses of the question, which nothing here has: it is off, and settings with a fixed
-    `recompute_ratio` are what to compare. Which tokens a plan recomputes means nothing, how many does.
+    CacheCraft's focus cut needs attention masses of the question, which do not exist here: it is off, and settings with
+    a fixed `recompute_ratio` should be compared. Only the number of recomputed tokens is meaningful, not which ones.
     """
 
-    def __init__(self, settings: CacheSettings, costs: CostModel, kv_spec: KVSpec) -> None:
+    def __init__(self, settings: SimulatedCacheSettings, costs: CostModel, kv_spec: KVSpec) -> None:
         self.settings = settings
         self.store = SizedStore(
             kv_spec,
@@ -126,11 +125,11 @@ class ReplicaCache:
 
     @property
     def is_off(self) -> bool:
-        """True where nothing is reused and nothing stored."""
+        """True if nothing is reused and nothing stored."""
         return self.settings.reuse == "off"
 
     def view(self, passages: Passages, system_tokens: int) -> PromptView:
-        """The prompt of these passages; the question is left out, whose tokens are not looked at."""
+        """The prompt of these passages; the question is left out, since its tokens do not matter."""
         view = self._views.get(passages)
         if view is None:
             numbers, lengths = passages.numbers, passages.num_tokens
@@ -146,12 +145,12 @@ class ReplicaCache:
         return view
 
     def is_current(self, planned: Planned) -> bool:
-        """False where variants of its chunks came or went since."""
+        """False if variants of its chunks were added or removed since."""
         return planned.at >= self.index.changes.last(planned.view.ids)
 
     def plan(self, passages: Passages, system_tokens: int, question_tokens: int) -> Planned:
-        """The plan as things are now. One that was made for the same passages serves again while no variant of them
-        came or went, which is when the engine plans a waiting request anew."""
+        """The plan in the current state. A plan for the same passages is reused until their variants change, which is
+        when the engine replans a waiting request."""
         planned = self._planned.get(passages)
         if planned is None or not self.is_current(planned):
             view = self.view(passages, system_tokens)
@@ -171,11 +170,11 @@ class ReplicaCache:
         return self.store.prepare_load(planned.plan.pin)
 
     def unpin(self, ticket: LoadTicket) -> None:
-        """What was read from a lower tier moves up where it is worth that."""
+        """Promotes what was read from a lower tier where it is worth it."""
         self.index.complete_load(ticket)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Of the KV of so many tokens."""
+        """KV bytes of this many tokens."""
         return self._kv_spec.num_bytes(num_tokens)
 
     def keep(self, planned: Planned) -> None:
@@ -198,7 +197,7 @@ class ReplicaCache:
                     kept.add(meta.variant_id)
 
     def on_device(self, planned: Planned, ticket: LoadTicket) -> frozenset[int]:
-        """Segments that are read where the device tier has them: reused without any change."""
+        """Unchanged reused segments, read in place if the device tier has them."""
         return frozenset(
             place
             for place, one in enumerate(planned.plan.segments)
@@ -233,7 +232,7 @@ class ReplicaCache:
         return Planned(view, plan, at, computed + recomputed, recomputed, plan.num_tokens, tuple(uses), documents, hits)
 
     def _meta(self, segment: Segment, view: PromptView, place: int) -> VariantMeta:
-        """What a device would have measured: mass on each chunk before by its tokens, the same CCI for all."""
+        """Placeholder for measured masses: on each earlier chunk by its tokens, with the same CCI for all."""
         prefix = view.ids[:place]
         has_system = bool(prefix) and view.chunks[0].role == "system"
         return VariantMeta(
@@ -260,7 +259,7 @@ class _ModelRates(Rates):
         self._costs = costs
         whole_s = costs.compute_s(_TYPICAL_TOKENS, 0, _TYPICAL_TOKENS)
         self._token_s = whole_s / _TYPICAL_TOKENS
-        for _ in range(32):  # what makes a measured rate a settled one
+        for _ in range(32):  # this many make a measured rate settled
             self.tiers[DISK].add(1 << 20, costs.link_s(DISK, 1 << 20))
 
     def load_s(self, tier: str, num_bytes: int) -> float | None:

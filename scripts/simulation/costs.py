@@ -1,5 +1,5 @@
-"""What prefills, decode steps and loads take, in seconds: a roofline over public figures, or a measured grid with the
-rest fitted beside it. Runs nothing."""
+"""Seconds of prefills, decode steps and loads: a roofline over public figures, or a measured grid with the rest
+fitted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ccjax.store.usage import DEVICE, DISK, HOST
 from scripts.simulation.hardware import Hardware
 
 
-class Piece(NamedTuple):
+class SimulatedPiece(NamedTuple):
     """Part of a pack.
 
     Attributes:
@@ -31,27 +31,27 @@ class Piece(NamedTuple):
 
 
 _MEMO = 1 << 18
-"""Prefills whose time is remembered: what eviction goes by asks for the same ones over and over."""
+"""Number of memoised prefill times: eviction asks for the same ones over and over."""
 
 
 class CostModel(Protocol):
-    """Seconds of virtual time; sizes in, no state."""
+    """Seconds of virtual time as a function of sizes; stateless."""
 
     @property
     def num_layers(self) -> int:
         """Of the model."""
         ...
 
-    def pack_s(self, pieces: Sequence[Piece]) -> float:
-        """One pack through all layers, loads left out."""
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
+        """One pack through all layers, without loads."""
         ...
 
     def decode_s(self, num_seqs: int, context_tokens: int) -> float:
-        """One decode step of so many answers that see so many tokens together."""
+        """One decode step of this many sequences with this many context tokens in all."""
         ...
 
     def link_s(self, tier: str, num_bytes: int) -> float:
-        """KV bytes from "host" memory to the device, or from "disk" to host memory, the link to oneself."""
+        """KV bytes from "host" memory to the device, or from "disk" to host memory, without contention."""
         ...
 
     def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
@@ -59,22 +59,22 @@ class CostModel(Protocol):
         ...
 
     def load_s(self, tier: str, num_bytes: int) -> float:
-        """`ccjax.engine.placement.Costs`: what a load out of a tier takes until the KV is on the device."""
+        """`ccjax.engine.placement.Costs`: time to load from a tier until the KV is on the device."""
         ...
 
 
 class _Derived(abc.ABC):
-    """What of a `CostModel` follows from the rest."""
+    """The parts of a `CostModel` that follow from the others."""
 
     @abc.abstractmethod
-    def pack_s(self, pieces: Sequence[Piece]) -> float: ...
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float: ...
 
     @abc.abstractmethod
     def link_s(self, tier: str, num_bytes: int) -> float: ...
 
     @functools.cached_property
     def _one_prefill_s(self) -> Callable[[int, int], float]:
-        return functools.lru_cache(_MEMO)(lambda cached, new: self.pack_s([Piece(new, cached + new)]))
+        return functools.lru_cache(_MEMO)(lambda cached, new: self.pack_s([SimulatedPiece(new, cached + new)]))
 
     def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
         """See `CostModel`."""
@@ -89,12 +89,12 @@ class _Derived(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class RooflineCosts(_Derived):
-    """A step takes what its products or its bytes take, whichever is more, and a fixed time per layer.
+    """A step takes the larger of its compute time and its memory time, plus a fixed time per layer.
 
-    Products: 2 FLOPs for each weight of a layer that a token meets (the experts that it is sent to), 4 for each pair of
-    query and key value; the output head for one token a request. Bytes: all weights once a step (of experts, those that
-    some token meets), the KV that is read. A split model has two sums over devices a layer, rings of `2 (n-1)/n` of the
-    activations. Padding, and the masses that ccjax' attention takes besides, are in `Hardware.compute_ratio`.
+    Compute: 2 FLOPs for each weight of a layer that a token meets (only its experts), 4 for each pair of query and key
+    value; the output head for one token per request. Memory: all weights once per step (only experts with a token), and
+    the KV read. A split model has two all-reduces per layer, rings of `2 (n-1)/n` of the activations. Padding, and the
+    attention masses that ccjax computes besides, are part of `Hardware.compute_ratio`.
 
     Attributes:
       tensor_parallel_size: devices that the model is split over; rates and host links add up.
@@ -175,10 +175,10 @@ class RooflineCosts(_Derived):
             seconds += 2 * c.num_layers * ring / hardware.link_bytes_per_s
         return seconds
 
-    def pack_s(self, pieces: Sequence[Piece]) -> float:
-        """See `CostModel`. Computed tokens are taken to stand at the end of their context. Those that CacheCraft
-        recomputes stand all over it and see less: their attention is overrated, a tenth of all FLOPs of an 8B model
-        behind 5,000 tokens."""
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
+        """See `CostModel`. Computed tokens are assumed to be at the end of their context. Tokens recomputed by
+        CacheCraft are spread over it and see less: their attention is overestimated, by a tenth of all FLOPs of an 8B
+        model behind 5,000 tokens."""
         num_tokens = context = num_heads = 0
         pairs = 0.0
         for new, seen, is_last in pieces:
@@ -193,7 +193,7 @@ class RooflineCosts(_Derived):
         return self._step_s(num_seqs, context_tokens, num_seqs, context_tokens)
 
     def link_s(self, tier: str, num_bytes: int) -> float:
-        """See `CostModel`; each device of a split model has a host link of its own, the disk is one for all."""
+        """See `CostModel`; each device of a split model has a host link of its own, the disk is shared."""
         if tier == DISK:
             return num_bytes / self.hardware.disk_bytes_per_s
         return num_bytes / (self.hardware.host_bytes_per_s * self.tensor_parallel_size)
@@ -203,17 +203,16 @@ class RooflineCosts(_Derived):
 class GridCosts(_Derived):
     """T(cached, new) as measured by `scripts/profile_prefill.py`, decode steps and links as given.
 
-    A pack takes the sum of its pieces' times, what a prefill takes at any length counted once; without the output head
-    where no prompt ends in it. The grid was measured
-    with its cached tokens in the fastest tier that took them, so moving them from host memory is in it, and `link_s`
-    of "host" is 0.
+    A pack takes the sum of its pieces' times, with the constant part of a prefill counted once, and without the output
+    head if no prompt ends in it. The grid was measured with its cached tokens in the fastest tier that accepted them,
+    so it includes moving them from host memory, and `link_s` of "host" is 0.
 
     Attributes:
       num_layers: of the model.
-      head_s: of every measured time, what the output head and the draw took.
-      decode_fixed_s, decode_seq_s, decode_token_s: a decode step, each answer in it, each token of their contexts.
+      head_s: part of every measured time for the output head and sampling.
+      decode_fixed_s, decode_seq_s, decode_token_s: a decode step, each sequence in it, each token of their contexts.
       disk_bytes_per_s: from disk to host memory.
-      scale: all measured times are multiplied by it, where another measurement says that they have changed.
+      scale: factor on all measured times, for when another measurement shows that they have changed.
     """
 
     grid: PrefillGrid
@@ -234,11 +233,11 @@ class GridCosts(_Derived):
 
     @functools.cached_property
     def fixed_s(self) -> float:
-        """What the grid's shortest prefills take at any length: their line, at no new tokens."""
+        """Constant part of the grid's shortest prefills: their linear fit at zero new tokens."""
         (first, second), row = self.grid.new[:2], self.grid.seconds[0]
         return max(0.0, row[0] - first * (row[1] - row[0]) / (second - first))
 
-    def pack_s(self, pieces: Sequence[Piece]) -> float:
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
         """See `CostModel`."""
         prefills = sum(max(self.fixed_s, self.grid.prefill_s(max(0, seen - new), new)) for new, seen, _ in pieces)
         shared_s = max(0, len(pieces) - 1) * self.fixed_s
@@ -255,8 +254,8 @@ class GridCosts(_Derived):
 
 
 def overlapped_s(compute_s: float, load_s: float, num_layers: int) -> float:
-    """Seconds of a pack whose KV comes layer by layer while layers run (CacheCraft sec. 3.4.2): the slower of the two,
-    and one layer of the other, which nothing hides."""
+    """Seconds of a pack whose KV is loaded layer by layer while layers run (CacheCraft sec. 3.4.2): the slower of the
+    two, plus one layer of the other, which nothing hides."""
     if not load_s:
         return compute_s
     return max(compute_s + load_s / num_layers, load_s + compute_s / num_layers)

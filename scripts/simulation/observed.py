@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ccjax.engine.requests import Response
-from scripts.simulation.costs import GridCosts, Piece
+from scripts.simulation.costs import GridCosts
 from scripts.simulation.replica import HostWork
 
 
@@ -82,7 +82,7 @@ class _Pack(NamedTuple):
 
     started_s: float
     ended_s: float | None
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[SimulatedPiece, ...] | None
     num_begun: int
     num_ended: int
     arrived_s: float | None
@@ -121,7 +121,8 @@ def fit(prefills: Sequence[Prefill], costs: GridCosts, batched_tokens: int) -> S
         raise ValueError("wanted packs that take longer the more they compute, got others")
     wanted = np.asarray(rows) @ weights
     jitter = np.asarray(taken) / wanted
-    jitter *= sum(taken) / wanted.sum() / jitter.mean()  # drawn for packs of any size, they take what these took in all
+    # Drawn for packs of any size, scaled to the total time of these.
+    jitter *= sum(taken) / wanted.sum() / jitter.mean()
     before_s = statistics.fmean(before)
     after_s = max(0.0, statistics.fmean(behind) - before_s)
     apart_s = max(0.0, statistics.fmean(one.ttft_s - (one.ended_s - one.arrived_s) for one in prefills))
@@ -153,7 +154,7 @@ def _packs(prefills: Sequence[Prefill], batched_tokens: int) -> Iterator[_Pack]:
             left[number] = None if size is None or was_left is None else was_left - size
             if size is not None and was_left is not None:
                 one = prefills[number]
-                pieces.append(Piece(size, one.cached + one.new - was_left + size, number in ending))
+                pieces.append(SimulatedPiece(size, one.cached + one.new - was_left + size, number in ending))
         begun = [prefills[number] for number in numbers if prefills[number].packs_s[0] == started_s]
         yield _Pack(
             started_s,

@@ -131,7 +131,6 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     from ccjax.policy.eviction import DEFAULT_POLICY, make_policy
     from ccjax.policy.scheduling import SchedulerSettings
     from ccjax.store.spec import KVSpec
-    from scripts.simulation.cache import CacheSettings
     from scripts.simulation.costs import GridCosts, RooflineCosts
     from scripts.simulation.hardware import hardware
     from scripts.simulation.run import Deployment
@@ -170,7 +169,7 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     return Deployment(
         costs,
         kv_spec,
-        CacheSettings(
+        SimulatedCacheSettings(
             strategy=args.strategy,
             reuse="off" if args.strategy == "full" else args.reuse,
             recompute_ratio=args.recompute_ratio,

@@ -1,4 +1,4 @@
-"""What a simulated run came to: times by request, tokens by how they were had. Decides nothing."""
+"""Results of a simulation run: times by request, tokens by origin."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from scripts.simulation.workload import Workload
 TIERS = (DEVICE, HOST, DISK)
 
 
-class Outcome:
+class SimulationResults:
     """Figures of each request, in the order of arrival.
 
     Attributes:
-      ttft_s, latency_s: [n] from arrival to the first and to the last token; NaN until then, and for the refused.
+      ttft_s, latency_s: [n] from arrival to the first and to the last token; NaN until then, and if refused.
       computed, recomputed, prompt: [n] tokens that ran through the model, those of them of reused passages, and all of
         the prompt.
       hits, documents: [n] passages that were reused, and all.
-      tier_tokens: tier -> [n] tokens of reused passages that came from it, those computed again included.
-      replica: [n] who answered.
+      tier_tokens: tier -> [n] tokens of reused passages from it, including recomputed ones.
+      replica: [n] the replica that answered.
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -38,7 +38,7 @@ class Outcome:
         self.end_s = 0.0
 
     def note_prefill(self, number: int, planned: Planned, ticket: LoadTicket) -> None:
-        """A request has its first token."""
+        """Records that a request has its first token."""
         self.computed[number] = planned.computed
         self.recomputed[number] = planned.recomputed
         self.prompt[number] = planned.num_tokens
@@ -52,10 +52,10 @@ class Outcome:
                         self.tier_tokens[tier][number] += one.num_tokens
 
     def figures(self, workload: Workload, *, warmup: int = 0) -> dict[str, Any]:
-        """Plain JSON values, of the requests behind the first `warmup`.
+        """Plain JSON values over the requests after the first `warmup`.
 
-        Throughput counts answers from the end of the first counted one to the end of the last: in an overloaded run
-        that is what the replicas can do.
+        Throughput counts answers from the end of the first counted one to the end of the last: under overload this is
+        the capacity of the replicas.
         """
         counted = slice(warmup, None)
         ttft, latency = self.ttft_s[counted], self.latency_s[counted]

@@ -15,8 +15,7 @@ from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.store.spec import KVSpec
-from scripts.simulation.cache import CacheSettings
-from scripts.simulation.costs import Piece, RooflineCosts
+from scripts.simulation.costs import RooflineCosts
 from scripts.simulation.hardware import HARDWARE, Hardware
 from scripts.simulation.run import Deployment, Simulation
 from scripts.simulation.workload import Passages, Workload, draw_which, poisson, zipf_lists
@@ -34,7 +33,7 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class RunSize:
     """How much is simulated of each case: requests that count, and those before them that fill the caches."""
 
     measured: int
@@ -69,7 +68,7 @@ SGLANG = System("SGLang", "prefix", eviction_policy="lru", uses_host=False)
 RAGCACHE = System("RAGCache", "prefix", eviction_policy="pgdsf", reorder_window=32)
 
 
-def sys_x(size: Size, rate: float, seed: int = 0) -> Workload:
+def sys_x(size: RunSize, rate: float, seed: int = 0) -> Workload:
     """A stand-in for Sys-X (CacheCraft sec. 5.1.2, fig. 25): 186 chunks of user manuals, five to a request, inputs of
     1,000 to 20,000 tokens with a median of 3,300, a few chunks in most requests; answers of 100 tokens."""
     rng = np.random.default_rng(seed)
@@ -80,7 +79,7 @@ def sys_x(size: Size, rate: float, seed: int = 0) -> Workload:
 
 
 def wikipedia(
-    size: Size,
+    size: RunSize,
     rate: float,
     *,
     exponent: float,
@@ -119,12 +118,12 @@ class Setup:
     device_bytes: int
     host_bytes: int
     tensor_parallel_size: int = 1
-    seats: int = 32
+    max_num_seqs: int = 32
     batched_tokens: int = 8192
 
 
 def simulate(
-    setup: Setup, workload: Workload, system: System, size: Size, *, is_hurried: bool = False
+    setup: Setup, workload: Workload, system: System, size: RunSize, *, is_hurried: bool = False
 ) -> tuple[Simulation, Row]:
     """One run and its figures.
 
@@ -136,7 +135,7 @@ def simulate(
         workload = workload.unhurried(size.warmup, _APART_S)
     kv_spec = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, "bfloat16")
     uses = system.strategy != "full"
-    cache = CacheSettings(
+    cache = SimulatedCacheSettings(
         strategy=system.strategy,
         reuse="bounded" if uses else "off",
         recompute_ratio=system.recompute_ratio,
@@ -147,7 +146,7 @@ def simulate(
     limits = SchedulerSettings(
         num_pages=_PLENTY,
         page_tokens=PAGE_TOKENS,
-        max_num_seqs=setup.seats,
+        max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.batched_tokens,
         max_queue=_PLENTY,
         reorder_window=system.reorder_window,
@@ -162,7 +161,7 @@ def _row(system: System, figures: Row, **more: Any) -> Row:
     return {**more, "system": system.name, **{name: figures[name] for name in names}}
 
 
-def _rows(setup: Setup, workload: Workload, systems: Sequence[System], size: Size, **about: Any) -> list[Row]:
+def _rows(setup: Setup, workload: Workload, systems: Sequence[System], size: RunSize, **about: Any) -> list[Row]:
     """A row for each system."""
     return [_row(system, simulate(setup, workload, system, size)[1], **about) for system in systems]
 
@@ -176,7 +175,7 @@ _CRAFT_MODELS = (
 _ONE_A100 = Setup(LLAMA3_8B, A100, 20 * GIB, 128 * GIB)
 
 
-def fig_22(size: Size) -> list[Row]:
+def fig_22(size: RunSize) -> list[Row]:
     """CacheCraft fig. 22: throughput and response latency by load, in queries a minute; our default options first."""
     rows = []
     for name, config, devices, loads, device_bytes in _CRAFT_MODELS:
@@ -187,7 +186,7 @@ def fig_22(size: Size) -> list[Row]:
     return rows
 
 
-def fig_23a(size: Size) -> list[Row]:
+def fig_23a(size: RunSize) -> list[Row]:
     """CacheCraft fig. 23a: TTFT by length of the input, requests far apart, against prefix caching."""
     workload = sys_x(size, 0.05)
     found = {}
@@ -207,7 +206,7 @@ def fig_23a(size: Size) -> list[Row]:
     return rows
 
 
-def fig_23bcd(size: Size) -> list[Row]:
+def fig_23bcd(size: RunSize) -> list[Row]:
     """CacheCraft fig. 23b-d: TTFT of a batch by model, length and batch size at 25 % recomputed, from costs alone."""
     cases = [("b", config, 4, 8192, 4) for config in (LLAMA3_8B, LLAMA3_70B)]
     cases += [("c", LLAMA3_8B, 1, length, 4) for length in (2048, 4096, 8192, 16_384)]
@@ -215,17 +214,17 @@ def fig_23bcd(size: Size) -> list[Row]:
     rows = []
     for panel, config, devices, length, batch in cases:
         costs = RooflineCosts(config, A100, devices)
-        full_s = costs.pack_s([Piece(length, length)] * batch)
+        full_s = costs.pack_s([SimulatedPiece(length, length)] * batch)
         # 60 % of the prefix in the cache: what the paper grants prefix caching here.
-        prefix_s = costs.pack_s([Piece(round(0.4 * length), length)] * batch)
-        craft_s = costs.pack_s([Piece(round(0.25 * length), length)] * batch)
+        prefix_s = costs.pack_s([SimulatedPiece(round(0.4 * length), length)] * batch)
+        craft_s = costs.pack_s([SimulatedPiece(round(0.25 * length), length)] * batch)
         name = "Llama-3-70B" if config is LLAMA3_70B else "Llama-3-8B"
         about = {"panel": panel, "model": name, "devices": devices, "tokens": length, "batch": batch}
         rows.append({**about, "full_s": full_s, "prefix_s": prefix_s, "craft_s": craft_s})
     return rows
 
 
-def fig_24_25(size: Size) -> Row:
+def fig_24_25(size: RunSize) -> Row:
     """CacheCraft fig. 24 and 25: a trace from an empty cache, TTFT, tokens and hits over time; and what is stored at
     its end, by chunk."""
     workload = sys_x(size, 1.0)
@@ -258,10 +257,10 @@ _DATASETS = (("MMLU", MMLU, (0.5, 1.0, 1.5, 2.0, 2.5)), ("Natural Questions", NQ
 
 def _on_an_a10g(config: LlamaConfig, host_gib: int, device_bytes: int = 4 * GIB) -> Setup:
     """Four requests at once on an A10G."""
-    return Setup(config, A10G, device_bytes, host_gib * GIB, seats=4)
+    return Setup(config, A10G, device_bytes, host_gib * GIB, max_num_seqs=4)
 
 
-def fig_15(size: Size) -> list[Row]:
+def fig_15(size: RunSize) -> list[Row]:
     """RAGCache fig. 15: mean TTFT by rate, 7B models on an A10G with 192 GiB of host memory, four at once."""
     rows = []
     for model, config, device_bytes in _CACHE_MODELS:
@@ -272,7 +271,7 @@ def fig_15(size: Size) -> list[Row]:
     return rows
 
 
-def fig_18(size: Size) -> list[Row]:
+def fig_18(size: RunSize) -> list[Row]:
     """RAGCache fig. 18: mean TTFT by top-k, Mistral-7B, MMLU; documents of top-5 are cut as in the paper."""
     rows = []
     for top_k, tokens, rate in ((1, 1200, 1.5), (3, 1200, 0.7), (5, 800, 0.6)):
@@ -281,17 +280,17 @@ def fig_18(size: Size) -> list[Row]:
     return rows
 
 
-def fig_19(size: Size) -> list[Row]:
+def fig_19(size: RunSize) -> list[Row]:
     """RAGCache fig. 19: large models on two H800, MMLU. Llama2-70B has the shapes of Llama-3-70B but for its words."""
     rows = []
-    for model, config, seats, rates in _LARGE_MODELS:
-        setup = Setup(config, H800, 20 * GIB, 384 * GIB, 2, seats)
+    for model, config, max_num_seqs, rates in _LARGE_MODELS:
+        setup = Setup(config, H800, 20 * GIB, 384 * GIB, 2, max_num_seqs)
         for rate in rates:
             rows += _rows(setup, wikipedia(size, rate, **MMLU), _PEERS, size, model=model, rate=rate)
     return rows
 
 
-def fig_20(size: Size) -> list[Row]:
+def fig_20(size: RunSize) -> list[Row]:
     """RAGCache fig. 20, table 2: hit rate and TTFT by policy and host memory, at 0.8 requests a second."""
     policies = ("pgdsf", "gdsf", "lru", "lfu", "saved_seconds")
     systems = [dataclasses.replace(RAGCACHE, name=policy, eviction_policy=policy) for policy in policies]
@@ -303,7 +302,7 @@ def fig_20(size: Size) -> list[Row]:
     return rows
 
 
-def fig_21(size: Size) -> list[Row]:
+def fig_21(size: RunSize) -> list[Row]:
     """RAGCache fig. 21: cache-aware order on and off, a little more load than can be served: 1.1 times what the same
     replica does when all requests come at once."""
     off, on = (dataclasses.replace(RAGCACHE, name=f"window {window}", reorder_window=window) for window in (1, 32))
@@ -318,7 +317,7 @@ def fig_21(size: Size) -> list[Row]:
     return rows
 
 
-FIGURES: dict[str, Callable[[Size], Any]] = {
+FIGURES: dict[str, Callable[[RunSize], Any]] = {
     "craft_22": fig_22,
     "craft_23a": fig_23a,
     "craft_23bcd": fig_23bcd,

@@ -1,8 +1,8 @@
-"""One replica in virtual time: the engine's scheduler over a cost model. What `ccjax.engine.batch` does with a device
-is done here with its seconds, in the same order of the scheduler's verbs.
+"""One replica in virtual time: the engine's scheduler over a cost model, in the order of calls that
+`ccjax.engine.batch` makes.
 
-What differs: a pack is begun and ended in one call, so a request that comes meanwhile is in line from its end on;
-nothing fails, nobody cancels; of n answers there is one; there is one flow and one priority.
+Differences: a pack starts and ends in one call, so a request that arrives meanwhile is queued from its end on; nothing
+fails and nothing is cancelled; one answer per request; one flow and one priority.
 """
 
 from __future__ import annotations
@@ -13,33 +13,39 @@ import random
 
 from ccjax.engine.pool import PAGE_TOKENS, num_pages
 from ccjax.policy._checks import check_mass, check_masses
-from ccjax.policy.scheduling import Costs, LineFullError, Pack, Scheduler, SchedulerSettings, Work
+from ccjax.policy.scheduling import (
+    AdmissionQueueFullError,
+    ScheduledPack,
+    Scheduler,
+    SchedulerSettings,
+    SequenceWork,
+    StepCosts,
+)
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
 from scripts.simulation.cache import Planned, ReplicaCache
-from scripts.simulation.costs import CostModel, Piece, overlapped_s
-from scripts.simulation.outcome import Outcome
+from scripts.simulation.costs import CostModel, overlapped_s
 from scripts.simulation.workload import Passages, Workload
 
-PLANNED_AHEAD = 8
-"""Requests in line that are planned before each pack, as `ccjax.engine.batch.seating` does."""
+NUM_PREPLANNED = 8
+"""Queued requests that are planned before each pack, as by the engine's batch loop."""
 LOADINGS = ("layerwise", "sync")
 
 
 @dataclasses.dataclass(frozen=True)
 class HostWork:
-    """What takes time beside the device's work, seconds.
+    """Times besides the device's work, in seconds.
 
     Attributes:
-      before_s: the host's work before a pack (planning, launching), the device waiting: for each request that begins in
-        it, once at least.
-      after_s: behind that (copying KV out, storing, answering).
-      pack_s: by which every pack takes longer than its cost model has it, whatever its size.
-      piece_s: by which it takes longer for each prompt in it beyond the first.
-      wake_s: by which a pack takes longer when nothing ran before it: on a CPU the weights have left its caches.
-      apart_s: of a request's latency, beside all that: its text is tokenized, its answer handed over.
-      jitter: times by which packs took longer than they should, one after the other: a machine that is slow is so for
-        a while. They come again in that order, from one on that is drawn by chance. Empty for none.
+      before_s: host work before a pack (planning, launching) while the device waits: for each request that starts in
+        it, at least once.
+      after_s: host work after a pack (copying KV out, storing, answering).
+      pack_s: excess of every pack over its cost model, whatever its size.
+      piece_s: excess for each prompt in a pack beyond the first.
+      wake_s: excess of a pack if nothing ran before it: on a CPU the weights have left its caches.
+      apart_s: remaining part of a request's latency: tokenizing its text, delivering its answer.
+      jitter: measured slow-downs of packs, in their order, since slow phases of a machine last; replayed from a random
+        position. Empty for none.
     """
 
     before_s: float = 0.0
@@ -57,7 +63,7 @@ class HostWork:
 
 
 @dataclasses.dataclass(slots=True)
-class Job:
+class SimulatedJob:
     """A request between arrival and its last token."""
 
     number: int
@@ -66,7 +72,7 @@ class Job:
     passages: Passages
     answer_tokens: int
     planned: Planned | None = None
-    work: Work | None = None
+    work: SequenceWork | None = None
     ticket: LoadTicket | None = None
     own_pages: int = 0
     tail_slots: int = 0
@@ -77,13 +83,13 @@ class Job:
     is_prefilled: bool = False
 
 
-class Replica:
-    """Requests in, figures out. `advance` runs it up to a time, `submit` adds a request that comes then.
+class SimulatedReplica:
+    """A simulated replica. `advance` runs it up to a time, `submit` adds a request that arrives then.
 
     Args:
       loading: "layerwise" lets layers run while later ones load (CacheCraft alg. 2), "sync" loads all first.
-      preloads: reads what waiting requests reuse from disk while they wait (CacheCraft sec. 3.5).
-      seed: of what is drawn by chance, with `name`.
+      preloads: reads from disk what waiting requests will reuse (CacheCraft sec. 3.5).
+      seed: of random draws, together with `name`.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class Replica:
         costs: CostModel,
         settings: SchedulerSettings,
         workload: Workload,
-        outcome: Outcome,
+        outcome: SimulationResults,
         *,
         name: str = "0",
         host_work: HostWork = HostWork(),
@@ -114,27 +120,27 @@ class Replica:
         self._index = int(name)
         first = random.Random(f"{seed} {name}").randrange(max(1, len(host_work.jitter)))
         self._jitter = itertools.cycle(host_work.jitter[first:] + host_work.jitter[:first] or (1.0,))
-        self._jobs: dict[str, Job] = {}
-        self._waiting: dict[str, Job] = {}
+        self._jobs: dict[str, SimulatedJob] = {}
+        self._waiting: dict[str, SimulatedJob] = {}
         self._free_pages = settings.num_pages
         self._link_free_s = {HOST: 0.0, DISK: 0.0}
         self._decode_step_s = 0.0
         self._has_paused = True
         self._answer_tokens: float | None = None
         self._token_s = costs.compute_s(1024, 0, 1024) / 1024
-        self._scheduler_costs = Costs(self._token_s, 0.0)
+        self._scheduler_costs = StepCosts(self._token_s, 0.0)
 
     @property
     def num_under_way(self) -> int:
-        """Requests that have not their last token."""
+        """Requests without their last token."""
         return len(self._jobs)
 
     def submit(self, number: int, passages: Passages, arrival_s: float, answer_tokens: int) -> None:
-        """A request comes; `advance` to its arrival comes first."""
-        job = Job(number, str(number), arrival_s, passages, answer_tokens)
+        """Adds a request; call `advance` to its arrival first."""
+        job = SimulatedJob(number, str(number), arrival_s, passages, answer_tokens)
         lengths = (self._workload.system_tokens, *passages.num_tokens, self._workload.question_tokens)
         job.tail_slots = -lengths[-1] % PAGE_TOKENS
-        job.work = Work(
+        job.work = SequenceWork(
             job.request_id,
             prefill_tokens=sum(lengths),
             prompt_pages=sum(map(num_pages, lengths)),
@@ -144,7 +150,7 @@ class Replica:
         self._outcome.replica[number] = self._index
         try:
             self.scheduler.add(job.work)
-        except LineFullError:
+        except AdmissionQueueFullError:
             self._outcome.num_refused += 1
             return
         self._jobs[job.request_id] = self._waiting[job.request_id] = job
@@ -155,7 +161,7 @@ class Replica:
                 job.disk_at_s = self._on_link(DISK, num_bytes, arrival_s)
 
     def advance(self, until_s: float) -> None:
-        """Runs packs and decode steps that begin before then; the last one may end after it."""
+        """Runs packs and decode steps that start before then; the last one may end later."""
         while self._jobs and self.now_s < until_s:
             self._run_one()
         if not self._jobs and self.now_s < until_s:
@@ -188,10 +194,10 @@ class Replica:
         self._outcome.end_s = max(self._outcome.end_s, self.now_s)
 
     def _plan_first(self) -> None:
-        """As `Seating._plan_first`."""
-        num_seats = self.scheduler.settings.max_num_seqs - self.scheduler.num_running
-        num_planned = PLANNED_AHEAD if num_seats else 1
-        if 0 < num_seats < len(self._waiting):
+        """Plans the first queued requests, as the engine's batch loop does."""
+        num_free_slots = self.scheduler.settings.max_num_seqs - self.scheduler.num_running
+        num_planned = NUM_PREPLANNED if num_free_slots else 1
+        if 0 < num_free_slots < len(self._waiting):
             num_planned = max(num_planned, self.scheduler.settings.reorder_window)
         first = []
         for job in self._waiting.values():
@@ -202,8 +208,8 @@ class Replica:
             if job.planned is None or not self.cache.is_current(job.planned):
                 self._plan(job)
 
-    def _plan(self, job: Job) -> None:
-        """Plans a request that has no pages, and tells the scheduler."""
+    def _plan(self, job: SimulatedJob) -> None:
+        """Plans a request without pages, and updates the scheduler."""
         workload = self._workload
         planned = job.planned = self.cache.plan(job.passages, workload.system_tokens, workload.question_tokens)
         shared: tuple[int, ...] = ()
@@ -215,7 +221,7 @@ class Replica:
                 if one.variant_id is not None and not one.recompute_offsets and tier_of(one.variant_id) == DEVICE
             )
         pages = sum(num_pages(one.num_tokens) for one in planned.plan.segments) - sum(map(num_pages, shared))
-        job.work = Work(
+        job.work = SequenceWork(
             job.request_id,
             prefill_tokens=planned.computed,
             prompt_pages=pages,
@@ -226,14 +232,14 @@ class Replica:
         )
         self.scheduler.replan(job.work)
 
-    def _carry_out(self, pack: Pack) -> None:
+    def _carry_out(self, pack: ScheduledPack) -> None:
         for preempted in pack.preempted:
             self._preempt(preempted)
         for request_id in pack.admitted:
             self._admit(self._jobs[request_id])
 
-    def _admit(self, job: Job) -> None:
-        """Pins, draws pages and starts to load; a request whose plan had to change goes back in line."""
+    def _admit(self, job: SimulatedJob) -> None:
+        """Pins, allocates pages and starts loading; a request whose plan had to change is queued again."""
         planned = job.planned
         ticket = None if planned is None else self.cache.pin(planned)
         if planned is None or ticket is None or ticket.missing:
@@ -250,7 +256,7 @@ class Replica:
         job.context = planned.num_tokens + job.answered
         self._load(job, planned, ticket)
 
-    def _load(self, job: Job, planned: Planned, ticket: LoadTicket) -> None:
+    def _load(self, job: SimulatedJob, planned: Planned, ticket: LoadTicket) -> None:
         """When its KV will be on the device."""
         host_tokens = disk_tokens = 0
         for one in planned.plan.segments:
@@ -267,19 +273,19 @@ class Replica:
             job.loaded_at_s = max(job.loaded_at_s, self._on_link(HOST, self.cache.num_bytes(host_tokens), self.now_s))
 
     def _on_link(self, tier: str, num_bytes: int, now_s: float) -> float:
-        """When so many bytes are through a link, behind what it was given before."""
+        """When this many bytes are through a link, after what was submitted before."""
         free_s = max(now_s, self._link_free_s[tier]) + self._costs.link_s(tier, num_bytes)
         self._link_free_s[tier] = free_s
         return free_s
 
     def _run_pack(self, pieces: list) -> None:
         jobs = [self._jobs[piece.request_id] for piece in pieces]
-        sizes: list[Piece] = []
+        sizes: list[SimulatedPiece] = []
         host, num_begun, load_s = self._host_work, 0, 0.0
         for job, piece in zip(jobs, pieces, strict=True):
             assert job.planned is not None
             cached = job.planned.num_tokens - job.planned.computed
-            sizes.append(Piece(piece.num_tokens, cached + piece.start + piece.num_tokens, piece.is_last))
+            sizes.append(SimulatedPiece(piece.num_tokens, cached + piece.start + piece.num_tokens, piece.is_last))
             if not piece.start:
                 load_s = max(load_s, job.loaded_at_s - self.now_s)
                 num_begun += 1
@@ -293,7 +299,7 @@ class Replica:
                 self.now_s += whole_s / num_layers
                 if self.scheduler.after_layer(self.now_s):
                     self._decode()
-        else:  # nobody could ask for a decode step between two layers
+        else:  # no request would need a decode step between two layers
             self.now_s += whole_s
         done = self.scheduler.pack_done(self.now_s)
         self._outcome.num_packs += 1
@@ -330,7 +336,7 @@ class Replica:
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _take_token(self, job: Job) -> None:
+    def _take_token(self, job: SimulatedJob) -> None:
         job.answered += 1
         job.context += 1
         if job.answered < job.answer_tokens:
@@ -343,28 +349,28 @@ class Replica:
         self._release(job)
 
     def _preempt(self, request_id: str) -> None:
-        """Its pages are free; it goes first again, and is planned anew."""
+        """Frees the pages of a preempted request, which is planned again and starts at the front of the queue."""
         job = self._jobs[request_id]
         self._outcome.num_preempted += 1
         self._release(job)
         job.planned = job.disk_at_s = None
         self._waiting = {request_id: job, **self._waiting}
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: SimulatedJob) -> None:
         self._free_pages += job.own_pages
         job.own_pages = 0
         if job.ticket is not None:
             ticket, job.ticket = job.ticket, None
             self.cache.unpin(ticket)
 
-    def _as_costs(self) -> Costs:
+    def _as_costs(self) -> StepCosts:
         """What the engine measures for the scheduler."""
         last = self._scheduler_costs
         if (last.decode_step_s, last.answer_tokens) != (self._decode_step_s, self._answer_tokens):
-            self._scheduler_costs = Costs(self._token_s, self._decode_step_s, self._answer_tokens)
+            self._scheduler_costs = StepCosts(self._token_s, self._decode_step_s, self._answer_tokens)
         return self._scheduler_costs
 
 
 def _none_shared(request_id: str) -> int:
-    """The device tier's pages are not the requests' here."""
+    """The device tier's pages are separate from the requests' here."""
     return 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ccjax.evaluation.pages import show, text
-from scripts.simulation.sizing import Size, Tried
+from scripts.simulation.sizing import Tried
 
 
 def print_figures(figures: Mapping[str, Any], took: Mapping[str, float]) -> None:
@@ -30,7 +30,7 @@ def print_figures(figures: Mapping[str, Any], took: Mapping[str, float]) -> None
     show(("", ""), counts, "run")
 
 
-def print_sizes(goal: str, needed: Mapping[int, Size], tried: Sequence[Tried], distinct_bytes: int) -> None:
+def print_sizes(goal: str, needed: Mapping[int, DeploymentSize], tried: Sequence[Tried], distinct_bytes: int) -> None:
     """What a search found."""
     rows = [
         (

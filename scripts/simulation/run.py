@@ -1,4 +1,4 @@
-"""A whole run: a workload over one replica or several, routed as a cluster's router does."""
+"""A simulation run: a workload over one or several replicas, routed as in a cluster."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.store.spec import KVSpec
 from ccjax.store.usage import DISK
 from ccjax.types import ChunkId
-from scripts.simulation.cache import CacheSettings, ReplicaCache
+from scripts.simulation.cache import ReplicaCache
 from scripts.simulation.costs import CostModel
-from scripts.simulation.outcome import Outcome
-from scripts.simulation.replica import HostWork, Replica
+from scripts.simulation.replica import HostWork
 from scripts.simulation.workload import Workload
 
 _ADVANCE_EVERY = 1000
@@ -23,17 +22,18 @@ _ADVANCE_EVERY = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """What answers; each replica has tiers of its own, also below: a shared store is not modelled.
+    """The simulated deployment; each replica has tiers of its own, including the lower one: a shared store is not
+    modelled.
 
     Attributes:
       cache, scheduler: of each replica.
-      replicas: how many.
-      summary_interval_s: how often each tells the router what it holds and how many tokens wait.
+      replicas: their number.
+      summary_interval_s: how often each replica publishes its chunks and queued tokens to the router.
     """
 
     costs: CostModel
     kv_spec: KVSpec
-    cache: CacheSettings
+    cache: SimulatedCacheSettings
     scheduler: SchedulerSettings
     replicas: int = 1
     host_work: HostWork = HostWork()
@@ -47,18 +47,18 @@ class Deployment:
 
 
 class Simulation:
-    """A run that was carried out, or can be continued: `run` takes each request in turn.
+    """A run; `run` processes all requests, and may be called for a continuation.
 
     Attributes:
       replicas: with their caches, as the run left them.
     """
 
     def __init__(self, deployment: Deployment, workload: Workload, *, seed: int = 0) -> None:
-        self.outcome = Outcome(len(workload))
+        self.outcome = SimulationResults(len(workload))
         self._workload = workload
         self._rng = random.Random(seed)
         self.replicas = [
-            Replica(
+            SimulatedReplica(
                 ReplicaCache(deployment.cache, deployment.costs, deployment.kv_spec),
                 deployment.costs,
                 deployment.scheduler,
@@ -74,11 +74,11 @@ class Simulation:
         ]
         self._router = _Router(self.replicas, deployment) if deployment.replicas > 1 else None
 
-    def run(self, progress: Callable[[int], None] = lambda done: None) -> Outcome:
-        """All requests, to their last tokens.
+    def run(self, progress: Callable[[int], None] = lambda done: None) -> SimulationResults:
+        """Runs all requests to their last tokens.
 
         Args:
-          progress: called now and then with the requests that came since the last time.
+          progress: called now and then with the number of requests that arrived since the last call.
         """
         workload = self._workload
         times, which = workload.arrival_s.tolist(), workload.which.tolist()
@@ -101,7 +101,7 @@ class Simulation:
         progress(len(workload) % _ADVANCE_EVERY)
         return self.outcome
 
-    def _summary(self, number: int, replica: Replica) -> PromptSummary:
+    def _summary(self, number: int, replica: SimulatedReplica) -> PromptSummary:
         passages = self._workload.lists[int(self._workload.which[number])]
         view = replica.cache.view(passages, self._workload.system_tokens)
         chunks = tuple((chunk.chunk_id, chunk.num_tokens) for chunk in view.chunks if chunk.role == "document")
@@ -109,9 +109,9 @@ class Simulation:
 
 
 class _Router:
-    """Books as `ccjax.cluster.router` keeps them: the last summary of each replica, and what was sent there since."""
+    """The state of `ccjax.cluster.router`: the last summary of each replica, and what was sent there since."""
 
-    def __init__(self, replicas: list[Replica], deployment: Deployment) -> None:
+    def __init__(self, replicas: list[SimulatedReplica], deployment: Deployment) -> None:
         self._replicas = {str(name): one for name, one in enumerate(replicas)}
         self._interval_s = deployment.summary_interval_s
         self._next_s = 0.0
@@ -124,8 +124,8 @@ class _Router:
         token_s = costs.compute_s(1024, 0, 1024) / 1024
         self._load_cost = load_cost(costs.load_s(DISK, token_bytes) if has_disk else None, token_s)
 
-    def choose(self, now_s: float, prompt: PromptSummary, draw: float) -> Replica:
-        """Where a request goes."""
+    def choose(self, now_s: float, prompt: PromptSummary, draw: float) -> SimulatedReplica:
+        """The replica for a request."""
         if now_s >= self._next_s:
             self._publish()
             self._next_s = now_s + self._interval_s

@@ -1,5 +1,5 @@
-"""What a service level needs: "p99 TTFT < 1 s at 20 req/s" as a goal, and the cheapest of some deployments that reaches
-it. Runs nothing itself."""
+"""Sizing for a service level: a goal such as "p99 TTFT < 1 s at 20 req/s", and the cheapest deployment that meets
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GOAL = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A statistic of a time, the most that it may be in seconds, and the rate of requests a second."""
+    """A statistic of a time, its limit in seconds, and the request rate per second."""
 
     statistic: str
     figure: str
@@ -27,22 +27,23 @@ class Goal:
     rate: float
 
     def value(self, figures: Mapping[str, Any]) -> float:
-        """Of a run's figures (`Outcome.figures`); infinite where requests were refused or not answered."""
+        """The statistic in a run's figures (`SimulationResults.figures`); infinite if requests were refused or not
+        answered."""
         times = figures[f"{self.figure}_s"]
         if times is None or figures["answered"] < figures["requests"]:
             return math.inf
         return times[self.statistic]
 
     def is_met(self, figures: Mapping[str, Any]) -> bool:
-        """Whether it is at most what it may be."""
+        """Whether the statistic is within the limit."""
         return self.value(figures) <= self.most_s
 
 
 def parse_goal(text: str) -> Goal:
-    """The goal that "p99 TTFT < 1 s at 20 req/s" says: mean, p50, p90 or p99; TTFT or latency; s or ms.
+    """Parses a goal such as "p99 TTFT < 1 s at 20 req/s": mean, p50, p90 or p99; TTFT or latency; s or ms.
 
     Raises:
-      ValueError: it says something else, or a number is 0.
+      ValueError: it is malformed, or a number is 0.
     """
     found = _GOAL.fullmatch(text.strip().lower())
     if found is None:
@@ -58,8 +59,8 @@ def parse_goal(text: str) -> Goal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
-    """A deployment: host memory for chunk-caches on each replica, and how many of these."""
+class DeploymentSize:
+    """A deployment: host memory for chunk-caches on each replica, and the number of replicas."""
 
     host_cache_bytes: int
     replicas: int
@@ -67,25 +68,24 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A size, its figures, and what the goal speaks of."""
+    """A size that was tried: its figures, and the value of the goal's statistic."""
 
-    size: Size
+    size: DeploymentSize
     figures: Mapping[str, Any]
     value: float
     is_met: bool
 
 
 def search(
-    goal: Goal, budgets: Sequence[int], most_replicas: int, simulate: Callable[[Size], Mapping[str, Any]]
-) -> tuple[dict[int, Size], list[Tried]]:
+    goal: Goal, budgets: Sequence[int], most_replicas: int, simulate: Callable[[DeploymentSize], Mapping[str, Any]]
+) -> tuple[dict[int, DeploymentSize], list[Tried]]:
     """For each budget the fewest replicas that meet the goal, budgets that none meets left out; and all that was tried.
 
-    More replicas are taken to be no worse, so the number is doubled until one meets the goal, and halved between. A
-    larger budget is taken to need no more replicas than a smaller one: from the least budget up, the search for the
-    next ends at what the last one needed.
+    More replicas are assumed to be no worse, so the number is doubled until one meets the goal, then bisected. A larger
+    budget is assumed to need no more replicas than a smaller one, which bounds its search.
 
     Args:
-      simulate: figures of a run at `goal.rate`; asked once for a size.
+      simulate: figures of a run at `goal.rate`; called once per size.
 
     Raises:
       ValueError: no budgets, or no replicas.
@@ -93,25 +93,25 @@ def search(
     check_count("most_replicas", most_replicas)
     if not budgets:
         raise ValueError("budgets: wanted at least one, got none")
-    tried: dict[Size, Tried] = {}
+    tried: dict[DeploymentSize, Tried] = {}
 
-    def is_met(size: Size) -> bool:
+    def is_met(size: DeploymentSize) -> bool:
         if size not in tried:
             figures = simulate(size)
             tried[size] = Tried(size, figures, goal.value(figures), goal.is_met(figures))
         return tried[size].is_met
 
-    needed: dict[int, Size] = {}
+    needed: dict[int, DeploymentSize] = {}
     most = most_replicas
     for budget in sorted(set(budgets)):
-        count = _least(lambda count, budget=budget: is_met(Size(budget, count)), most)
+        count = _least(lambda count, budget=budget: is_met(DeploymentSize(budget, count)), most)
         if count is not None:
-            needed[budget], most = Size(budget, count), count
+            needed[budget], most = DeploymentSize(budget, count), count
     return needed, list(tried.values())
 
 
 def _least(is_met: Callable[[int], bool], most: int) -> int | None:
-    """The least count from 1 to `most` that meets it, for what more of never makes worse; None where `most` fails."""
+    """The least count from 1 to `most` that satisfies a monotone condition; None if `most` does not."""
     low, high = 0, 1
     while not is_met(high):
         if high == most:

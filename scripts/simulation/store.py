@@ -1,5 +1,5 @@
-"""The engine's tiers and variant index without KV: what each tier holds, evicts and counts, of variants that have a
-size and nothing else."""
+"""The engine's tiers and variant index without KV: contents, evictions and counters of variants that have only a
+size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_KV = np.empty(0, np.uint8)
 
 
 class SizedTier(MemoryTier[None]):
-    """A tier of which only the budget is real."""
+    """A tier with nothing but a budget."""
 
     def __init__(self, name: str, kv_spec: KVSpec, budget_bytes: int | None) -> None:
         super().__init__(name, ByteBudget(name, budget_bytes))
@@ -36,15 +36,15 @@ class SizedTier(MemoryTier[None]):
         """See `MemoryTier`."""
         return num_tokens * self._token_bytes
 
-    def _take_in(self, kv: np.ndarray) -> None:
+    def _hold(self, kv: np.ndarray) -> None:
         return None
 
 
 class SizedTicket(LoadTicket):
-    """The tiers that the variants of a plan are in; reads nothing.
+    """The tiers of a plan's variants; reads nothing.
 
     Args:
-      fastest: the tier out of which nothing can move up.
+      fastest: the tier from which nothing can be promoted.
     """
 
     def __init__(self, tiers: Mapping[str, str], wanted: Collection[str], fastest: str) -> None:
@@ -71,10 +71,10 @@ class SizedTicket(LoadTicket):
 
 
 class SizedStore(TieredStore):
-    """A `TieredStore` over `SizedTier`s: its tickets, pins, promotion and budgets, nothing behind them.
+    """A `TieredStore` over `SizedTier`s: with tickets, pins, promotion and budgets, but without data.
 
-    The disk is one more of them, at whose writes nobody waits: they are there at once, where the real ones are there
-    from the moment that they are queued. A tier with a budget of 0 is left out, but host memory.
+    The disk is one of them, and writes to it complete at once; a real store serves variants from the moment they are
+    queued. Tiers with a budget of 0 are left out, except host memory.
     """
 
     def __init__(self, kv_spec: KVSpec, *, device_bytes: int, host_bytes: int, disk_bytes: int | None) -> None:
@@ -96,7 +96,7 @@ class SizedStore(TieredStore):
     def complete_store(
         self, ticket: StoreTicket, kv: np.ndarray | None, *, wait: bool = False, tiers: Collection[str] | None = None
     ) -> tuple[str, ...]:
-        """See `TieredStore`; whatever `kv` is, nothing of it is kept."""
+        """See `TieredStore`; `kv` is not kept."""
         ticket.close()
         self._withdraw(ticket)
         if ticket.exists:
@@ -111,7 +111,7 @@ class SizedStore(TieredStore):
 
 
 class SizedIndex(VariantIndex):
-    """The engine's index; its records are as small as eviction and erasure let them be."""
+    """The engine's index; its records are as small as eviction and erasure allow."""
 
     def _record(self, meta: VariantMeta, prompt: Prompt, origin: Origin) -> ShardRecord:
         kept: dict[str, Any] = {"prefix_ids": list(meta.prefix_ids), "fidelity": meta.fidelity}

@@ -36,7 +36,7 @@ from scripts.benchmarks.common import BenchmarkError, data_folder, environment, 
 from scripts.benchmarks.ragcache_replay import (
     BATCHED_TOKENS,
     RECOMPUTE_RATIO,
-    Bench,
+    ReplayBench,
     ask_all,
     documents_of,
     measure_profile,
@@ -45,8 +45,7 @@ from scripts.benchmarks.ragcache_replay import (
 )
 from scripts.benchmarks.ragcache_replay import distinct_bytes as bytes_of_all
 from scripts.benchmarks.serve_model import bench_model, cache_folder
-from scripts.benchmarks.serve_workload import Question, load_trace
-from scripts.simulation.cache import CacheSettings
+from scripts.benchmarks.serve_workload import WorkloadQuestion, load_trace
 from scripts.simulation.costs import GridCosts
 from scripts.simulation.observed import Prefill, fit
 from scripts.simulation.replica import HostWork
@@ -64,7 +63,7 @@ _MOST_REQUESTS = 1000
 _NUM_PASSAGES = 3
 _BUDGET_SHARE = 0.4
 _POLICY = "saved_seconds"
-_SEATS = 4
+_MAX_NUM_SEQS = 4
 _MAX_MODEL_LEN = 1088  # profiles go up to less than half of it: a whole pack behind a whole pack
 _NUM_PROFILES = 4
 _NUM_DRAWS = 10
@@ -92,14 +91,16 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _measure(args: argparse.Namespace, data: Path, questions: Sequence[Question], progress: Progress) -> dict[str, Any]:
+def _measure(
+    args: argparse.Namespace, data: Path, questions: Sequence[WorkloadQuestion], progress: Progress
+) -> dict[str, Any]:
     use_compile_cache(cache_folder() / "compile")
     asked = bench_model(None, data, *SHAPE)
     model = load_model(asked.name, dtype="float32", tokenizer=asked.tokenizer)
     half = len(questions) // 2
-    options = argparse.Namespace(max_model_len=_MAX_MODEL_LEN, seats=_SEATS, quick=False)
+    options = argparse.Namespace(max_model_len=_MAX_MODEL_LEN, seats=_MAX_NUM_SEQS, quick=False)
     total = bytes_of_all(model, questions)
-    bench = Bench(options, model, questions[:half], questions[half:], None, total, progress)
+    bench = ReplayBench(options, model, questions[:half], questions[half:], None, total, progress)
     task = progress.add_task("compile")
     with bench.engine("prefix", policy=_POLICY, share=1.0) as engine:
         engine.warmup(lambda stage, done, of: progress.update(task, completed=done, total=of))
@@ -126,7 +127,7 @@ def _measure(args: argparse.Namespace, data: Path, questions: Sequence[Question]
     return {**environment(), **about, "profile": profile.grid.to_json(), "cases": cases}
 
 
-def _profile(bench: Bench) -> PrefillProfile:
+def _profile(bench: ReplayBench) -> PrefillProfile:
     """Of several profiles the least times: what slows this machine down for a second or two is no part of a prefill."""
     profiles = [measure_profile(bench) for _ in range(_NUM_PROFILES)]
     least = np.min([one.grid.seconds for one in profiles], axis=0)
@@ -135,7 +136,7 @@ def _profile(bench: Bench) -> PrefillProfile:
 
 
 def _case(
-    bench: Bench,
+    bench: ReplayBench,
     prompts: Sequence[Prompt],
     grid: PrefillGrid,
     strategy: str,
@@ -170,7 +171,7 @@ def _case(
     }
 
 
-def _fill(engine: Engine, bench: Bench, advance: Callable[[], None]) -> float:
+def _fill(engine: Engine, bench: ReplayBench, advance: Callable[[], None]) -> float:
     """Asks the past one by one; how many of its second half were answered a second."""
     ask_all(engine, bench.past[: len(bench.past) // 2], advance)
     started_s = time.perf_counter()
@@ -178,7 +179,7 @@ def _fill(engine: Engine, bench: Bench, advance: Callable[[], None]) -> float:
     return len(second) / (time.perf_counter() - started_s)
 
 
-def _prompt(model: LoadedModel, question: Question) -> Prompt:
+def _prompt(model: LoadedModel, question: WorkloadQuestion) -> Prompt:
     """As the engine puts it together."""
     assert model.tokenizer is not None and model.template is not None
     builder = PromptBuilder(model.tokenizer, model.template)
@@ -213,7 +214,7 @@ def _simulate(
     deployment = Deployment(
         costs,
         kv_spec_of(bench.model.config, "float32"),
-        CacheSettings(
+        SimulatedCacheSettings(
             strategy=strategy,
             recompute_ratio=RECOMPUTE_RATIO,
             eviction_policy=_POLICY,
@@ -223,7 +224,7 @@ def _simulate(
             num_pages=_PLENTY_OF_PAGES,
             page_tokens=PAGE_TOKENS,
             max_num_batched_tokens=BATCHED_TOKENS,
-            max_num_seqs=_SEATS,
+            max_num_seqs=_MAX_NUM_SEQS,
             reorder_window=32,
         ),
         host_work=host_work,

@@ -1,7 +1,6 @@
-"""What is asked and when: arrivals, drawn or recorded, and the passages of each request, drawn or of a retrieval trace.
+"""Simulated workloads: random or recorded arrivals, and random or traced passages of each request.
 
-No public trace has both arrival times and passages, so wherever arrivals are recorded ones their combination with
-passages is ours.
+No public trace has both arrival times and passages, so recorded arrivals are always combined with passages by us.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ccjax.types import Chunk, ChunkId
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passages:
-    """The passages of one request in prompt order: numbers that name them, and their lengths in tokens."""
+    """The passages of one request in prompt order: their numbers, and their lengths in tokens."""
 
     numbers: tuple[int, ...]
     num_tokens: tuple[int, ...]
@@ -38,7 +37,7 @@ class Workload:
       lists: the distinct lists of passages.
       question_tokens: of every request.
       answer_tokens: [n] tokens of each answer.
-      system_tokens: of the system prompt that stands before all passages; 0 for none.
+      system_tokens: of the system prompt before all passages; 0 for none.
     """
 
     arrival_s: np.ndarray
@@ -63,15 +62,15 @@ class Workload:
         return len(self.arrival_s)
 
     def at_rate(self, rate: float) -> Workload:
-        """The same requests, their gaps stretched alike so that they come `rate` a second on average."""
+        """The same requests with their gaps scaled to `rate` per second on average."""
         check_mass("rate", rate)
         if not rate or not self.arrival_s[-1]:
             raise ValueError(f"rate: wanted more than 0, and requests that do not come all at once, got {rate}")
         return dataclasses.replace(self, arrival_s=self.arrival_s * (len(self) / rate / self.arrival_s[-1]))
 
     def unhurried(self, count: int, gap_s: float) -> Workload:
-        """The same requests, the first `count` of which come `gap_s` seconds apart, and the rest with the gaps that
-        they had: what fills the caches leaves no line behind."""
+        """The same requests, the first `count` of them `gap_s` seconds apart and the rest with their own gaps: filling
+        the caches then leaves no backlog."""
         if not 0 <= count <= len(self):
             raise ValueError(f"count: wanted 0 to {len(self)}, the requests that there are, got {count}")
         check_mass("gap_s", gap_s)
@@ -81,12 +80,12 @@ class Workload:
 
     @property
     def distinct_tokens(self) -> int:
-        """Tokens of all passages that some request has, each once."""
+        """Tokens of all passages that occur in some request, each counted once."""
         return sum(dict(pair for one in self.lists for pair in zip(one.numbers, one.num_tokens, strict=True)).values())
 
 
 def chunk_of(number: int) -> Chunk:
-    """The chunk that stands for a passage: its one token id is its number, its id that of these ids."""
+    """The chunk that represents a passage: its only token id is the passage's number."""
     ids = (number,)
     return Chunk(ChunkId(hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()), ids)
 
@@ -127,10 +126,10 @@ def trace_lists(path: Path, lengths: Sequence[int] | dict[int, int], top_k: int)
     """The lists of a retrieval trace (JSON lines with `docs`, ids of passages, best first), in its order.
 
     Args:
-      lengths: tokens by passage id, or lengths of which each passage has the one of its id modulo their number.
+      lengths: tokens by passage id, or a list of lengths indexed by the id modulo its size.
 
     Raises:
-      ValueError: a line is not what it should be, or a passage has no length.
+      ValueError: a line is malformed, or a passage has no length.
     """
     check_count("top_k", top_k)
     found = []
@@ -175,7 +174,7 @@ def recorded(path: Path) -> tuple[np.ndarray, np.ndarray]:
         with path.open(encoding="utf-8", newline="") as lines:
             if path.suffix == ".csv":
                 for row in csv.DictReader(lines):
-                    # Seven digits of a second; Python's clock takes six.
+                    # Seven digits of a second; Python's clock has six.
                     times.append(datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp())
                     answers.append(int(row["GeneratedTokens"]))
             else:
@@ -193,7 +192,7 @@ def recorded(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_turn(count: int, values: np.ndarray) -> np.ndarray:
-    """[count] of recorded times, over and over where they are fewer: each round begins a mean gap after the last."""
+    """[count] of the recorded times, repeated if there are fewer: each repetition starts a mean gap after the last."""
     rounds = -(-count // len(values))
     period = values[-1] + values[-1] / max(1, len(values) - 1)
     if rounds > 1 and not period:
@@ -202,7 +201,7 @@ def in_turn(count: int, values: np.ndarray) -> np.ndarray:
 
 
 def draw_which(count: int, num_lists: int, *, exponent: float | None, seed: int) -> np.ndarray:
-    """[count] lists asked for: in their order over and over, or drawn with odds `rank ** -exponent`."""
+    """[count] requested lists: in order and repeated, or drawn with odds `rank ** -exponent`."""
     if exponent is None:
         return np.arange(count) % num_lists
     rng = np.random.default_rng(seed)

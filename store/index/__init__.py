@@ -1,4 +1,4 @@
-"""The shared index of the processes on one store: which class a URL means."""
+"""The shared index of the processes on one store: maps URLs to implementations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ccjax.store.spec import StoreIdentity
 
 
 def open_index(url: str, namespace: str, identity: StoreIdentity | None = None) -> SharedIndex:
-    """The part of an index that belongs to one namespace of a store. Asks no server yet: whether there is one shows in
-    the first call.
+    """Opens the part of an index that belongs to one namespace of a store. Contacts no server yet; an unreachable one
+    shows at the first call.
 
     Args:
-      url: `sqlite:///absolute/path.db` for processes of one host (not on a network file system), made if missing;
+      url: `sqlite:///absolute/path.db` for processes of one host (not on a network file system), created if missing;
         `redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]` for several hosts, `rediss://` for the same over TLS, with
-        `?ssl_ca_certs=`, `ssl_certfile=` and `ssl_keyfile=` naming files. Redis 6.2 or later, no cluster of Redis.
-      identity: whose the namespace is; its keys, if it has some, seal leases and orders. Records bring their own seals.
+        `?ssl_ca_certs=`, `ssl_certfile=` and `ssl_keyfile=` naming files. Redis 6.2 or later, no Redis cluster.
+      identity: owner of the namespace; its keys, if any, seal leases and orders. Records carry their own seals.
 
     Raises:
-      ValueError: another URL, or the package that it needs is missing; the message shows no password.
+      ValueError: an unknown URL, or the package it needs is missing; the message shows no password.
     """
     scheme = urllib.parse.urlsplit(url).scheme if isinstance(url, str) else ""
     if scheme == "sqlite":

@@ -1,5 +1,4 @@
-"""One SQLite file that several processes of a host share, and that may be lost or damaged at any time: it is made anew
-then."""
+"""A SQLite file shared by several processes of a host. It may be lost or damaged at any time and is then recreated."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ccjax.store.errors import IndexUnavailableError
 from ccjax.store.index.outage import ANSWER_S, Outage
 
 APPLICATION_ID = 0x63636A78
-"""Of our files, so that no other program's database is taken for a damaged one of ours."""
+"""Marks our files, so that another program's database is not mistaken for a damaged one of ours."""
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _PARTS = ("", "-wal", "-shm")
@@ -26,14 +25,14 @@ T = TypeVar("T")
 
 
 class Database:
-    """Thread-safe.
+    """Connection to the file. Thread-safe.
 
-    A file that is deleted or set aside under an open connection is noticed by its inode, at the next call. Whoever
-    finds a damaged one moves it to `PATH.damaged`, where the last one stays for a look, and makes an empty one; a lock
-    file sees to it that only one process does, and that none opens it meanwhile.
+    A file that was deleted or set aside under an open connection is noticed at the next call by its inode. Whichever
+    process finds a damaged file moves it to `PATH.damaged` (only the last one is kept, for inspection) and creates an
+    empty one; a lock file ensures that only one process does so and that no other opens it meanwhile.
 
     Args:
-      schema: statements that make what is missing; run whenever the file is opened.
+      schema: statements that create what is missing; run whenever the file is opened.
       version: of the schema.
     """
 
@@ -47,21 +46,21 @@ class Database:
         self._outage = Outage(f"index {path}", self._probe)
 
     def run(self, work: Callable[[sqlite3.Connection], T], *, writes: bool = True) -> T:
-        """What `work` returns, done in one transaction; it may be called twice.
+        """Runs `work` in one transaction and returns its result; `work` may be called twice.
 
         Raises:
-          IndexUnavailableError: the file cannot be used, or another process holds it for too long.
+          IndexUnavailableError: the file cannot be used, or another process has locked it for too long.
         """
         self._outage.check()
         with self._lock:
-            self._outage.check()  # whoever had the lock may have waited in vain
+            self._outage.check()  # the lock may have been released meanwhile
             try:
                 try:
                     return self._transact(work, writes)
                 except sqlite3.DatabaseError as error:
                     if _is_damage(error):
                         self._set_aside()
-                    elif "no such table" in str(error):  # the file was cut off: opening it makes them
+                    elif "no such table" in str(error):  # the file was truncated: reopening recreates the tables
                         self._disconnect()
                     else:
                         raise
@@ -137,7 +136,7 @@ class Database:
                 except sqlite3.DatabaseError as error:
                     if not _is_damage(error):
                         raise
-            # The last writes lie in a file of their own, which must not be taken for those of the next database.
+            # The latest writes are in a separate file, which must not be taken for those of the next database.
             for part in _PARTS:
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(f"{self.path}{part}", f"{self.path}.damaged{part}")
@@ -157,7 +156,7 @@ class Database:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """No other process opens the file or moves it meanwhile. Raises TimeoutError."""
+        """Keeps other processes from opening or moving the file meanwhile. Raises TimeoutError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -1,7 +1,7 @@
-"""Leases of a shared index, sealed where the store has keys; those of the store's root where the index does not answer.
+"""Leases of a shared index, sealed if the store has keys, with the leases of the store's root as fallback.
 
-While some processes see the index and others do not, these two kinds of leases do not see each other, as those of
-processes without an index never do: then work is done twice, which leases may always let happen.
+While some processes reach the index and others do not, the two kinds of leases do not exclude each other, as with
+processes that have no index at all. Work may then be done twice, which leases always allow.
 """
 
 from __future__ import annotations
@@ -18,43 +18,44 @@ from ccjax.store.leases import Lease
 from ccjax.store.spec import StoreIdentity
 
 LATE_S = 60.0
-"""A sealed lease counts that much longer than its holder's clock had it: the index's own time decides, and clocks
-differ. After that it is one that somebody put back."""
+"""Grace period of a sealed lease after its expiry by the holder's clock: the index's own time decides, and clocks
+differ. A lease that is still present later was replayed."""
 
 _MOST_FORGED = 8
-"""So many that nobody with our keys wrote are taken out of the way by one call."""
+"""Most entries without our seal that one call clears."""
 
 
 class LeaseRows(Protocol):
-    """The leases of one namespace as an index keeps them. Thread-safe; may raise OSError."""
+    """The stored leases of one namespace. Thread-safe; may raise OSError."""
 
     def take(self, rows: Sequence[tuple[str, str]], seconds: float) -> int:
-        """Writes value under key for so many seconds, in order, up to the first key that is there; how many."""
+        """Writes the value under each key, expiring after `seconds`, in order up to the first key that exists; returns
+        how many."""
         ...
 
-    def look(self, keys: Collection[str]) -> Mapping[str, str]:
-        """Key -> value, of those that are there and did not expire."""
+    def values_of(self, keys: Collection[str]) -> Mapping[str, str]:
+        """Key -> value of the keys that exist and have not expired."""
         ...
 
     def drop(self, key: str, value: str) -> None:
-        """Takes a key away if that is its value."""
+        """Deletes a key if it has that value."""
         ...
 
     def sweep(self) -> None:
-        """Deletes what expired."""
+        """Deletes expired keys."""
         ...
 
 
 class IndexLeases:
-    """A `LeaseTable` on rows. May raise OSError.
+    """A `LeaseTable` on `LeaseRows`. May raise OSError.
 
     Args:
-      identity: whose they are; where it has keys, a lease is sealed with its key and its end, and what is not sealed so
-        is no lease.
-      clock: seconds of this host, for the end of a sealed lease.
+      identity: owner; if it has keys, a lease is sealed together with its key and its expiry, and unsealed entries are
+        no leases.
+      clock: seconds on this host, for the expiry of a sealed lease.
 
     Attributes:
-      num_forged: such that were found so far.
+      num_forged: unsealed entries found so far.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class IndexLeases:
         return [Lease(key, 0, value, until_s) for key, value in rows[:num_won]]
 
     def held(self, keys: Collection[str]) -> frozenset[str]:
-        return frozenset(key for key, value in self._rows.look(keys).items() if self._is_ours(key, value))
+        return frozenset(key for key, value in self._rows.values_of(keys).items() if self._is_ours(key, value))
 
     def release(self, lease: Lease) -> None:
         self._rows.drop(lease.key, lease.holder)
@@ -98,15 +99,15 @@ class IndexLeases:
             _, until_s = json.loads(self._identity.unseal("index lease", key, bytes.fromhex(value)))
             if self._clock() < until_s + LATE_S:
                 return True
-        except (ValueError, TypeError):  # a SealError is one; SQLite keeps other types, too
+        except (ValueError, TypeError):  # SealError is a ValueError; SQLite stores other types, too
             pass
         self.num_forged += 1
         return False
 
     def _drop_forged(self, key: str) -> bool:
-        """Makes room where somebody without our keys holds a key; False where one of us does."""
-        value = self._rows.look([key]).get(key)
-        if value is None:  # it just ended
+        """Clears a key that is held without one of our seals; False if the lease is ours."""
+        value = self._rows.values_of([key]).get(key)
+        if value is None:  # it just expired
             return True
         if self._is_ours(key, value):
             return False
@@ -115,11 +116,11 @@ class IndexLeases:
 
 
 class PreferredLeases:
-    """A `LeaseTable` of two. May raise what `fallback` raises.
+    """A `LeaseTable` that falls back to another one. May raise what `fallback` raises.
 
     Args:
       preferred: of an index, whose leases have epoch 0.
-      fallback: of a root, whose leases have another.
+      fallback: of a root, whose leases have positive epochs.
     """
 
     def __init__(self, preferred: LeaseTable, fallback: LeaseTable) -> None:

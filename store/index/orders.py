@@ -1,4 +1,4 @@
-"""Orders of a shared index, sealed by the keys of a store."""
+"""Orders of a shared index, sealed with the keys of a store."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ccjax.store.spec import StoreIdentity
 _log = logging.getLogger(__name__)
 
 _MOST_FORGED = 64
-"""So many that nobody with our keys placed are taken away by one call."""
+"""Most orders without our seal that one call removes."""
 
 
 class SealedOrders:
-    """An `OrderBoard` on another one, for an identity that has keys. What none of them sealed is taken away undone.
+    """Wraps an `OrderBoard` for an identity with keys. Orders not sealed with one of them are removed and not carried
+    out.
 
     Attributes:
-      num_forged: such orders that were taken so far.
+      num_forged: such orders found so far.
     """
 
     def __init__(self, board: OrderBoard, identity: StoreIdentity) -> None:

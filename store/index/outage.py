@@ -1,4 +1,4 @@
-"""That an index does not answer: the call that finds out waits, the ones after it do not."""
+"""Circuit breaker for an index: only the call that detects an outage waits for it, later calls fail at once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from ccjax.store.errors import IndexUnavailableError
 
 ANSWER_S = 0.5
-"""Longest wait for a connection, and for an answer: what the call that meets an outage has to wait."""
+"""Timeout of a connection attempt and of a reply: the delay of the call that meets an outage."""
 
 PROBE_INTERVAL_S = 0.5
-"""Pause between two looks, in the background, whether an index that did not answer does so again."""
+"""Pause between two background probes of an index that did not answer."""
 
 
 class Outage:
-    """Thread-safe.
+    """Outage state of one index. Thread-safe.
 
     Args:
-      name: of the index in messages; holds no password.
+      name: of the index in messages; contains no password.
       probe: raises while the index does not answer; called on a thread of its own.
     """
 
@@ -32,10 +32,10 @@ class Outage:
         self._is_probing = False
 
     def check(self) -> None:
-        """To be called before each call of the index; has a look begun whether it is back, where one is due.
+        """Call before each use of the index; starts a background probe during an outage if one is due.
 
         Raises:
-          IndexUnavailableError: it did not answer lately.
+          IndexUnavailableError: it did not answer recently.
         """
         with self._lock:
             if self._reason is None:
@@ -44,21 +44,21 @@ class Outage:
             is_due = not self._is_probing and time.monotonic() >= self._next_probe_s
             self._is_probing = self._is_probing or is_due
         if is_due:
-            threading.Thread(target=self._look, name="store-index-probe", daemon=True).start()
+            threading.Thread(target=self._check, name="store-index-probe", daemon=True).start()
         raise error
 
     def begin(self, error: Exception) -> IndexUnavailableError:
-        """Notes that a call failed because the index did not answer; what to raise for it."""
+        """Records that a call failed because the index did not answer; returns the exception to raise."""
         with self._lock:
             self._reason = _first_line(error)
             self._next_probe_s = time.monotonic() + PROBE_INTERVAL_S
         return self.refusal(error)
 
     def refusal(self, error: Exception) -> IndexUnavailableError:
-        """What to raise for a call that the index answered with a refusal."""
+        """The exception to raise if the index answered with an error."""
         return IndexUnavailableError(f"{self._name}: {_first_line(error)}")
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         reason = None
         try:
             self._probe()

@@ -1,6 +1,6 @@
 """A shared index in Redis, for the processes of several hosts.
 
-Time is that of Redis. Needs the package `redis`, which is imported where an index is made.
+Uses the clock of Redis. Needs the package `redis`, imported when an index is created.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ccjax.store.index.api import (
     CHANGES_AT_ONCE,
     CHANGES_KEPT,
     MOST_ORDERS,
-    Changes,
     LeaseTable,
     Order,
     OrderBoard,
+    StoreChanges,
     changes_read,
     changes_to_send,
 )
@@ -32,10 +32,10 @@ _TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 
 
 class Server:
-    """The connection to one Redis, as far as an index uses it. Thread-safe.
+    """Connection to one Redis server. Thread-safe.
 
     Args:
-      settings: of `redis.Redis`.
+      settings: arguments of `redis.Redis`.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -62,21 +62,21 @@ class Server:
         self._scripts: dict[str, Any] = {}
 
     def run(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
-        """What one of `store.index.scripts` returns.
+        """Runs one of `store.index.scripts` and returns its result.
 
         Raises:
-          IndexUnavailableError: no answer, or a refusal.
+          IndexUnavailableError: no answer, or an error reply.
         """
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(script)
         return self._try(lambda: self._scripts[script](keys, arguments))
 
     def values(self, keys: Sequence[str]) -> list[bytes | None]:
-        """What each key holds; raises as `run`."""
+        """The values of the keys; raises as `run`."""
         return self._try(lambda: self._client.mget(keys)) if keys else []
 
     def close(self) -> None:
-        """Gives the connections back."""
+        """Closes the connections."""
         self._client.close()
 
     def _try(self, call: Callable[[], Any]) -> Any:
@@ -90,11 +90,11 @@ class Server:
 
 
 class RedisIndex:
-    """One namespace of the index in a Redis. Its methods are those of `store.index.api.SharedIndex`.
+    """One namespace of an index in Redis, a `store.index.api.SharedIndex`.
 
-    Changes are a stream, trimmed to about the newest `CHANGES_KEPT`. A cursor is the stream's generation, drawn anew
-    wherever there is no stream, and the id of an entry. Each entry names the one before it, so that what was trimmed,
-    flushed, or lost by a restart from an older file is noticed.
+    Changes are a stream, trimmed to about the newest `CHANGES_KEPT`. A cursor is the generation of the stream, drawn
+    anew whenever there is no stream, and the id of an entry. Each entry names its predecessor, so that trimming,
+    flushing, and a restart from an older snapshot are detected.
     """
 
     def __init__(self, server: Server, namespace: str, identity: StoreIdentity | None = None) -> None:
@@ -125,7 +125,7 @@ class RedisIndex:
             flat = [part for change in found for part in change]
             self._server.run(scripts.NOTIFY, self._keys, uuid.uuid4().hex, self._origin, CHANGES_KEPT, *flat)
 
-    def changes(self, cursor: str | None) -> Changes:
+    def changes(self, cursor: str | None) -> StoreChanges:
         theirs, _, entry = (cursor or "").partition(" ")
         reply = self._server.run(
             scripts.CHANGES, self._keys, uuid.uuid4().hex, self._origin, theirs, entry, CHANGES_AT_ONCE
@@ -152,16 +152,16 @@ class RedisLeaseRows:
         places = self._places([key for key, _ in rows])
         return self._server.run(scripts.ACQUIRE, places, _milliseconds(seconds), *(value for _, value in rows))
 
-    def look(self, keys: Collection[str]) -> dict[str, str]:
+    def values_of(self, keys: Collection[str]) -> dict[str, str]:
         wanted = tuple(keys)
         found = zip(wanted, self._server.values(self._places(wanted)), strict=True)
         return {key: value.decode("latin-1") for key, value in found if value is not None}
 
     def drop(self, key: str, value: str) -> None:
-        self._server.run(scripts.RELEASE, self._places([key]), value.encode("latin-1"))  # whatever somebody wrote
+        self._server.run(scripts.RELEASE, self._places([key]), value.encode("latin-1"))  # untrusted bytes
 
     def sweep(self) -> None:
-        """Nothing: Redis deletes what expires."""
+        """Does nothing: Redis deletes expired keys itself."""
 
     def _places(self, keys: Collection[str]) -> list[str]:
         return [f"{self._prefix}:{key}" for key in keys]
@@ -194,8 +194,8 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _settings(url: str) -> dict[str, Any]:
-    """The arguments of `redis.Redis` that a URL names. Raises ValueError, which shows no part of the URL: a password
-    with a character that should have been quoted may stand anywhere."""
+    """The arguments of `redis.Redis` that a URL specifies. Raises ValueError without quoting any part of the URL: a
+    password with a character that should have been percent-encoded may be anywhere in it."""
     try:
         parts = urllib.parse.urlsplit(url)
         port, database = parts.port, parts.path.removeprefix("/")

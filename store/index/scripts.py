@@ -1,12 +1,12 @@
-"""What a Redis does for a shared index in one go each: Lua.
+"""Lua scripts that Redis runs atomically for a shared index.
 
-Keys of one namespace share a hash tag. What nobody wrote to for `KEEP_MS` goes; time is that of Redis.
+Keys of one namespace share a hash tag. Keys that are not written for `KEEP_MS` expire; times are those of Redis.
 """
 
 from __future__ import annotations
 
 KEEP_MS = 24 * 3600 * 1000
-"""A namespace that is not used any more leaves nothing behind after that."""
+"""Keys of an unused namespace are gone after this time."""
 
 ACQUIRE = """
 -- KEYS: leases in order; ARGV: milliseconds, then the value of each. How many were free, up to the first that was not.
@@ -106,7 +106,7 @@ return 1
 TAKE = (
     _ORDERS
     + """
--- ARGV: milliseconds. Order, value and attempt of the oldest that nobody has.
+-- ARGV: milliseconds. Order, value and attempt of the oldest that is not taken.
 for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now)) do
   redis.call('ZREM', KEYS[6], key)
   redis.call('ZADD', KEYS[5], redis.call('HGET', KEYS[2], key), key)

@@ -1,6 +1,6 @@
 """A shared index in one SQLite file, for the processes of one host.
 
-Time is the host's clock, the same for all of its processes.
+Uses the host's clock, which all of its processes share.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ccjax.store.index.api import (
     CHANGES_AT_ONCE,
     CHANGES_KEPT,
     MOST_ORDERS,
-    Changes,
     LeaseTable,
     Order,
     OrderBoard,
+    StoreChanges,
     changes_read,
     changes_to_send,
 )
@@ -39,13 +39,13 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS orders (number INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, "
     "key TEXT NOT NULL, value BLOB NOT NULL, expires_s REAL NOT NULL, free_s REAL NOT NULL, attempt INTEGER NOT NULL, "
     "UNIQUE (namespace, key))",
-    # With its number and that of the last change that was deleted, a cursor tells whether something is missing.
+    # With its number and that of the last deleted change, a cursor shows whether something is missing.
     "INSERT OR IGNORE INTO facts VALUES ('generation', lower(hex(randomblob(16)))), ('forgotten', '0')",
 )
 
 
 class SqliteIndex:
-    """One namespace of the index in a file. Its methods are those of `store.index.api.SharedIndex`.
+    """One namespace of an index in a SQLite file, a `store.index.api.SharedIndex`.
 
     Args:
       clock: seconds, the same for all processes.
@@ -99,15 +99,15 @@ class SqliteIndex:
         if rows:
             self._database.run(write)
 
-    def changes(self, cursor: str | None) -> Changes:
-        def read(connection: sqlite3.Connection) -> Changes:
+    def changes(self, cursor: str | None) -> StoreChanges:
+        def read(connection: sqlite3.Connection) -> StoreChanges:
             facts = dict(connection.execute("SELECT name, value FROM facts"))
             generation, newest = facts["generation"], _newest(connection)
             if cursor is None:
-                return Changes(f"{generation} {newest}", {}, {}, True)
+                return StoreChanges(f"{generation} {newest}", {}, {}, True)
             theirs, _, number = cursor.partition(" ")
             if theirs != generation or not int(facts["forgotten"]) <= int(number) <= newest:
-                return Changes(f"{generation} {newest}", {}, {}, False)
+                return StoreChanges(f"{generation} {newest}", {}, {}, False)
             statement = (
                 "SELECT number, namespace, origin, kind, variant_id, record FROM changes WHERE number > ? "
                 "ORDER BY number LIMIT ?"
@@ -144,7 +144,7 @@ class SqliteLeaseRows:
 
         return self._database.run(write)
 
-    def look(self, keys: Collection[str]) -> dict[str, str]:
+    def values_of(self, keys: Collection[str]) -> dict[str, str]:
         def read(connection: sqlite3.Connection) -> dict[str, str]:
             now_s, found = self._clock(), {}
             statement = "SELECT holder FROM leases WHERE (namespace, key) = (?, ?) AND expires_s > ?"
@@ -213,13 +213,13 @@ class SqliteOrders:
         return self._database.run(lambda connection: connection.execute(statement, place).fetchone()[0], writes=False)
 
     def _purge(self, connection: sqlite3.Connection) -> float:
-        """Deletes what is too old; the time that counts for the rest."""
+        """Deletes what has expired; returns the time used for that."""
         now_s = self._clock()
         connection.execute("DELETE FROM orders WHERE expires_s <= ?", (now_s,))
         return now_s
 
 
 def _newest(connection: sqlite3.Connection) -> int:
-    """The number of the last change, be it there still or not."""
+    """The number of the last change, whether or not it still exists."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
     return 0 if row is None else row[0]

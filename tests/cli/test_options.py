@@ -91,8 +91,8 @@ def test_help_has_every_option_with_its_choices(capsys: pytest.CaptureFixture[st
         assert "{" + ",".join(names) + "}" in text
     for name, field in ServeOptions.model_fields.items():
         assert field.description, name
-    assert "Requests that may be queued; more get 429. (default: 128)" in text
-    assert "Requests that run at once; others are queued. (default: 32)" in text
+    assert "Most queued requests; more get 429. (default: 128)" in text
+    assert "Most requests that run at once; others are queued. (default: 32)" in text
 
 
 def test_what_documents_are_computed_with_is_what_a_server_takes() -> None:

@@ -8,10 +8,10 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 
-from ccjax.cluster.calls import Answer, App, Call, Head, perform, perform_whole
+from ccjax.cluster.calls import App, Call, Head, ReplicaResponse, perform, perform_whole
 from ccjax.cluster.front import Front, ReplicaLostError
 from ccjax.cluster.prompts import PromptReader
-from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, is_anybody_there
+from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, has_live_replica
 from ccjax.engine.loading import load_prompt_builder
 from ccjax.policy.routing import PromptSummary
 from ccjax.server import ServerSettings
@@ -42,7 +42,7 @@ class LocalReplicas:
         self.generators: list[str] = []
 
     async def answer(self, call: Call, prompt: PromptSummary) -> AsyncGenerator[Head | bytes, None]:
-        while not is_anybody_there(await self.counts()):
+        while not has_live_replica(await self.counts()):
             await asyncio.sleep(0.01)
         app = self.apps[len(self.calls) % len(self.apps)]
         self.calls.append(call)
@@ -57,8 +57,8 @@ class LocalReplicas:
                 if error is not None and num_pieces == 0:
                     raise error
 
-    async def answers(self, call: Call, timeout_s: float) -> Sequence[Answer | Exception]:
-        if not is_anybody_there(await self.counts()):
+    async def answers(self, call: Call, timeout_s: float) -> Sequence[ReplicaResponse | Exception]:
+        if not has_live_replica(await self.counts()):
             return []
         return [
             ReplicaLostError("gone") if number in self.unreachable else await perform_whole(app, call)

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from ccjax.cluster import calls
-from ccjax.cluster.calls import Answer, Call, Head, collect, perform, perform_whole
+from ccjax.cluster.calls import Call, Head, ReplicaResponse, collect, perform, perform_whole
 from ccjax.server.app import PASSAGES
 from ccjax.types import Document
 
@@ -33,7 +33,7 @@ def test_the_application_sees_the_request_as_it_came():
         await send(body(b"done"))
 
     call = dataclasses.replace(CALL, passages=(Document("text", "7"),))
-    assert asyncio.run(perform_whole(app, call)) == Answer(Head(201, ((b"a", b"b"),)), b"done")
+    assert asyncio.run(perform_whole(app, call)) == ReplicaResponse(Head(201, ((b"a", b"b"),)), b"done")
     assert seen["message"] == {"type": "http.request", "body": b"question", "more_body": False}
     assert (seen["path"], seen["raw_path"], seen["query_string"]) == ("/v1/a b/c", b"/v1/a%20b%2Fc", b"x=1&y=%20")
     assert (seen["method"], seen["headers"], seen["client"]) == ("POST", list(CALL.headers), CALL.client)
@@ -161,7 +161,7 @@ def test_what_it_raises_after_its_answer_does_not():
         await send(body(b"sorry"))
         raise ValueError("logged by whoever answered")
 
-    assert asyncio.run(perform_whole(app, CALL)) == Answer(Head(500, ()), b"sorry")
+    assert asyncio.run(perform_whole(app, CALL)) == ReplicaResponse(Head(500, ()), b"sorry")
 
 
 @pytest.mark.parametrize("sends", [[], [start()], [start(), body(b"half", more=True)]])

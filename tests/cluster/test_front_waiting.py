@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ccjax.cluster.calls import Call, perform_whole
-from ccjax.cluster.waiting import LOOK_S, Clock, NobodyThereError, Patience, is_anybody_there
+from ccjax.cluster.waiting import CHECK_EVERY_S, Clock, NoLiveReplicaError, ReplicaWait, has_live_replica
 from ccjax.server import ServerSettings, create_app
 from tests.cluster.conftest import API_KEY, SETTINGS, Cluster, bearer
 from tests.cluster.local import LocalReplicas, running_front
@@ -76,7 +76,7 @@ def test_a_request_is_refused_once_its_time_is_over(begin, time, more):
             answer = httpx.get(f"{cluster.url}/v1/models", headers=bearer(API_KEY), timeout=60)
         else:
             answer = cluster.post(CHAT, {**BODY, **more})
-        assert refused_after(answer, time) == pytest.approx(LOOK_S + 1.5)  # from the first look on
+        assert refused_after(answer, time) == pytest.approx(CHECK_EVERY_S + 1.5)  # from the first look on
         assert cluster.replicas.calls == []
 
 
@@ -95,7 +95,7 @@ def test_a_replica_that_comes_in_time_answers(begin, time, stream):
     time.limit_s = 12.0
     with begin(0.1) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         answer = pool.submit(cluster.post, CHAT, body)
-        wait_until(lambda: time.now_s + LOOK_S > 12.0, timeout_s=60)
+        wait_until(lambda: time.now_s + CHECK_EVERY_S > 12.0, timeout_s=60)
         assert not answer.done()
         cluster.replicas.states = {"running": 2}
         time.limit_s = 400.0
@@ -184,7 +184,7 @@ def test_who_leaves_is_waited_for_no_longer(begin, time):
     ],
 )
 def test_who_is_there(counts, is_there):
-    assert is_anybody_there(counts) is is_there
+    assert has_live_replica(counts) is is_there
 
 
 class Looks:
@@ -215,14 +215,14 @@ async def after(looks: Looks, num_looks: int, cancelled: list[bool] | None = Non
 
 def test_one_look_that_finds_nobody_is_not_believed(time):
     looks = Looks(*[0, 1] * 15, 1)
-    assert asyncio.run(Patience(looks, 0.0, None, clock=time.clock).first(after(looks, 40))) == "first"
+    assert asyncio.run(ReplicaWait(looks, 0.0, None, clock=time.clock).first(after(looks, 40))) == "first"
 
 
 def test_two_looks_in_a_row_are_and_the_answer_is_told_to_end(time):
     cancelled: list[bool] = []
     looks = Looks(1, 0, 0)
-    with pytest.raises(NobodyThereError):
-        asyncio.run(Patience(looks, 0.0, None, clock=time.clock).first(after(looks, 1000, cancelled)))
+    with pytest.raises(NoLiveReplicaError):
+        asyncio.run(ReplicaWait(looks, 0.0, None, clock=time.clock).first(after(looks, 1000, cancelled)))
     assert cancelled == [True] and looks.count == 3
 
 
@@ -234,7 +234,7 @@ def test_a_look_that_takes_long_delays_no_answer(time):
         await asyncio.Event().wait()
         return {}
 
-    assert asyncio.run(Patience(never, 0.0, None, clock=time.clock).first(after(looks, 1))) == "first"
+    assert asyncio.run(ReplicaWait(never, 0.0, None, clock=time.clock).first(after(looks, 1))) == "first"
 
 
 def test_what_has_no_beginning_is_an_error(time):
@@ -243,7 +243,7 @@ def test_what_has_no_beginning_is_an_error(time):
         yield
 
     with pytest.raises(RuntimeError, match="without a beginning"):
-        asyncio.run(Patience(Looks(1), 0.0, None, clock=time.clock).first(nothing()))
+        asyncio.run(ReplicaWait(Looks(1), 0.0, None, clock=time.clock).first(nothing()))
 
 
 def test_times_without_a_replica_add_up(time):
@@ -251,10 +251,10 @@ def test_times_without_a_replica_add_up(time):
 
     async def run() -> list[bool]:
         looks = Looks(*[0] * 20, *[1, *[0] * 20] * 50)
-        patience, found = Patience(looks, 0.0, None, 70 * LOOK_S, time.clock), []
+        patience, found = ReplicaWait(looks, 0.0, None, 70 * CHECK_EVERY_S, time.clock), []
         while not found or found[-1]:
-            found.append(await patience.until_somebody())
+            found.append(await patience.wait_for_replica())
         return found
 
     assert asyncio.run(run()) == [True, True, True, False]
-    assert time.now_s < 100 * LOOK_S
+    assert time.now_s < 100 * CHECK_EVERY_S

@@ -52,7 +52,7 @@ def test_an_order_that_fails_is_not_the_last(monkeypatch, error):
         orders.times_asked += 1
         raise error
 
-    monkeypatch.setattr(generator, "_AWAY_S", 0.001)
+    monkeypatch.setattr(generator, "_RETRY_S", 0.001)
     monkeypatch.setattr(Orders, "compute", fail)
     with working(monkeypatch, lambda: 1.0, needs_idle_cpus=False) as orders:
         wait_until(lambda: orders.times_asked > 2)

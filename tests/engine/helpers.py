@@ -24,7 +24,7 @@ from ccjax.engine.reads import Patience
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.models.llama3 import LlamaConfig
 from ccjax.models.llama3.params import Params, build_params
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 from ccjax.types import PrefillPlan, VariantId
 from tests.oracles import head_size, random_llama, rope_frequencies, rotate
 
@@ -61,7 +61,7 @@ class TinyModel:
             fingerprint=f"tiny-{seed}",
         )
 
-    def engine(self, *, disk_link: Link | None = None, **settings: Any) -> Engine:
+    def engine(self, *, disk_link: ThrottledLink | None = None, **settings: Any) -> Engine:
         return Engine(self.loaded, EngineConfig(**{"max_model_len": 4096, **settings}), disk_link=disk_link)
 
 

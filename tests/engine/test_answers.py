@@ -276,7 +276,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
             group = sequence.group
             preempt(sequence)
             if group.prompt is not None:
-                record = engine._loop._scheduler._scheduler._record(sequence.request_id)
+                record = engine._loop._scheduler._scheduler._get(sequence.request_id)
                 assert (record.work.prefill_tokens, record.own_pages) == (1, sequence.num_own_pages)
             others = sum(one.is_decoding for one in group.open)
             preempted.append((sequence.request_id, others, group.prompt is not None))
@@ -316,13 +316,13 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
             if not starved and len(client.deltas) > 20:
                 scheduler, sequences = engine._loop._scheduler._scheduler, engine._loop._sequences
                 for sequence in [one for one in sequences.all() if one.is_decoding]:
-                    scheduler._preempt(scheduler._record(sequence.request_id))
+                    scheduler._preempt(scheduler._get(sequence.request_id))
                     sequences._preempt(sequence)
                 held = engine._pool.allocate([PAGE_TOKENS] * engine._pool.num_free)
                 sequences.reclaim(1)
                 starved.append(engine._pool.num_free)
                 for sequence in sequences.all():  # they wait with all of the prompt to compute
-                    assert scheduler._record(sequence.request_id).work.prefill_tokens == sum(map(len, segments))
+                    assert scheduler._get(sequence.request_id).work.prefill_tokens == sum(map(len, segments))
                 del held
             return decode()
 

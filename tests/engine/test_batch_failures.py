@@ -506,7 +506,7 @@ def test_a_lost_pool_has_no_room_for_a_chunk_and_keeps_none_of_its_pages():
     pool = DevicePool(SPEC, 4 * PAGE)
     lose(pool)
     with pytest.raises(TierFullError, match="20 tokens could not be written"):
-        pool._take_in(np.zeros(SPEC.shape(20), SPEC.np_dtype))
+        pool._hold(np.zeros(SPEC.shape(20), SPEC.np_dtype))
     assert pool.num_free == 4
     pool.renew()
-    pool._take_in(np.zeros(SPEC.shape(20), SPEC.np_dtype))
+    pool._hold(np.zeros(SPEC.shape(20), SPEC.np_dtype))

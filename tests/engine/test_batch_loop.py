@@ -62,7 +62,7 @@ class Turns:
     """Decode steps that wait for their turn."""
 
     def __init__(self, engine):
-        self.num_given = self.num_taken = 0
+        self.num_given = self.num_queued = 0
         self._may_go, self._decoder, self._step = threading.Semaphore(0), engine._loop._decoder, None
 
     def __enter__(self):
@@ -76,7 +76,7 @@ class Turns:
 
     def _in_turn(self, *args):
         assert self._may_go.acquire(timeout=120)
-        self.num_taken += 1
+        self.num_queued += 1
         return self._step(*args)
 
     def until(self, condition):
@@ -85,7 +85,7 @@ class Turns:
         def look():
             if condition():
                 return True
-            if self.num_given == self.num_taken:
+            if self.num_given == self.num_queued:
                 self.num_given += 1
                 self._may_go.release()
             return False
@@ -314,7 +314,7 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind():
         settled(engine)
         assert engine.batch_counts.free_pages == free
         scheduler = engine._loop._scheduler._scheduler
-        assert not scheduler._places.num_taken and not scheduler._records and not scheduler._queue._lines
+        assert not scheduler._queue_limit.num_queued and not scheduler._sequences and not scheduler._queue._queues
         assert scheduler._deadlines.least() is None
     assert all(client.done.is_set() for client in gone)
     assert sum(isinstance(client.error, CancelledError) for client in gone) > 900

@@ -51,8 +51,8 @@ def engine(shared_engine):
     settled(shared_engine)
     after = shared_engine.batch_counts
     assert after.free_pages == before.free_pages
-    places = shared_engine._loop._scheduler._scheduler._places
-    assert places.num_taken == places.num_tokens == 0 and not places._by_flow
+    places = shared_engine._loop._scheduler._scheduler._queue_limit
+    assert places.num_queued == places.num_tokens == 0 and not places._by_flow
 
 
 @contextlib.contextmanager
@@ -274,18 +274,18 @@ def test_a_full_line_refuses_at_once_also_while_the_loop_stands(engine):
             for _ in range(MAX_QUEUE):
                 taken.append(Client(engine, request(flow="flood")))
         assert len(taken) == 2 * MAX_QUEUE // 3  # as flow_share 2 leaves half as many places as one flow has
-        engine.check_place("other")
+        engine.check_queue_limit("other")
         with pytest.raises(OverloadError):
-            engine.check_place("flood")
+            engine.check_queue_limit("flood")
         taken += [Client(engine, request(flow=f"other {number}")) for number in range(MAX_QUEUE - len(taken))]
         with pytest.raises(OverloadError, match="max_queue"):
-            engine.check_place("one more")
+            engine.check_queue_limit("one more")
         with pytest.raises(OverloadError, match="max_queue"):
             engine.run(request(flow="one more"))
         assert engine.batch_counts.waiting == MAX_QUEUE
     for client in taken:
         client.response()
-    engine.check_place("flood")
+    engine.check_queue_limit("flood")
 
 
 def test_what_the_pool_can_never_hold_is_refused_at_once(engine):
@@ -299,7 +299,7 @@ def test_how_long_to_wait_is_estimated_from_what_was_measured(engine):
     with decoding(engine) as (first, _):
         waiting = [Client(engine, request(flow=str(number))) for number in range(MAX_QUEUE)]
         with pytest.raises(OverloadError) as caught:
-            engine.check_place("x")
+            engine.check_queue_limit("x")
         # A place is free once the answer that runs ends, of the usual length or of its own where that is longer.
         assert 0.0 < caught.value.retry_after_s <= 400 * loop._decode_step_s * 2
         costs = loop._costs()

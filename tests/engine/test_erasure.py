@@ -404,7 +404,7 @@ def test_others_hear_of_an_erasure_when_it_begins_and_when_it_is_over(start, url
     fill(engine)
     registry = engine.documents._documents.registry
     for name, what, call in (
-        ("told", engine._store, "tell_others"),
+        ("told", engine._store, "request_relisting"),
         ("deleted", engine._store, "erase"),
         ("noted", registry, "note"),
         ("finished", registry, "finish"),

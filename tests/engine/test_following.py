@@ -129,7 +129,7 @@ def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the
     )
     answer(first)
     first.cache.flush()
-    wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS)
+    wait_until(lambda: len(second._store.change_feed._added) == NUM_CHUNKS)
     assert second.cache.num_variants == NUM_CHUNKS and threads == []  # its own
     for name in ("read", "names"):
         monkeypatch.setattr(second._store._disk._root, name, refuse)
@@ -155,7 +155,7 @@ def test_a_guest_sees_what_came(start, index_url):
     only_by_requests(second)
     answer(first)
     first.cache.flush()
-    wait_until(lambda: len(second._store.news._came) == NUM_CHUNKS)
+    wait_until(lambda: len(second._store.change_feed._added) == NUM_CHUNKS)
     with second._exclusive() as is_ours:
         assert is_ours and second.cache.num_variants == NUM_CHUNKS
 
@@ -170,7 +170,7 @@ def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypa
     monkeypatch.setattr(second.cache._maintenance, "follow", fail)
     answer(first)
     first.cache.flush()
-    wait_until(lambda: second._store.news.has_come)
+    wait_until(lambda: second._store.change_feed.has_changes)
     assert answer(second).reuse.prompt_tokens == sum(map(len, SEGMENTS))
     assert "could not be applied" in caplog.text
 
@@ -218,8 +218,10 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
             gone = {meta.variant_id for meta in tuple(first._variants)}
             for variant_id in gone:
                 first._variants.discard(variant_id)
-            news, followed = second._store.news, second._store._following  # where what is pinned stays for now
-            wait_until(lambda: gone <= {*tuple(news._went), *(key for key, _ in tuple(followed._going))})
+            news, followed = second._store.change_feed, second._store._watcher  # where what is pinned stays for now
+            wait_until(
+                lambda: gone <= {*tuple(news._removed), *(key for key, _ in tuple(followed._unapplied_removals))}
+            )
         run_layer(pack)
 
     def look(prefilled) -> None:

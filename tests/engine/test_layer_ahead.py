@@ -17,7 +17,7 @@ from ccjax.engine.device_model import DeviceModel
 from ccjax.engine.reads import LoadFailedError
 from ccjax.store.arrays import ShardReader
 from ccjax.store.errors import ShardCorruptError
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
 from tests.engine.helpers import After, Memory, TinyModel, draw_segments, loader, permuted, run_plan, run_reusing
 
@@ -255,7 +255,7 @@ def test_answers_do_not_depend_on_how_and_from_where_kv_is_loaded(url, loading, 
     with MODEL.engine(store=url, read_only=True) as engine:
         engine.run(request)
         wanted = engine.run(request)
-    link = Link(5e6, 0.001) if where == "slow disk" else None
+    link = ThrottledLink(5e6, 0.001) if where == "slow disk" else None
     settings = {} if where == "host" else {"host_cache_bytes": 1}
     with MODEL.engine(store=url, read_only=True, loading=loading, disk_link=link, **settings) as engine:
         for _ in range(3):  # the second and third plan with measured rates

@@ -10,7 +10,7 @@ import pytest
 from ccjax.engine.costs import MeasuredCosts
 from ccjax.engine.rates import Cost, LoadRate, Rates, fit
 from ccjax.policy.prefill_cost import PrefillGrid
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 
 
 class Clock:
@@ -110,7 +110,7 @@ def test_failed_reads_bring_no_bytes():
 
 def test_it_measures_what_a_throttled_link_was_set_to():
     rate = LoadRate(clock := Clock())
-    link = Link(2000.0, 0.25, clock=clock, sleep=clock.sleep)
+    link = ThrottledLink(2000.0, 0.25, clock=clock, sleep=clock.sleep)
     for size in (100, 200, 400, 800):
         done: Future = Future()
         done.set_result(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from scripts.fuzzing.target import Target
+from scripts.fuzzing.target import FuzzTarget
 
 
 def _fault(data: bytes) -> None:
@@ -20,8 +20,8 @@ def _hoard(data: bytes) -> None:
 
 
 TARGETS = {
-    "fault": Target(_fault, (ValueError,), (b"ant",)),
-    "hang": Target(lambda data: time.sleep(600), (), (b"",)),
-    "fine": Target(lambda data: time.sleep(0.01), (), (b"",)),
-    "hoard": Target(_hoard, (), (b"",)),
+    "fault": FuzzTarget(_fault, (ValueError,), (b"ant",)),
+    "hang": FuzzTarget(lambda data: time.sleep(600), (), (b"",)),
+    "fine": FuzzTarget(lambda data: time.sleep(0.01), (), (b"",)),
+    "hoard": FuzzTarget(_hoard, (), (b"",)),
 }

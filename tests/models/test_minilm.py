@@ -86,12 +86,12 @@ def test_agrees_with_hugging_face(encoder: SentenceEncoder, vectors: np.ndarray)
     np.testing.assert_allclose(vectors, expected, rtol=0, atol=TOLERANCE)
 
 
-def _pool_without_mask(params: model.Params, ids: jax.Array, mask: jax.Array, config: BertConfig) -> jax.Array:
+def _pool_without_mask(params: model.EncoderParams, ids: jax.Array, mask: jax.Array, config: BertConfig) -> jax.Array:
     pooled = model.hidden_states(params, ids, mask, config).mean(1)
     return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True)
 
 
-def _attend_without_mask(params: model.Params, ids: jax.Array, mask: jax.Array, config: BertConfig) -> jax.Array:
+def _attend_without_mask(params: model.EncoderParams, ids: jax.Array, mask: jax.Array, config: BertConfig) -> jax.Array:
     hidden = model.hidden_states(params, ids, jnp.ones_like(mask), config)
     weight = mask[..., None].astype(hidden.dtype)
     pooled = (hidden * weight).sum(1)
@@ -133,7 +133,9 @@ def test_texts_are_cut_at_max_seq_length(encoder: SentenceEncoder) -> None:
 def test_the_number_of_compiled_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     traced: list[tuple[int, ...]] = []
 
-    def traced_embeddings(params: model.Params, ids: jax.Array, mask: jax.Array, config: BertConfig) -> jax.Array:
+    def traced_embeddings(
+        params: model.EncoderParams, ids: jax.Array, mask: jax.Array, config: BertConfig
+    ) -> jax.Array:
         traced.append(ids.shape)
         return original(params, ids, mask, config)
 

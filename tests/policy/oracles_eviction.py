@@ -61,15 +61,15 @@ class Plain:
             costs.append(use.info.below_load_s + fix)
         return max(0, min(costs) - fix - use.info.load_s)
 
-    def victims(self, wanted, pinned, newcomer):
+    def victims(self, wanted, pinned, new_key):
         last_use = {use.key: use.now for use in self.log}
         chosen, freed = [], 0
         for key in sorted(self.held, key=lambda key: (self.score(key), last_use[key], key)):
             if freed >= wanted:
                 break
-            if key == newcomer and self.name == "saved_seconds":
+            if key == new_key and self.name == "saved_seconds":
                 return (key,)
-            if key not in pinned and key != newcomer:
+            if key not in pinned and key != new_key:
                 chosen.append(key)
                 freed += next(use.info.num_bytes for use in self.log if use.key == key)
         return tuple(chosen) if freed >= wanted else None

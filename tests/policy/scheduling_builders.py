@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings
+from ccjax.policy.scheduling import Scheduler, SchedulerSettings, StepCosts
 
-COSTS = Costs(token_s=0.001, decode_step_s=0.01)
+COSTS = StepCosts(token_s=0.001, decode_step_s=0.01)
 
 
 def build(**changes):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ccjax.policy.scheduling import Costs, Pack, Scheduler, SchedulerSettings, Work
+from ccjax.policy.scheduling import ScheduledPack, Scheduler, SchedulerSettings, SequenceWork, StepCosts
 
 CHUNK_NAMES = frozenset("abc")
 
@@ -15,7 +15,7 @@ CHUNK_NAMES = frozenset("abc")
 class Job:
     """A request, what it holds, and what became of it."""
 
-    work: Work
+    work: SequenceWork
     number: int
     answer_tokens: int
     chunks: frozenset[str]
@@ -29,7 +29,7 @@ class Job:
     token_times_s: list[float] = dataclasses.field(default_factory=list)
     end: str | None = None
     num_answers: int = 1
-    alone: Work | None = None
+    alone: SequenceWork | None = None
     """What it is without the prompt that it shares."""
 
     @property
@@ -61,12 +61,12 @@ class SimulatedEngine:
         self.scheduler = Scheduler(settings)
         self.settings = settings
         self.num_layers, self.layer_s, self.token_s, self.decode_s = num_layers, layer_s, token_s, decode_s
-        self.costs = Costs(token_s * num_layers, decode_s)
+        self.costs = StepCosts(token_s * num_layers, decode_s)
         self.chunk_pages = dict(chunk_pages or {})
         self.now_s = 0.0
         self.jobs: dict[str, Job] = {}
         self.held_elsewhere = 0
-        self.pack: Pack | None = None
+        self.pack: ScheduledPack | None = None
         self.next_layer = 0
         self.served_tokens: dict[str, int] = {}
         self.events: list[str] = []

@@ -202,14 +202,14 @@ class TestVictims:
         policy.on_hit("b", info(10, 8.0), 1)
         policy.on_insert("n", info(100, 10.0), 2)  # 0.05 s for each byte: more than a, which alone is too small
         wanted = ("n",) if name == "saved_seconds" else tuple(key for key in policy.victims(120) if key != "n")
-        assert policy.victims(20, newcomer="n") == wanted
-        assert policy.victims(20, newcomer="n", pinned="n") == tuple(key for key in policy.victims(120) if key != "n")
+        assert policy.victims(20, new_key="n") == wanted
+        assert policy.victims(20, new_key="n", pinned="n") == tuple(key for key in policy.victims(120) if key != "n")
 
     def test_a_newcomer_worth_more_pushes_others_out(self, name):
         policy = build(name)
         policy.on_insert("a", info(10, 0.5), 0)
         policy.on_insert("n", info(10, 9.0), 1)
-        assert policy.victims(10, newcomer="n") == ("a",)
+        assert policy.victims(10, new_key="n") == ("a",)
 
     def test_removed_keys_may_come_back(self, name):
         policy = self.filled(name)
@@ -227,7 +227,7 @@ class TestVictims:
         for call in (
             lambda: policy.on_hit("x", info(), 9),
             lambda: policy.on_remove("x"),
-            lambda: policy.victims(1, newcomer="x"),
+            lambda: policy.victims(1, new_key="x"),
         ):
             with pytest.raises(KeyError, match="'x'"):
                 call()
@@ -255,7 +255,7 @@ class TestTree:
     def test_what_is_pinned_keeps_all_above_it(self):
         policy = self.filled(Pgdsf())
         assert policy.victims(20, pinned="c") == ("e", "d") and policy.victims(30, pinned="c") is None
-        assert policy.victims(20, newcomer="e") == ("c", "b")
+        assert policy.victims(20, new_key="e") == ("c", "b")
 
     def test_a_node_is_a_leaf_again_once_its_children_left_for_whatever_reason(self):
         policy = self.filled(Pgdsf())
@@ -377,7 +377,7 @@ def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
             if key in pinned:
                 continue
             missing = max(0, used + size - budget)
-            victims = policy.victims(missing, pinned=pinned, newcomer=key)
+            victims = policy.victims(missing, pinned=pinned, new_key=key)
             assert victims == plain.victims(missing, pinned, key)
             if victims is None or key in victims:
                 remove(key, False)

@@ -8,10 +8,10 @@ import pytest
 from ccjax.policy.scheduling import (
     DecodeStep,
     NeverFitsError,
-    Pack,
-    Piece,
+    ScheduledPack,
+    ScheduledPiece,
     SchedulerSettings,
-    Work,
+    SequenceWork,
 )
 from tests.policy.scheduling_builders import COSTS, admitted, build, decode, start
 from tests.policy.scheduling_simulator import SimulatedEngine
@@ -20,28 +20,31 @@ from tests.policy.scheduling_simulator import SimulatedEngine
 class TestPieces:
     def test_a_long_prompt_is_cut_and_a_short_one_shares_its_last_pack(self):
         scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(Work("long", 24, 1, 5))
-        scheduler.add(Work("short", 3, 1, 5))
-        assert scheduler.next_pack(0.0, 100, COSTS) == Pack(
-            admitted=("long",), pieces=(Piece("long", 0, 10, is_last=False),)
+        scheduler.add(SequenceWork("long", 24, 1, 5))
+        scheduler.add(SequenceWork("short", 3, 1, 5))
+        assert scheduler.next_pack(0.0, 100, COSTS) == ScheduledPack(
+            admitted=("long",), pieces=(ScheduledPiece("long", 0, 10, is_last=False),)
         )
         assert scheduler.pack_done(0.1) == ()
-        assert scheduler.next_pack(0.1, 99, COSTS) == Pack(pieces=(Piece("long", 10, 10, is_last=False),))
+        assert scheduler.next_pack(0.1, 99, COSTS) == ScheduledPack(
+            pieces=(ScheduledPiece("long", 10, 10, is_last=False),)
+        )
         assert scheduler.pack_done(0.2) == ()
-        assert scheduler.next_pack(0.2, 99, COSTS) == Pack(
-            admitted=("short",), pieces=(Piece("long", 20, 4, is_last=True), Piece("short", 0, 3, is_last=True))
+        assert scheduler.next_pack(0.2, 99, COSTS) == ScheduledPack(
+            admitted=("short",),
+            pieces=(ScheduledPiece("long", 20, 4, is_last=True), ScheduledPiece("short", 0, 3, is_last=True)),
         )
         assert scheduler.num_decoding == 0
         assert scheduler.pack_done(0.3) == ("long", "short")
         assert (scheduler.num_decoding, scheduler.num_running, scheduler.num_waiting) == (2, 2, 0)
-        assert scheduler.next_pack(0.3, 98, COSTS) == Pack()
+        assert scheduler.next_pack(0.3, 98, COSTS) == ScheduledPack()
 
     def test_what_is_not_divisible_is_cut_where_packs_end_only(self):
         scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(Work("begun", 14, 1, 5, flow="x"))
+        scheduler.add(SequenceWork("begun", 14, 1, 5, flow="x"))
         start(scheduler)
-        scheduler.add(Work("long", 23, 1, 5, flow="y", is_divisible=False))
-        scheduler.add(Work("whole", 8, 1, 5, flow="z", is_divisible=False))
+        scheduler.add(SequenceWork("long", 23, 1, 5, flow="y", is_divisible=False))
+        scheduler.add(SequenceWork("whole", 8, 1, 5, flow="z", is_divisible=False))
         packs = [start(scheduler) for _ in range(6)]
         assert [[(piece.request_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
             [("begun", 4)],  # whole is next (tag 10 + 8), but wants 8
@@ -54,24 +57,24 @@ class TestPieces:
 
     def test_contexts_of_a_pack_have_a_limit_that_one_prompt_alone_may_pass(self):
         scheduler = build(max_num_context_tokens=20)
-        scheduler.add(Work("a", 4, 1, 5, cached_tokens=8))
-        scheduler.add(Work("b", 4, 1, 5, cached_tokens=4, flow="y"))
-        scheduler.add(Work("long", 5, 1, 5, cached_tokens=60, flow="z"))
-        scheduler.add(Work("c", 6, 1, 5, flow="w"))
+        scheduler.add(SequenceWork("a", 4, 1, 5, cached_tokens=8))
+        scheduler.add(SequenceWork("b", 4, 1, 5, cached_tokens=4, flow="y"))
+        scheduler.add(SequenceWork("long", 5, 1, 5, cached_tokens=60, flow="z"))
+        scheduler.add(SequenceWork("c", 6, 1, 5, flow="w"))
         packs = [start(scheduler) for _ in range(4)]
         assert [[piece.request_id for piece in pack.pieces] for pack in packs] == [["a", "b"], ["long"], ["c"], []]
 
     def test_nobody_new_takes_what_an_indivisible_prompt_waits_for(self):
         scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(Work("first", 4, 1, 5))
-        scheduler.add(Work("whole", 8, 1, 5, is_divisible=False))
-        scheduler.add(Work("small", 2, 1, 5))
+        scheduler.add(SequenceWork("first", 4, 1, 5))
+        scheduler.add(SequenceWork("whole", 8, 1, 5, is_divisible=False))
+        scheduler.add(SequenceWork("small", 2, 1, 5))
         assert [admitted(scheduler) for _ in range(2)] == [("first",), ("whole", "small")]
 
     def test_a_removed_request_leaves_the_pack_that_runs(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 1, 5))
-        scheduler.add(Work("b", 5, 1, 5))
+        scheduler.add(SequenceWork("a", 5, 1, 5))
+        scheduler.add(SequenceWork("b", 5, 1, 5))
         scheduler.next_pack(0.0, 100, COSTS)
         scheduler.remove("a")
         assert "a" not in scheduler and "b" in scheduler
@@ -79,7 +82,7 @@ class TestPieces:
 
     def test_the_verbs_come_in_turn(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 1, 5))
+        scheduler.add(SequenceWork("a", 5, 1, 5))
         scheduler.next_pack(0.0, 100, COSTS)
         with pytest.raises(RuntimeError, match="pack_done"):
             scheduler.next_pack(0.0, 100, COSTS)
@@ -97,44 +100,44 @@ class TestAdmission:
     @pytest.mark.parametrize(("free_pages", "names"), [(4, ()), (5, ("a",)), (9, ("a",)), (10, ("a", "b"))])
     def test_the_prompt_must_fit(self, free_pages, names):
         scheduler = build()
-        scheduler.add(Work("a", 5, 5, 1))
-        scheduler.add(Work("b", 5, 5, 1))
+        scheduler.add(SequenceWork("a", 5, 5, 1))
+        scheduler.add(SequenceWork("b", 5, 5, 1))
         assert admitted(scheduler, free_pages) == names
 
     @pytest.mark.parametrize(("free_pages", "names"), [(6, ()), (7, ("a",)), (13, ("a",)), (14, ("a", "b"))])
     def test_and_a_reserve_for_each_that_is_admitted(self, free_pages, names):
         scheduler = build(reserve_pages=2)
-        scheduler.add(Work("a", 5, 5, 100))
-        scheduler.add(Work("b", 5, 5, 100))
+        scheduler.add(SequenceWork("a", 5, 5, 100))
+        scheduler.add(SequenceWork("b", 5, 5, 100))
         assert admitted(scheduler, free_pages) == names
 
     def test_no_more_of_it_than_the_answer_can_take(self):
         scheduler = build(reserve_pages=9)
-        scheduler.add(Work("a", 5, 5, 6))  # 5 slots: 2 pages
-        scheduler.add(Work("b", 5, 5, 6, tail_slots=1))  # 1 page
+        scheduler.add(SequenceWork("a", 5, 5, 6))  # 5 slots: 2 pages
+        scheduler.add(SequenceWork("b", 5, 5, 6, tail_slots=1))  # 1 page
         assert admitted(scheduler, 12) == ("a",)  # 5 + 2, then 5 + 1 of the 7 left, with 2 in reserve for a
         assert admitted(scheduler, 7) == ()
         assert admitted(scheduler, 8) == ("b",)
 
     def test_nobody_small_passes_somebody_large(self):
         scheduler = build()
-        scheduler.add(Work("large", 5, 50, 1))
-        scheduler.add(Work("small", 5, 1, 1, flow="other"))
-        scheduler.add(Work("smaller", 1, 1, 1, priority=1))
-        assert start(scheduler, 49) == Pack()
+        scheduler.add(SequenceWork("large", 5, 50, 1))
+        scheduler.add(SequenceWork("small", 5, 1, 1, flow="other"))
+        scheduler.add(SequenceWork("smaller", 1, 1, 1, priority=1))
+        assert start(scheduler, 49) == ScheduledPack()
         assert admitted(scheduler, 52) == ("large", "small", "smaller")
 
     def test_what_was_admitted_goes_on_while_the_first_in_line_waits_for_pages(self):
         scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(Work("begun", 20, 5, 1, flow="x"))
+        scheduler.add(SequenceWork("begun", 20, 5, 1, flow="x"))
         start(scheduler)
-        scheduler.add(Work("large", 2, 50, 1, flow="y"))
-        assert start(scheduler, 10).pieces == (Piece("begun", 10, 10, is_last=True),)
+        scheduler.add(SequenceWork("large", 2, 50, 1, flow="y"))
+        assert start(scheduler, 10).pieces == (ScheduledPiece("begun", 10, 10, is_last=True),)
 
     def test_seats(self):
         scheduler = build(max_num_seqs=2)
         for name in "abc":
-            scheduler.add(Work(name, 5, 1, 5))
+            scheduler.add(SequenceWork(name, 5, 1, 5))
         assert admitted(scheduler) == ("a", "b")
         assert admitted(scheduler) == ()
         scheduler.remove("a")
@@ -142,71 +145,71 @@ class TestAdmission:
 
     def test_shared_pages_count_as_far_as_they_are_not_there_yet(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 2, 1, shared_pages=10))
-        assert scheduler.next_pack(0.0, 11, COSTS) == Pack()
-        assert scheduler.next_pack(0.0, 5, COSTS, shared_pages=lambda name: {"a": 4}[name]) == Pack()
+        scheduler.add(SequenceWork("a", 5, 2, 1, shared_pages=10))
+        assert scheduler.next_pack(0.0, 11, COSTS) == ScheduledPack()
+        assert scheduler.next_pack(0.0, 5, COSTS, shared_pages=lambda name: {"a": 4}[name]) == ScheduledPack()
         pack = scheduler.next_pack(0.0, 6, COSTS, shared_pages=lambda name: {"a": 4}[name])
         assert pack.admitted == ("a",)
 
     def test_what_never_fits_is_refused_at_once(self):
         scheduler = build(num_pages=10)
-        scheduler.add(Work("fits", 5, 6, 17))  # 16 slots, 4 pages: the last token leaves no KV
+        scheduler.add(SequenceWork("fits", 5, 6, 17))  # 16 slots, 4 pages: the last token leaves no KV
         with pytest.raises(NeverFitsError, match="at most 10 pages of 4.*got 6 for the prompt and 11 with an.*18"):
-            scheduler.add(Work("a", 5, 6, 18))
+            scheduler.add(SequenceWork("a", 5, 6, 18))
         with pytest.raises(NeverFitsError, match="got 7 for the prompt and 11"):
-            scheduler.add(Work("a", 5, 6, 17, shared_pages=1))
-        scheduler.add(Work("tail", 5, 6, 18, tail_slots=1))
+            scheduler.add(SequenceWork("a", 5, 6, 17, shared_pages=1))
+        scheduler.add(SequenceWork("tail", 5, 6, 18, tail_slots=1))
         assert "a" not in scheduler and scheduler.num_waiting == 2
 
     def test_ids_are_unique_until_they_are_removed(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 1, 1))
+        scheduler.add(SequenceWork("a", 5, 1, 1))
         with pytest.raises(ValueError, match="request_id.*'a'"):
-            scheduler.add(Work("a", 5, 1, 1))
+            scheduler.add(SequenceWork("a", 5, 1, 1))
         scheduler.remove("a")
         with pytest.raises(KeyError, match="'a'"):
             scheduler.remove("a")
-        scheduler.add(Work("a", 5, 1, 1))
+        scheduler.add(SequenceWork("a", 5, 1, 1))
 
 
 class TestPriority:
     def test_lower_numbers_first(self):
         scheduler = build()
         for name, priority in (("c", 1), ("a", -1), ("d", 2), ("b", 0)):
-            scheduler.add(Work(name, 5, 1, 1, priority=priority))
+            scheduler.add(SequenceWork(name, 5, 1, 1, priority=priority))
         assert admitted(scheduler) == ("a", "b", "c", "d")
 
     def test_a_more_important_one_takes_the_next_piece_of_a_less_important(self):
         scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(Work("low", 30, 1, 1, priority=1))
+        scheduler.add(SequenceWork("low", 30, 1, 1, priority=1))
         start(scheduler)
-        scheduler.add(Work("high", 10, 1, 1))
+        scheduler.add(SequenceWork("high", 10, 1, 1))
         assert [piece.request_id for piece in start(scheduler).pieces] == ["high"]
-        assert start(scheduler).pieces == (Piece("low", 10, 10, is_last=False),)
+        assert start(scheduler).pieces == (ScheduledPiece("low", 10, 10, is_last=False),)
 
     def test_pages_and_seats_of_less_important_ones_are_taken_the_least_important_first(self):
         scheduler = build(max_num_seqs=3)
         for name, priority in (("old", 1), ("young", 1), ("least", 2)):
-            scheduler.add(Work(name, 5, 10, 5, priority=priority))
+            scheduler.add(SequenceWork(name, 5, 10, 5, priority=priority))
         start(scheduler)
-        scheduler.add(Work("high", 5, 15, 5))
+        scheduler.add(SequenceWork("high", 5, 15, 5))
         pack = scheduler.next_pack(0.0, 0, COSTS)
         assert pack.preempted == ("least", "young")
         assert pack.admitted == ("high",)
         assert scheduler.num_running == 2 and scheduler.num_waiting == 2
         scheduler.pack_done(0.0)
-        scheduler.add(Work("seat", 5, 1, 5))
+        scheduler.add(SequenceWork("seat", 5, 1, 5))
         assert start(scheduler, 50).admitted == ("seat",)  # the third seat is free
-        scheduler.add(Work("full", 5, 1, 5))
+        scheduler.add(SequenceWork("full", 5, 1, 5))
         assert start(scheduler, 50).preempted == ("old",)
 
     def test_nobody_is_preempted_if_it_does_not_help_or_for_an_equal(self):
         scheduler = build()
-        scheduler.add(Work("low", 5, 10, 5, priority=1))
-        scheduler.add(Work("same", 5, 10, 5))
+        scheduler.add(SequenceWork("low", 5, 10, 5, priority=1))
+        scheduler.add(SequenceWork("same", 5, 10, 5))
         start(scheduler)
-        scheduler.add(Work("high", 5, 21, 5))
-        assert start(scheduler, 10) == Pack()  # 10 free and 10 of low are not enough
+        scheduler.add(SequenceWork("high", 5, 21, 5))
+        assert start(scheduler, 10) == ScheduledPack()  # 10 free and 10 of low are not enough
         assert start(scheduler, 11).preempted == ("low",)
 
 
@@ -214,29 +217,32 @@ class TestDecode:
     def run_pair(self, **changes):
         """Two requests that decode: a is the older one; each begins a page with its first decode step."""
         scheduler = build(**changes)
-        scheduler.add(Work("a", 5, 2, 50))
-        scheduler.add(Work("b", 7, 3, 50))
+        scheduler.add(SequenceWork("a", 5, 2, 50))
+        scheduler.add(SequenceWork("b", 7, 3, 50))
         start(scheduler)
         return scheduler
 
     def test_pages_are_drawn_when_a_slot_is_missing(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 2, 50))
-        scheduler.add(Work("b", 7, 3, 50, tail_slots=2))
+        scheduler.add(SequenceWork("a", 5, 2, 50))
+        scheduler.add(SequenceWork("b", 7, 3, 50, tail_slots=2))
         start(scheduler)
         draws = [decode(scheduler).draws for _ in range(8)]
         assert draws == [("a",), (), ("b",), (), ("a",), (), ("b",), ()]
 
     def test_the_last_to_arrive_gives_way_and_comes_first_again(self):
         scheduler = self.run_pair()
-        scheduler.add(Work("c", 5, 3, 5))
+        scheduler.add(SequenceWork("c", 5, 3, 5))
         assert decode(scheduler, 2).draws == ("a", "b")
         for _ in range(3):
             assert decode(scheduler, 0) == DecodeStep(request_ids=("a", "b"))
         assert decode(scheduler, 0) == DecodeStep(preempted=("b",), request_ids=("a",), draws=("a",))
         # b has 5 tokens: 4 slots from decode steps and the last, which is prefilled, too; so 3 + 2 pages
-        assert start(scheduler, 4) == Pack()
-        assert start(scheduler, 8).pieces == (Piece("b", 0, 12, is_last=True), Piece("c", 0, 5, is_last=True))
+        assert start(scheduler, 4) == ScheduledPack()
+        assert start(scheduler, 8).pieces == (
+            ScheduledPiece("b", 0, 12, is_last=True),
+            ScheduledPiece("c", 0, 5, is_last=True),
+        )
 
     def test_one_that_finds_nobody_less_important_sits_out(self):
         scheduler = self.run_pair()
@@ -246,19 +252,19 @@ class TestDecode:
 
     def test_what_is_in_prefill_gives_way_too_and_starts_over(self):
         scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(Work("a", 5, 2, 50))
-        scheduler.add(Work("long", 25, 8, 50, flow="x"))
+        scheduler.add(SequenceWork("a", 5, 2, 50))
+        scheduler.add(SequenceWork("long", 25, 8, 50, flow="x"))
         assert [piece.num_tokens for piece in start(scheduler, 10).pieces] == [5, 5]
-        assert scheduler.next_pack(0.0, 0, COSTS).pieces == (Piece("long", 5, 10, is_last=False),)
+        assert scheduler.next_pack(0.0, 0, COSTS).pieces == (ScheduledPiece("long", 5, 10, is_last=False),)
         assert decode(scheduler, 0).preempted == ("long",)
         assert scheduler.pack_done(0.0) == ()
-        assert start(scheduler, 7) == Pack()
-        assert start(scheduler, 8).pieces == (Piece("long", 0, 10, is_last=False),)
+        assert start(scheduler, 7) == ScheduledPack()
+        assert start(scheduler, 8).pieces == (ScheduledPiece("long", 0, 10, is_last=False),)
 
     def test_a_complete_answer_waits_for_its_removal_and_takes_nothing(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 2, 2))
-        scheduler.add(Work("b", 5, 2, 50))
+        scheduler.add(SequenceWork("a", 5, 2, 2))
+        scheduler.add(SequenceWork("b", 5, 2, 50))
         start(scheduler)
         assert decode(scheduler, 2).request_ids == ("a", "b")
         assert decode(scheduler, 0).request_ids == ("b",)
@@ -268,7 +274,7 @@ class TestDecode:
         """Five answers of 30 pages each in a pool of 40: the oldest is never preempted, and they end in order."""
         engine = SimulatedEngine(SchedulerSettings(40, page_tokens=1, max_num_seqs=5, reserve_pages=0))
         for number in range(5):
-            engine.submit(Work(f"r{number}", 4, 4, 27))
+            engine.submit(SequenceWork(f"r{number}", 4, 4, 27))
         engine.run()
         jobs = list(engine.jobs.values())
         ends = [job.token_times_s[-1] for job in jobs]
@@ -282,7 +288,7 @@ class TestAlone:
     def test_it_has_packs_to_itself_in_its_turn(self):
         scheduler = build(max_num_batched_tokens=10)
         for name, count in (("a", 3), ("alone", 12), ("b", 4), ("c", 3)):
-            scheduler.add(Work(name, count, 1, 5))
+            scheduler.add(SequenceWork(name, count, 1, 5))
         scheduler.set_alone("alone", True)
         packs = [start(scheduler) for _ in range(5)]
         assert [[(piece.request_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
@@ -295,9 +301,9 @@ class TestAlone:
 
     def test_no_step_runs_between_its_layers(self):
         scheduler = build(max_num_batched_tokens=10, max_decode_gap_s=0.0)
-        scheduler.add(Work("a", 3, 1, 5))
+        scheduler.add(SequenceWork("a", 3, 1, 5))
         start(scheduler)
-        scheduler.add(Work("b", 3, 1, 5))
+        scheduler.add(SequenceWork("b", 3, 1, 5))
         scheduler.set_alone("b", True)
         assert [piece.request_id for piece in scheduler.next_pack(0.0, 100, COSTS).pieces] == ["b"]
         assert not scheduler.after_layer(100.0) and not scheduler.num_decoding
@@ -307,7 +313,7 @@ class TestAlone:
     def test_it_is_in_no_step_but_its_own(self):
         scheduler = build()
         for name in "abcd":
-            scheduler.add(Work(name, 3, 1, 5))
+            scheduler.add(SequenceWork(name, 3, 1, 5))
         for name in "bd":
             scheduler.set_alone(name, True)
         for _ in range(4):
@@ -323,18 +329,18 @@ class TestAlone:
 
     def test_it_stays_alone_over_preemptions_and_other_plans(self):
         scheduler = build()
-        scheduler.add(Work("a", 3, 1, 5))
+        scheduler.add(SequenceWork("a", 3, 1, 5))
         scheduler.set_alone("a", True)
         start(scheduler)
-        scheduler.replan(Work("a", 2, 1, 5))
-        scheduler.add(Work("b", 3, 1, 5))
+        scheduler.replan(SequenceWork("a", 2, 1, 5))
+        scheduler.add(SequenceWork("b", 3, 1, 5))
         assert [[one.request_id for one in start(scheduler).pieces] for _ in range(2)] == [["a"], ["b"]]
         assert scheduler.decoding_alone == ("a",)
 
     def test_its_step_takes_a_page_from_the_less_important_only(self):
         scheduler = build()
         for name in "abc":
-            scheduler.add(Work(name, 4, 1, 5))
+            scheduler.add(SequenceWork(name, 4, 1, 5))
         scheduler.set_alone("b", True)
         for _ in range(3):
             start(scheduler)

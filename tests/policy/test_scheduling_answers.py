@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-from ccjax.policy.scheduling import LineFullError, NeverFitsError, Work
+from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, SequenceWork
 from tests.policy.scheduling_builders import COSTS, build, decode, start
 
-FIRST = Work("a/0", prefill_tokens=10, prompt_pages=3, max_new_tokens=9, tail_slots=2, flow="x")
+FIRST = SequenceWork("a/0", prefill_tokens=10, prompt_pages=3, max_new_tokens=9, tail_slots=2, flow="x")
 READING = dataclasses.replace(FIRST, prompt_pages=0, shared_pages=3)
 
 
-def sibling(number: int, **changes) -> Work:
-    work = Work(f"a/{number}", 1, 1, 9, flow="x", shared_pages=3, tail_slots=3)
+def sibling(number: int, **changes) -> SequenceWork:
+    work = SequenceWork(f"a/{number}", 1, 1, 9, flow="x", shared_pages=3, tail_slots=3)
     return dataclasses.replace(work, **changes)
 
 
@@ -27,9 +27,9 @@ def test_siblings_go_before_all_that_wait_in_their_flow_and_take_no_place_in_lin
     scheduler.add(FIRST)
     start(scheduler)
     for name in "bcd":
-        scheduler.add(Work(name, 10, 3, 9, flow="x"))
-    with pytest.raises(LineFullError):
-        scheduler.add(Work("e", 10, 3, 9, flow="x"))
+        scheduler.add(SequenceWork(name, 10, 3, 9, flow="x"))
+    with pytest.raises(AdmissionQueueFullError):
+        scheduler.add(SequenceWork("e", 10, 3, 9, flow="x"))
     scheduler.share(READING)
     for number in (1, 2, 3):
         scheduler.add(sibling(number), after="a/0")
@@ -41,16 +41,16 @@ def test_siblings_go_before_all_that_wait_in_their_flow_and_take_no_place_in_lin
     pack = scheduler.next_pack(0.0, 90, COSTS, shared_pages=none_shared)
     assert pack.admitted == ("a/3",)
     scheduler.pack_done(0.0)
-    with pytest.raises(LineFullError):  # nobody of those three has left the line
-        scheduler.add(Work("e", 10, 3, 9, flow="x"))
+    with pytest.raises(AdmissionQueueFullError):  # nobody of those three has left the line
+        scheduler.add(SequenceWork("e", 10, 3, 9, flow="x"))
 
 
 def test_siblings_do_not_go_before_another_flow_whose_turn_it_is() -> None:
     scheduler = build(max_num_batched_tokens=10, max_num_seqs=8)
     scheduler.add(FIRST)
-    scheduler.add(Work("other", 4, 1, 9, flow="y"))
+    scheduler.add(SequenceWork("other", 4, 1, 9, flow="y"))
     assert start(scheduler).admitted == ("other", "a/0")
-    scheduler.add(Work("urgent", 4, 1, 9, flow="y", priority=-1))
+    scheduler.add(SequenceWork("urgent", 4, 1, 9, flow="y", priority=-1))
     start(scheduler)
     scheduler.share(READING)
     scheduler.add(sibling(1), after="a/0")
@@ -60,7 +60,7 @@ def test_siblings_do_not_go_before_another_flow_whose_turn_it_is() -> None:
 def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
     """Pages of 4: a sibling has one page, the first none of its own. The older one finds no page."""
     scheduler = build(num_pages=10)
-    scheduler.add(Work("old", 8, 2, 12))
+    scheduler.add(SequenceWork("old", 8, 2, 12))
     start(scheduler)
     scheduler.add(FIRST)
     start(scheduler)
@@ -77,7 +77,7 @@ def test_the_pages_of_a_shared_prompt_are_not_those_of_who_computed_it() -> None
     """Two older ones begin a page: the sibling's is free at once, the prompt's are for the next step to find."""
     scheduler = build(num_pages=20)
     for name in ("old", "older"):
-        scheduler.add(Work(name, 8, 2, 12))
+        scheduler.add(SequenceWork(name, 8, 2, 12))
     scheduler.add(FIRST)
     start(scheduler)
     scheduler.share(READING)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccjax.policy.scheduling import Costs, Scheduler, SchedulerSettings, Work
-from ccjax.policy.scheduling.fair import FairLine
+from ccjax.policy.scheduling import Scheduler, SchedulerSettings, SequenceWork, StepCosts
+from ccjax.policy.scheduling.fair import FairQueue
 from ccjax.policy.scheduling.least import LeastFirst
-from ccjax.policy.scheduling.record import Record
+from ccjax.policy.scheduling.sequence import ScheduledSequence
 
-COSTS = Costs(0.001, 0.001, 0.01)
+COSTS = StepCosts(0.001, 0.001, 0.01)
 
 
 class PlainLine:
@@ -33,7 +33,7 @@ class PlainLine:
         self.waiting = []
         self.begun = {}
 
-    def push(self, request):
+    def enqueue(self, request):
         number, flow, _, _ = request
         if not any(one[1] == flow for one in self.waiting):
             self.last[flow] = max(self.last.get(flow, Fraction(0)), self.virtual)
@@ -49,7 +49,7 @@ class PlainLine:
             best = max(near, key=lambda one: (Fraction(one[3], one[2]), -one[0]))
             yield self.last[flow] + best[2], best[0], best
 
-    def start(self):
+    def dequeue(self):
         tag, number, best = min(self.heads())
         self.waiting.remove(best)
         self.last[best[1]] = tag
@@ -65,7 +65,7 @@ class PlainLine:
 @pytest.mark.parametrize("seed", range(50))
 def test_the_order_is_that_of_a_plain_recomputation(seed, window):
     draw = random.Random(seed)
-    line, plain = FairLine(window), PlainLine(window)
+    line, plain = FairQueue(window), PlainLine(window)
     records = {}
     for number in range(80):
         op = draw.choice(["push", "push", "start", "serve", "leave", "cancel"])
@@ -73,15 +73,15 @@ def test_the_order_is_that_of_a_plain_recomputation(seed, window):
         num_tokens = draw.randint(1, 8)
         if op == "push":
             flow, num_tokens = draw.choice("abcd"), draw.choice([1, 2, 4, 8, 16])
-            work = Work(f"r{number}", num_tokens, 1, 1, flow, cached_tokens=which)
-            records[number] = Record(work, number, 16)
-            line.push(records[number])
-            plain.push((number, flow, num_tokens, which))
+            work = SequenceWork(f"r{number}", num_tokens, 1, 1, flow, cached_tokens=which)
+            records[number] = ScheduledSequence(work, number, 16)
+            line.enqueue(records[number])
+            plain.enqueue((number, flow, num_tokens, which))
         elif op == "start" and plain.waiting:
             head = line.head()
             assert head is not None
-            line.start(head[1])
-            assert head[1].number == plain.start()
+            line.dequeue(head[1])
+            assert head[1].number == plain.dequeue()
             assert head[0] == pytest.approx(float(plain.last[head[1].work.flow]), rel=1e-12)
         elif op == "serve" and plain.begun:
             number = sorted(plain.begun)[which % len(plain.begun)]
@@ -90,11 +90,11 @@ def test_the_order_is_that_of_a_plain_recomputation(seed, window):
             plain.serve(number, served)
         elif op == "leave" and plain.begun:
             number = sorted(plain.begun)[which % len(plain.begun)]
-            line.leave(records[number])
+            line.discard(records[number])
             del plain.begun[number]
         elif op == "cancel" and plain.waiting:
             request = plain.waiting.pop(which % len(plain.waiting))
-            line.leave(records[request[0]])
+            line.discard(records[request[0]])
         head = line.head()
         assert (head and head[1].number) == (min(plain.heads())[1] if plain.waiting else None)
         assert line.is_idle == (not plain.waiting and not plain.begun)
@@ -130,13 +130,13 @@ def test_backlogged_flows_differ_by_two_prompts_at_most(small, large, budget, vi
             while num_sent[flow] - num_ended[flow] < budget + 2:  # backlogged all the while
                 number = num_sent[flow]
                 num_sent[flow] += 1
-                scheduler.add(Work(f"{flow}{number}", prompts[number % len(prompts)], 1, 1, flow))
+                scheduler.add(SequenceWork(f"{flow}{number}", prompts[number % len(prompts)], 1, 1, flow))
         for number, (at, num_tokens) in enumerate(visits):
             if at == step:
-                scheduler.add(Work(f"v{number}", num_tokens, 1, 1, f"visitor {number % 3}"))
+                scheduler.add(SequenceWork(f"v{number}", num_tokens, 1, 1, f"visitor {number % 3}"))
         pack = served(scheduler)
         for flow in "ab":
-            num_ended[flow] = num_sent[flow] - sum(name[0] == flow for name in scheduler._records)
+            num_ended[flow] = num_sent[flow] - sum(name[0] == flow for name in scheduler._sequences)
         gains = {flow: sum(n for name, n in pack.items() if name.startswith(flow)) for flow in "ab"}
         ahead.append(ahead[-1] + gains["a"] - gains["b"])
         assert sum(pack.values()) == budget
@@ -147,10 +147,10 @@ def test_a_flood_does_not_take_what_is_others():
     """One flow sends ten times as many requests: the four flows still get a quarter each (Jain's index 1 is even)."""
     scheduler = roomy(max_num_batched_tokens=50)
     for number in range(400):
-        scheduler.add(Work(f"flood{number}", 30, 1, 1, "flood"))
+        scheduler.add(SequenceWork(f"flood{number}", 30, 1, 1, "flood"))
         if number < 40:
             for flow in "abc":
-                scheduler.add(Work(f"{flow}{number}", 30, 1, 1, flow))
+                scheduler.add(SequenceWork(f"{flow}{number}", 30, 1, 1, flow))
     totals = dict.fromkeys(("flood", "a", "b", "c"), 0)
     for _ in range(80):  # 4000 of the 4 * 1200 tokens that all four have
         for name, num_tokens in served(scheduler).items():
@@ -161,9 +161,9 @@ def test_a_flood_does_not_take_what_is_others():
 
 def test_short_prompts_of_other_flows_do_not_wait_for_a_long_one_and_share_its_packs():
     scheduler = roomy(max_num_batched_tokens=100)
-    scheduler.add(Work("long", 1000, 1, 1, "x"))
+    scheduler.add(SequenceWork("long", 1000, 1, 1, "x"))
     assert served(scheduler) == {"long": 100}
-    scheduler.add(Work("short", 30, 1, 1, "y"))  # virtual time 100: tag 130 before 1000
+    scheduler.add(SequenceWork("short", 30, 1, 1, "y"))  # virtual time 100: tag 130 before 1000
     assert served(scheduler) == {"short": 30, "long": 70}
 
 
@@ -171,7 +171,7 @@ def test_what_was_begun_goes_on_before_its_equals():
     """Start tags would have all three take turns, and all end late."""
     scheduler = roomy(max_num_batched_tokens=100)
     for flow in "xyz":
-        scheduler.add(Work(flow, 250, 1, 1, flow))
+        scheduler.add(SequenceWork(flow, 250, 1, 1, flow))
     packs = [served(scheduler) for _ in range(8)]
     assert packs == [
         {"x": 100},
@@ -189,11 +189,11 @@ def test_new_flows_without_end_do_not_starve_a_long_prompt():
     """Two fresh flows in every pack: virtual time grows by a third of each, so 3 * 900 tokens of work pass it by at
     most before no newcomer has a tag below its 900."""
     scheduler = roomy(max_num_batched_tokens=20)
-    scheduler.add(Work("long", 900, 1, 1, "long"))
+    scheduler.add(SequenceWork("long", 900, 1, 1, "long"))
     total = 0
     for step in range(1000):
         for half in "ab":
-            scheduler.add(Work(f"{half}{step}", 10, 1, 1, f"{half}{step}"))
+            scheduler.add(SequenceWork(f"{half}{step}", 10, 1, 1, f"{half}{step}"))
         total += sum(served(scheduler).values())
         if "long" not in scheduler:
             break
@@ -203,11 +203,11 @@ def test_new_flows_without_end_do_not_starve_a_long_prompt():
 def test_a_flow_gains_nothing_by_having_been_idle():
     scheduler = roomy(max_num_batched_tokens=10)
     for number in range(200):
-        scheduler.add(Work(f"a{number}", 10, 1, 1, "a"))
+        scheduler.add(SequenceWork(f"a{number}", 10, 1, 1, "a"))
     for _ in range(50):
         served(scheduler)
     for number in range(100):
-        scheduler.add(Work(f"b{number}", 10, 1, 1, "b"))
+        scheduler.add(SequenceWork(f"b{number}", 10, 1, 1, "b"))
     order = [next(iter(served(scheduler)))[0] for _ in range(20)]
     assert order.count("a") == order.count("b") == 10  # b does not first catch up with the 500 tokens of a
 
@@ -215,21 +215,21 @@ def test_a_flow_gains_nothing_by_having_been_idle():
 def test_a_flow_that_left_early_and_comes_back_does_not_start_below_its_share():
     """x had 100 tokens at once while y had none; back at virtual time 60 it is still ahead."""
     scheduler = roomy(max_num_batched_tokens=100)
-    scheduler.add(Work("x0", 100, 1, 1, "x"))
-    scheduler.add(Work("y0", 110, 1, 1, "y"))
+    scheduler.add(SequenceWork("x0", 100, 1, 1, "x"))
+    scheduler.add(SequenceWork("y0", 110, 1, 1, "y"))
     assert served(scheduler) == {"x0": 100}  # virtual time 50
-    scheduler.add(Work("x1", 20, 1, 1, "x"))  # tag 100 + 20, not 50 + 20
+    scheduler.add(SequenceWork("x1", 20, 1, 1, "x"))  # tag 100 + 20, not 50 + 20
     assert served(scheduler) == {"y0": 100}  # tag 110
 
 
 def test_flows_that_left_are_forgotten():
     scheduler = roomy(max_num_batched_tokens=20)
-    scheduler.add(Work("stays", 10, 1, 1, "stays"))
+    scheduler.add(SequenceWork("stays", 10, 1, 1, "stays"))
     for step in range(200):
-        scheduler.add(Work(f"stays {step}", 10, 1, 1, "stays"))
-        scheduler.add(Work(f"visitor {step}", 10, 1, 1, f"visitor {step}"))
+        scheduler.add(SequenceWork(f"stays {step}", 10, 1, 1, "stays"))
+        scheduler.add(SequenceWork(f"visitor {step}", 10, 1, 1, f"visitor {step}"))
         served(scheduler)
-    assert len(scheduler._queue._lines[0]._flows) <= 10
+    assert len(scheduler._queue._queues[0]._flows) <= 10
 
 
 class TestWindow:
@@ -237,7 +237,7 @@ class TestWindow:
         """Arrival numbers in the order in which requests with these cached tokens, of 10 computed, are served."""
         scheduler = roomy(max_num_batched_tokens=10, reorder_window=window)
         for number, cached in enumerate(shares):
-            scheduler.add(Work(str(number), 10, 1, 1, cached_tokens=cached))
+            scheduler.add(SequenceWork(str(number), 10, 1, 1, cached_tokens=cached))
         return [int(next(iter(served(scheduler)))) for _ in shares]
 
     def test_without_one_arrival_counts(self):
@@ -252,8 +252,8 @@ class TestWindow:
 
     def test_computed_tokens_count_as_much_as_cached_ones(self):
         scheduler = roomy(max_num_batched_tokens=100, reorder_window=4)
-        scheduler.add(Work("many computed", 90, 1, 1, cached_tokens=90))
-        scheduler.add(Work("few computed", 10, 1, 1, cached_tokens=20))
+        scheduler.add(SequenceWork("many computed", 90, 1, 1, cached_tokens=90))
+        scheduler.add(SequenceWork("few computed", 10, 1, 1, cached_tokens=20))
         assert list(served(scheduler)) == ["few computed", "many computed"]
 
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 8))
@@ -302,7 +302,9 @@ class TestScaling:
         scheduler = roomy(max_num_seqs=8, max_num_batched_tokens=100, reorder_window=window)
         for number in range(num_waiting):
             scheduler.add(
-                Work(f"r{number}", 30, 2, 20, f"flow {number % 5}", number % 3, 1e6 + number, cached_tokens=number % 7)
+                SequenceWork(
+                    f"r{number}", 30, 2, 20, f"flow {number % 5}", number % 3, 1e6 + number, cached_tokens=number % 7
+                )
             )
 
         def work():
@@ -313,8 +315,8 @@ class TestScaling:
                 scheduler.next_decode(10**6, COSTS)
                 scheduler.decode_done(0.0)
             scheduler.pack_done(0.0)
-            scheduler.add(Work("new", 30, 2, 20, "flow 1", 1))
-            scheduler.replan(Work("new", 20, 2, 20, "flow 1", 1))
+            scheduler.add(SequenceWork("new", 30, 2, 20, "flow 1", 1))
+            scheduler.replan(SequenceWork("new", 20, 2, 20, "flow 1", 1))
             scheduler.remove(f"r{num_waiting - 1}")
             scheduler.retry_after_s("flow 1", COSTS)
             scheduler.expire(1e6 + 7)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ccjax.policy.scheduling import LineFullError, NeverFitsError, SchedulerSettings, Work
+from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, SchedulerSettings, SequenceWork
 from tests.policy.scheduling_simulator import SimulatedEngine
 
 CHUNKS = {"a": 1, "b": 3, "c": 6}
@@ -61,7 +61,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         self, prefill, pages, answer, spare, flow, priority, deadline, cached, chunks, tail, is_divisible, answers
     ):
         engine = self.engine
-        work = Work(
+        work = SequenceWork(
             f"r{len(engine.jobs)}",
             prefill,
             pages,
@@ -78,7 +78,7 @@ class SchedulingTrace(RuleBasedStateMachine):
             engine.submit(work, answer, chunks, answers)
         except NeverFitsError:
             assert most > engine.settings.num_pages
-        except LineFullError:
+        except AdmissionQueueFullError:
             waiting = [engine.jobs[name].work.flow for name in engine.unended() if not engine.jobs[name].is_admitted]
             assert 5 * waiting.count(flow) >= 4 or len(waiting) >= 12
             assert engine.scheduler.retry_after_s(flow, engine.costs) >= 0.0
@@ -105,7 +105,7 @@ class SchedulingTrace(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100))
     def hold(self, which):
         """Held ones come back by `replan`."""
-        records = self.engine.scheduler._records
+        records = self.engine.scheduler._sequences
         if in_prefill := [name for name in self.engine.unended() if records[name].state == "prefill"]:
             self.engine.hold(in_prefill[which % len(in_prefill)])
 
@@ -117,9 +117,9 @@ class SchedulingTrace(RuleBasedStateMachine):
     @invariant()
     def places_add_up(self):
         if hasattr(self, "engine"):
-            never_started = [one for one in self.engine.scheduler._records.values() if one.tag is None]
-            places = self.engine.scheduler._places
-            assert places.num_taken == len(never_started)
+            never_started = [one for one in self.engine.scheduler._sequences.values() if one.tag is None]
+            places = self.engine.scheduler._queue_limit
+            assert places.num_queued == len(never_started)
             assert places.num_tokens == sum(one.work.prefill_tokens for one in never_started)
 
     def teardown(self):
@@ -128,7 +128,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         engine = self.engine
         engine.held_elsewhere = 0
         for name in engine.unended():
-            if engine.scheduler._records[name].state == "held":
+            if engine.scheduler._sequences[name].state == "held":
                 engine.replan(engine.jobs[name].work)
         # A token of an answer costs a decode step, or a prefill of all before it, over and over at worst for each page
         # that one more important draws; no trace of this size comes near a tenth of this.
@@ -137,7 +137,7 @@ class SchedulingTrace(RuleBasedStateMachine):
         assert engine.free_pages == engine.settings.num_pages
         scheduler = engine.scheduler
         assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_decoding) == (0, 0, 0)
-        assert not scheduler._queue._lines and not len(scheduler._deadlines)
+        assert not scheduler._queue._queues and not len(scheduler._deadlines)
         for job in engine.jobs.values():
             assert job.end != "complete" or len(job.token_times_s) == job.answer_tokens
 

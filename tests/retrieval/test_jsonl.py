@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ccjax.retrieval import DocumentError, LexicalEmbedder, RefreshReport, Retriever
-from ccjax.retrieval.jsonl import Line, read_lines
+from ccjax.retrieval.jsonl import CollectionLine, read_lines
 
 
 def collection(path: Path, *lines: Any) -> Path:
@@ -31,7 +31,7 @@ MOON = {"id": 7, "text": "The moon pulls the ocean.\n\nIt has no air."}
 def test_a_line_is_a_document(tmp_path: Path) -> None:
     path = collection(tmp_path / "a.jsonl", BEES, "", MOON)
     bees, moon = read_lines(path, "x/a.jsonl", max_line_bytes=1000)
-    assert isinstance(bees, Line) and isinstance(moon, Line)
+    assert isinstance(bees, CollectionLine) and isinstance(moon, CollectionLine)
     assert (bees.document_id, bees.document.title, bees.document.text) == ("x/a.jsonl/bees", "Bees", BEES["text"])
     assert bees.document.metadata == {"year": 2020} and not bees.document.markdown
     assert (moon.document_id, moon.document.title) == ("x/a.jsonl/7", "7") and moon.version != bees.version
@@ -54,7 +54,7 @@ def test_a_line_is_a_document(tmp_path: Path) -> None:
 def test_a_line_that_is_none_is_named_and_the_others_are_read(tmp_path: Path, line: Any, reason: str) -> None:
     path = collection(tmp_path / "a.jsonl", BEES, line, MOON)
     first, problem, last = read_lines(path, "a.jsonl", max_line_bytes=300)
-    assert isinstance(first, Line) and isinstance(last, Line) and last.document_id == "a.jsonl/7"
+    assert isinstance(first, CollectionLine) and isinstance(last, CollectionLine) and last.document_id == "a.jsonl/7"
     assert isinstance(problem, DocumentError)
     assert problem.path == f"{path}:2" and reason in problem.reason
 

@@ -217,7 +217,7 @@ def test_what_is_noted_of_it_cannot_point_elsewhere(
     (tmp_path / "own" / trained.file).rename(tmp_path / trained.file)
     with index._catalog.transaction():
         moved = dataclasses.replace(trained, file=f"../{trained.file}")
-        index._catalog.note("trained", dataclasses.asdict(moved))
+        index._catalog.set_value("trained", dataclasses.asdict(moved))
     index.close()
     assert PassageIndex.open(tmp_path / "own", SETTINGS, kind="ivf", recall=0.9).trained is None
 

@@ -20,7 +20,7 @@ from scripts.precompute import main
 from tests.engine.few_shapes import few_shapes
 
 HOW = json.loads(sys.argv[1])
-_is_cancelled, _take_in = Worker.is_cancelled, Compilation._take_in
+_is_cancelled, _handle_reply = Worker.is_cancelled, Compilation._handle_reply
 
 
 def is_cancelled(self: Worker) -> bool:
@@ -34,7 +34,7 @@ def is_cancelled(self: Worker) -> bool:
 
 def take_in(self: Compilation, *answer) -> None:
     """As it was, but not back before the other run has computed something, too."""
-    _take_in(self, *answer)
+    _handle_reply(self, *answer)
     if self.report.counts.computed:
         Path(HOW["own"]).touch()
         while not Path(HOW["other"]).exists():
@@ -48,7 +48,7 @@ shared_warming.LEAST_CLAIM_S = HOW["claim_s"]
 if "held_at" in HOW:
     Worker.is_cancelled = is_cancelled
 if "other" in HOW:
-    Compilation._take_in = take_in
+    Compilation._handle_reply = take_in
 
 if __name__ == "__main__":  # a worker imports all this under another name
     sys.exit(main(sys.argv[2:]))

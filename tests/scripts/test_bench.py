@@ -16,10 +16,9 @@ from ccjax.engine import load_plan, reads
 from ccjax.engine.device_model import DeviceModel
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.store import records
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 from scripts.benchmarks import decode, loading, prefill, retrieval, store, ttft, ttft_default
 from scripts.benchmarks.common import BenchmarkError
-from scripts.benchmarks.prefill import Prompt
 from tests.polling import wait_until
 from tests.scripts import in_process
 
@@ -89,7 +88,9 @@ def test_store_prints_a_case_without_and_two_with_a_catalog(monkeypatch):
             return in_processes(command, **how)
         decoded.append(0)
         figures = store.measure_index(Path(command[3]), *map(int, command[4:]))
-        told = {name: dataclasses.asdict(one) if isinstance(one, store.Cost) else one for name, one in figures.items()}
+        told = {
+            name: dataclasses.asdict(one) if isinstance(one, store.CallCost) else one for name, one in figures.items()
+        }
         return subprocess.CompletedProcess(command, 0, json.dumps(told))
 
     def counted(*given, **named):
@@ -154,8 +155,8 @@ def test_loading_prints_every_mode_with_what_it_hid(small_model, monkeypatch):
     """No load is late or too slow for what computing takes here, and time in line lasts until reading has begun."""
     monkeypatch.setattr(load_plan, "loads_to_give_up", lambda loads, hidden_s, habit: frozenset())
     monkeypatch.setattr(reads, "longest_load_wait_s", lambda num_tokens, seconds_per_token: 3600.0)
-    begun, was = [], Link._carry
-    monkeypatch.setattr(Link, "_carry", lambda link, *read: (was(link, *read), begun.append(link))[0])
+    begun, was = [], ThrottledLink._carry
+    monkeypatch.setattr(ThrottledLink, "_carry", lambda link, *read: (was(link, *read), begun.append(link))[0])
 
     def in_line(seconds):
         begun.clear()

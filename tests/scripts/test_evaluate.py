@@ -8,7 +8,7 @@ import pytest
 
 from ccjax.cli import calibrate, evaluate
 from ccjax.evaluation import tables
-from ccjax.evaluation.measure import Answered, Forced, Outcome
+from ccjax.evaluation.measure import Answered, Forced, WayResults
 from ccjax.evaluation.questions import QAQuestion
 from ccjax.evaluation.summary import figures
 from ccjax.evaluation.ways import DEFAULT, FULL, Way
@@ -28,10 +28,10 @@ def answered(text, answers=("red boat",), *, kind="", share=0.5, ttft=1.0, kl=0.
 
 
 class TestFigures:
-    FULL = Outcome(
+    FULL = WayResults(
         FULL, tuple(answered(text, same=True, kl=0.0, share=1.0) for text in ("red boat", "red boat", "blue"))
     )
-    OWN = Outcome(
+    OWN = WayResults(
         Way("auto", 0.15), (answered("red boat", same=True, ttft=3.0), answered("boat", ttft=2.0), answered("blue"))
     )
 
@@ -50,36 +50,38 @@ class TestFigures:
             assert interval["low"] <= interval["mean"] <= interval["high"]
 
     def test_where_nothing_matches_f1_is_compared_and_without_answers_nothing(self):
-        words = Outcome(FULL, (answered("red"), answered("red")))
+        words = WayResults(FULL, (answered("red"), answered("red")))
         assert figures([words])[0]["of_full"]["score"] == "f1"
-        unknown = Outcome(FULL, (answered("x", ()), answered("y", ())))
+        unknown = WayResults(FULL, (answered("x", ()), answered("y", ())))
         (found,) = figures([unknown])
         assert found["gold"] == {} and found["of_full"] is None and found["against_full"]["f1"]["mean"] == 1.0
 
     def test_a_right_answer_in_a_sentence_counts_as_one_it_contains(self):
-        full = Outcome(FULL, tuple(answered(text) for text in ("It is the red boat.", "Red boat, sir.", "A boat.")))
-        own = Outcome(DEFAULT, tuple(answered(text) for text in ("A red boat it is.", "A red", "The red boat")))
+        full = WayResults(FULL, tuple(answered(text) for text in ("It is the red boat.", "Red boat, sir.", "A boat.")))
+        own = WayResults(DEFAULT, tuple(answered(text) for text in ("A red boat it is.", "A red", "The red boat")))
         whole, found = figures([full, own])
         assert whole["gold"]["contains"]["mean"] == found["gold"]["contains"]["mean"] == pytest.approx(2 / 3)
         assert whole["gold"]["exact_match"]["mean"] == 0.0 and found["of_full"]["mean"] == 1.0
 
     def test_given_answers_are_compared_question_by_question(self):
         nlls = [(1.0, 1.5), (9.0, 9.5), (None, None), (4.0, 4.5)]
-        full = Outcome(FULL, tuple(answered("x", forced=Forced(0.0, 1.0, whole)) for whole, _ in nlls))
+        full = WayResults(FULL, tuple(answered("x", forced=Forced(0.0, 1.0, whole)) for whole, _ in nlls))
         scores = zip((0.1, 0.2, 0.3, 1.0), (1.0, 1.0, 0.5, 0.5), nlls, strict=True)
-        own = Outcome(DEFAULT, tuple(answered("x", forced=Forced(kl, share, nll)) for kl, share, (_, nll) in scores))
+        own = WayResults(DEFAULT, tuple(answered("x", forced=Forced(kl, share, nll)) for kl, share, (_, nll) in scores))
         found = figures([full, own])[1]["forced"]
         assert (found["kl"]["mean"], found["median_kl"], found["agreement"]["mean"]) == pytest.approx((0.4, 0.25, 0.75))
         assert found["nll"]["mean"] == pytest.approx(15.5 / 3) and found["nll"]["low"] < found["nll"]["high"]
         # In pairs nothing varies, however much answers differ in how likely they are.
         assert tuple(found["nll_difference"].values()) == pytest.approx((0.5, 0.5, 0.5))
         assert figures([self.FULL, self.OWN])[1]["forced"] is None
-        unknown = Outcome(FULL, tuple(answered("x", forced=Forced(0.0, 1.0, None)) for _ in range(2)))
+        unknown = WayResults(FULL, tuple(answered("x", forced=Forced(0.0, 1.0, None)) for _ in range(2)))
         assert figures([unknown])[0]["forced"]["nll"] is figures([unknown])[0]["forced"]["nll_difference"] is None
 
     def test_every_table_begins_with_the_default_options(self):
-        full = Outcome(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
-        others = [Outcome(way, full.answers, state) for state in ("alone", "seen") for way in (Way("reuse"), DEFAULT)]
+        full = WayResults(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
+        others = [
+            WayResults(way, full.answers, state) for state in ("alone", "seen") for way in (Way("reuse"), DEFAULT)
+        ]
         found = tables._tables({"ways": figures([full, *others])})
         assert len(found) == 6, "for each state against full prefill, against right answers and by kind"
         for _, head, rows in found:
@@ -88,9 +90,9 @@ class TestFigures:
             }
 
     def test_kinds_apart(self):
-        full = Outcome(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
+        full = WayResults(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
         texts = zip(("red boat", "x", "x", "x"), "aabb", strict=True)
-        own = Outcome(Way("reuse"), tuple(answered(text, kind=kind) for text, kind in texts))
+        own = WayResults(Way("reuse"), tuple(answered(text, kind=kind) for text, kind in texts))
         kinds = figures([full, own])[1]["kinds"]
         assert {kind: one["exact_match"]["mean"] for kind, one in kinds.items()} == {"a": 0.5, "b": 0.0}
 
@@ -167,7 +169,7 @@ def test_bad_arguments_are_named(script, options, message, monkeypatch):
 
 class TestTrials:
     def outcome(self, way, *texts, share=0.5):
-        return Outcome(way, tuple(answered(text, share=share, same=text == "red boat") for text in texts))
+        return WayResults(way, tuple(answered(text, share=share, same=text == "red boat") for text in texts))
 
     def test_kept_are_those_of_full_prefills_answers_that_are_no_worse(self):
         full = self.outcome(FULL, "red boat", "red boat", "blue", "boat")  # exact match: the first two answered

@@ -17,7 +17,7 @@ from tests.data import data_path
 
 NAMES = tuple(POLICIES)
 ALL_PERCENTS = bench.SIZE_PERCENTS
-COST = bench.CostModel()
+COST = bench.RooflineModel()
 
 
 def test_cost_model_is_llama_3_8b():

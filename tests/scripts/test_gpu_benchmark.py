@@ -21,9 +21,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from ccjax.models.llama3 import LLAMA3_8B, abstract_params, init_params
 from scripts.benchmarks import gpu_cases, gpu_plan, gpu_report, gpu_torch
 from scripts.benchmarks.gpu_engines import Prompts, _steps
-from scripts.benchmarks.gpu_plan import LLAMA3_8B_SCALE, QUICK_SCALE, Case, cases
+from scripts.benchmarks.gpu_plan import LLAMA3_8B_SCALE, QUICK_SCALE, GpuCase, cases
 from scripts.gpucheck.needs import NEEDED
-from scripts.gpucheck.record import Record
+from scripts.gpucheck.record import CheckRecord
 from scripts.gpucheck.timing import transfer_gbps
 from tests.polling import wait_until
 from tests.scripts import in_process
@@ -44,8 +44,8 @@ def process_of(code, *options):
 def test_what_matters_most_comes_first_and_nothing_is_left_out():
     planned = cases(LARGE)
     assert len(planned) == len(set(planned)) == 4 * 2 * (3 + 2 * 3)
-    wanted = {Case("full", 8192), Case("full", 32768), Case("decode", 8192)}
-    wanted |= {Case("reuse", length, 1, 0.15, tier) for length in (8192, 32768) for tier in ("device", "host")}
+    wanted = {GpuCase("full", 8192), GpuCase("full", 32768), GpuCase("decode", 8192)}
+    wanted |= {GpuCase("reuse", length, 1, 0.15, tier) for length in (8192, 32768) for tier in ("device", "host")}
     assert wanted == set(planned[: len(wanted)])
     assert {(case.context, case.batch) for case in planned[:14]} == {(8192, 1), (32768, 1)}
 
@@ -54,7 +54,7 @@ def test_prompts_fill_their_context_and_no_step_is_a_size_larger():
     for context in LARGE.contexts:
         assert 0.98 * context < LARGE.prompt_tokens(context) <= context
     assert LARGE.prompt_tokens(4096) == 4096 == 32 + 4 * 1012 + 16
-    assert gpu_plan.recomputed_tokens(Case("reuse", 8192, 1, 0.15, "host"), LARGE) == 8 * 152
+    assert gpu_plan.recomputed_tokens(GpuCase("reuse", 8192, 1, 0.15, "host"), LARGE) == 8 * 152
     assert LARGE.max_model_len <= LLAMA3_8B.max_position_embeddings
 
 
@@ -64,13 +64,15 @@ def test_weights_are_those_of_the_model():
     assert gpu_plan.layer_weights(LLAMA3_8B) == sum(leaf.size for leaf in matrices)
     tables = params.embedding.size + params.lm_head.size
     assert gpu_plan.weight_bytes(LARGE) == 2 * (sum(leaf.size for leaf in matrices) + tables)
-    one = Case("decode", 8192)
+    one = GpuCase("decode", 8192)
     context = LARGE.prompt_tokens(8192) + LARGE.steps // 2
     table_bytes = 2 * params.embedding.size
     assert gpu_plan.decode_bytes(one, LARGE) == gpu_plan.weight_bytes(LARGE) - table_bytes + 131072 * context
 
 
-@pytest.mark.parametrize("case", [Case("full", 8192), Case("reuse", 8192, 1, 0.15, "device")], ids=lambda c: c.kind)
+@pytest.mark.parametrize(
+    "case", [GpuCase("full", 8192), GpuCase("reuse", 8192, 1, 0.15, "device")], ids=lambda c: c.kind
+)
 def test_operations_are_those_of_the_rows_and_the_pairs_they_see(case):
     """Counted token by token, with recomputed ones drawn: within 1 %, which attention over everything exceeds."""
     length, config = LARGE.prompt_tokens(8192), LLAMA3_8B
@@ -90,12 +92,12 @@ def test_operations_are_those_of_the_rows_and_the_pairs_they_see(case):
 def test_what_does_not_fit_is_told_with_its_size():
     planned = cases(LARGE)
     left_out = {case: gpu_plan.too_large(case, LARGE, H100_BYTES, H100_TORCH_BYTES) for case in planned}
-    assert [case for case in planned if left_out[case]] == [Case("torch", 32768, 4)]
+    assert [case for case in planned if left_out[case]] == [GpuCase("torch", 32768, 4)]
     on_40_gb = [case for case in planned if gpu_plan.too_large(case, LARGE, int(0.75 * 42.4e9), int(0.24 * 42.4e9))]
-    assert Case("reuse", 32768, 4, 0.15, "device") in on_40_gb and Case("full", 8192) not in on_40_gb
-    told = str(gpu_plan.too_large(Case("full", 8192), LARGE, 16 * 10**9, None))
+    assert GpuCase("reuse", 32768, 4, 0.15, "device") in on_40_gb and GpuCase("full", 8192) not in on_40_gb
+    told = str(gpu_plan.too_large(GpuCase("full", 8192), LARGE, 16 * 10**9, None))
     assert re.fullmatch(r"does not fit: needs \d+\.\d GB of device memory, 16\.0 GB are there", told)
-    assert gpu_plan.too_large(Case("full", 8192), LARGE, None, None) is None
+    assert gpu_plan.too_large(GpuCase("full", 8192), LARGE, None, None) is None
 
 
 def test_one_pool_holds_what_each_case_needs():
@@ -103,7 +105,7 @@ def test_one_pool_holds_what_each_case_needs():
     pool = gpu_plan.pool_bytes(planned, LARGE, 0)
     assert all(gpu_plan.kv_bytes(LARGE, gpu_plan.pool_tokens(case, LARGE)) <= pool for case in planned)
     # 32 passages of 64 pages for each of four requests and once for the tier, system, question and a new page.
-    widest = Case("reuse", 32768, 4, 0.15, "device")
+    widest = GpuCase("reuse", 32768, 4, 0.15, "device")
     assert gpu_plan.pool_tokens(widest, LARGE) == 16 * (4 * (32 * 64 + 2 + 1 + 1) + (32 + 4) * 64)
     assert gpu_plan.pool_bytes([], LARGE, 7) == 7
 
@@ -119,7 +121,7 @@ def test_the_first_fourteen_cases_are_estimated_to_fit_ten_minutes():
 
 def test_passages_are_never_behind_what_they_were_computed_behind():
     prompts = Prompts(QUICK_SCALE)
-    case = Case("reuse", 256, 2, 0.15, "device")
+    case = GpuCase("reuse", 256, 2, 0.15, "device")
     filling = prompts.filling(8)
     assert [len(one) for one in filling] == [3] + 8 * [4]
     stored = {tuple(one[2]): tuple(map(tuple, one[:2])) for one in filling[1:]}
@@ -152,8 +154,8 @@ def row(case, **figures):
     return {**case.identity(), **figures}
 
 
-FULL, LONG = Case("full", 8192), Case("full", 32768)
-DEVICE, HOST = (Case("reuse", 8192, 1, 0.15, tier) for tier in ("device", "host"))
+FULL, LONG = GpuCase("full", 8192), GpuCase("full", 32768)
+DEVICE, HOST = (GpuCase("reuse", 8192, 1, 0.15, tier) for tier in ("device", "host"))
 
 
 def test_targets_are_judged_and_what_is_missing_is_not_measured():
@@ -162,7 +164,7 @@ def test_targets_are_judged_and_what_is_missing_is_not_measured():
         row(LONG, note="not run: may take 99 s, 3 s were left"),
         row(DEVICE, ttft_s=0.061),
         row(HOST, ttft_s=0.067),
-        row(Case("decode", 8192), step_s=0.008, gbps=2000.0, share_of_copy=0.70),
+        row(GpuCase("decode", 8192), step_s=0.008, gbps=2000.0, share_of_copy=0.70),
     ]
     found = gpu_report.targets(results(*measured))
     verdicts = ["reached", "NOT reached", "not measured"]
@@ -179,7 +181,7 @@ def test_tables_show_every_figure_and_notes_every_gap():
         row(FULL, ttft_s=0.30, share_of_matmul=0.61),
         row(DEVICE, ttft_s=0.06),
         row(LONG, note="not run: may take 99 s, 3 s were left"),
-        row(Case("torch", 8192), note="torch is not installed"),
+        row(GpuCase("torch", 8192), note="torch is not installed"),
     )
     shown = "\n\n".join(gpu_report.tables(found))
     (line,) = (line for line in shown.splitlines() if line.startswith("| 8,192 x 1"))
@@ -224,7 +226,7 @@ def few_cases(scale):
     """What the targets are judged by, and each other kind, tier, batch and ratio in some."""
     planned = cases(scale)
     twice = [one for one in planned if one.batch == 2 and one.context == scale.short and one.ratio != 0.30]
-    disk = Case("reuse", scale.short, 1, 0.30, "disk")
+    disk = GpuCase("reuse", scale.short, 1, 0.30, "disk")
     torch = next(one for one in planned if one.kind == "torch")
     return list(dict.fromkeys([*planned[:7], torch, *twice, disk]))
 
@@ -318,7 +320,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path):
 
 
 def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):
-    record = Record(tmp_path / "found.json", {}, is_quick=True, limit_s=60.0)
+    record = CheckRecord(tmp_path / "found.json", {}, is_quick=True, limit_s=60.0)
 
     def breaks():
         raise RuntimeError("no such instruction")

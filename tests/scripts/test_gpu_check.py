@@ -24,7 +24,7 @@ from scripts.gpucheck import (
 )
 from scripts.gpucheck.attention_candidates import (
     SCALE,
-    Work,
+    AttentionProblem,
     attention_flops,
     candidates,
     scattered_positions,
@@ -32,7 +32,7 @@ from scripts.gpucheck.attention_candidates import (
     work,
 )
 from scripts.gpucheck.attention_numerics import Problem
-from scripts.gpucheck.record import Record, table
+from scripts.gpucheck.record import CheckRecord, table
 from scripts.gpucheck.serving_case import TOLERANCE, ServingCase
 from scripts.gpucheck.timing import Timed, interleaved, ratio, timed_jax
 from tests.engine import few_shapes as sizes
@@ -46,7 +46,7 @@ def few_shapes():
 
 @pytest.fixture
 def record(tmp_path):
-    return Record(tmp_path / "found.json", {"benchmark": "gpu_check"}, is_quick=True, limit_s=600.0)
+    return CheckRecord(tmp_path / "found.json", {"benchmark": "gpu_check"}, is_quick=True, limit_s=600.0)
 
 
 def on_disk(record):
@@ -241,7 +241,7 @@ def test_torch_kernels_compute_the_same():
     whole, part = work(256, "100 %"), work(256, "15 %")
     rows = attention_timing.sampled_rows(40)
 
-    def own(work: Work):
+    def own(work: AttentionProblem):
         out = attention(work.q, work.k, work.v, q_pos=work.q_pos, k_pos=work.k_pos, scale=SCALE).out
         return np.asarray(out[rows].astype(jax.numpy.float32))
 

@@ -10,7 +10,7 @@ from ccjax.engine import Engine
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.types import Document
 from scripts.benchmarks.ragcache_replay import request_of
-from scripts.simulation.costs import GridCosts, Piece
+from scripts.simulation.costs import GridCosts
 from scripts.simulation.observed import Prefill, fit
 from scripts.simulation.replica import HostWork
 from tests.server.tiny_model import write_tiny_model
@@ -53,7 +53,7 @@ def replay(arrivals_s, sizes, factors=None, host=HOST):
             one.left -= size
             begun += not one.packs_s
             members.append(one)
-            pieces.append(Piece(size, one.cached + one.new - one.left, not one.left))
+            pieces.append(SimulatedPiece(size, one.cached + one.new - one.left, not one.left))
             ending += [] if one.left else [one]
         started_s = now_s + max(1, begun) * host.before_s
         taken_s = SCALE * COSTS.pack_s(pieces) + host.pack_s + (len(pieces) - 1) * host.piece_s

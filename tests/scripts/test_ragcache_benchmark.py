@@ -22,9 +22,9 @@ from scripts.benchmarks import ragcache_report as report
 from scripts.benchmarks import ragcache_scheduling as scheduling
 from scripts.benchmarks import ragcache_speculation as speculation
 from scripts.benchmarks.common import BenchmarkError
-from scripts.benchmarks.ragcache_corpus import Corpus, build, differences_to_nearest, draw_topics, draw_vectors
-from scripts.benchmarks.serve_workload import Passage, Question
-from scripts.benchmarks.store import Cost
+from scripts.benchmarks.ragcache_corpus import ReplayCorpus, build, differences_to_nearest, draw_topics, draw_vectors
+from scripts.benchmarks.serve_workload import WorkloadPassage, WorkloadQuestion
+from scripts.benchmarks.store import CallCost
 from tests.scripts import in_process
 from tests.scripts.test_serve_benchmark import tiny_data
 from tests.server.tiny_model import write_tiny_model
@@ -50,18 +50,20 @@ def test_hits_are_counted_as_in_the_paper():
 
 
 def test_budgets_are_shares_of_all_passages_each_once(tmp_path):
-    passages = [Passage(n, f"Town {n}", f"It has {n} bridges.") for n in range(3)]
+    passages = [WorkloadPassage(n, f"Town {n}", f"It has {n} bridges.") for n in range(3)]
     write_tiny_model(tmp_path, [passage.text for passage in passages])
     model = load_model(tmp_path, dtype="float32")
     assert model.tokenizer is not None
     texts = [f"{passage.title}\n{passage.text}\n\n" for passage in passages]
     num_tokens = sum(len(model.tokenizer.encode(text, allow_special=False)) for text in texts)
     token_bytes = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, their size, float32
-    questions = [Question("?", (passages[0], passages[1])), Question("?", (passages[2], passages[0]))]
+    questions = [WorkloadQuestion("?", (passages[0], passages[1])), WorkloadQuestion("?", (passages[2], passages[0]))]
     assert replay.distinct_bytes(model, questions) == num_tokens * token_bytes
 
 
-QUESTIONS = [Question(f"What about {n}?", (Passage(n, f"Town {n}", f"It has {n} bridges."),)) for n in range(6)]
+QUESTIONS = [
+    WorkloadQuestion(f"What about {n}?", (WorkloadPassage(n, f"Town {n}", f"It has {n} bridges."),)) for n in range(6)
+]
 
 
 ANSWER = Delta("x", response=Response("x", (1,), "length", reused((9, 0, 0), (0, 0, 9)), 9, 0.0, 0.0))
@@ -178,7 +180,7 @@ def test_gains_of_the_order_and_the_median_round():
 
 
 def test_drawn_requests_are_some_of_the_traces_over_and_over():
-    questions = [Question(f"q{number}", ()) for number in range(200)]
+    questions = [WorkloadQuestion(f"q{number}", ()) for number in range(200)]
     found = order.drawn(questions, 2000, seed=1)
     ranked = Counter(one.text for one in found).most_common()
     counts = [count for _, count in ranked]
@@ -258,9 +260,9 @@ def test_a_copy_is_no_neighbour():
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Corpus:
+def corpus() -> ReplayCorpus:
     real = clustered(64, 16, np.random.default_rng(1))
-    passages = [Passage(number, f"Town {number}", f"It has {number} bridges.") for number in range(64)]
+    passages = [WorkloadPassage(number, f"Town {number}", f"It has {number} bridges.") for number in range(64)]
     return build(passages, real, 3000, 8, seed=0, advance=lambda count: None)
 
 
@@ -353,8 +355,8 @@ def test_every_decision_is_timed(tree):
 
 
 def test_p99_of_a_sum_is_not_the_sum_of_p99s():
-    costs = [[Cost(1e-3 * (number == slow), 0.0) for number in range(4)] for slow in range(4)]
-    rows = {row["part"]: row for row in scheduling.figures(scheduling.Spent(*costs, window=[Cost(5.0, 0.0)] * 4))}
+    costs = [[CallCost(1e-3 * (number == slow), 0.0) for number in range(4)] for slow in range(4)]
+    rows = {row["part"]: row for row in scheduling.figures(scheduling.Spent(*costs, window=[CallCost(5.0, 0.0)] * 4))}
     assert rows["total"]["mean_ms"] == rows["total"]["p99_ms"] == pytest.approx(1.0)
     assert rows["plan"]["mean_ms"] == pytest.approx(0.25)
 

@@ -20,7 +20,7 @@ from ccjax.server.loading import load_engine
 from scripts.benchmarks import serve, serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
 from scripts.benchmarks.common import BenchmarkError, spread
-from scripts.benchmarks.serve_client import Record
+from scripts.benchmarks.serve_client import RequestRecord
 from scripts.benchmarks.serve_figures import Saturation, bracket, figures, is_bounded, saturation
 from scripts.benchmarks.serve_soak import changed_answers, lost_pages, trend
 from tests.data import data_path
@@ -155,16 +155,16 @@ def test_spread_is_numpys():
     assert spread([]) == {"mean": None, "p50": None, "p90": None, "p99": None}
 
 
-def answered(number: int, at: float, text_s: list[float], end_s: float, tokens: int) -> Record:
-    return Record(number, at, at, text_s, end_s, "ok", None, str(number), 100, tokens, 40.0)
+def answered(number: int, at: float, text_s: list[float], end_s: float, tokens: int) -> RequestRecord:
+    return RequestRecord(number, at, at, text_s, end_s, "ok", None, str(number), 100, tokens, 40.0)
 
 
 def test_figures_by_hand():
     records = [
         answered(0, 1.0, [2.0, 2.5, 3.5], 3.5, 3),
         answered(1, 2.0, [5.0, 5.25], 6.0, 3),  # two tokens came in one piece
-        Record(2, 2.5, 2.5, [], 3.0, "refused", "HTTP 429"),
-        Record(3, 3.0, 3.5, [4.0, 4.1], 11.0, "failed", "broken"),
+        RequestRecord(2, 2.5, 2.5, [], 3.0, "refused", "HTTP 429"),
+        RequestRecord(3, 3.0, 3.5, [4.0, 4.1], 11.0, "failed", "broken"),
     ]
     before = {"ccjax_request_queue_time_seconds_sum": 10.0, "ccjax_request_queue_time_seconds_count": 4.0}
     after = {"ccjax_request_queue_time_seconds_sum": 13.0, "ccjax_request_queue_time_seconds_count": 6.0}

@@ -6,7 +6,7 @@ import pytest
 
 from scripts.simulate import main
 from scripts.simulation import paper
-from scripts.simulation.paper import Size
+from scripts.simulation.paper import RunSize
 
 SMALL = ("--requests", "300", "--passages", "200", "--lists", "300", "--quiet", "--rate", "20")
 
@@ -67,7 +67,7 @@ def test_errors_name_the_argument(capsys, options, message):
 
 def test_the_papers_page_keeps_what_stands_before_it(tmp_path, monkeypatch):
     """Of every figure a part, over fewer requests and documents."""
-    monkeypatch.setattr(paper, "Size", lambda measured, warmup: Size(8, 4))
+    monkeypatch.setattr(paper, "RunSize", lambda measured, warmup: RunSize(8, 4))
     (name, config, devices, loads, device_bytes), *_ = paper._CRAFT_MODELS
     monkeypatch.setattr(paper, "_CRAFT_MODELS", ((name, config, devices, loads[-2:], device_bytes),))
     monkeypatch.setattr(paper, "_CACHE_MODELS", paper._CACHE_MODELS[:1])

@@ -317,7 +317,7 @@ def test_evicting_an_outdated_entry_spares_the_new_variant(place):
     written_anew(place)
     tier = tier_at(place)
     assert tier.remove(["a"]) == ("a",) and "a" not in tier
-    assert tier._commits.take_in("a")
+    assert tier._commits.load_record("a")
     assert_same_bytes(tier.open("a").wait(0, 3), make_kv("a", 7, writer=1))
 
 

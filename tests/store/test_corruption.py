@@ -196,7 +196,7 @@ def test_unread_record_keeps_its_object_from_the_sweep(place, monkeypatch, caplo
     with monkeypatch.context() as patch:
         patch.setattr(CommittedShards, "read", refuse)
         with open_store(place.url) as store:
-            assert store.records() == [] and "cannot take in the record of variant v" in caplog.text
+            assert store.records() == [] and "cannot read the record of variant v" in caplog.text
     with open_store(place.url, host_bytes=0) as store:
         assert_same_bytes(get(store, "v"), make_kv("v"))
 

@@ -75,7 +75,7 @@ def test_no_byte_of_text_or_kv_lies_in_any_file(tmp_path, monkeypatch, identity,
         store.write_hints({"word": "open-word"})
         assert store.claims is not None and store.claims.claim(["x"], 60) == ("x",)
         store.tidy()
-        assert store.news is not None and store.news.flush(5)
+        assert store.change_feed is not None and store.change_feed.flush(5)
         files = [file for file in tmp_path.rglob("*") if file.is_file()]
         contents = {file: file.read_bytes() for file in files}
     kinds = {"records", "data", "notes", "catalog", "hints.json", "index.db"}

@@ -44,8 +44,8 @@ def assert_it_waits_once_and_recovers(index, come_back, num_waits) -> None:
     ]
     looked = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
-        look = Outage._look
-        patch.setattr(Outage, "_look", lambda outage: (look(outage), looked.set()))
+        look = Outage._check
+        patch.setattr(Outage, "_check", lambda outage: (look(outage), looked.set()))
 
         def all_are_refused() -> bool:  # also while it is looked for
             for call in calls:

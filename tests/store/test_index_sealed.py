@@ -108,7 +108,7 @@ def test_store_counts_them(tmp_path):
     with open_store(tmp_path / "store", identity=SEALED, index=index) as store:
         theirs.leases.acquire(["v"], 60)
         theirs.orders.place("v", b"{}", 60)
-        assert store.claims.taken(["v"]) == frozenset() and store.news.index.orders.take(1) is None
+        assert store.claims.taken(["v"]) == frozenset() and store.change_feed.index.orders.take(1) is None
         usage = store.usage()["disk"]
         assert usage.forged == usage.corrupt == 2
         assert store.claims.claim(["v"], 60) == ("v",)

@@ -138,8 +138,8 @@ def test_news_of_another_release_are_no_damage(their_root, caplog):
     root = their_root
     with open_store(root.url) as ours, caplog.at_level(logging.WARNING):
         caplog.clear()
-        assert ours._disk.follow({"a": root.read(root.record_key("a")), "b": None}) == ()
-        ours._disk.forget_gone("b", None)
+        assert ours._disk.apply_commits({"a": root.read(root.record_key("a")), "b": None}) == ()
+        ours._disk.forget_removed("b", None)
         assert ours._disk.takes("b") and not ours._disk.takes("a")
     assert caplog.text == "" and quarantine(root) == []
 

@@ -12,7 +12,7 @@ import pytest
 from ccjax.store import KVSpec, ShardCorruptError, StoreIdentity, StoreKeys, TensorStoreTier
 from ccjax.store.arrays import checksum
 from ccjax.store.catalog import decode_part, encode_part
-from ccjax.store.index.api import Changes
+from ccjax.store.index.api import StoreChanges
 from ccjax.store.leases import Leases
 from ccjax.store.notes import Notes
 from ccjax.store.objects import open_root
@@ -226,10 +226,10 @@ def test_news_with_a_forged_record_are_checked_against_the_store(tmp_path):
     writer.write(make_record("v"), make_kv("v"))
     raw = (tmp_path / SEALED.namespace / "records" / "v.json").read_bytes()
     forged = forged_record(raw, make_kv("v", writer=7))
-    assert tier.follow({"v": forged, "gone": forged}) == ("v",)
+    assert tier.apply_commits({"v": forged, "gone": forged}) == ("v",)
     shard = tier._commits.details("v")
     assert shard is not None and shard.layout.checksums == tuple(checksum(one, "sha256") for one in make_kv("v"))
-    assert Changes("", {"v": forged}, {}, True).added["v"] == forged
+    assert StoreChanges("", {"v": forged}, {}, True).added["v"] == forged
 
 
 def test_forged_catalog_is_not_used(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from ccjax.store.throttle import Link
+from ccjax.store.throttle import ThrottledLink
 from tests.store.kv import SPEC, assert_same_bytes, get, make_kv, open_store, put
 
 
@@ -37,7 +37,7 @@ def done(value: object = None) -> Future:
 def arrivals(sizes: list[int], **settings: float) -> list[float]:
     """When each of several reads that start at once is there, on a link of 100 bytes/s."""
     clock, there = Clock(), []
-    link = Link(100.0, clock=clock, sleep=clock.sleep, **settings)
+    link = ThrottledLink(100.0, clock=clock, sleep=clock.sleep, **settings)
     clock.go.clear()
     all_there = threading.Semaphore(0)
     for size in sizes:
@@ -59,7 +59,7 @@ def test_latencies_overlap_and_bytes_do_not() -> None:
 
 def test_a_free_link_begins_anew() -> None:
     clock = Clock()
-    link = Link(100.0, 1.0, clock=clock, sleep=clock.sleep)
+    link = ThrottledLink(100.0, 1.0, clock=clock, sleep=clock.sleep)
     link(done(), 100).result(timeout=120)
     assert clock.now == pytest.approx(2.0)
     clock.now = 10.0
@@ -69,7 +69,7 @@ def test_a_free_link_begins_anew() -> None:
 
 def test_what_the_read_says_comes_through_and_not_before_it() -> None:
     clock = Clock()
-    link = Link(1e9, clock=clock, sleep=clock.sleep)
+    link = ThrottledLink(1e9, clock=clock, sleep=clock.sleep)
     read: Future = Future()
     late = link(read, 1)
     with pytest.raises(TimeoutError):
@@ -92,7 +92,7 @@ def test_two_reads_that_start_at_the_same_time_do_not_share_their_bytes() -> Non
             second.join(0.2)  # it has to wait for the first one
         return clock.now
 
-    link = Link(100.0, clock=interrupted, sleep=clock.sleep)
+    link = ThrottledLink(100.0, clock=interrupted, sleep=clock.sleep)
     reads = []
     second = threading.Thread(target=lambda: reads.append(link(done(), 100)))
     reads.append(link(done(), 100))
@@ -104,7 +104,7 @@ def test_two_reads_that_start_at_the_same_time_do_not_share_their_bytes() -> Non
 
 def test_bytes_that_came_while_another_read_was_late_are_there_at_once() -> None:
     clock = Clock()
-    link = Link(100.0, clock=clock, sleep=clock.sleep)
+    link = ThrottledLink(100.0, clock=clock, sleep=clock.sleep)
     late: Future = Future()
     reads = [link(late, 100), link(done("kv"), 100)]
     clock.now = 5.0
@@ -116,7 +116,7 @@ def test_every_layer_of_the_disk_tier_goes_over_the_link(tmp_path) -> None:
     clock = Clock()
     with open_store(tmp_path, host_bytes=0) as store:
         put(store, "a", 5)
-    link = Link(SPEC.num_bytes(5) / 3.0, clock=clock, sleep=clock.sleep)
+    link = ThrottledLink(SPEC.num_bytes(5) / 3.0, clock=clock, sleep=clock.sleep)
     with open_store(tmp_path, host_bytes=0, on_read=link) as store:
         assert_same_bytes(get(store, "a"), make_kv("a", 5))
         assert clock.now == pytest.approx(3.0)
@@ -137,4 +137,4 @@ def test_every_layer_of_the_disk_tier_goes_over_the_link(tmp_path) -> None:
 )
 def test_bad_arguments_are_named(arguments, name) -> None:
     with pytest.raises(ValueError, match=f"^{name}: wanted"):
-        Link(*arguments)
+        ThrottledLink(*arguments)

@@ -276,7 +276,11 @@ def test_a_discard_by_record_takes_the_copies_of_that_record_alone(tmp_path):
             theirs.discard(key)
             record = dataclasses.replace(make_record(key), meta={"anew": True})
             assert theirs.complete_store(theirs.prepare_store(record), make_kv(key, writer=1)) == ("disk",)
-        assert theirs.flush(120) and ours._disk is not None and ours._disk.follow({"v": None, "w": None}) == ("v", "w")
+        assert (
+            theirs.flush(120)
+            and ours._disk is not None
+            and ours._disk.apply_commits({"v": None, "w": None}) == ("v", "w")
+        )
         ours.discard("v", lambda record: "anew" not in record.meta)
         assert ours.tiers_of("v") == ("disk",)
         assert_same_bytes(get(ours, "v"), make_kv("v", writer=1))

@@ -1,1 +1,1 @@
-"""What `ccjax serve` is made of: its options, what it says, and how it runs a cluster."""
+"""The parts of `ccjax serve`: options, messages, and running a cluster."""

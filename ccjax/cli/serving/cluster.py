@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: socket.socket) -> int:
-    """Replicas on Ray, and the front that passes requests on to them."""
+    """Runs replicas on Ray, and the front that forwards requests to them."""
     try:
         from ccjax.cluster.nodes import NodeError
         from ccjax.cluster.serving import serve_cluster
@@ -32,8 +32,8 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
         replicas = f"{counts.get('running', 0)} replicas of {args.model}"
         print(ready_line(args, settings, replicas, url_of(args, listener)), file=stdout, flush=True)
 
-    # Ray prints what its processes log. Whoever reads the line from stdout and no more must not keep the server from
-    # ending, once a pipe is full.
+    # Ray prints what its processes log. A parent that reads only the ready line from stdout must not block the shutdown
+    # once the pipe is full.
     stdout = sys.stdout
     display = Display(stages(), lambda *_: None, threading.Event())
     with naming(args, "--model"):
@@ -51,18 +51,18 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
 
 
 def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOptions:
-    from ccjax.cluster.replica import ReplicaOptions, Scale
+    from ccjax.cluster.replica import ReplicaOptions, ReplicaScale
     from ccjax.cluster.serving import ClusterOptions
     from ccjax.engine.budgets import host_cache_bytes
     from ccjax.server.loading import user_cache
 
     engine = engine_settings(args)
-    if engine.get("store") is not None:  # what several compute for one store, they agree on
+    if engine.get("store") is not None:  # several processes on one store coordinate
         engine.setdefault("share_computation", True)
         if args.cluster_address is None and args.cluster_host is None:  # one machine
             name = hashlib.sha256(engine["store"].encode()).hexdigest()[:16]
             engine.setdefault("store_index", f"sqlite://{user_cache()}/store-index/{name}.db")
-    if args.replicas is not None and "host_cache_bytes" not in engine:  # they may all stand on one machine
+    if args.replicas is not None and "host_cache_bytes" not in engine:  # they may all be on one machine
         engine["host_cache_bytes"] = host_cache_bytes(EngineConfig()) // max(args.replicas)
     generators = args.generators if args.generators is not None else int("store_index" in engine)
     if generators:
@@ -78,7 +78,7 @@ def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpt
     scale = None
     if args.replicas is not None:
         least, most = args.replicas
-        scale = Scale(least, most, up_after_s=args.scale_up_after_s, down_after_s=args.scale_down_after_s)
+        scale = ReplicaScale(least, most, up_after_s=args.scale_up_after_s, down_after_s=args.scale_down_after_s)
     replica = ReplicaOptions(
         model=args.model,
         engine=engine,

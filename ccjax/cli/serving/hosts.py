@@ -13,7 +13,7 @@ from ccjax.cli.serving.options import AUTO, ServeOptions, engine_settings
 
 
 def check_host_flags(args: ServeOptions) -> None:
-    """Raises StartupError where they do not fit together."""
+    """Checks that the options fit together; raises StartupError."""
     number, process = args.num_processes, args.process_id
     if args.cluster is not None:
         for name in ("coordinator_address", "process_id"):
@@ -28,10 +28,10 @@ def check_host_flags(args: ServeOptions) -> None:
 
 
 def join_hosts(args: ServeOptions) -> bool:
-    """Makes this process one of the group that it is to be in, if any; True where it follows.
+    """Joins the group of processes, if the options ask for one; True if this process is a follower.
 
     Raises:
-      StartupError: the others did not come.
+      StartupError: the others did not connect.
     """
     if args.coordinator_address is None:
         return False
@@ -44,13 +44,13 @@ def join_hosts(args: ServeOptions) -> bool:
             found = join(where, args.num_processes, args.process_id)
         except (RuntimeError, ValueError, OSError) as error:
             raise StartupError(f"--coordinator-address: {str(error).splitlines()[0]}") from error
-        if found.is_leader:  # what waits for the devices now may wait for ever
+        if found.is_leader:  # calls waiting for the devices may never return
             found.when_lost(lambda reason: os._exit(1))
     return not found.is_leader
 
 
-def follow_of(args: ServeOptions) -> int:
-    """Computes what process 0 does, until that ends; returns the exit code."""
+def run_follower(args: ServeOptions) -> int:
+    """Follows process 0 until that ends; returns the exit code."""
     from ccjax.engine.hosts import LostHostError, follow
     from ccjax.server.loading import with_dtype
 

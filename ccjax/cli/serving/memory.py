@@ -1,4 +1,4 @@
-"""What of each device's memory goes where, as lines of a table: at the start of a server, and by itself."""
+"""Prints the memory plan of each device, at the start of a server or by itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def print_memory_plan(args: ServeOptions) -> int:
     """Prints the plan of a server with these options; returns the exit code.
 
     Raises:
-      StartupError: an option, or that the model does not fit, with what would.
+      StartupError: an invalid option, or the model does not fit; says what would.
     """
     from ccjax.engine import EngineConfig
     from ccjax.engine.device_memory import memory_plan

@@ -1,4 +1,4 @@
-"""What `ccjax serve` says: progress, the line when it is ready, and why it cannot start."""
+"""Messages of `ccjax serve`: progress, the ready line, and startup errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STAGES = {
 
 
 class Stopped(Exception):
-    """The server is told to end while it still loads."""
+    """The server was told to exit while it was loading."""
 
 
 def stages() -> Stages:
@@ -44,7 +44,7 @@ def stages() -> Stages:
 
 
 class Display:
-    """Shows (stage, done, total), tells `note`, and breaks off when the server ends."""
+    """Shows (stage, done, total), passes it to `note`, and raises when the server ends."""
 
     def __init__(self, shown: Stages, note: Callable[[str, int, int], None], stopping: threading.Event) -> None:
         self._shown, self._note, self._stopping = shown, note, stopping
@@ -62,8 +62,8 @@ class Display:
 
 @contextlib.contextmanager
 def naming(args: ServeOptions, default: str) -> Iterator[None]:
-    """Turns a refusal into a `StartupError` that names the command-line argument: the one the message begins with,
-    else `default`."""
+    """Turns a refusal into a `StartupError` that names the command-line argument: the one the message begins with, else
+    `default`."""
     from ccjax.store.errors import StoreError
 
     try:

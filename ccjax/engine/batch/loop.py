@@ -31,7 +31,7 @@ from ccjax.engine.rates import Rates
 from ccjax.engine.sampling import Drawn, draw
 from ccjax.engine.variants import VariantIndex
 from ccjax.errors import OverloadError
-from ccjax.policy.scheduling import Costs, LineFullError, NeverFitsError, SchedulerSettings
+from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, SchedulerSettings, StepCosts
 from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -122,10 +122,10 @@ class BatchLoop:
             known = [*self._sequences.all(), *self._new]
         return [one for one in known if one.group.started_s is None]
 
-    def check_place(self, flow: str) -> None:
+    def check_queue_limit(self, flow: str) -> None:
         """Raises OverloadError where `submit` would for a request of that flow."""
         with self._changed, self._refusing(flow):
-            self._scheduler.check_place(flow)
+            self._scheduler.check_queue_limit(flow)
 
     def submit(self, sequence: TokenSequence) -> None:
         """Puts a sequence in the queue.
@@ -151,7 +151,7 @@ class BatchLoop:
     def _refusing(self, flow: str) -> Iterator[None]:
         try:
             yield
-        except LineFullError as error:
+        except AdmissionQueueFullError as error:
             raise OverloadError(str(error), self._scheduler.retry_after_s(flow, self._costs())) from None
         except NeverFitsError as error:
             raise as_request_error(error) from None
@@ -391,7 +391,7 @@ class BatchLoop:
         sequences.settle()
         return time.perf_counter() - started_s
 
-    def _costs(self) -> Costs:
+    def _costs(self) -> StepCosts:
         """What steps take, as measured lately."""
         token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
-        return Costs(token_s, self._decode_step_s, self._sequences.answer_tokens)
+        return StepCosts(token_s, self._decode_step_s, self._sequences.answer_tokens)

@@ -14,7 +14,7 @@ from ccjax.engine.plan_rows import PrefillOutcome
 from ccjax.engine.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
 from ccjax.engine.requests import Choice, Delta
 from ccjax.engine.sampling import Draw, Drawn, seed_of
-from ccjax.policy.scheduling import Work
+from ccjax.policy.scheduling import SequenceWork
 from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, VariantId
 
@@ -85,7 +85,7 @@ class TokenSequence:
 
     # -- in the queue ------------------------------------------------------------------------------------------
 
-    def work(self, tier_of: Callable[[str], str | None]) -> Work:
+    def work(self, tier_of: Callable[[str], str | None]) -> SequenceWork:
         """The request for the scheduler: by its plan and where things are now, or as if nothing were reused."""
         plan = self._plan
         if plan is None:
@@ -99,7 +99,7 @@ class TokenSequence:
             segment.num_tokens if segment.action == "compute" else len(segment.recompute_offsets)
             for segment in plan.segments
         )
-        self._work = Work(
+        self._work = SequenceWork(
             self.request_id,
             prefill_tokens=computed,
             prompt_pages=sum(count for index, count in enumerate(counts) if index not in shared),
@@ -115,7 +115,7 @@ class TokenSequence:
         return self._work
 
     @property
-    def most_work(self) -> Work:
+    def most_work(self) -> SequenceWork:
         """The most work that one of the group makes."""
         return self._unplanned() if self.group.num_answers == 1 else reading_work(self._unplanned())
 
@@ -219,7 +219,7 @@ class TokenSequence:
         prefilled = self.admission.prefilled(outcome)
         return prefilled if self.group.record_prefill(prefilled) else None
 
-    def share(self) -> Work:
+    def share(self) -> SequenceWork:
         """Lets the others of its group read its prompt; its work from now on."""
         assert self.job is not None
         self.group.prompt = SharedPrompt(self.job.plan, self.job.pages, self.admission)
@@ -246,10 +246,10 @@ class TokenSequence:
         assert self._last is not None
         self.group.finish(*self._last)
 
-    def _unplanned(self) -> Work:
+    def _unplanned(self) -> SequenceWork:
         prompt = self._prompt
         lengths = [len(chunk.token_ids) for chunk in prompt.chunks] + [len(prompt.question)]
-        return Work(
+        return SequenceWork(
             self.request_id,
             prefill_tokens=prompt.num_tokens,
             prompt_pages=sum(map(num_pages, lengths)),

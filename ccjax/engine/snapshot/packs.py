@@ -101,7 +101,7 @@ class PackFolder:
         try:
             yield
         except (ValueError, TimeoutError) as error:  # tensorstore has no others
-            self._root.note_failure(error)
+            self._root.record_failure(error)
             reason = str(error).partition(" [")[0]  # without the whole HTTP response
             raise StoreUnavailableError(f"snapshot: cannot {verb} {self._prefix}/{part}: {reason}") from error
 

@@ -1,5 +1,4 @@
-"""Which entries leave a tier when it needs room: one interface (`EvictionPolicy`), and six ways to rank what a tier
-holds, by name."""
+"""Eviction policies: one interface (`EvictionPolicy`), and six ways to rank the entries of a tier, by name."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "pgdsf": Pgdsf,
     "saved_seconds": SavedSeconds,
 }
-"""Name -> maker of a policy for one tier, with its default settings."""
+"""Name -> constructor of a policy for one tier, with its default settings."""
 
 DEFAULT_POLICY = "saved_seconds"
-"""Saves most compute on a real retrieval trace in tiers of up to a third of all bytes; in larger ones, where order
-matters little, no policy saves a quarter point more (`bench.py eviction`)."""
+"""Saves the most compute on a real retrieval trace in tiers of up to a third of all bytes; in larger tiers, where order
+matters little, no policy saves a quarter of a point more (`bench.py eviction`)."""
 
 
 def make_policy(name: str) -> EvictionPolicy:
-    """A fresh policy by its name in `POLICIES`.
+    """A new policy by its name in `POLICIES`.
 
     Raises:
       ValueError: there is none of that name.

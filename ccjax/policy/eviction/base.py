@@ -1,8 +1,8 @@
-"""What an eviction policy is told and asked: sizes, seconds and uses, by key.
+"""Interface of eviction policies, in terms of sizes, seconds and uses by key.
 
-The tier's owner makes every move. To store a new entry it calls `on_insert`, then `victims` for the bytes that are
-missing, evicts them, and calls `on_remove` for each one that went, or for the new one where it is not stored after all.
-A tier has a policy of its own, so that RAGCache's "two separate logical clocks" (sec. 5.1) need no further thought.
+The tier's owner moves all data. To store a new entry it calls `on_insert`, then `victims` for the missing bytes, evicts
+them, and calls `on_remove` for each entry evicted, or for the new one if it is not stored after all. Each tier has a
+policy of its own, which gives RAGCache's "two separate logical clocks" (sec. 5.1).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ccjax.policy._checks import check_count, check_mass, check_ratio
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """What one use of an entry says about it; checked on construction (ValueError naming the field).
+    """Facts about an entry at one use; checked on construction (ValueError naming the field).
 
     Attributes:
-      num_bytes: what it takes out of the tier's budget.
+      num_bytes: bytes it takes from the tier's budget.
       num_tokens: tokens of the chunk.
       compute_s: seconds to compute the chunk from text, `num_tokens T(cached, new) / new` with the cached and new
-        tokens of the request: a chunk's share of its prefill (RAGCache eq. 4).
-      recomputed_share: of its tokens, that a use recomputes: on a hit what this one did, on insertion what a later use
-        may expect (`ccjax.policy.strategies.expected_share`).
-      load_s: seconds to load it out of this tier.
-      below_load_s: seconds to load it out of the next tier below that holds it too; None where none does.
-      parent: key of what it continues in RAGCache's knowledge tree, held or not; None at the top of it, or outside.
+        tokens of the request: the chunk's share of its prefill (RAGCache eq. 4).
+      recomputed_share: share of its tokens that a use recomputes: on a hit of this use, on insertion the expected share
+        of later uses (`ccjax.policy.strategies.expected_share`).
+      load_s: seconds to load it from this tier.
+      below_load_s: seconds to load it from the next lower tier that also holds it; None if none does.
+      parent: key of its parent in RAGCache's knowledge tree, held or not; None at the root or outside the tree.
     """
 
     num_bytes: int
@@ -51,8 +51,8 @@ class EntryInfo:
     def saved_s(self) -> float:
         """Seconds that a use saves because this tier holds the entry, at least 0.
 
-        With it, a use costs `load_s + recomputed_share compute_s`; without, `compute_s`, or that with `below_load_s`
-        where a tier below has a copy and loading that is faster than computing.
+        With the entry, a use costs `load_s + recomputed_share compute_s`; without it `compute_s`, or the same sum with
+        `below_load_s` if a lower tier has a copy and that is faster.
         """
         fix_s = self.recomputed_share * self.compute_s
         without_s = self.compute_s if self.below_load_s is None else min(self.compute_s, self.below_load_s + fix_s)
@@ -60,12 +60,13 @@ class EntryInfo:
 
 
 class EvictionPolicy(Protocol):
-    """What a tier's owner tells and asks. Not thread-safe. `now` never decreases; its unit is the caller's: requests
-    served so far, or seconds. Same calls, same answers."""
+    """Eviction policy of one tier. Not thread-safe. `now` never decreases; the caller chooses its unit: requests served
+    so far, or seconds. Deterministic: the same calls give the same answers."""
 
     @property
     def is_tree(self) -> bool:
-        """Only leaves are evicted, and only what has its parent here, or none, should come."""
+        """True if only leaves are evicted, and entries should be inserted only if their parent is held or they have
+        none."""
         ...
 
     def is_leaf(self, key: str) -> bool:
@@ -77,7 +78,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_insert(self, key: str, info: EntryInfo, now: float) -> None:
-        """The tier is about to hold `key`, computed or loaded for a request at `now`, which counts as a use.
+        """Records that the tier is about to hold `key`, computed or loaded for a request at `now`; counts as a use.
 
         Raises:
           ValueError: it is held already.
@@ -85,8 +86,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_adopt(self, infos: Mapping[str, EntryInfo]) -> None:
-        """The tier holds these keys, and no request of this process used them yet: what `restore` brought of them
-        counts.
+        """Adds keys that the tier holds but no request of this process has used yet; their history is what `restore`
+        brought.
 
         Raises:
           ValueError: one is held already; nothing changed.
@@ -94,7 +95,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_hit(self, key: str, info: EntryInfo, now: float) -> None:
-        """A request at `now` reuses `key` out of this tier; `info` replaces what was known.
+        """Records that a request at `now` reuses `key` from this tier; `info` replaces what was known.
 
         Raises:
           KeyError: it is not held.
@@ -102,7 +103,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_remove(self, key: str, *, evicted: bool = True) -> None:
-        """The tier no longer holds `key`; `evicted=False` where no want of room was the reason (damaged, outdated).
+        """Records that the tier no longer holds `key`; `evicted=False` if the reason was not lack of space (damaged,
+        outdated).
 
         Raises:
           KeyError: it is not held.
@@ -110,31 +112,31 @@ class EvictionPolicy(Protocol):
         ...
 
     def victims(
-        self, bytes_wanted: int, *, pinned: Collection[str] = (), newcomer: str | None = None
+        self, bytes_wanted: int, *, pinned: Collection[str] = (), new_key: str | None = None
     ) -> tuple[str, ...] | None:
-        """Keys to evict, least worth first: the shortest such run that frees `bytes_wanted`, `()` for 0 bytes, None if
-        all together cannot. Changes nothing: the caller evicts, and says so by `on_remove`.
+        """Keys to evict, lowest value first: the shortest such sequence that frees `bytes_wanted`; `()` for 0 bytes,
+        None if all together do not. Changes nothing: the caller evicts and calls `on_remove`.
 
         Args:
           pinned: never chosen.
-          newcomer: the inserted key that wants the room. `(newcomer,)` means that it is worth less than what would
-            have to go, and should not be stored; policies that always take newcomers in never say so.
+          new_key: the inserted key that needs the space. `(new_key,)` means that it is worth less than what would be
+            evicted for it, and should not be stored; policies that always accept new entries never return it.
 
         Raises:
           ValueError: `bytes_wanted` is negative.
-          KeyError: `newcomer` is not held.
+          KeyError: `new_key` is not held.
         """
         ...
 
     def inherit(self, key: str, heir: str) -> None:
-        """`heir`, which is not held, is about to take the place of `key`: its uses are those of `key` from now on."""
+        """Transfers the uses of `key` to `heir`, which is not held yet and about to replace it."""
         ...
 
     def state(self, now: float) -> dict[str, Any]:
-        """All that the order rests on, as JSON values, times counted from `now`."""
+        """Everything the order depends on, as JSON values with times relative to `now`."""
         ...
 
     def restore(self, state: Any, held: Collection[str]) -> None:
-        """Takes in, before any other call, a `state` of the same policy; `held` are the keys to be adopted next. What
-        is no state, or damaged, is left out."""
+        """Restores a `state` of the same policy, before any other call; `held` are the keys to be adopted next. Invalid
+        or damaged parts are skipped."""
         ...

@@ -1,4 +1,4 @@
-"""Six ways to rank what a tier holds. Knows sizes, seconds and uses, by key; no array, no budget and no other tier."""
+"""Six ways to rank the entries of a tier."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from ccjax.policy.variants import reuse_credit
 
 HALF_LIFE = 1000.0
 """Default of `SavedSeconds(half_life=...)`, in requests. The trace of `bench.py eviction` is no longer than that and
-drifts little: 300 to endless do equally well on it, 100 does worse. Interests that drift are what ageing is for."""
+drifts little: any half-life from 300 upwards does equally well on it, 100 does worse. Ageing is for interests that
+drift."""
 
 NUM_REMEMBERED = 100_000
-"""Evicted keys whose uses are remembered, in 26 MB: less than the KV of two passages in an 8B model."""
+"""Number of evicted keys whose uses are remembered, in 26 MB: less than the KV of two passages in an 8B model."""
 
 
 class Lru(RankedPolicy):
-    """Least recently used first; sizes, seconds and frequencies do not count."""
+    """Evicts the least recently used entry; sizes, seconds and frequencies do not count."""
 
     def worth(self, entry: Entry) -> float:
         return entry.uses.last_use
 
 
 class Lfu(RankedPolicy):
-    """Least often used since insertion first."""
+    """Evicts the entry used least often since its insertion."""
 
     def worth(self, entry: Entry) -> float:
         return entry.uses.num_uses
 
 
 class CacheCraftFr(RankedPolicy):
-    """Least `f_r` first, CacheCraft sec. 3.3: grows by `reuse_credit` on each reuse, 0 on insertion.
+    """Evicts the least `f_r`, CacheCraft sec. 3.3: 0 on insertion, grows by `reuse_credit` on each reuse.
 
-    The paper is silent on equal `f_r`, which all variants never reused have: reading, the least recently used first.
-    It is silent on ageing and on what was evicted: reading, neither counts.
+    The paper does not say what to do with equal `f_r`, which all unused variants have; our reading: least recently used
+    first. It does not mention ageing or evicted entries; our reading: neither counts.
     """
 
     def count(self, uses: Uses, info: EntryInfo, now: float, *, is_hit: bool) -> None:
@@ -50,10 +51,10 @@ class CacheCraftFr(RankedPolicy):
 
 
 class Gdsf(RankedPolicy):
-    """Greedy-Dual-Size-Frequency (Cherkasova 1998, RAGCache eq. 2): least `clock + frequency cost / size` first.
+    """Greedy-Dual-Size-Frequency (Cherkasova 1998, RAGCache eq. 2): evicts the least `clock + frequency cost / size`.
 
     `frequency` counts uses since insertion, `cost / size` is compute seconds per byte, and `clock` the greatest
-    priority that was ever evicted (RAGCache eq. 3): what is not used again falls behind what comes later.
+    priority evicted so far (RAGCache eq. 3): unused entries fall behind later ones.
     """
 
     def __init__(self, *, num_remembered: int = 0) -> None:
@@ -82,12 +83,12 @@ class Gdsf(RankedPolicy):
 
 
 class Pgdsf(Gdsf):
-    """RAGCache eq. 2-4 and alg. 1: least `clock + frequency mean_i(cost_i / new_tokens_i)` first, the mean over the
-    requests that missed the entry, and of the knowledge tree only leaves (`EntryInfo.parent`).
+    """RAGCache eq. 2-4 and alg. 1: evicts the least `clock + frequency mean_i(cost_i / new_tokens_i)`, with the mean
+    over the requests that missed the entry, and only leaves of the knowledge tree (`EntryInfo.parent`).
 
-    Alg. 1 l. 9 sets the priority where the node was missed only; sec. 5.1 adjusts it "when a document is retrieved".
-    Reading: on every use. Frequency counts "within a time window": as long as the key is held or remembered, or the
-    mean of eq. 4 would never have a second term. A newcomer is always taken in, as in the paper.
+    Alg. 1 l. 9 sets the priority only where the node was missed; sec. 5.1 adjusts it "when a document is retrieved".
+    Our reading: on every use. Frequency counts "within a time window": as long as the key is held or remembered, or the
+    mean of eq. 4 would never have a second term. New entries are always accepted, as in the paper.
     """
 
     is_tree = True
@@ -105,26 +106,26 @@ class Pgdsf(Gdsf):
 
 
 class SavedSeconds(RankedPolicy):
-    """Least expected seconds saved per byte held first.
+    """Evicts the least expected seconds saved per byte.
 
-    Each use counts with the seconds that this tier saves in it (`EntryInfo.saved_s`: compute time, the share that is
-    recomputed, this tier's load and the copy below), halved for every `half_life` gone by:
-    `worth = sum_i saved_s_i 2^(-(now - t_i) / half_life) / num_bytes`. All worths fade alike, so their order stands
-    between uses, and the logarithm of `sum_i saved_s_i 2^(t_i / half_life) / num_bytes` ranks without knowing now.
+    Each use counts with the seconds this tier saved in it (`EntryInfo.saved_s`: compute time, recomputed share, this
+    tier's load and the copy below), halved every `half_life`: `worth = sum_i saved_s_i 2^(-(now - t_i) / half_life) /
+    num_bytes`. All values decay alike, so their order is constant between uses, and the logarithm of `sum_i saved_s_i
+    2^(t_i / half_life) / num_bytes` gives the order without knowing the time.
 
-    Uses of keys that left count on: they take 260 bytes a key against megabytes of KV, and what tiers of up to a tenth
-    of all bytes save grows by a fifth to a half (`bench.py eviction --ablate`). A newcomer worth less than what would
-    make room for it is not taken in.
+    Uses of evicted keys are remembered: 260 bytes per key, against megabytes of KV, increase what tiers of up to a
+    tenth of all bytes save by a fifth to a half (`bench.py eviction --ablate`). A new entry that is worth less than
+    what would be evicted for it is not stored.
 
     Args:
       half_life: in the unit of `now`; more than 0.
-      num_remembered: keys that left whose uses still count.
+      num_remembered: number of evicted keys whose uses still count.
 
     Raises:
       ValueError: names the argument.
     """
 
-    weighs_newcomers = True
+    weighs_new_keys = True
 
     def __init__(self, *, half_life: float = HALF_LIFE, num_remembered: int = NUM_REMEMBERED) -> None:
         super().__init__(num_remembered=num_remembered)
@@ -146,6 +147,6 @@ class SavedSeconds(RankedPolicy):
 
 
 def _log2_sum(first: float, second: float) -> float:
-    """log2(2^first + 2^second) without overflow; one of them is finite."""
+    """log2(2^first + 2^second) without overflow; at least one is finite."""
     low, high = sorted((first, second))
     return high + math.log2(1.0 + 2.0 ** (low - high))

@@ -1,4 +1,4 @@
-"""A policy that evicts what ranks least: the order is kept here, what ranks it is a subclass's."""
+"""A policy that evicts the lowest rank: keeps the order, while subclasses define the rank."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ccjax.policy._checks import check_count
 from ccjax.policy.eviction.base import EntryInfo
 
 Rank = tuple[float, float, str, int]
-"""Worth, last use, key, and a number that tells an entry's rank from its outdated ones."""
+"""Worth, last use, key, and a number that distinguishes an entry's current rank from outdated ones."""
 
 
 _FEW = 1000
-"""More ranks than that are put in order all at once."""
+"""With more ranks than that, the heap is built at once."""
 
 
 @dataclasses.dataclass(slots=True)
 class Uses:
-    """What a policy keeps of a key's uses; `value` and `clock` mean what the policy says."""
+    """The uses of a key; each policy defines `value` and `clock`."""
 
     num_uses: int = 0
     num_misses: int = 0
@@ -42,18 +42,18 @@ class Entry:
 
 
 class RankedPolicy:
-    """Evicts the least `worth`; among equals the one not used for longest, then the smallest key.
+    """Evicts the least `worth`; among equals the least recently used, then the smallest key.
 
-    `worth` is computed at each use and stands until the next. The heap keeps outdated ranks until they surface or
+    `worth` is computed at each use and constant until the next. The heap keeps outdated ranks until they surface or
     outnumber the others: an insertion, a hit or a removal costs O(log n) amortised, k victims O((k + pins met) log n).
-    In a tree, what surfaces and has children stays out of the heap until it has none.
+    In a tree, an entry with children that surfaces stays out of the heap until it has none.
 
-    A subclass says what a use adds and what an entry is worth. It may remember the uses of keys that left, the last
-    `num_remembered` of them, may set `weighs_newcomers`, and `is_tree`, so that no key goes while a child of it is held
-    (RAGCache sec. 5.1): its worth counts once its children are among the victims.
+    A subclass defines what a use adds and what an entry is worth. It may remember the uses of the last `num_remembered`
+    evicted keys, set `weighs_new_keys`, and set `is_tree`, so that no key is evicted before its children (RAGCache
+    sec. 5.1): it is considered once its children are among the victims.
     """
 
-    weighs_newcomers = False
+    weighs_new_keys = False
     is_tree = False
 
     def __init__(self, *, num_remembered: int = 0) -> None:
@@ -68,10 +68,10 @@ class RankedPolicy:
         self._num_ranked = 0
 
     def count(self, uses: Uses, info: EntryInfo, now: float, *, is_hit: bool) -> None:
-        """Adds what is special about a use; the numbers of uses and misses are counted already."""
+        """Updates the value for a use; uses and misses are counted already."""
 
     def worth(self, entry: Entry) -> float:
-        """What the entry is worth after its latest use, compared among entries only."""
+        """The value of the entry after its latest use, compared among entries only."""
         raise NotImplementedError
 
     def __contains__(self, key: object) -> bool:
@@ -119,19 +119,19 @@ class RankedPolicy:
         self._compact()
 
     def victims(
-        self, bytes_wanted: int, *, pinned: Collection[str] = (), newcomer: str | None = None
+        self, bytes_wanted: int, *, pinned: Collection[str] = (), new_key: str | None = None
     ) -> tuple[str, ...] | None:
         """See `EvictionPolicy`."""
         check_count("bytes_wanted", bytes_wanted, least=0)
         protected = {*pinned}
-        if newcomer is not None:
-            self._held(newcomer)
-            if not self.weighs_newcomers:
-                protected.add(newcomer)
+        if new_key is not None:
+            self._held(new_key)
+            if not self.weighs_new_keys:
+                protected.add(new_key)
         met: dict[Rank, None] = {}
         chosen: list[str] = []
         freed_bytes = 0
-        gone: collections.Counter[str | None] = collections.Counter()  # children among the chosen
+        gone: collections.Counter[str | None] = collections.Counter()  # children among the victims
         while freed_bytes < bytes_wanted and self._heap:
             rank = heapq.heappop(self._heap)
             if not self._is_current(rank):
@@ -145,7 +145,7 @@ class RankedPolicy:
                 self._out_of_heap.add(key)
                 continue
             info = self._entries[key].info
-            if key == newcomer:  # it ranks before enough others: those that rank before it need not go either
+            if key == new_key:  # it ranks before enough others, which then need not be evicted either
                 chosen, freed_bytes = [key], bytes_wanted
             else:
                 chosen.append(key)
@@ -170,7 +170,7 @@ class RankedPolicy:
         state: dict[str, Any] = {
             "uses": {key: _as_json(self.rebased(one, now)) for key, one in uses.items() if one.num_uses}
         }
-        if self.is_tree:  # whoever adopts them may not have looked that far
+        if self.is_tree:  # the caller that adopts them may not have checked that
             parents = {key: entry.info.parent for key, entry in self._entries.items()}
             state["parents"] = {key: parent for key, parent in parents.items() if parent is not None}
         return state
@@ -187,11 +187,11 @@ class RankedPolicy:
                 self._parents[key] = parent
 
     def rebased(self, uses: Uses, now: float) -> Uses:
-        """The same uses with times counted from `now`."""
+        """The uses with times relative to `now`."""
         return dataclasses.replace(uses, last_use=uses.last_use - now)
 
     def _with_parent(self, key: str, info: EntryInfo) -> EntryInfo:
-        """With the parent that `restore` brought, where none is known."""
+        """With the parent that `restore` brought, if none is known."""
         parent = self._parents.pop(key, None)
         return info if parent is None or info.parent is not None else dataclasses.replace(info, parent=parent)
 
@@ -202,7 +202,7 @@ class RankedPolicy:
             self._put_back(parent)
 
     def _put_back(self, key: str | None) -> None:
-        """It has no children any more, or none that are not about to go."""
+        """Returns an entry to the heap once it has no children left, except among the victims."""
         if key is not None and key in self._out_of_heap:
             self._out_of_heap.remove(key)
             heapq.heappush(self._heap, self._entries[key].rank)
@@ -252,12 +252,12 @@ class RankedPolicy:
 
 
 def _as_json(uses: Uses) -> list[int | float | None]:
-    """The fields in order; None for the value of a key of which no use ever saved anything."""
+    """The fields in order; None for the value of a key whose uses never saved anything."""
     return [None if value == -math.inf else value for value in dataclasses.astuple(uses)]
 
 
 def _uses_from_json(values: Any) -> Uses | None:
-    """What `_as_json` made a list of, None for anything else."""
+    """Inverse of `_as_json`; None for anything else."""
     if not isinstance(values, list) or len(values) != len(dataclasses.fields(Uses)):
         return None
     num_uses, num_misses, value, *times = values
@@ -266,6 +266,6 @@ def _uses_from_json(values: Any) -> Uses | None:
         return None
     if not all(map(math.isfinite, numbers)) or type(num_uses) is not int or type(num_misses) is not int:
         return None
-    if not 0 <= num_misses <= num_uses or not num_uses:  # no miss: held since before anybody counted
+    if not 0 <= num_misses <= num_uses or not num_uses:  # without a recorded miss: held since before counting began
         return None
     return Uses(num_uses, num_misses, -math.inf if value is None else value, *times)

@@ -1,4 +1,4 @@
-"""Who prefills and who decodes next, who is admitted, and who gives pages back."""
+"""Decides which sequences prefill and decode next, which are admitted, and which are preempted."""
 
 from __future__ import annotations
 
@@ -7,171 +7,173 @@ from collections.abc import Callable
 
 from ccjax.policy._checks import check_count
 from ccjax.policy.scheduling.least import LeastFirst
-from ccjax.policy.scheduling.record import Record
-from ccjax.policy.scheduling.waiting import Places, WaitingQueue
+from ccjax.policy.scheduling.sequence import ScheduledSequence
+from ccjax.policy.scheduling.waiting import QueueLimit, WaitingQueue
 from ccjax.policy.scheduling.work import (
-    Costs,
     DecodeStep,
-    Pack,
-    Piece,
+    ScheduledPack,
+    ScheduledPiece,
     SchedulerSettings,
-    Work,
+    SequenceWork,
+    StepCosts,
 )
 
 
 class Scheduler:
-    """Continuous batching over one pool of pages. Not thread-safe.
+    """Continuous batching over one page pool. Not thread-safe.
 
-    With n waiting and r admitted requests, `add`, `remove` and `replan` cost O(log n) amortised, and `expire` that for
-    each it reports; `next_pack` O(r log r + log n) for each request that it touches, `next_decode` O(r log r).
+    With n waiting and r admitted sequences, `add`, `remove` and `replan` cost O(log n) amortised, and `expire` that
+    much per sequence it returns; `next_pack` costs O(r log r + log n) per sequence it touches, `next_decode` O(r log
+    r).
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
-        self._records: dict[str, Record] = {}
-        self._admitted: dict[str, Record] = {}
+        self._sequences: dict[str, ScheduledSequence] = {}
+        self._admitted: dict[str, ScheduledSequence] = {}
         self._queue = WaitingQueue(settings.reorder_window)
-        self._places = Places(settings.max_queue, settings.flow_share)
+        self._queue_limit = QueueLimit(settings.max_queue, settings.flow_share)
         self._deadlines: LeastFirst[str] = LeastFirst()
         self._num_arrived = 0
         self._is_blocked = False
-        self._pack: dict[str, Piece] = {}
-        self._step: dict[str, Record] | None = None
+        self._pack: dict[str, ScheduledPiece] = {}
+        self._step: dict[str, ScheduledSequence] | None = None
         self._step_s = 0.0
         self._mark_s = 0.0
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._records
+        return request_id in self._sequences
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no pages of the pool: new, preempted, or held."""
-        return len(self._records) - len(self._admitted)
+        """Number of sequences that hold no pages: new, preempted or held."""
+        return len(self._sequences) - len(self._admitted)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold pages of the pool: in prefill, or decoding."""
+        """Number of sequences that hold pages: in prefill or decoding."""
         return len(self._admitted)
 
     @property
     def num_decoding(self) -> int:
-        """Requests that want a decode step together, 0 while the pack is one request's alone."""
+        """Number of sequences that decode together; 0 while the running pack belongs to a sequence that runs alone."""
         return len(self._sharing())
 
     @property
     def decoding_alone(self) -> tuple[str, ...]:
-        """Requests that want a decode step of their own, most important first."""
+        """Ids of the sequences that need decode steps of their own, most important first."""
         return tuple(one.request_id for one in sorted(self._decoding(), key=lambda one: one.rank) if one.is_alone)
 
     def unserved_tokens(self) -> int:
-        """Tokens that prefills are still to compute, of all who have no first token yet."""
-        return sum(record.tokens_left for record in self._records.values() if record.is_unserved)
+        """Tokens still to be prefilled, over all sequences without a first token."""
+        return sum(sequence.tokens_left for sequence in self._sequences.values() if sequence.is_unserved)
 
-    def check_place(self, flow: str) -> None:
-        """Raises LineFullError where `add` would for a request of that flow."""
-        self._places.check(flow)
+    def check_queue_limit(self, flow: str) -> None:
+        """Raises AdmissionQueueFullError if `add` would for a request of this flow."""
+        self._queue_limit.check(flow)
 
-    def add(self, work: Work, *, after: str | None = None) -> None:
-        """Puts a request in line.
+    def add(self, work: SequenceWork, *, after: str | None = None) -> None:
+        """Adds a sequence to the queue.
 
         Args:
-          after: an admitted request of its flow and priority that it goes on from: it stands at the head of the flow.
+          after: an admitted sequence of the same flow and priority that this one continues: it is put at the front of
+            the flow.
 
         Raises:
-          NeverFitsError: the pool is too small for it, even empty.
-          LineFullError: no place in line; `retry_after_s` estimates when there is one.
-          ValueError: its id is in use, or `tail_slots` makes more than a page.
+          NeverFitsError: the pool is too small for it even when empty.
+          AdmissionQueueFullError: the queue is full; `retry_after_s` estimates when it is not.
+          ValueError: its id is in use, or `tail_slots` is a page or more.
         """
-        if work.request_id in self._records:
+        if work.request_id in self._sequences:
             raise ValueError(f"request_id: wanted one that is not scheduled, got {work.request_id!r}")
         self.settings.check_fits(work)
-        record = Record(work, self._num_arrived, self.settings.page_tokens)
+        sequence = ScheduledSequence(work, self._num_arrived, self.settings.page_tokens)
         if after is None:
-            self.check_place(work.flow)
-            self._places.take(record)
+            self.check_queue_limit(work.flow)
+            self._queue_limit.take(sequence)
         else:
-            record.tag = self._admitted[after].tag
+            sequence.tag = self._admitted[after].tag
         self._num_arrived += 1
-        self._records[work.request_id] = record
-        self._queue.push(record)
-        self._set_deadline(record)
+        self._sequences[work.request_id] = sequence
+        self._queue.enqueue(sequence)
+        self._set_deadline(sequence)
 
     def remove(self, request_id: str) -> None:
-        """Forgets a request: its answer is complete, it was cancelled, or it failed. At any time, also while it runs.
+        """Forgets a sequence that is complete, cancelled or failed. May be called at any time, even while it runs.
 
         Raises:
           KeyError: it is not scheduled.
         """
-        record = self._record(request_id)
-        del self._records[request_id]
+        sequence = self._get(request_id)
+        del self._sequences[request_id]
         self._deadlines.discard(request_id)
-        if record.tag is None:
-            self._places.free(record)
-        self._withdraw(record)
-        if record.is_unserved:
-            self._queue.leave(record)
+        if sequence.tag is None:
+            self._queue_limit.free(sequence)
+        self._withdraw(sequence)
+        if sequence.is_unserved:
+            self._queue.discard(sequence)
 
-    def replan(self, work: Work) -> None:
-        """The request of that id has another plan, say because a stored chunk could not be read. While it waits it
-        keeps its place; once admitted it gives its pages back and starts over at the head of its flow.
+    def replan(self, work: SequenceWork) -> None:
+        """Replaces the plan of a sequence, for example because a stored chunk could not be read. A waiting sequence
+        keeps its position; an admitted one frees its pages and starts over at the front of its flow.
 
         Raises:
           KeyError: it is not scheduled.
           ValueError: flow, priority or `max_new_tokens` differ.
           NeverFitsError: as for `add`; nothing has changed then.
         """
-        record = self._record(work.request_id)
-        record.work.check_change(work)
+        sequence = self._get(work.request_id)
+        sequence.work.check_change(work)
         self.settings.check_fits(work)
-        if record.tag is None:
-            self._places.free(record)
-            record.start_over(work)
-            self._places.take(record)
-            self._queue.refile(record)
+        if sequence.tag is None:
+            self._queue_limit.free(sequence)
+            sequence.start_over(work)
+            self._queue_limit.take(sequence)
+            self._queue.reorder(sequence)
         else:
-            self._withdraw(record)
-            if record.is_unserved:
-                self._queue.leave(record)
-            record.start_over(work)
-            self._queue.push(record)
-        self._set_deadline(record)
+            self._withdraw(sequence)
+            if sequence.is_unserved:
+                self._queue.discard(sequence)
+            sequence.start_over(work)
+            self._queue.enqueue(sequence)
+        self._set_deadline(sequence)
 
     def hold(self, request_id: str) -> None:
-        """Lets a request that was just admitted wait for something that no scheduling brings about: it gives seat and
-        pages back, and is in no line until `replan`, which puts it at the head of its flow.
+        """Suspends a sequence that was just admitted and must wait for something that the scheduler does not control:
+        it frees its pages and leaves the queue until `replan` puts it back at the front of its flow.
 
         Raises:
           KeyError: it is not scheduled.
           ValueError: it is not in prefill.
         """
-        record = self._record(request_id)
-        if record.state != "prefill":
-            raise ValueError(f"request_id: wanted one in prefill, got {request_id!r}, state {record.state}")
-        self._withdraw(record)
-        self._queue.leave(record)
-        record.state = "held"
+        sequence = self._get(request_id)
+        if sequence.state != "prefill":
+            raise ValueError(f"request_id: wanted one in prefill, got {request_id!r}, state {sequence.state}")
+        self._withdraw(sequence)
+        self._queue.discard(sequence)
+        sequence.state = "held"
 
     def set_alone(self, request_id: str, is_alone: bool) -> None:
-        """Whether a request shares no step with others from the next one on: its pieces have packs to themselves, with
-        no decode step between their layers, and it is in no decode step but those that are asked for it.
+        """Sets whether a sequence shares steps with others, from the next step on. One that runs alone has packs of its
+        own, without decode steps between their layers, and takes part only in decode steps requested for it.
 
         Raises:
           KeyError: it is not scheduled.
         """
-        self._record(request_id).is_alone = is_alone
+        self._get(request_id).is_alone = is_alone
 
-    def share(self, work: Work) -> None:
-        """The request of that id decodes on as `work` says: its prompt's pages are shared ones now. Raises ValueError
-        where it does not decode, and what `replan` raises."""
-        record = self._record(work.request_id)
-        if record.state != "decode":
-            raise ValueError(f"request_id: wanted one that decodes, got {work.request_id!r}, in {record.state}")
-        record.work.check_change(work)
+    def share(self, work: SequenceWork) -> None:
+        """Replaces the work of a decoding sequence whose prompt pages are shared from now on. Raises ValueError if it
+        is not decoding, and what `replan` raises."""
+        sequence = self._get(work.request_id)
+        if sequence.state != "decode":
+            raise ValueError(f"request_id: wanted one that decodes, got {work.request_id!r}, in {sequence.state}")
+        sequence.work.check_change(work)
         self.settings.check_fits(work)
-        record.work = work
+        sequence.work = work
 
     def expire(self, now_s: float) -> tuple[str, ...]:
-        """Removes the requests whose deadline has come and returns their ids, earliest deadline first."""
+        """Removes the sequences whose deadline has passed and returns their ids, earliest deadline first."""
         late = []
         while (least := self._deadlines.least()) is not None and least[0][0] <= now_s:
             late.append(least[1])
@@ -182,24 +184,24 @@ class Scheduler:
         self,
         now_s: float,
         free_pages: int,
-        costs: Costs,
+        costs: StepCosts,
         *,
         shared_pages: Callable[[str], int] | None = None,
-    ) -> Pack:
-        """What to prefill next, until `pack_done`.
+    ) -> ScheduledPack:
+        """Chooses what to prefill next, until `pack_done`.
 
-        In the order of priority, fairness and arrival each request gets as many tokens as the pack still takes, so that
-        a short one shares it with a piece of a long one. The first in line is admitted if there is a seat, and pages
-        for its prompt and the reserve; for its sake, less important priorities are preempted, if that makes room. If it
-        does not, nobody else is admitted before it, or small requests could keep out a large one for ever. Nor is
-        anybody when a prompt that is not divisible finds too little of the pack left, or its context no room.
+        In order of priority, fairness and arrival, each sequence gets as many tokens as still fit into the pack, so
+        that a short prompt shares it with a piece of a long one. The head of the queue is admitted if a slot and enough
+        pages for its prompt and the reserve are free; less important priorities are preempted for it if that frees
+        enough. If not, nothing behind it is admitted, or small sequences could starve a large one. Nor is anything
+        admitted once an indivisible prompt does not fit into the rest of the pack, or its context exceeds the limit.
 
         Args:
-          free_pages: of the pool, those of chunks that nobody reads included.
-          shared_pages: how many of a request's shared pages would be taken out of the free ones now; without it, all.
+          free_pages: free pages of the pool, including those of chunks that no sequence reads.
+          shared_pages: how many of a sequence's shared pages would be taken from the free ones now; without it, all.
 
         Raises:
-          RuntimeError: the pack or the decode step before is not done.
+          RuntimeError: the previous pack or decode step is not done.
         """
         check_count("free_pages", free_pages, least=0)
         if self._pack or self._step is not None:
@@ -238,48 +240,50 @@ class Scheduler:
             self._admit(head)
             admitted.append(head.request_id)
             budget -= self._put_in_pack(head, budget)
-        return Pack(tuple(preempted), tuple(admitted), tuple(self._pack.values()))
+        return ScheduledPack(tuple(preempted), tuple(admitted), tuple(self._pack.values()))
 
     def pack_done(self, now_s: float) -> tuple[str, ...]:
-        """The requests of the pack that have their next token now, in its order; they decode from now on."""
+        """Ends the pack; returns the sequences that have their next token now, in pack order. They decode from now
+        on."""
         done = []
         for piece in self._pack.values():
-            record = self._records[piece.request_id]
-            record.tokens_left -= piece.num_tokens
-            if not record.tokens_left:
-                self._queue.leave(record)
-                record.state = "decode"
-                record.num_answered += 1
-                record.last_token_s = now_s
+            sequence = self._sequences[piece.request_id]
+            sequence.tokens_left -= piece.num_tokens
+            if not sequence.tokens_left:
+                self._queue.discard(sequence)
+                sequence.state = "decode"
+                sequence.num_answered += 1
+                sequence.last_token_s = now_s
                 done.append(piece.request_id)
         self._pack = {}
         return tuple(done)
 
     def after_layer(self, now_s: float) -> bool:
-        """To be called once after each layer of a pack: True if a decode step should run before the next one.
+        """Called once after each layer of a pack: True if a decode step should run before the next layer.
 
-        It should if some answer would otherwise wait for its next token for longer than the settings say, provided that
-        the next layer takes as long as this one, and a decode step `Costs.decode_step_s`. One call, one answer:
-        between two steps there is always a layer, however long they take. Where layers queue up on the device, `now_s`
-        is when the last of them ends.
+        It should if some sequence would otherwise wait longer for its next token than the settings allow, assuming that
+        the next layer takes as long as this one and a decode step takes `StepCosts.decode_step_s`. Each call answers
+        once: there is always a layer between two decode steps, however long they take. Where layers queue up on the
+        device, `now_s` is when the last of them ends.
         """
         layer_s, self._mark_s = now_s - self._mark_s, now_s
-        oldest_s = min((record.last_token_s for record in self._sharing()), default=None)
+        oldest_s = min((sequence.last_token_s for sequence in self._sharing()), default=None)
         if oldest_s is None:
             return False
         return now_s + layer_s + self._step_s > oldest_s + self.settings.decode_gap_s(self._step_s)
 
-    def next_decode(self, free_pages: int, costs: Costs, *, alone: str | None = None) -> DecodeStep:
-        """Who decodes next, until `decode_done`: all that have their first token and not their last, those left out
-        that share no step; or such a one, `alone`, by itself.
+    def next_decode(self, free_pages: int, costs: StepCosts, *, alone: str | None = None) -> DecodeStep:
+        """Chooses the next decode step, until `decode_done`: all sequences with a first token and not their last,
+        except those that run alone; or, with `alone`, just that one.
 
-        Pages are drawn by the most important first. Where none is free, the least important of all that are admitted
-        is preempted, be it in the pack that runs (its rows are dropped), but only in favour of a more important one:
-        who finds nobody less important sits out and keeps its pages, for to give them up would help nobody. An answer
-        that lies in a shared prompt's last page has none of its own to give, but the prompt may then be dropped.
+        Pages are allocated to the most important sequences first. If none is free, the least important admitted
+        sequence is preempted, even from the running pack (its rows are dropped), but only in favour of a more important
+        one. A sequence without a less important one skips this step and keeps its pages, since freeing them would help
+        no other. A sequence whose tokens lie in the last page of a shared prompt has no pages of its own to free, but
+        the prompt may be dropped once it is preempted.
 
         Raises:
-          RuntimeError: the decode step before is not done.
+          RuntimeError: the previous decode step is not done.
         """
         check_count("free_pages", free_pages, least=0)
         if self._step is not None:
@@ -290,125 +294,126 @@ class Scheduler:
         draws: list[str] = []
         ranked = sorted((r for r in self._admitted.values() if not r.is_complete), key=lambda r: r.rank)
         victims = list(ranked)
-        for record in ranked:
-            if record.state != "decode":  # in prefill, or preempted just now
+        for sequence in ranked:
+            if sequence.state != "decode":  # in prefill, or preempted just now
                 continue
-            if record.request_id != alone if alone is not None else record.is_alone:
+            if sequence.request_id != alone if alone is not None else sequence.is_alone:
                 continue
-            if record.draws_page:
-                while not free_pages and victims[-1] is not record:
+            if sequence.draws_page:
+                while not free_pages and victims[-1] is not sequence:
                     victim = victims.pop()
                     free_pages += victim.own_pages
                     preempted.append(self._preempt(victim))
                 if not free_pages:
                     continue
                 free_pages -= 1
-                draws.append(record.request_id)
-            self._step[record.request_id] = record
+                draws.append(sequence.request_id)
+            self._step[sequence.request_id] = sequence
         return DecodeStep(tuple(preempted), tuple(self._step), tuple(draws))
 
     def decode_done(self, now_s: float) -> None:
-        """Every request of the step that was not removed meanwhile has one more token."""
+        """Ends the decode step: every sequence in it that was not removed meanwhile has one more token."""
         if self._step is None:
             raise RuntimeError("decode_done: wanted next_decode first")
         self._mark_s = now_s
-        for record in self._step.values():
-            record.num_answered += 1
-        for record in self._decoding():  # no prefill is to blame for one that found no page
-            record.last_token_s = now_s
+        for sequence in self._step.values():
+            sequence.num_answered += 1
+        for sequence in self._decoding():  # a missing page is not the fault of a prefill
+            sequence.last_token_s = now_s
         self._step = None
 
-    def retry_after_s(self, flow: str, costs: Costs) -> float:
-        """About how many seconds until a request of that flow finds a place in line; 0 where it finds one now.
+    def retry_after_s(self, flow: str, costs: StepCosts) -> float:
+        """Estimated seconds until a request of this flow finds a free queue slot; 0 if there is one now.
 
-        A place is free once the next one in line is admitted: when what was admitted is prefilled, and, if seats or
-        pages keep it out, the first answer ends. A flow over its share waits for one more of its own, with what the
-        other flows have admitted meanwhile.
+        A slot becomes free once the head of the queue is admitted: when the admitted sequences are prefilled and, if
+        slots or pages block it, the first of them finishes. A flow over its share waits for another admission of its
+        own, during which other flows have theirs.
         """
-        num_starts = self._places.starts_until_free(flow)
+        num_starts = self._queue_limit.admissions_until_free(flow)
         if not num_starts:
             return 0.0
-        wait_s = sum(record.tokens_left for record in self._admitted.values()) * costs.token_s
+        wait_s = sum(sequence.tokens_left for sequence in self._admitted.values()) * costs.token_s
         if self._admitted and (self._is_blocked or len(self._admitted) >= self.settings.max_num_seqs):
-            wait_s += min(record.steps_left(costs) for record in self._admitted.values()) * costs.decode_step_s
-        mean_tokens = self._places.num_tokens / self._places.num_taken
+            wait_s += min(sequence.steps_left(costs) for sequence in self._admitted.values()) * costs.decode_step_s
+        mean_tokens = self._queue_limit.num_tokens / self._queue_limit.num_queued
         return wait_s + (num_starts - 1) * mean_tokens * costs.token_s
 
-    def _record(self, request_id: str) -> Record:
-        if request_id not in self._records:
+    def _get(self, request_id: str) -> ScheduledSequence:
+        if request_id not in self._sequences:
             raise KeyError(f"request_id: wanted one that is scheduled, got {request_id!r}")
-        return self._records[request_id]
+        return self._sequences[request_id]
 
-    def _set_deadline(self, record: Record) -> None:
-        if record.work.deadline_s is None:
-            self._deadlines.discard(record.request_id)
+    def _set_deadline(self, sequence: ScheduledSequence) -> None:
+        if sequence.work.deadline_s is None:
+            self._deadlines.discard(sequence.request_id)
         else:
-            self._deadlines.put(record.request_id, (record.work.deadline_s, record.number))
+            self._deadlines.put(sequence.request_id, (sequence.work.deadline_s, sequence.number))
 
-    def _decoding(self) -> list[Record]:
+    def _decoding(self) -> list[ScheduledSequence]:
         return [one for one in self._admitted.values() if one.state == "decode" and not one.is_complete]
 
-    def _sharing(self) -> list[Record]:
-        if any(self._records[name].is_alone for name in self._pack):
+    def _sharing(self) -> list[ScheduledSequence]:
+        if any(self._sequences[name].is_alone for name in self._pack):
             return []
-        return [record for record in self._decoding() if not record.is_alone]
+        return [sequence for sequence in self._decoding() if not sequence.is_alone]
 
-    def _reserve(self, record: Record) -> int:
-        return min(self.settings.reserve_pages, record.growth_pages)
+    def _reserve(self, sequence: ScheduledSequence) -> int:
+        return min(self.settings.reserve_pages, sequence.growth_pages)
 
-    def _victims_for(self, head: Record, wanted: int, free_pages: int) -> list[Record] | None:
-        """Whom to preempt so that `head` can be admitted, least important first; None where that makes no room."""
-        wanted += self._reserve(head) + sum(self._reserve(record) for record in self._admitted.values())
-        num_seats = self.settings.max_num_seqs - len(self._admitted)
-        victims: list[Record] = []
+    def _victims_for(self, head: ScheduledSequence, wanted: int, free_pages: int) -> list[ScheduledSequence] | None:
+        """The sequences to preempt so that `head` can be admitted, least important first; None if that does not free
+        enough."""
+        wanted += self._reserve(head) + sum(self._reserve(sequence) for sequence in self._admitted.values())
+        num_free_slots = self.settings.max_num_seqs - len(self._admitted)
+        victims: list[ScheduledSequence] = []
         lesser = [r for r in self._admitted.values() if r.work.priority > head.work.priority and not r.is_complete]
         for victim in sorted(lesser, key=lambda r: r.rank, reverse=True):
-            if wanted <= free_pages and num_seats:
+            if wanted <= free_pages and num_free_slots:
                 break
             victims.append(victim)
             free_pages += victim.own_pages
             wanted -= self._reserve(victim)
-            num_seats += 1
-        return victims if wanted <= free_pages and num_seats else None
+            num_free_slots += 1
+        return victims if wanted <= free_pages and num_free_slots else None
 
-    def _admit(self, record: Record) -> None:
-        """Gives a waiting request its seat."""
-        if record.tag is None:
-            self._places.free(record)
-        self._queue.start(record)
-        self._admitted[record.request_id] = record
-        record.state = "prefill"
+    def _admit(self, sequence: ScheduledSequence) -> None:
+        """Admits a waiting sequence."""
+        if sequence.tag is None:
+            self._queue_limit.free(sequence)
+        self._queue.dequeue(sequence)
+        self._admitted[sequence.request_id] = sequence
+        sequence.state = "prefill"
 
-    def _piece_tokens(self, record: Record, budget: int) -> int:
-        if self._pack and (record.is_alone or any(self._records[name].is_alone for name in self._pack)):
+    def _piece_tokens(self, sequence: ScheduledSequence, budget: int) -> int:
+        if self._pack and (sequence.is_alone or any(self._sequences[name].is_alone for name in self._pack)):
             return 0
         most = self.settings.max_num_context_tokens
         if most is not None and self._pack:
-            context = sum(self._records[name].context_tokens for name in self._pack)
-            if context + record.context_tokens > most:
+            context = sum(self._sequences[name].context_tokens for name in self._pack)
+            if context + sequence.context_tokens > most:
                 return 0
-        wanted = min(record.tokens_left, self.settings.max_num_batched_tokens)
-        return min(budget, wanted) if record.work.is_divisible or wanted <= budget else 0
+        wanted = min(sequence.tokens_left, self.settings.max_num_batched_tokens)
+        return min(budget, wanted) if sequence.work.is_divisible or wanted <= budget else 0
 
-    def _put_in_pack(self, record: Record, budget: int) -> int:
-        num_tokens = self._piece_tokens(record, budget)
+    def _put_in_pack(self, sequence: ScheduledSequence, budget: int) -> int:
+        num_tokens = self._piece_tokens(sequence, budget)
         if num_tokens:
-            name, start = record.request_id, record.total_tokens - record.tokens_left
-            self._pack[name] = Piece(name, start, num_tokens, num_tokens == record.tokens_left)
-            self._queue.serve(record, num_tokens)
+            name, start = sequence.request_id, sequence.total_tokens - sequence.tokens_left
+            self._pack[name] = ScheduledPiece(name, start, num_tokens, num_tokens == sequence.tokens_left)
+            self._queue.serve(sequence, num_tokens)
         return num_tokens
 
-    def _withdraw(self, record: Record) -> None:
-        """Takes its seat and its part in what runs."""
-        self._admitted.pop(record.request_id, None)
-        self._pack.pop(record.request_id, None)
+    def _withdraw(self, sequence: ScheduledSequence) -> None:
+        """Removes a sequence from the admitted ones and from the running pack and step."""
+        self._admitted.pop(sequence.request_id, None)
+        self._pack.pop(sequence.request_id, None)
         if self._step is not None:
-            self._step.pop(record.request_id, None)
+            self._step.pop(sequence.request_id, None)
 
-    def _preempt(self, record: Record) -> str:
-        self._withdraw(record)
-        if record.state == "prefill":
-            self._queue.leave(record)
-        record.start_over(record.work)
-        self._queue.push(record)
-        return record.request_id
+    def _preempt(self, sequence: ScheduledSequence) -> str:
+        self._withdraw(sequence)
+        if sequence.state == "prefill":
+            self._queue.discard(sequence)
+        sequence.start_over(sequence.work)
+        self._queue.enqueue(sequence)
+        return sequence.request_id

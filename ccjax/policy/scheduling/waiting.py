@@ -1,124 +1,127 @@
-"""Everybody who waits: the more important priority first, a fair line within each, and a limit on newcomers."""
+"""The waiting sequences of all priorities (a fair queue for each), and the limit on queued requests."""
 
 from __future__ import annotations
 
 import collections
 
-from ccjax.policy.scheduling.fair import FairLine
+from ccjax.policy.scheduling.fair import FairQueue
 from ccjax.policy.scheduling.least import LeastFirst
-from ccjax.policy.scheduling.record import Record
-from ccjax.policy.scheduling.work import LineFullError
+from ccjax.policy.scheduling.sequence import ScheduledSequence
+from ccjax.policy.scheduling.work import AdmissionQueueFullError
 
 
 class WaitingQueue:
-    """A `FairLine` for each priority in use."""
+    """A `FairQueue` for each priority in use."""
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._lines: dict[int, FairLine] = {}
+        self._queues: dict[int, FairQueue] = {}
         self._priorities: LeastFirst[int] = LeastFirst()
 
-    def push(self, record: Record) -> None:
-        """See `FairLine.push`."""
-        priority = record.work.priority
-        if priority not in self._lines:
-            self._lines[priority] = FairLine(self._window)
-        self._lines[priority].push(record)
-        self._file(priority)
+    def enqueue(self, sequence: ScheduledSequence) -> None:
+        """See `FairQueue.enqueue`."""
+        priority = sequence.work.priority
+        if priority not in self._queues:
+            self._queues[priority] = FairQueue(self._window)
+        self._queues[priority].enqueue(sequence)
+        self._update_head(priority)
 
-    def head(self) -> Record | None:
-        """The request that starts next."""
+    def head(self) -> ScheduledSequence | None:
+        """The sequence to start next; None if nothing waits."""
         least = self._priorities.least()
         if least is None:
             return None
-        head = self._lines[least[1]].head()
+        head = self._queues[least[1]].head()
         assert head is not None
         return head[1]
 
-    def order(self, record: Record) -> tuple[int, float, int]:
-        """The place of a started request, or of the head, among all that are not prefilled yet."""
-        tag = record.tag
+    def order(self, sequence: ScheduledSequence) -> tuple[int, float, int]:
+        """Sort key of a started sequence, or of the head of the queue, among all sequences that are not fully
+        prefilled."""
+        tag = sequence.tag
         if tag is None:
-            head = self._lines[record.work.priority].head()
-            assert head is not None and head[1] is record
+            head = self._queues[sequence.work.priority].head()
+            assert head is not None and head[1] is sequence
             tag = head[0]
-        return record.work.priority, tag, record.number
+        return sequence.work.priority, tag, sequence.number
 
-    def refile(self, record: Record) -> None:
-        """See `FairLine.refile`."""
-        self._lines[record.work.priority].refile(record)
+    def reorder(self, sequence: ScheduledSequence) -> None:
+        """See `FairQueue.reorder`."""
+        self._queues[sequence.work.priority].reorder(sequence)
 
-    def start(self, record: Record) -> None:
-        """See `FairLine.start`."""
-        self._lines[record.work.priority].start(record)
-        self._file(record.work.priority)
+    def dequeue(self, sequence: ScheduledSequence) -> None:
+        """See `FairQueue.dequeue`."""
+        self._queues[sequence.work.priority].dequeue(sequence)
+        self._update_head(sequence.work.priority)
 
-    def serve(self, record: Record, num_tokens: int) -> None:
-        """See `FairLine.serve`."""
-        self._lines[record.work.priority].serve(record, num_tokens)
+    def serve(self, sequence: ScheduledSequence, num_tokens: int) -> None:
+        """See `FairQueue.serve`."""
+        self._queues[sequence.work.priority].serve(sequence, num_tokens)
 
-    def leave(self, record: Record) -> None:
-        """See `FairLine.leave`."""
-        self._lines[record.work.priority].leave(record)
-        self._file(record.work.priority)
+    def discard(self, sequence: ScheduledSequence) -> None:
+        """See `FairQueue.discard`."""
+        self._queues[sequence.work.priority].discard(sequence)
+        self._update_head(sequence.work.priority)
 
-    def _file(self, priority: int) -> None:
-        line = self._lines[priority]
-        if line.head() is None:
+    def _update_head(self, priority: int) -> None:
+        queue = self._queues[priority]
+        if queue.head() is None:
             self._priorities.discard(priority)
         else:
             self._priorities.put(priority, priority)
-        if line.is_idle:  # the end of a busy period: who was served how much counts no more
-            del self._lines[priority]
+        if queue.is_idle:  # end of a busy period: past service is forgotten
+            del self._queues[priority]
 
 
-class Places:
-    """The places in line of requests that were never admitted.
+class QueueLimit:
+    """Limits how many never admitted sequences may be queued, in all and for each flow.
 
-    Of `max_queue` places a flow may take up to `flow_share` times as many as are left free (dynamic thresholds,
-    Choudhury, Hahne 1998). So there is room for a flow that comes new, and k greedy flows share all but one part in
-    `1 + k flow_share` evenly.
+    A flow may use up to `flow_share` times as many of the `max_queue` slots as are left free (dynamic thresholds,
+    Choudhury, Hahne 1998). So a new flow always finds a slot, and k greedy flows evenly share all but one part in `1 +
+    k flow_share`.
     """
 
     def __init__(self, max_queue: int, flow_share: float) -> None:
         self._max_queue = max_queue
         self._flow_share = flow_share
         self._by_flow: collections.Counter[str] = collections.Counter()
-        self.num_taken = 0
+        self.num_queued = 0
         self.num_tokens = 0
-        """Computed tokens of all of them."""
+        """Tokens that all of them will compute."""
 
     def check(self, flow: str) -> None:
-        """Raises LineFullError where a request of that flow finds no place."""
-        if self.num_taken >= self._max_queue:
-            raise LineFullError(f"wanted at most {self._max_queue} requests in line (max_queue), and so many wait")
-        taken, most = self._by_flow[flow], self._flow_share * (self._max_queue - self.num_taken)
+        """Raises AdmissionQueueFullError if a request of this flow finds no free slot."""
+        if self.num_queued >= self._max_queue:
+            raise AdmissionQueueFullError(
+                f"wanted at most {self._max_queue} queued requests (max_queue), and the queue is full"
+            )
+        taken, most = self._by_flow[flow], self._flow_share * (self._max_queue - self.num_queued)
         if taken >= most:
-            raise LineFullError(
+            raise AdmissionQueueFullError(
                 f"flow {flow!r}: {taken} of its requests wait, wanted fewer than {self._flow_share:g} times the "
-                f"{self._max_queue - self.num_taken} places left (flow_share)"
+                f"{self._max_queue - self.num_queued} free queue slots (flow_share)"
             )
 
-    def starts_until_free(self, flow: str) -> int:
-        """How many requests must be admitted before one of that flow finds a place; 0 where it finds one now. A flow
-        over its share is taken to have one admitted in each round of all flows."""
+    def admissions_until_free(self, flow: str) -> int:
+        """How many admissions it takes until a request of this flow finds a free slot; 0 if there is one now. A flow
+        over its share is assumed to have one sequence admitted per round over all flows."""
         try:
             self.check(flow)
-        except LineFullError:
-            return 1 if self.num_taken >= self._max_queue else len(self._by_flow)
+        except AdmissionQueueFullError:
+            return 1 if self.num_queued >= self._max_queue else len(self._by_flow)
         return 0
 
-    def take(self, record: Record) -> None:
-        """Gives a request a place."""
-        self._by_flow[record.work.flow] += 1
-        self.num_taken += 1
-        self.num_tokens += record.work.prefill_tokens
+    def take(self, sequence: ScheduledSequence) -> None:
+        """Assigns a slot to a sequence."""
+        self._by_flow[sequence.work.flow] += 1
+        self.num_queued += 1
+        self.num_tokens += sequence.work.prefill_tokens
 
-    def free(self, record: Record) -> None:
-        """Takes it back."""
-        flow = record.work.flow
+    def free(self, sequence: ScheduledSequence) -> None:
+        """Frees the slot of a sequence."""
+        flow = sequence.work.flow
         self._by_flow[flow] -= 1
         if not self._by_flow[flow]:
             del self._by_flow[flow]
-        self.num_taken -= 1
-        self.num_tokens -= record.work.prefill_tokens
+        self.num_queued -= 1
+        self.num_tokens -= sequence.work.prefill_tokens

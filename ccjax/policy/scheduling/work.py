@@ -1,4 +1,4 @@
-"""What the scheduler is told (requests, limits, costs) and what it answers (packs, decode steps). Decides nothing."""
+"""The inputs of the scheduler (work, limits, costs) and its decisions (packs, decode steps)."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ import dataclasses
 from ccjax.policy._checks import check_count, check_mass
 
 USUAL_DECODE_GAP_S = 0.2
-"""A steady pace for who reads along."""
+"""Default pause between two tokens: a steady pace for readers."""
 DECODE_SHARE = 1 / 3
-"""Of the device's time, where a usual gap would leave the prompts in line less than the rest."""
+"""Largest share of device time for decoding if the default gap would leave less than the rest for queued prompts."""
 
 
 class NeverFitsError(ValueError):
-    """The request needs more pages than the whole pool has: it could never end, however long it waits."""
+    """The request needs more pages than the whole pool has, so it could never run."""
 
 
-class LineFullError(Exception):
-    """As many requests wait as may, in all or in this flow. To wait and to ask again helps."""
+class AdmissionQueueFullError(Exception):
+    """The admission queue is full, in all or for this flow. Retrying later helps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """A request as the scheduler knows it; checked on construction (ValueError naming the field).
+class SequenceWork:
+    """A sequence as the scheduler sees it; checked on construction (ValueError naming the field).
 
     Attributes:
-      request_id: unique among the requests that are scheduled.
-      prefill_tokens: tokens of the prompt that run through the model. With partial prefill those are only some of them.
-      prompt_pages: pages of its own that the prompt takes, all drawn when it is admitted; 0 once others read them, too
+      request_id: unique among the scheduled sequences.
+      prefill_tokens: prompt tokens that run through the model; with partial prefill only some of the prompt.
+      prompt_pages: pages of its own for the prompt, all allocated at admission; 0 once they are shared
         (`Scheduler.share`).
-      max_new_tokens: most tokens of the answer.
+      max_new_tokens: most tokens to generate.
       flow: client or tenant; flows of one priority share the device fairly.
-      priority: the lower, the sooner, as in vLLM. Stands above fairness.
-      deadline_s: when the answer is of no use any more, on the engine's clock; None for never.
-      cached_tokens: tokens of the prompt that are reused and not computed (RAGCache sec. 5.2).
-      shared_pages: pages that it reads only, of cached chunks or of a prompt that several answers share, in the pool
-        for as long as it runs.
-      tail_slots: tokens of the answer that the prompt's last page still takes.
-      is_divisible: whether its pieces may be of any size. If not, where they end depends on nobody else: each fills a
-        pack of its own, and the rest shares one. For plans whose result depends on what is computed together, as those
-        do that drop tokens once the question's focus is known (CacheCraft alg. 1).
+      priority: lower runs sooner, as in vLLM. Takes precedence over fairness.
+      deadline_s: when the answer becomes useless, on the engine's clock; None for never.
+      cached_tokens: prompt tokens that are reused, not computed (RAGCache sec. 5.2).
+      shared_pages: pages that it only reads, of cached chunks or of a prompt shared by several sequences; they stay in
+        the pool while it runs.
+      tail_slots: generated tokens that still fit into the last page of the prompt.
+      is_divisible: whether its pieces may have any size. If not, where they end depends on no other sequence: each
+        fills a pack of its own, and the remainder shares one. For plans whose result depends on which tokens are
+        computed together, such as those that drop tokens once the focus of the question is known (CacheCraft alg. 1).
     """
 
     request_id: str
@@ -66,41 +66,41 @@ class Work:
         check_count("shared_pages", self.shared_pages, least=0)
         check_count("tail_slots", self.tail_slots, least=0)
 
-    def check_change(self, work: Work) -> None:
-        """Raises ValueError where `work` cannot be this request with another plan."""
+    def check_change(self, work: SequenceWork) -> None:
+        """Raises ValueError if `work` cannot be another plan of this sequence."""
         for name in ("flow", "priority", "max_new_tokens"):
             wanted, got = getattr(self, name), getattr(work, name)
             if got != wanted:
                 raise ValueError(f"{name}: wanted {wanted!r} as before, got {got!r}")
 
     def pages_with(self, num_slots: int, page_tokens: int) -> int:
-        """Pages of its own with the KV of `num_slots` answer tokens behind the prompt's."""
+        """Pages of its own if the KV of `num_slots` generated tokens follows the prompt."""
         return self.prompt_pages - (-max(0, num_slots - self.tail_slots) // page_tokens)
 
     def most_pages(self, page_tokens: int) -> int:
-        """Pages of its own that it ever needs: the last token of an answer leaves no KV behind."""
+        """Most pages of its own that it ever needs; the last generated token leaves no KV."""
         return self.pages_with(self.max_new_tokens - 1, page_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """The limits, checked on construction (ValueError naming the field).
+    """Limits of the scheduler, checked on construction (ValueError naming the field).
 
     Attributes:
-      num_pages: of the pool, all of them.
-      page_tokens: tokens of a page.
-      max_num_batched_tokens: most computed tokens of a pack.
-      max_num_context_tokens: most tokens that those of a pack see, prompts added up; a longer prompt has a pack of its
-        own. None for no limit.
-      max_num_seqs: most requests that are admitted, in prefill or decoding.
-      max_decode_gap_s: longest time between two tokens of an answer that a prefill may cause. None: 0.2 s, or three
-        decode steps where that is longer, so that prompts in line keep two thirds of the device.
-      reserve_pages: pages to be left free at admission for the answer of each admitted request, as far as it may yet
-        grow; the more, the fewer preemptions and the fewer requests at once.
-      max_queue: most requests that wait for admission.
-      flow_share: a flow may have up to so many times as many requests in line as there are free places.
-      reorder_window: within a flow, of so many requests the one with most cached tokens per computed one goes first
-        (RAGCache sec. 5.2, which takes 32); 1 for the order of arrival.
+      num_pages: pages of the whole pool.
+      page_tokens: tokens per page.
+      max_num_batched_tokens: most computed tokens per pack.
+      max_num_context_tokens: most context tokens that the sequences of a pack see in all; a longer prompt gets a pack
+        of its own. None for no limit.
+      max_num_seqs: most admitted sequences, in prefill or decoding.
+      max_decode_gap_s: longest delay between two tokens of an answer that a prefill may cause. None: 0.2 s, or three
+        decode steps if that is longer, so that queued prompts keep two thirds of the device.
+      reserve_pages: pages left free at admission for the growth of each admitted sequence, as far as it may still grow;
+        a larger reserve means fewer preemptions and fewer concurrent sequences.
+      max_queue: most requests waiting for admission.
+      flow_share: a flow may queue up to this many times the number of free queue slots.
+      reorder_window: within a flow, of this many sequences the one with the most cached tokens per computed one goes
+        first (RAGCache sec. 5.2, which uses 32); 1 keeps the order of arrival.
     """
 
     num_pages: int
@@ -134,17 +134,17 @@ class SchedulerSettings:
             raise ValueError("flow_share: wanted more than 0, got 0")
 
     def decode_gap_s(self, decode_step_s: float) -> float:
-        """`max_decode_gap_s`, for decode steps of so many seconds where it is None."""
+        """`max_decode_gap_s`, or its default for decode steps of this length."""
         if self.max_decode_gap_s is not None:
             return self.max_decode_gap_s
         return max(USUAL_DECODE_GAP_S, decode_step_s / DECODE_SHARE)
 
-    def check_fits(self, work: Work) -> None:
-        """Nothing, for a request that the pool could run.
+    def check_fits(self, work: SequenceWork) -> None:
+        """Checks that the pool could run the sequence.
 
         Raises:
-          NeverFitsError: the pool is too small for it, even empty.
-          ValueError: `tail_slots` makes more than a page.
+          NeverFitsError: the pool is too small for it even when empty.
+          ValueError: `tail_slots` is a page or more.
         """
         if work.tail_slots >= self.page_tokens:
             raise ValueError(f"tail_slots: wanted less than a page of {self.page_tokens}, got {work.tail_slots}")
@@ -158,13 +158,13 @@ class SchedulerSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Costs:
-    """What things take here, as measured lately; checked on construction (ValueError naming the field).
+class StepCosts:
+    """Recently measured costs; checked on construction (ValueError naming the field).
 
     Attributes:
-      token_s: to prefill a token.
-      decode_step_s: one decode step of the running batch.
-      answer_tokens: of a usual answer; None: each is taken to be as long as it may be.
+      token_s: to prefill one token.
+      decode_step_s: of one decode step of the running batch.
+      answer_tokens: usual answer length; None assumes `max_new_tokens` for each.
     """
 
     token_s: float
@@ -179,9 +179,9 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """Computed tokens `[start, start + num_tokens)` of a request, counted from the first one that it computes; behind
-    the prompt's come those of the answer so far, where it was preempted. `is_last`: it then has its next token."""
+class ScheduledPiece:
+    """Computed tokens `[start, start + num_tokens)` of a sequence, counted from the first one it computes; after a
+    preemption the generated tokens follow those of the prompt. `is_last`: its next token is sampled afterwards."""
 
     request_id: str
     start: int
@@ -190,29 +190,29 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pack:
+class ScheduledPack:
     """What runs through the layers next; carried out in the order of the fields.
 
     Attributes:
-      preempted: requests that give their pages back and wait at the head of their flow, least important first; the
-        tokens drawn so far are later prefilled behind the prompt.
-      admitted: requests that draw the pages of their prompt, and of the answer so far, now.
-      pieces: at most one of each request; empty when there is nothing to prefill.
+      preempted: sequences that free their pages and return to the front of their flow, least important first; the
+        tokens generated so far are later prefilled behind the prompt.
+      admitted: sequences that allocate the pages of their prompt and of the tokens generated so far.
+      pieces: at most one per sequence; empty if there is nothing to prefill.
     """
 
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ScheduledPiece, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One token for each running request.
+    """One token for each running sequence.
 
     Attributes:
-      preempted: what makes room, to be carried out first, least important first.
-      request_ids: who decodes, most important first; may be empty.
-      draws: those of them that draw one more page first.
+      preempted: sequences that free pages for it, to be carried out first, least important first.
+      request_ids: sequences that decode, most important first; may be empty.
+      draws: those of them that allocate one more page first.
     """
 
     preempted: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ def get_strategy(name: str) -> Strategy:
     """The strategy of that exact name.
 
     Raises:
-      ValueError: no such strategy; the message lists those there are.
+      ValueError: no such strategy; the message lists the existing ones.
     """
     if name not in STRATEGIES:
         raise ValueError(f"strategy: wanted one of {', '.join(STRATEGIES)}, got {name!r}")
@@ -57,8 +57,8 @@ _NEVER_RECOMPUTES = ("full", "prefix", "set", "reuse")
 
 
 def expected_share(settings: PlannerSettings, cci: float) -> float:
-    """The share of a variant of that CCI, in [0, 1], that a later use in mode `bounded` recomputes, behind a prefix
-    that is not known yet (CacheCraft eq. 12 with beta' = 0, or what is done in its place)."""
+    """The share of a variant with that CCI, in [0, 1], that a later use in mode `bounded` is expected to recompute
+    behind an unknown prefix (CacheCraft eq. 12 with beta' = 0, or its replacement)."""
     if settings.strategy in _NEVER_RECOMPUTES:
         return 0.0
     if settings.recompute_ratio is not None:

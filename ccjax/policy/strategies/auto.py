@@ -1,8 +1,8 @@
-"""`auto`: recomputes a bounded share, the tokens whose KV was seen to change most with the context, wherever in the
-prompt they stand.
+"""`auto`: recomputes a bounded share of a prompt's tokens: those whose KV was measured to change most with the context,
+wherever they are.
 
-Takes CacheBlend's signal, the deviation of KV (sec. 4.2), but as it was measured when a chunk was computed behind a
-second prefix: so it costs nothing while a request waits, and it is known for all layers. Measures nothing itself.
+Uses CacheBlend's signal, the deviation of KV (sec. 4.2), but as measured when a chunk was computed behind a second
+prefix: so it costs nothing while a request waits, and it is known for all layers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
-    """Exact reuse unchanged. Of the approximately reused chunks as many tokens in all as `cachecraft` recomputes, but
-    no more than `settings.repair_cap` of them; or, in mode `bounded` with `settings.max_deviation` and no forced share,
-    as many as deviate more. Variants that stood behind passages or the frame are preferred to such as did not.
+    """Exact reuse unchanged. Of the approximately reused chunks, recomputes as many tokens in all as `cachecraft`, but
+    at most `settings.repair_cap` of them; or, in mode `bounded` with `settings.max_deviation` and no forced share, all
+    that deviate more. Variants computed behind passages or the frame are preferred to others.
 
-    Chunks of which no deviation is known get their own number of tokens, by attention (CacheCraft eq. 14). All others
-    share theirs: the highest deviations of any chunk, each times the part of its old context that is missing, so that
-    chunks whose prefix stayed much the same get fewer; of equal ones the first.
+    Chunks without known deviations get their own number of tokens, by attention (CacheCraft eq. 14). All others share
+    theirs: the highest deviations of any chunk, each weighted by the part of its old context that is missing, so that
+    chunks with a similar prefix get fewer; ties by position.
     """
     choices = best_choices(chunks, candidates, mode, settings, in_context_first=True)
     offsets: dict[int, tuple[int, ...]] = {}
@@ -62,6 +62,6 @@ def decide(
 
 
 def _missing(choice: VariantChoice, settings: PlannerSettings) -> float:
-    """CacheCraft's 1 - beta', which eq. 12 scales to the CFO; 1 where that tells nothing."""
+    """CacheCraft's 1 - beta', which eq. 12 scales to the CFO; 1 if that is undefined."""
     scale = settings.alpha * choice.meta.cci
     return min(1.0, choice.cfo / scale) if scale > 0.0 else 1.0

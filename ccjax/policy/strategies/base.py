@@ -1,6 +1,6 @@
-"""What a strategy is: a pure function from prompt chunks and their variants to one decision a chunk.
+"""Interface of strategies: a pure function from prompt chunks and their variants to one decision per chunk.
 
-A strategy is not asked in mode `off`. In mode `exact` it must choose exact reuse or nothing; the planner checks that.
+A strategy is not called in mode `off`. In mode `exact` it must choose exact reuse or nothing; the planner checks that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Decision:
     """Reuse `choice` and recompute these ascending in-chunk offsets of it; or compute the whole chunk if it is None.
 
     Attributes:
-      kept_ratio: if given, the offsets are candidates, of which so many are kept once deviations are known
+      kept_ratio: if given, the offsets are candidates, of which this share is kept once deviations are known
         (`ccjax.policy.hkvd`); the same for all chunks of a prompt.
     """
 
@@ -60,7 +60,7 @@ def best_choices(
 
 
 def mean_deviations(variants: Sequence[VariantMeta]) -> list[float] | None:
-    """Of each token of a chunk, over its variants that were compared with another one; None where none was."""
+    """Deviation of each token of a chunk, over its variants that were compared with another one; None if none was."""
     measured = [meta.token_deviations for meta in variants if meta.token_deviations]
     if not measured:
         return None

@@ -1,5 +1,5 @@
-"""`cacheblend`: every token of an approximately reused chunk is a candidate, of which those are recomputed whose KV
-deviates most (CacheBlend sec. 4)."""
+"""`cacheblend`: all tokens of approximately reused chunks are candidates; those whose KV deviates most are recomputed
+(CacheBlend sec. 4)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
-    """Exact reuse unchanged; of the rest 15 % on average, or `settings.recompute_ratio`, in mode `fast` at most
-    `settings.fast_ratio`. CacheBlend reuses KV of chunks computed alone; here the variant is that of `cachecraft`."""
+    """Exact reuse unchanged; recomputes 15 % of the rest on average, or `settings.recompute_ratio`, in mode `fast` at
+    most `settings.fast_ratio`. CacheBlend reuses KV of chunks computed alone; here the variant is that of
+    `cachecraft`."""
     ratio = DEFAULT_RATIO if settings.recompute_ratio is None else settings.recompute_ratio
     if mode == "fast":
         ratio = min(DEFAULT_RATIO, settings.fast_ratio)

@@ -1,4 +1,4 @@
-"""`cachecraft`: the best variant, of which the CFO share is recomputed (CacheCraft sec. 3.2)."""
+"""`cachecraft`: reuses the best variant and recomputes its CFO share (CacheCraft sec. 3.2)."""
 
 from __future__ import annotations
 

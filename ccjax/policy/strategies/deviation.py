@@ -1,7 +1,7 @@
-"""`deviation`: recomputes the tokens of each chunk whose KV was seen to change most with the context.
+"""`deviation`: recomputes the tokens of each chunk whose KV was measured to change most with the context.
 
-Half of what `auto` does: here every chunk has its own number of tokens, so that a comparison shows what comes from
-knowing the tokens and what from sharing the budget.
+Half of `auto`: here every chunk has its own number of tokens, so that a comparison separates the gain of knowing the
+tokens from that of sharing the budget.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
     """Exact reuse unchanged; approximate reuse with the highest deviations recomputed, as many as by `cachecraft`; by
-    attention (CacheCraft eq. 14) where no deviation is known."""
+    attention (CacheCraft eq. 14) if no deviation is known."""
 
     def offsets(meta: VariantMeta, count: int) -> tuple[int, ...]:
         deviations = mean_deviations(candidates[meta.chunk_id])

@@ -1,5 +1,5 @@
-"""How many tokens of each approximately reused chunk to recompute, for every strategy that fixes (CacheCraft
-sec. 3.2)."""
+"""Number of tokens to recompute in each approximately reused chunk, for all strategies that fix (CacheCraft sec.
+3.2)."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def recompute_count(choice: VariantChoice, mode: ReuseMode, settings: PlannerSet
 
 
 def highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
-    """Offsets, ascending, of the `count` highest scores; of equal ones the first."""
+    """Offsets, ascending, of the `count` highest scores; ties by offset."""
     return tuple(sorted(sorted(range(len(scores)), key=lambda offset: (-scores[offset], offset))[:count]))

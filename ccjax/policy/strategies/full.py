@@ -1,4 +1,4 @@
-"""`full`: computes every token, the baseline without reuse. Looks at no variant."""
+"""`full`: computes every token, the baseline without reuse."""
 
 from __future__ import annotations
 

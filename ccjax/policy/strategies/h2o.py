@@ -1,6 +1,6 @@
 """`h2o`: recomputes the most attended tokens of each approximately reused chunk (CacheCraft sec. 5.1.4 PREFILL-H2O).
 
-Looks at no token ranking. Measures nothing: engines of this strategy do when they compute a chunk.
+Engines with this strategy measure attention when they compute a chunk.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
-    """Exact reuse unchanged; approximate reuse with the tokens recomputed that drew most attention.
+    """Exact reuse unchanged; approximate reuse with the most attended tokens recomputed.
 
-    The paper says no more than "the most-attended tokens". Reading: the mass that all tokens of the prompt put on each,
-    when the variant was computed (H2O's accumulated scores, Zhang et al. 2023). Of a variant without that nothing is
-    known; only exact reuse takes it.
+    The paper only says "the most-attended tokens". Our reading: the mass that all tokens of the prompt put on each when
+    the variant was computed (H2O's accumulated scores, Zhang et al. 2023). A variant without these can only be reused
+    exactly.
     """
     usable = {
         chunk_id: [meta for meta in metas if meta.token_received or meta.fidelity == "exact"]

@@ -1,4 +1,4 @@
-"""`legolink`: recomputes the head of each approximately reused chunk (EPIC's LegoLink). Looks at no token ranking."""
+"""`legolink`: recomputes the first tokens of each approximately reused chunk (EPIC's LegoLink)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
-    """Exact reuse unchanged; approximate reuse with its first k tokens recomputed.
+    """Exact reuse unchanged; approximate reuse with the first k tokens recomputed.
 
-    A chunk computed alone uses its first tokens as the attention sink, which they are not behind other chunks. EPIC
-    (arXiv 2410.15332) takes one k for all chunks and keeps each chunk's KV as computed alone. To compare at equal
-    cost, k and the variant are here those of `cachecraft`, so k grows with the chunk.
+    In a chunk computed alone the first tokens served as the attention sink, which they are not behind other chunks.
+    EPIC (arXiv 2410.15332) uses one k for all chunks and each chunk's KV as computed alone. To compare at equal cost, k
+    and the variant are those of `cachecraft`, so k grows with the chunk.
     """
     return fix_choices(chunks, candidates, mode, settings, _offsets)
 

@@ -1,7 +1,4 @@
-"""`random`: recomputes as many tokens as `cachecraft`, drawn blindly (CacheCraft sec. 5.1.4 RANDOM-RECOMP).
-
-Looks at no token ranking.
-"""
+"""`random`: recomputes as many tokens as `cachecraft`, chosen at random (CacheCraft sec. 5.1.4 RANDOM-RECOMP)."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ if TYPE_CHECKING:
 def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
-    """Exact reuse unchanged; approximate reuse with randomly drawn tokens recomputed.
+    """Exact reuse unchanged; approximate reuse with random tokens recomputed.
 
-    The draw takes the offsets whose sha256 of variant id and offset is least. So each variant has one random order, a
-    larger share recomputes what a smaller one did and more, and variants of one chunk are drawn apart.
+    Chooses the offsets with the least sha256 of variant id and offset. So each variant has one random order, a larger
+    share recomputes a superset of a smaller one, and variants of one chunk are independent.
     """
     return fix_choices(chunks, candidates, mode, settings, _offsets)
 

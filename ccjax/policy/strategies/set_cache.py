@@ -1,6 +1,5 @@
-"""`set`: the longest stored path of chunks that are in the prompt, in whatever order (CacheCraft sec. 5.1.4 SET-CACHE).
-Never fixes: what is reused at another place than on its path is as it was there.
-"""
+"""`set`: reuses the longest stored path of chunks that are in the prompt, in any order (CacheCraft sec. 5.1.4
+SET-CACHE). Never fixes: chunks in other places than on their path keep their KV."""
 
 from __future__ import annotations
 

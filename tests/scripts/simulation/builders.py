@@ -7,8 +7,6 @@ import numpy as np
 
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.store.spec import KVSpec
-from scripts.simulation.cache import CacheSettings
-from scripts.simulation.costs import Piece
 from scripts.simulation.run import Deployment, Simulation
 from scripts.simulation.workload import Passages, Workload
 
@@ -24,7 +22,7 @@ class PerToken:
     disk_bytes_per_s: float = 1e12
     num_layers: int = 4
 
-    def pack_s(self, pieces: Sequence[Piece]) -> float:
+    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
         return 1e-3 * sum(piece.new for piece in pieces)
 
     def decode_s(self, num_seqs: int, context_tokens: int) -> float:
@@ -51,7 +49,7 @@ def workload(arrivals, lists, *, answers=1, question=10, system=0):
 def deployment(costs=PerToken(), *, scheduler=None, **settings):
     """A replica with room in host memory unless told otherwise."""
     of_run = {name: settings.pop(name) for name in ("replicas", "loading", "preloads", "host_work") if name in settings}
-    cache = CacheSettings(**{"host_cache_bytes": 1 << 20, "recompute_ratio": 0.3, **settings})
+    cache = SimulatedCacheSettings(**{"host_cache_bytes": 1 << 20, "recompute_ratio": 0.3, **settings})
     limits = {"num_pages": 1000, "max_num_batched_tokens": 4096, **(scheduler or {})}
     return Deployment(costs, KV, cache, SchedulerSettings(**limits), **of_run)
 

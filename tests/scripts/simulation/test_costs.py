@@ -7,7 +7,7 @@ import pytest
 from ccjax.engine.memory import num_parameters
 from ccjax.models.llama3.config import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.prefill_cost import PrefillGrid
-from scripts.simulation.costs import GridCosts, Piece, RooflineCosts, overlapped_s
+from scripts.simulation.costs import GridCosts, RooflineCosts, SimulatedPiece, overlapped_s
 from scripts.simulation.hardware import HARDWARE, Hardware, hardware
 
 # One layer of width 8, one head of 8, MLP 16, vocabulary 32: 4 x 64 attention weights, 384 of the MLP, 256 of the head.
@@ -19,10 +19,10 @@ PLAIN = Hardware("plain", 1e6, 10**9, 1e6, 1e5, disk_bytes_per_s=1e4, compute_ra
     ("piece", "flops"),
     [
         # 10 tokens x 2 x 640, 55 pairs x 4 x 8, the head once 2 x 256: 12,800 + 1,760 + 512.
-        (Piece(10, 10), 15_072),
+        (SimulatedPiece(10, 10), 15_072),
         # Cached tokens cost attention only: 4 tokens at positions 6 to 9 see 7 + 8 + 9 + 10 = 34 pairs.
-        (Piece(4, 10), 4 * 1280 + 34 * 32 + 512),
-        (Piece(10, 10, is_last=False), 14_560),  # without the head
+        (SimulatedPiece(4, 10), 4 * 1280 + 34 * 32 + 512),
+        (SimulatedPiece(10, 10, is_last=False), 14_560),  # without the head
     ],
 )
 def test_a_prefill_takes_its_products(piece, flops):
@@ -32,10 +32,12 @@ def test_a_prefill_takes_its_products(piece, flops):
 def test_the_head_is_for_prompts_that_end():
     # With slow memory, without its 256 weights: 640 and 10 tokens of 16 values.
     slow = RooflineCosts(TINY, dataclasses.replace(PLAIN, flops_per_s=1e9))
-    assert slow.pack_s([Piece(10, 10, is_last=False)]) == pytest.approx(2 * (640 + 160) * 1e-6)
+    assert slow.pack_s([SimulatedPiece(10, 10, is_last=False)]) == pytest.approx(2 * (640 + 160) * 1e-6)
     costs = GridCosts(GRID, 2, decode_fixed_s=0.0, head_s=0.008, scale=2.0)
-    assert costs.pack_s([Piece(20, 120, is_last=False)]) == pytest.approx(2 * (0.06 - 0.008))
-    assert costs.pack_s([Piece(20, 120, is_last=False), Piece(10, 10)]) == pytest.approx(2 * (0.06 + 0.02 - 0.01))
+    assert costs.pack_s([SimulatedPiece(20, 120, is_last=False)]) == pytest.approx(2 * (0.06 - 0.008))
+    assert costs.pack_s([SimulatedPiece(20, 120, is_last=False), SimulatedPiece(10, 10)]) == pytest.approx(
+        2 * (0.06 + 0.02 - 0.01)
+    )
 
 
 def test_a_decode_step_takes_its_bytes():
@@ -46,14 +48,16 @@ def test_a_decode_step_takes_its_bytes():
 
 def test_a_pack_shares_weights_and_fixed_time():
     costs = RooflineCosts(LLAMA3_8B, HARDWARE["h100"])
-    assert costs.pack_s([Piece(16, 16)] * 4) < 2 * costs.pack_s([Piece(16, 16)])
+    assert costs.pack_s([SimulatedPiece(16, 16)] * 4) < 2 * costs.pack_s([SimulatedPiece(16, 16)])
 
 
 def test_two_devices_halve_work_and_pay_for_sums():
     alone = RooflineCosts(TINY, dataclasses.replace(PLAIN, link_bytes_per_s=1e3))
     split = dataclasses.replace(alone, tensor_parallel_size=2)
     # Two sums of 2 (2-1)/2 x 10 x 8 values x 2 bytes.
-    assert split.pack_s([Piece(10, 10)]) == pytest.approx(alone.pack_s([Piece(10, 10)]) / 2 + 2 * 160 / 1e3)
+    assert split.pack_s([SimulatedPiece(10, 10)]) == pytest.approx(
+        alone.pack_s([SimulatedPiece(10, 10)]) / 2 + 2 * 160 / 1e3
+    )
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         RooflineCosts(TINY, PLAIN, 2)
 
@@ -67,13 +71,13 @@ def test_weights_are_those_of_the_weight_table(config):
 
 def test_a_token_meets_two_of_eight_experts():
     dense = dataclasses.replace(MIXTRAL_8X7B, num_experts=0, num_experts_per_token=0, model_type="llama")
-    by_experts = RooflineCosts(MIXTRAL_8X7B, HARDWARE["h100"]).pack_s([Piece(4096, 4096)])
-    assert 1.5 < by_experts / RooflineCosts(dense, HARDWARE["h100"]).pack_s([Piece(4096, 4096)]) < 2
+    by_experts = RooflineCosts(MIXTRAL_8X7B, HARDWARE["h100"]).pack_s([SimulatedPiece(4096, 4096)])
+    assert 1.5 < by_experts / RooflineCosts(dense, HARDWARE["h100"]).pack_s([SimulatedPiece(4096, 4096)]) < 2
 
 
 def test_an_8b_prefill_is_within_what_an_h100_can_do():
     """2,048 tokens are 31 TFLOPs: at 989 TFLOPS no less than 31 ms, at half of that 63 ms."""
-    assert 0.055 < RooflineCosts(LLAMA3_8B, HARDWARE["h100"]).pack_s([Piece(2048, 2048)]) < 0.075
+    assert 0.055 < RooflineCosts(LLAMA3_8B, HARDWARE["h100"]).pack_s([SimulatedPiece(2048, 2048)]) < 0.075
 
 
 def test_loads_take_every_link_on_the_way():
@@ -93,12 +97,12 @@ GRID = PrefillGrid((0, 100), (10, 20), ((0.02, 0.03), (0.04, 0.06)))
 
 def test_a_grid_is_read_and_packs_share_its_fixed_time():
     costs = GridCosts(GRID, 2, decode_fixed_s=0.5, decode_seq_s=0.1, decode_token_s=0.01)
-    assert costs.pack_s([Piece(20, 120)]) == pytest.approx(0.06)
+    assert costs.pack_s([SimulatedPiece(20, 120)]) == pytest.approx(0.06)
     assert costs.fixed_s == pytest.approx(0.01)
-    assert costs.pack_s([Piece(10, 10), Piece(20, 20)]) == pytest.approx(0.02 + 0.03 - 0.01)
+    assert costs.pack_s([SimulatedPiece(10, 10), SimulatedPiece(20, 20)]) == pytest.approx(0.02 + 0.03 - 0.01)
     assert costs.decode_s(2, 30) == pytest.approx(1.0)
     assert costs.compute_s(5, 100, 20) == pytest.approx(5 * 0.06 / 20)
-    assert dataclasses.replace(costs, scale=2.0).pack_s([Piece(20, 120)]) == pytest.approx(0.12)
+    assert dataclasses.replace(costs, scale=2.0).pack_s([SimulatedPiece(20, 120)]) == pytest.approx(0.12)
 
 
 def test_hardware_is_named_and_checked():

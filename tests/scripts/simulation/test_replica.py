@@ -6,7 +6,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from scripts.simulation.costs import Piece
 from scripts.simulation.replica import HostWork
 from scripts.simulation.run import Simulation
 from scripts.simulation.workload import Workload, draw_which, poisson, zipf_lists
@@ -175,7 +174,10 @@ def test_a_prompt_that_is_spread_over_packs_takes_the_head_once(monkeypatch):
     pack_s = PerToken.pack_s
     monkeypatch.setattr(PerToken, "pack_s", lambda self, pieces: [seen.append(pieces), pack_s(self, pieces)][1])
     simulated(workload([0], [[A]]), deployment(scheduler={"max_num_batched_tokens": 64}))
-    assert [piece for pieces in seen for piece in pieces][-2:] == [Piece(64, 64, False), Piece(46, 110, True)]
+    assert [piece for pieces in seen for piece in pieces][-2:] == [
+        SimulatedPiece(64, 64, False),
+        SimulatedPiece(46, 110, True),
+    ]
 
 
 def drawn(count, rate, seed=0):

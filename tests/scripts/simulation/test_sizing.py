@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from scripts.simulation.sizing import Goal, Size, parse_goal, search
+from scripts.simulation.sizing import Goal, parse_goal, search
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_fewest_replicas_of_each_budget_are_found(most):
         return figures(12 / (size.replicas * size.host_cache_bytes))
 
     needed, tried = search(GOAL, [12, 1, 2, 3, 3], most, simulate)
-    wanted = {budget: Size(budget, math.ceil(12 / budget)) for budget in (1, 2, 3, 12) if 12 / budget <= most}
+    wanted = {budget: DeploymentSize(budget, math.ceil(12 / budget)) for budget in (1, 2, 3, 12) if 12 / budget <= most}
     assert needed == wanted
     assert len(asked) == len(set(asked)) == len(tried)
 

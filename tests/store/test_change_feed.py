@@ -5,12 +5,12 @@ import contextlib
 
 import pytest
 
+import ccjax.store.change_feed
 import ccjax.store.commits
-import ccjax.store.news
 from ccjax.store import ShardNotFoundError
+from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.index import open_index
 from ccjax.store.leases import Leases
-from ccjax.store.news import News
 from ccjax.store.objects import open_root
 from tests.polling import wait_until
 from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, make_record, open_store, put, record_file
@@ -42,7 +42,7 @@ def came(one, *variant_ids):
     seen: set[str] = set()
 
     def all_came():
-        seen.update(one.news.take()[0])
+        seen.update(one.change_feed.take()[0])
         return set(variant_ids) <= seen
 
     wait_until(all_came)
@@ -61,16 +61,18 @@ def test_what_one_stores_another_can_load_without_a_look_at_the_root(open_one, m
     assert theirs.tier_of("v") == "disk" and theirs.get_record("v") == make_record("v")
     assert_same_bytes(get(theirs, "v"), make_kv("v"))
     assert ours.usage()["disk"].used_bytes == theirs.usage()["disk"].used_bytes > 0
-    assert ours.news.take() == ((), ()) and not theirs.news.needs_listing
-    assert theirs.news.counts.num_followed == 1
+    assert ours.change_feed.take() == ((), ()) and not theirs.change_feed.needs_listing
+    assert theirs.change_feed.counts.num_applied == 1
 
 
 def test_a_long_record_is_read_from_the_root(open_one, monkeypatch):
-    monkeypatch.setattr(ccjax.store.news, "LARGEST_SENT_BYTES", 10)
+    monkeypatch.setattr(ccjax.store.change_feed, "LARGEST_SENT_BYTES", 10)
     ours, theirs = open_one(), open_one()
     sent = []
-    notify = ours.news.index.notify
-    monkeypatch.setattr(ours.news.index, "notify", lambda added, *a, **k: sent.append(added) or notify(added, *a, **k))
+    notify = ours.change_feed.index.notify
+    monkeypatch.setattr(
+        ours.change_feed.index, "notify", lambda added, *a, **k: sent.append(added) or notify(added, *a, **k)
+    )
     put(ours, "v")
     came(theirs, "v")
     assert sent == [{"v": None}]
@@ -86,7 +88,7 @@ def test_evictions_and_discards_are_followed_on_disk_and_not_in_memory(open_one)
     assert ours.evict("disk", ["v", "w"]) == ("v", "w")
     ours.discard("x")
     went: set[str] = set()
-    wait_until(lambda: went.update(theirs.news.take()[1]) or went == {"v", "w", "x"})
+    wait_until(lambda: went.update(theirs.change_feed.take()[1]) or went == {"v", "w", "x"})
     assert [theirs.tiers_of(key) for key in ("v", "w", "x")] == [(), ("host",), ()]
     assert theirs.usage()["disk"].used_bytes == 0
     put(theirs, "v")
@@ -142,7 +144,7 @@ def test_late_news_of_a_deletion_take_nothing_that_was_written_after_it(open_one
     put(ours, "v")
     came(theirs, "v")
     old = theirs._disk._commits.get("v").object_id
-    ours.news.index.notify, notify = (lambda *_, **__: None), ours.news.index.notify
+    ours.change_feed.index.notify, notify = (lambda *_, **__: None), ours.change_feed.index.notify
     ours.discard("v")
     theirs.refresh()
     assert theirs.tier_of("v") is None
@@ -154,7 +156,7 @@ def test_late_news_of_a_deletion_take_nothing_that_was_written_after_it(open_one
     came(theirs, "w")
     came(third, "w")
     for one in (theirs, third):
-        assert one._disk._commits.get("v") is not None and "v" not in one.news.take()[1]
+        assert one._disk._commits.get("v") is not None and "v" not in one.change_feed.take()[1]
         assert_same_bytes(get(one, "v"), make_kv("v"))
 
 
@@ -164,16 +166,16 @@ def test_a_deletion_without_an_object_asks_the_root(open_one):
         put(ours, key)
     came(theirs, "v", "w")
     ours._disk._root.delete(ours._disk._commits.record_key("w"))
-    ours.news.index.notify({}, {"v": None, "w": None})
+    ours.change_feed.index.notify({}, {"v": None, "w": None})
     wait_until(lambda: theirs.tier_of("w") is None)
-    assert theirs.tier_of("v") == "disk" and theirs.news.take()[1] == ("w",)
+    assert theirs.tier_of("v") == "disk" and theirs.change_feed.take()[1] == ("w",)
 
 
 def tell(ours, theirs, added, removed):
     """Sends news and waits until they were taken in, before others come."""
-    before = theirs.news.counts.num_followed
-    ours.news.index.notify(added, removed)
-    wait_until(lambda: theirs.news.counts.num_followed >= before + len(added) + len(removed))
+    before = theirs.change_feed.counts.num_applied
+    ours.change_feed.index.notify(added, removed)
+    wait_until(lambda: theirs.change_feed.counts.num_applied >= before + len(added) + len(removed))
 
 
 @pytest.mark.parametrize("way", ["news", "news of any object", "listing", "own", "unknown", "unknown, of any object"])
@@ -182,12 +184,12 @@ def test_late_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(ope
     ours, theirs = open_one(), open_one()
     with monkeypatch.context() as patch:
         if way.startswith("unknown"):
-            patch.setattr(ours.news, "committed", lambda *_: None)
+            patch.setattr(ours.change_feed, "record_commit", lambda *_: None)
         put(ours, "v")
     if not way.startswith("unknown"):
         came(theirs, "v")
     known = ours._disk._commits.get("v")
-    monkeypatch.setattr(ours.news, "deleted", lambda *_: None)
+    monkeypatch.setattr(ours.change_feed, "record_deletion", lambda *_: None)
     (theirs if way == "own" else ours).discard("v")
     wait_until(lambda: ours._disk._commits.read("v") is None)
     if way == "listing":
@@ -208,47 +210,47 @@ def test_the_last_of_those_that_went_are_kept_in_mind(open_one, monkeypatch):
     monkeypatch.setattr(ccjax.store.commits, "CHANGES_KEPT", 3)
     commits = open_one()._disk._commits
     for number in (0, 1, 2, 3, 4, 2, 5):
-        commits.forget_gone(f"v{number}", f"object {number}")
-    assert commits._gone == {f"v{number}": f"object {number}" for number in (4, 2, 5)}
+        commits.forget_removed(f"v{number}", f"object {number}")
+    assert commits._removed == {f"v{number}": f"object {number}" for number in (4, 2, 5)}
 
 
 @pytest.fixture
 def told(index_url):
     """What one process has to tell, not sent by itself, and the index as another one has it with a cursor."""
     with contextlib.closing(open_index(index_url, "n")) as other:
-        news, cursor = News(open_index(index_url, "n")), other.changes(None).cursor
-        yield news, lambda: other.changes(cursor)
-        news.index.close()
+        change_feed, cursor = ChangeFeed(open_index(index_url, "n")), other.changes(None).cursor
+        yield change_feed, lambda: other.changes(cursor)
+        change_feed.index.close()
 
 
 def test_a_deletion_takes_back_only_news_of_its_own_object(told):
-    news, changes = told
+    change_feed, changes = told
     for key in ("same", "newer", "unknown"):
-        news.committed(key, "new", b"1")
-    news.deleted("same", "new")
-    news.deleted("newer", "old")
-    news.deleted("unknown", None)
-    news._send()
+        change_feed.record_commit(key, "new", b"1")
+    change_feed.record_deletion("same", "new")
+    change_feed.record_deletion("newer", "old")
+    change_feed.record_deletion("unknown", None)
+    change_feed._send()
     found = changes()
     assert found.added == {"newer": b"1"} and found.removed == {"same": "new", "newer": "old", "unknown": None}
 
 
 def test_what_could_not_be_sent_is_sent_with_what_came_since(told, monkeypatch):
-    news, changes = told
-    news.committed("v", "one", b"1")
-    news.deleted("w", "one")
-    news.deleted("x", "one")
+    change_feed, changes = told
+    change_feed.record_commit("v", "one", b"1")
+    change_feed.record_deletion("w", "one")
+    change_feed.record_deletion("x", "one")
 
     def happens_meanwhile(*_, **__):
-        news.committed("v", "two", b"2")
-        news.deleted("x", "two")
-        news.deleted("y", "one")
+        change_feed.record_commit("v", "two", b"2")
+        change_feed.record_deletion("x", "two")
+        change_feed.record_deletion("y", "one")
         raise OSError("no answer")
 
     with monkeypatch.context() as patch, pytest.raises(OSError):
-        patch.setattr(news.index, "notify", happens_meanwhile)
-        news._send()
-    news._send()
+        patch.setattr(change_feed.index, "notify", happens_meanwhile)
+        change_feed._send()
+    change_feed._send()
     found = changes()
     assert found.added == {"v": b"2"} and found.removed == {"w": "one", "x": None, "y": "one"}
 
@@ -258,12 +260,12 @@ def test_wrong_news_are_looked_up_and_adopt_nothing_that_is_not_there(open_one, 
     ours, theirs = open_one(), open_one()
     put(ours, "sound")
     came(theirs, "sound")
-    ours.news.index.notify({"nowhere": record, "sound": record}, {"never there": "object", "nor this": None})
+    ours.change_feed.index.notify({"nowhere": record, "sound": record}, {"never there": "object", "nor this": None})
     put(ours, "w")
     came(theirs, "w")
     assert theirs.tier_of("nowhere") is None
     assert_same_bytes(get(theirs, "sound"), make_kv("sound"))
-    assert theirs.usage()["disk"].corrupt == 0 and not theirs.news.needs_listing
+    assert theirs.usage()["disk"].corrupt == 0 and not theirs.change_feed.needs_listing
 
 
 def test_a_record_that_goes_to_quarantine_is_told_of(open_one, tmp_path):
@@ -271,8 +273,8 @@ def test_a_record_that_goes_to_quarantine_is_told_of(open_one, tmp_path):
     put(ours, "v")
     theirs, third = open_one(), open_one()
     record_file(tmp_path / "kv", "v").write_bytes(b"damaged")
-    assert theirs._disk.look_up(["v"]) == ("v",)  # known, so not read
-    assert not theirs._disk._commits.take_in("v")
+    assert theirs._disk.find_committed(["v"]) == ("v",)  # known, so not read
+    assert not theirs._disk._commits.load_record("v")
     wait_until(lambda: third.tier_of("v") is None)
 
 
@@ -281,10 +283,10 @@ def test_an_erasure_asks_others_for_a_listing(open_one):
     put(ours, "v")
     came(theirs, "v")
     assert ours.erase(["v"], uncommitted=True) == ()
-    wait_until(lambda: theirs.news.needs_listing)
+    wait_until(lambda: theirs.change_feed.needs_listing)
     wait_until(lambda: theirs.tier_of("v") is None)
     theirs.refresh()
-    assert not theirs.news.needs_listing and not ours.news.needs_listing
+    assert not theirs.change_feed.needs_listing and not ours.change_feed.needs_listing
 
 
 def test_leases_are_those_of_the_index_and_of_all_who_have_it(open_one, open_at, tmp_path):
@@ -302,7 +304,7 @@ def test_leases_are_those_of_the_index_and_of_all_who_have_it(open_one, open_at,
 
 def test_a_store_without_the_index_shares_with_those_that_have_it_by_listing(open_one, open_at):
     with_it, without = open_one(), open_at(None)
-    assert without.news is None
+    assert without.change_feed is None
     put(with_it, "v")
     put(without, "w")
     assert without.refresh() == (("v",), ()) and with_it.refresh() == (("w",), ())
@@ -315,11 +317,11 @@ def test_a_store_without_the_index_shares_with_those_that_have_it_by_listing(ope
 def test_nothing_is_told_of_another_models_variants(open_one, monkeypatch):
     ours, theirs = open_one(), open_one(identity=OTHERS, exclusive=False)
     put(ours, "v")
-    assert ours.news.flush(120)
-    looks, changes = [], theirs.news.index.changes
-    monkeypatch.setattr(theirs.news.index, "changes", lambda cursor: looks.append(cursor) or changes(cursor))
+    assert ours.change_feed.flush(120)
+    looks, changes = [], theirs.change_feed.index.changes
+    monkeypatch.setattr(theirs.change_feed.index, "changes", lambda cursor: looks.append(cursor) or changes(cursor))
     wait_until(lambda: len(looks) > 2)
-    assert theirs.news.counts.num_followed == 0 and theirs.tier_of("v") is None
+    assert theirs.change_feed.counts.num_applied == 0 and theirs.tier_of("v") is None
 
 
 def test_an_index_needs_a_store():
@@ -345,7 +347,7 @@ def test_an_index_that_is_away_costs_two_log_lines_and_what_happened_is_known_af
     came(theirs, "before")
     stopped = own_redis.stopped()
     own_redis.kill() if way == "killed" else stopped.__enter__()
-    wait_until(lambda: not ours.news.counts.is_up and not theirs.news.counts.is_up)
+    wait_until(lambda: not ours.change_feed.counts.is_up and not theirs.change_feed.counts.is_up)
     before = num_waits()
     for number in range(5):
         put(ours, f"v{number}")
@@ -360,10 +362,10 @@ def test_an_index_that_is_away_costs_two_log_lines_and_what_happened_is_known_af
         wait_until(lambda: theirs.tier_of("before") is None)
         assert theirs.tier_of("v0") is None
     else:
-        wait_until(lambda: theirs.news.needs_listing)
+        wait_until(lambda: theirs.change_feed.needs_listing)
         theirs.refresh()
         assert theirs.tier_of("v1") == "disk" and theirs.tier_of("before") is None
-    wait_until(lambda: ours.news.counts.is_up and theirs.news.counts.is_up)
+    wait_until(lambda: ours.change_feed.counts.is_up and theirs.change_feed.counts.is_up)
     put(ours, "after")
     came(theirs, "after")
     ours.claims.release([f"w{number}" for number in range(5)])
@@ -385,23 +387,23 @@ def test_a_lease_of_the_index_outlives_its_outage_and_is_given_up_without_an_err
 def test_a_store_opens_while_the_index_is_away(own_redis, open_at, caplog):
     own_redis.kill()
     ours = open_at(own_redis.url)
-    assert not ours.news.counts.is_up and not ours.news.needs_listing and len(warnings(caplog)) == 1
+    assert not ours.change_feed.counts.is_up and not ours.change_feed.needs_listing and len(warnings(caplog)) == 1
     put(ours, "v")
     own_redis.start()
-    wait_until(lambda: ours.news.counts.is_up and ours.news.needs_listing)
+    wait_until(lambda: ours.change_feed.counts.is_up and ours.change_feed.needs_listing)
     theirs = open_at(own_redis.url)
     assert theirs.tier_of("v") == "disk"
 
 
 def test_what_cannot_be_told_is_bounded_and_then_a_listing_is_asked_for(own_redis, open_at, monkeypatch, impatient):
-    monkeypatch.setattr(ccjax.store.news, "CHANGES_KEPT", 3)
+    monkeypatch.setattr(ccjax.store.change_feed, "CHANGES_KEPT", 3)
     ours, theirs = (open_at(own_redis.url) for _ in range(2))
     with own_redis.stopped():
-        wait_until(lambda: not ours.news.counts.is_up)
+        wait_until(lambda: not ours.change_feed.counts.is_up)
         for number in range(8):
             put(ours, f"v{number}")
-        assert len(ours.news._unsent) <= 3
-    wait_until(lambda: theirs.news.needs_listing)
+        assert len(ours.change_feed._unsent) <= 3
+    wait_until(lambda: theirs.change_feed.needs_listing)
     theirs.refresh()
     assert len(theirs.usage()) == 2 and theirs.usage()["disk"].num_variants == 8
 
@@ -411,7 +413,7 @@ def test_a_flush_waits_no_longer_than_a_second_for_the_index(own_redis, open_at)
     with own_redis.stopped():
         put(ours, "v")
         ours.flush()  # else for the 300 s that these tests give a server
-    wait_until(lambda: ours.news.counts.is_up)
+    wait_until(lambda: ours.change_feed.counts.is_up)
 
 
 def test_what_is_committed_last_is_told_before_the_end(open_one):

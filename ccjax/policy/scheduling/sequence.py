@@ -1,32 +1,32 @@
-"""What the scheduler keeps of a request. Knows the state of one request and no other."""
+"""What the scheduler keeps of one sequence."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Literal
 
-from ccjax.policy.scheduling.work import Costs, Work
+from ccjax.policy.scheduling.work import SequenceWork, StepCosts
 
 State = Literal["waiting", "prefill", "decode", "held"]
 
 
 @dataclasses.dataclass(slots=True)
-class Record:
-    """A request between `add` and `remove`.
+class ScheduledSequence:
+    """A sequence between `add` and `remove`.
 
     Attributes:
       number: counts arrivals.
-      place: its arrival within its flow.
-      tag: its place in the fair order, fixed when it is first admitted.
-      tokens_left: computed tokens still to prefill.
-      unserved_tokens: tokens that it was not yet served in the fair order; what a preemption makes it compute again is
-        no service.
-      num_answered: tokens of the answer that were drawn.
-      last_token_s: when the last one was, or a decode step had no page for it.
-      is_alone: it shares no step with others.
+      place: its arrival number within its flow.
+      tag: its finish tag in the fair order, fixed when it is first admitted.
+      tokens_left: tokens still to prefill.
+      unserved_tokens: tokens not yet counted as service in the fair order; recomputing after a preemption is no
+        service.
+      num_answered: tokens generated so far.
+      last_token_s: when the last of them was sampled, or when a decode step had no page for it.
+      is_alone: it shares no step with other sequences.
     """
 
-    work: Work
+    work: SequenceWork
     number: int
     page_tokens: int
     place: int = 0
@@ -47,22 +47,22 @@ class Record:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The smaller, the more important."""
+        """Importance: smaller is more important."""
         return self.work.priority, self.number
 
     @property
     def is_unserved(self) -> bool:
-        """True while it is in line, or in prefill."""
+        """True while it is queued or in prefill."""
         return self.state not in ("decode", "held")
 
     @property
     def is_complete(self) -> bool:
-        """True when it has all its tokens and only waits to be removed."""
+        """True when it has all its tokens and is only waiting to be removed."""
         return self.num_answered == self.work.max_new_tokens
 
     @property
     def total_tokens(self) -> int:
-        """Computed tokens of a prefill from the start, the answer so far behind the prompt."""
+        """Tokens to compute in a prefill from the start, generated tokens included."""
         return self.work.prefill_tokens + self.num_answered
 
     @property
@@ -72,29 +72,30 @@ class Record:
 
     @property
     def own_pages(self) -> int:
-        """Pages that it holds or, while it waits, would draw; the last token drawn by a decode has no KV yet."""
+        """Pages that it holds or, while it waits, would allocate; the last token of a decode has no KV yet."""
         return self.work.pages_with(self.num_answered - (self.state == "decode"), self.page_tokens)
 
     @property
     def draws_page(self) -> bool:
-        """True when its next decode step begins a new page."""
+        """True when its next decode step needs a new page."""
         return self.work.pages_with(self.num_answered, self.page_tokens) > self.own_pages
 
     @property
     def growth_pages(self) -> int:
-        """Pages that it may yet draw."""
+        """Pages that it may still allocate."""
         return self.work.most_pages(self.page_tokens) - self.own_pages
 
-    def start_over(self, work: Work) -> None:
-        """Prefills from its first token, as `work` says."""
+    def start_over(self, work: SequenceWork) -> None:
+        """Resets it to prefill from its first token, with this work."""
         self.work = work
         self.state = "waiting"
         self.tokens_left = self.total_tokens
         if self.tag is None:
             self.unserved_tokens = work.prefill_tokens
 
-    def steps_left(self, costs: Costs) -> float:
-        """Decode steps until its answer ends, of the usual length unless it is longer already."""
+    def steps_left(self, costs: StepCosts) -> float:
+        """Estimated decode steps until it finishes: the usual answer length, or at least one if it is longer
+        already."""
         most = self.work.max_new_tokens
         usual = most if costs.answer_tokens is None else min(most, costs.answer_tokens)
         return max(1.0, usual - self.num_answered)

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy.scheduling import (
-    Costs,
-    LineFullError,
+    AdmissionQueueFullError,
     NeverFitsError,
-    Pack,
-    Piece,
+    ScheduledPack,
+    ScheduledPiece,
     SchedulerSettings,
-    Work,
+    SequenceWork,
+    StepCosts,
 )
 from tests.policy.scheduling_builders import COSTS, admitted, build, decode, start
 from tests.policy.scheduling_simulator import SimulatedEngine
@@ -27,89 +27,92 @@ from tests.policy.scheduling_simulator import SimulatedEngine
 class TestReplan:
     def test_while_it_waits_it_keeps_its_place(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 1, 5))
-        scheduler.add(Work("b", 5, 1, 5))
-        scheduler.replan(Work("a", 9, 2, 5))
-        assert start(scheduler).pieces == (Piece("a", 0, 9, is_last=True), Piece("b", 0, 5, is_last=True))
+        scheduler.add(SequenceWork("a", 5, 1, 5))
+        scheduler.add(SequenceWork("b", 5, 1, 5))
+        scheduler.replan(SequenceWork("a", 9, 2, 5))
+        assert start(scheduler).pieces == (
+            ScheduledPiece("a", 0, 9, is_last=True),
+            ScheduledPiece("b", 0, 5, is_last=True),
+        )
 
     def test_its_place_among_flows_is_that_of_its_new_tokens(self):
         scheduler = build(max_num_batched_tokens=5)
-        scheduler.add(Work("a", 5, 1, 5, flow="x"))
-        scheduler.add(Work("b", 6, 1, 5, flow="y"))
-        scheduler.replan(Work("a", 9, 1, 5, flow="x"))
+        scheduler.add(SequenceWork("a", 5, 1, 5, flow="x"))
+        scheduler.add(SequenceWork("b", 6, 1, 5, flow="y"))
+        scheduler.replan(SequenceWork("a", 9, 1, 5, flow="x"))
         assert admitted(scheduler) == ("b",)
 
     def test_in_a_pack_it_starts_over(self):
         scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(Work("a", 15, 1, 5))
-        scheduler.add(Work("b", 5, 1, 5))
+        scheduler.add(SequenceWork("a", 15, 1, 5))
+        scheduler.add(SequenceWork("b", 5, 1, 5))
         start(scheduler)
         scheduler.next_pack(0.0, 100, COSTS)
-        scheduler.replan(Work("a", 8, 2, 5))
+        scheduler.replan(SequenceWork("a", 8, 2, 5))
         assert scheduler.pack_done(0.0) == ("b",)
-        assert start(scheduler) == Pack(admitted=("a",), pieces=(Piece("a", 0, 8, is_last=True),))
+        assert start(scheduler) == ScheduledPack(admitted=("a",), pieces=(ScheduledPiece("a", 0, 8, is_last=True),))
 
     def test_while_it_decodes_its_tokens_come_behind_the_prompt(self):
         scheduler = build()
-        scheduler.add(Work("a", 15, 1, 5))
+        scheduler.add(SequenceWork("a", 15, 1, 5))
         start(scheduler)
         decode(scheduler)
         scheduler.next_decode(100, COSTS)
-        scheduler.replan(Work("a", 8, 2, 5))  # the step that runs does not count
+        scheduler.replan(SequenceWork("a", 8, 2, 5))  # the step that runs does not count
         scheduler.decode_done(0.0)
-        assert start(scheduler).pieces == (Piece("a", 0, 10, is_last=True),)
+        assert start(scheduler).pieces == (ScheduledPiece("a", 0, 10, is_last=True),)
 
     def test_what_cannot_change_is_named(self):
         scheduler = build(num_pages=10)
-        scheduler.add(Work("a", 5, 1, 5))
+        scheduler.add(SequenceWork("a", 5, 1, 5))
         with pytest.raises(ValueError, match="flow: wanted '' as before, got 'x'"):
-            scheduler.replan(Work("a", 5, 1, 5, flow="x"))
+            scheduler.replan(SequenceWork("a", 5, 1, 5, flow="x"))
         with pytest.raises(ValueError, match="priority: wanted 0 as before, got 1"):
-            scheduler.replan(Work("a", 5, 1, 5, priority=1))
+            scheduler.replan(SequenceWork("a", 5, 1, 5, priority=1))
         with pytest.raises(ValueError, match="max_new_tokens: wanted 5 as before, got 6"):
-            scheduler.replan(Work("a", 5, 1, 6))
+            scheduler.replan(SequenceWork("a", 5, 1, 6))
         with pytest.raises(NeverFitsError):
-            scheduler.replan(Work("a", 5, 11, 5))
+            scheduler.replan(SequenceWork("a", 5, 11, 5))
         with pytest.raises(KeyError, match="'b'"):
-            scheduler.replan(Work("b", 5, 1, 5))
-        assert start(scheduler).pieces == (Piece("a", 0, 5, is_last=True),)
+            scheduler.replan(SequenceWork("b", 5, 1, 5))
+        assert start(scheduler).pieces == (ScheduledPiece("a", 0, 5, is_last=True),)
 
 
 class TestHold:
     def test_it_leaves_seat_and_line_to_others_until_it_is_planned_anew(self):
         scheduler = build(max_num_seqs=1, max_num_batched_tokens=10)
         for name in "abc":
-            scheduler.add(Work(name, 5, 1, 1))
+            scheduler.add(SequenceWork(name, 5, 1, 1))
         assert scheduler.next_pack(0.0, 100, COSTS).admitted == ("a",)
         scheduler.hold("a")
         assert scheduler.pack_done(0.0) == () and scheduler.num_waiting == 3 and scheduler.num_running == 0
-        assert start(scheduler).pieces == (Piece("b", 0, 5, is_last=True),)
+        assert start(scheduler).pieces == (ScheduledPiece("b", 0, 5, is_last=True),)
         scheduler.remove("b")
-        scheduler.replan(Work("a", 8, 2, 1))
-        assert start(scheduler).pieces == (Piece("a", 0, 8, is_last=True),)  # before c
+        scheduler.replan(SequenceWork("a", 8, 2, 1))
+        assert start(scheduler).pieces == (ScheduledPiece("a", 0, 8, is_last=True),)  # before c
         scheduler.remove("a")
         assert admitted(scheduler) == ("c",)
 
     def test_nobody_waits_behind_it(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 1, 1))
+        scheduler.add(SequenceWork("a", 5, 1, 1))
         scheduler.next_pack(0.0, 100, COSTS)
         scheduler.hold("a")
         scheduler.pack_done(0.0)
-        assert start(scheduler) == Pack()
+        assert start(scheduler) == ScheduledPack()
         scheduler.remove("a")
-        assert scheduler.num_waiting == 0 and not scheduler._queue._lines
+        assert scheduler.num_waiting == 0 and not scheduler._queue._queues
 
     def test_its_deadline_stands(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 1, 1, deadline_s=2.0))
+        scheduler.add(SequenceWork("a", 5, 1, 1, deadline_s=2.0))
         scheduler.next_pack(0.0, 100, COSTS)
         scheduler.hold("a")
         assert scheduler.expire(2.0) == ("a",) and scheduler.num_waiting == 0
 
     def test_only_who_was_just_admitted(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 1, 9))
+        scheduler.add(SequenceWork("a", 5, 1, 9))
         with pytest.raises(ValueError, match="request_id: wanted one in prefill, got 'a', state waiting"):
             scheduler.hold("a")
         start(scheduler)
@@ -122,12 +125,12 @@ class TestHold:
 class TestDeadlines:
     def test_each_is_named_once_wherever_it_is(self):
         scheduler = build(max_num_seqs=2)
-        scheduler.add(Work("decodes", 5, 1, 50, deadline_s=4.0))
+        scheduler.add(SequenceWork("decodes", 5, 1, 50, deadline_s=4.0))
         start(scheduler)
-        scheduler.add(Work("in the pack", 5, 1, 50, deadline_s=3.0))
-        scheduler.add(Work("waits", 5, 1, 50, deadline_s=2.0))
-        scheduler.add(Work("has time", 5, 1, 50, deadline_s=9.0))
-        scheduler.add(Work("has none", 5, 1, 50))
+        scheduler.add(SequenceWork("in the pack", 5, 1, 50, deadline_s=3.0))
+        scheduler.add(SequenceWork("waits", 5, 1, 50, deadline_s=2.0))
+        scheduler.add(SequenceWork("has time", 5, 1, 50, deadline_s=9.0))
+        scheduler.add(SequenceWork("has none", 5, 1, 50))
         scheduler.next_pack(1.0, 100, COSTS)
         assert scheduler.expire(1.9) == ()
         assert scheduler.expire(4.0) == ("waits", "in the pack", "decodes")
@@ -139,10 +142,10 @@ class TestDeadlines:
 
     def test_a_new_plan_may_move_it(self):
         scheduler = build()
-        scheduler.add(Work("a", 5, 1, 5, deadline_s=1.0))
-        scheduler.replan(Work("a", 5, 1, 5, deadline_s=2.0))
+        scheduler.add(SequenceWork("a", 5, 1, 5, deadline_s=1.0))
+        scheduler.replan(SequenceWork("a", 5, 1, 5, deadline_s=2.0))
         assert scheduler.expire(1.0) == ()
-        scheduler.replan(Work("a", 5, 1, 5))
+        scheduler.replan(SequenceWork("a", 5, 1, 5))
         assert scheduler.expire(3.0) == ()
 
 
@@ -150,9 +153,9 @@ class TestDecodeGap:
     def test_due_when_the_next_layer_and_a_step_would_take_too_long(self):
         costs = dataclasses.replace(COSTS, decode_step_s=0.25)
         scheduler = build(max_decode_gap_s=1.0, max_num_batched_tokens=10)
-        scheduler.add(Work("a", 5, 1, 50))
+        scheduler.add(SequenceWork("a", 5, 1, 50))
         start(scheduler, now_s=0.25)  # a's first token
-        scheduler.add(Work("long", 100, 1, 5))
+        scheduler.add(SequenceWork("long", 100, 1, 5))
         scheduler.next_pack(0.25, 100, costs)
         assert not scheduler.after_layer(0.5)  # 0.25 s a layer: 0.5 + 0.25 + 0.25 is within 0.25 + 1
         assert not scheduler.after_layer(0.75)  # just within
@@ -168,9 +171,9 @@ class TestDecodeGap:
 
         def is_due(after_s):
             scheduler = build()
-            scheduler.add(Work("a", 5, 1, 50))
+            scheduler.add(SequenceWork("a", 5, 1, 50))
             start(scheduler, now_s=0.0, costs=costs)
-            scheduler.add(Work("long", 100, 1, 5))
+            scheduler.add(SequenceWork("long", 100, 1, 5))
             scheduler.next_pack(0.0, 100, costs)
             return scheduler.after_layer(after_s)
 
@@ -180,19 +183,19 @@ class TestDecodeGap:
 
     def test_the_answer_that_waits_longest_counts(self):
         scheduler = build(max_decode_gap_s=1.0)
-        scheduler.add(Work("a", 5, 1, 50))
+        scheduler.add(SequenceWork("a", 5, 1, 50))
         start(scheduler, now_s=0.0)
-        scheduler.add(Work("b", 5, 1, 50))
+        scheduler.add(SequenceWork("b", 5, 1, 50))
         start(scheduler, now_s=0.9)
-        scheduler.add(Work("c", 5, 1, 50))
+        scheduler.add(SequenceWork("c", 5, 1, 50))
         scheduler.next_pack(0.9, 100, COSTS)
         assert scheduler.after_layer(1.0)  # a's token was at 0
 
     def test_never_without_an_answer_under_way(self):
         scheduler = build(max_decode_gap_s=0.0)
-        scheduler.add(Work("one token", 5, 1, 1))
+        scheduler.add(SequenceWork("one token", 5, 1, 1))
         start(scheduler)
-        scheduler.add(Work("a", 5, 1, 50))
+        scheduler.add(SequenceWork("a", 5, 1, 50))
         scheduler.next_pack(0.0, 100, COSTS)
         assert not scheduler.after_layer(100.0)
 
@@ -214,7 +217,9 @@ class TestDecodeGap:
         )
         draw = random.Random(seed)
         for number in range(12):
-            engine.submit(Work(f"r{number}", draw.randint(1, 200), 10, draw.randint(1, 30), f"flow {number % 3}"))
+            engine.submit(
+                SequenceWork(f"r{number}", draw.randint(1, 200), 10, draw.randint(1, 30), f"flow {number % 3}")
+            )
             for _ in range(draw.randint(0, 12)):
                 engine.tick()
         engine.run()
@@ -229,9 +234,9 @@ class TestDecodeGap:
         engine = SimulatedEngine(
             SchedulerSettings(1000, max_num_batched_tokens=10, max_decode_gap_s=1.0), num_layers=10, layer_s=0.01
         )
-        engine.submit(Work("a", 5, 1, 100))
+        engine.submit(SequenceWork("a", 5, 1, 100))
         engine.tick()
-        engine.submit(Work("long", 1000, 1, 1, flow="x"))  # 100 packs of 10 layers: 10 s
+        engine.submit(SequenceWork("long", 1000, 1, 1, flow="x"))  # 100 packs of 10 layers: 10 s
         engine.run()
         during = [at for at in engine.jobs["a"].token_times_s if at < engine.jobs["long"].token_times_s[0]]
         assert 9 <= len(during) <= 12
@@ -240,21 +245,21 @@ class TestDecodeGap:
         engine = SimulatedEngine(
             SchedulerSettings(1000, max_num_batched_tokens=10, max_decode_gap_s=0.001), num_layers=3, decode_s=5.0
         )
-        engine.submit(Work("a", 5, 1, 400))
+        engine.submit(SequenceWork("a", 5, 1, 400))
         engine.tick()
-        engine.submit(Work("long", 95, 1, 1))
+        engine.submit(SequenceWork("long", 95, 1, 1))
         for _ in range(2 + 3 * 10):
             engine.tick()
         assert engine.jobs["long"].end == "complete" and engine.jobs["a"].end is None
 
     def test_one_that_finds_no_page_does_not_hurry_the_others(self):
         scheduler = build(max_decode_gap_s=1.0)
-        scheduler.add(Work("a", 5, 1, 50, tail_slots=3))
-        scheduler.add(Work("sits out", 5, 1, 50))
+        scheduler.add(SequenceWork("a", 5, 1, 50, tail_slots=3))
+        scheduler.add(SequenceWork("sits out", 5, 1, 50))
         start(scheduler)
         scheduler.next_decode(0, COSTS)
         scheduler.decode_done(0.5)
-        scheduler.add(Work("long", 100, 1, 5, priority=1))
+        scheduler.add(SequenceWork("long", 100, 1, 5, priority=1))
         scheduler.next_pack(0.5, 100, COSTS)
         assert not scheduler.after_layer(0.9)  # 0.9 + 0.4 + 0.01 is within 0.5 + 1, but not within 0 + 1
         assert scheduler.after_layer(1.3)
@@ -264,59 +269,61 @@ class TestPlacesInLine:
     def test_all_places(self):
         scheduler = build(max_queue=3, flow_share=1000.0)
         for name in "abc":
-            scheduler.add(Work(name, 5, 1, 1))
-        with pytest.raises(LineFullError, match="at most 3 requests in line"):
-            scheduler.add(Work("d", 5, 1, 1, flow="x"))
-        with pytest.raises(LineFullError, match="at most 3 requests in line"):
-            scheduler.check_place("x")
+            scheduler.add(SequenceWork(name, 5, 1, 1))
+        with pytest.raises(AdmissionQueueFullError, match="at most 3 queued requests"):
+            scheduler.add(SequenceWork("d", 5, 1, 1, flow="x"))
+        with pytest.raises(AdmissionQueueFullError, match="at most 3 queued requests"):
+            scheduler.check_queue_limit("x")
         scheduler.remove("b")
-        scheduler.check_place("x")  # and takes none
-        scheduler.check_place("x")
-        scheduler.add(Work("d", 5, 1, 1))
+        scheduler.check_queue_limit("x")  # and takes none
+        scheduler.check_queue_limit("x")
+        scheduler.add(SequenceWork("d", 5, 1, 1))
         start(scheduler)
-        scheduler.add(Work("e", 5, 1, 1))
+        scheduler.add(SequenceWork("e", 5, 1, 1))
 
     def test_a_flow_may_have_so_many_times_as_many_as_are_free(self):
         scheduler = build(max_queue=10, flow_share=1.0)
         for number in range(5):
-            scheduler.add(Work(f"x{number}", 5, 1, 1, flow="x"))
-        with pytest.raises(LineFullError, match="flow 'x': 5 of its requests wait.*fewer than 1 times the 5 places"):
-            scheduler.add(Work("x5", 5, 1, 1, flow="x"))
+            scheduler.add(SequenceWork(f"x{number}", 5, 1, 1, flow="x"))
+        with pytest.raises(
+            AdmissionQueueFullError, match="flow 'x': 5 of its requests wait.*fewer than 1 times the 5 free queue slots"
+        ):
+            scheduler.add(SequenceWork("x5", 5, 1, 1, flow="x"))
         for number in range(3):  # 0 of 5, 1 of 4, 2 of 3
-            scheduler.add(Work(f"y{number}", 5, 1, 1, flow="y"))
-        with pytest.raises(LineFullError, match="flow 'y'"):
-            scheduler.add(Work("y3", 5, 1, 1, flow="y"))
-        scheduler.add(Work("z", 5, 1, 1, flow="z"))
+            scheduler.add(SequenceWork(f"y{number}", 5, 1, 1, flow="y"))
+        with pytest.raises(AdmissionQueueFullError, match="flow 'y'"):
+            scheduler.add(SequenceWork("y3", 5, 1, 1, flow="y"))
+        scheduler.add(SequenceWork("z", 5, 1, 1, flow="z"))
 
     def test_preempted_ones_take_no_place(self):
         scheduler = build(max_queue=1)
-        scheduler.add(Work("a", 5, 1, 50))
+        scheduler.add(SequenceWork("a", 5, 1, 50))
         start(scheduler)
-        scheduler.add(Work("b", 5, 1, 50))
+        scheduler.add(SequenceWork("b", 5, 1, 50))
         start(scheduler)
         assert decode(scheduler, 0).preempted == ("b",)
-        scheduler.add(Work("c", 5, 1, 50))
-        with pytest.raises(LineFullError):
-            scheduler.add(Work("d", 5, 1, 50))
+        scheduler.add(SequenceWork("c", 5, 1, 50))
+        with pytest.raises(AdmissionQueueFullError):
+            scheduler.add(SequenceWork("d", 5, 1, 50))
 
     def test_retry_after(self):
-        costs = Costs(token_s=0.01, decode_step_s=0.1, answer_tokens=20)
+        costs = StepCosts(token_s=0.01, decode_step_s=0.1, answer_tokens=20)
         scheduler = build(max_queue=4, max_num_seqs=2, max_num_batched_tokens=10, flow_share=1.0)
         assert scheduler.retry_after_s("x", costs) == 0.0
-        scheduler.add(Work("a", 10, 1, 50))
+        scheduler.add(SequenceWork("a", 10, 1, 50))
         start(scheduler)
         for _ in range(5):
             decode(scheduler)  # a has 6 tokens
-        scheduler.add(Work("b", 40, 1, 10, flow="b"))
+        scheduler.add(SequenceWork("b", 40, 1, 10, flow="b"))
         start(scheduler)  # 30 of b's tokens are left
-        scheduler.add(Work("x0", 20, 1, 10, flow="x"))
-        scheduler.add(Work("x1", 40, 1, 10, flow="x"))
-        scheduler.add(Work("y0", 30, 1, 10, flow="y"))
+        scheduler.add(SequenceWork("x0", 20, 1, 10, flow="x"))
+        scheduler.add(SequenceWork("x1", 40, 1, 10, flow="x"))
+        scheduler.add(SequenceWork("y0", 30, 1, 10, flow="y"))
         # x has 2, 1 place is left. Both seats are taken: 0.3 s for b's prompt, then the first answer of the two to end
         # is b's 10 tokens, not a's 20 - 6. x comes up once a round of the two flows: one prompt of 30 tokens more.
         assert scheduler.retry_after_s("x", costs) == pytest.approx(0.3 + 1.0 + 0.3)
         assert scheduler.retry_after_s("z", costs) == 0.0
-        scheduler.add(Work("z0", 30, 1, 10, flow="z"))
+        scheduler.add(SequenceWork("z0", 30, 1, 10, flow="z"))
         assert scheduler.retry_after_s("z", costs) == pytest.approx(0.3 + 1.0)
         scheduler.remove("b")
         assert scheduler.retry_after_s("z", costs) == 0.0 + 0.0  # nothing to prefill, and a seat
@@ -343,7 +350,7 @@ class TestArguments:
     )
     def test_bad_work_is_named(self, name, value):
         with pytest.raises(ValueError, match=name):
-            dataclasses.replace(Work("a", 1, 1, 1), **{name: value})
+            dataclasses.replace(SequenceWork("a", 1, 1, 1), **{name: value})
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -373,7 +380,7 @@ class TestArguments:
     def test_bad_calls_are_named(self):
         scheduler = build()
         with pytest.raises(ValueError, match="tail_slots: wanted less than a page of 4, got 4"):
-            scheduler.add(Work("a", 1, 1, 1, tail_slots=4))
+            scheduler.add(SequenceWork("a", 1, 1, 1, tail_slots=4))
         with pytest.raises(ValueError, match="free_pages"):
             scheduler.next_pack(0.0, -1, COSTS)
         with pytest.raises(ValueError, match="free_pages"):
@@ -381,7 +388,7 @@ class TestArguments:
 
     def test_decisions_are_json(self):
         scheduler = build()
-        scheduler.add(Work("a", 1, 1, 1))
+        scheduler.add(SequenceWork("a", 1, 1, 1))
         pack = start(scheduler)
         assert json.loads(json.dumps(dataclasses.asdict(pack)))["pieces"][0]["num_tokens"] == 1
 
@@ -389,10 +396,10 @@ class TestArguments:
 def test_a_preempted_request_goes_before_newcomers_though_the_line_was_idle_meanwhile():
     """Its tag of 40 is from before; time begins anew with an empty line, where a newcomer's is 5."""
     scheduler = build()
-    scheduler.add(Work("a", 5, 1, 50))
-    scheduler.add(Work("b", 40, 1, 50, flow="x"))
+    scheduler.add(SequenceWork("a", 5, 1, 50))
+    scheduler.add(SequenceWork("b", 40, 1, 50, flow="x"))
     start(scheduler)
-    scheduler.add(Work("newcomer", 5, 1, 50, flow="y"))
+    scheduler.add(SequenceWork("newcomer", 5, 1, 50, flow="y"))
     assert decode(scheduler, 0).preempted == ("b",)
     assert admitted(scheduler) == ("b", "newcomer")
 
@@ -403,7 +410,7 @@ def test_the_same_calls_give_the_same_decisions():
         draw = random.Random(1)
         for number in range(40):
             engine.submit(
-                Work(f"r{number}", draw.randint(1, 20), draw.randint(1, 5), draw.randint(1, 9), f"{number % 3}")
+                SequenceWork(f"r{number}", draw.randint(1, 20), draw.randint(1, 5), draw.randint(1, 9), f"{number % 3}")
             )
             engine.tick()
         engine.run()

@@ -1,0 +1,68 @@
+"""scripts/words.py: retired words are found in names and prose, and nowhere in the product."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import words
+
+BROKEN = '''
+"""Who comes to this server is welcome."""
+
+class FrontDoor:
+    """A seat for each request."""
+
+    def take_in(self, news):
+        # nobody waits in line
+        self.siblings = news
+        raise ValueError(f"wanted a seat, got none in line {len(news)}")
+'''
+
+
+def test_each_retired_word_of_a_broken_file_is_named_with_its_line():
+    found = [line.split(": say ")[0] for line in words.check(BROKEN, "broken.py")]
+    assert found == [
+        "broken.py:2: 'welcome'",
+        "broken.py:4: 'FrontDoor'",
+        "broken.py:5: 'seat'",
+        "broken.py:7: 'news'",
+        "broken.py:7: 'take_in'",
+        "broken.py:8: 'in line'",
+        "broken.py:8: 'nobody'",
+        "broken.py:9: 'siblings'",
+        "broken.py:10: 'seat'",
+    ]
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        "welcomed = outdoors = 1",  # other words
+        "store.news.take_in()",  # names from elsewhere
+        '"""The error is in line 3, behind `news`."""',
+        'option = "seats"',  # a key, not a message
+    ],
+)
+def test_other_words_code_and_uses_pass(fine):
+    assert not words.check(fine, "fine.py")
+
+
+def test_pages_are_checked_outside_code():
+    page = "A `seat` and\n```\na seat\n```\na seat."
+    assert words.check_page(page, "page.md") == ["page.md:5: 'seat': say slot, admission"]
+
+
+def test_messages_of_the_demo_corpus_are_data():
+    assert words.check('text = "A door of oak."', "ccjax/text/fine.py")
+    assert not words.check('text = "A door of oak."', "ccjax/demo/fine.py")
+
+
+def test_the_command_fails_on_a_broken_file_and_passes_the_product(tmp_path, capsys):
+    broken = tmp_path / "broken.py"
+    broken.write_text(BROKEN)
+    assert words.main([str(broken)]) == 1 and "say admission" in capsys.readouterr().out
+    assert words.main([]) == 0, capsys.readouterr().out
+
+
+def test_allowed_paths_exist():
+    assert all((words.ROOT / path).exists() for path in (*words.ALLOWED, *words.NO_MESSAGES))
