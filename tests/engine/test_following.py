@@ -60,7 +60,7 @@ def answer(engine, segments=SEGMENTS, **options):
 
 def only_by_requests(engine) -> None:
     """From now on nothing but a request takes in what has come."""
-    engine._watcher.close()
+    engine._following.close()
 
 
 def refuse(*_, **__):
