@@ -15,16 +15,22 @@ from ccjax.store.catalog import CatalogError, decode_part
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.records import decode_record
 from ccjax.store.spec import KVSpec, StoreIdentity
-from scripts.fuzzing.targets import TARGETS
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
-RECORD = json.loads(TARGETS["record"].seeds[0])
-CONFIG = json.loads(TARGETS["model-config"].seeds[0])
+
+
+def seed(name: str) -> dict:
+    """The first good input of a parser."""
+    from scripts.fuzzing.targets import TARGETS
+
+    return json.loads(TARGETS[name].seeds[0])
 
 
 def record_with(**changes: object) -> bytes:
     """A record under a right checksum; None takes a field out."""
-    body = {name: value for name, value in (RECORD | changes).items() if value is not None and name != "checksum"}
+    body = {
+        name: value for name, value in (seed("record") | changes).items() if value is not None and name != "checksum"
+    }
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     body["checksum"] = hashlib.sha256(text).hexdigest()
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
@@ -91,9 +97,10 @@ def test_a_catalog_names_no_file_elsewhere():
     ],
 )
 def test_an_odd_model_is_refused_by_name(changes):
-    LlamaConfig.from_hf(CONFIG)
+    config = seed("model-config")
+    LlamaConfig.from_hf(config)
     with pytest.raises(ValueError, match="config.json|rope_theta|rms_norm_eps|invalid literal"):
-        LlamaConfig.from_hf(CONFIG | changes)
+        LlamaConfig.from_hf(config | changes)
 
 
 def test_odd_documents_are_refused():

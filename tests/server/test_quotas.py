@@ -110,6 +110,7 @@ def test_over_http(start_server, tmp_path):
     (tmp_path / "quotas").write_text("[tenants.anna]\ntokens_per_minute = 60\nrequests = 5\n")
     settings = ServerSettings(api_key_file=str(tmp_path / "keys"), quota_file=str(tmp_path / "quotas"))
     with start_server(settings, tenant_salt="") as server:
+        server.service._quotas._clock = lambda: 100.0  # however long an answer takes here
         bad = ask(server.url, ANNA, max_tokens=-1)
         assert bad.status_code == 400
         used = ask(server.url, ANNA).json()["usage"]["total_tokens"]
