@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.simulation.sizing import DeploymentSize
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console

@@ -263,5 +263,5 @@ def _print(rows: list[dict[str, Any]], ideal_s: float) -> None:
                 f"{(row['prefill_s'] - row['wait_s']) / ideal_s - 1.0:.0%}",
             )
         )
-    head = ("tier", "load / prefill", "loading", "in line s", "prefill s", "over ideal s", "hidden", "possible")
+    head = ("tier", "load / prefill", "loading", "queued s", "prefill s", "over ideal s", "hidden", "possible")
     show((*head, "compute slower"), cells)

@@ -17,6 +17,7 @@ from ccjax.evaluation.pages import show
 from scripts.benchmarks.serve_client import RequestRecord, closed_loop
 from scripts.benchmarks.serve_figures import figures
 from scripts.benchmarks.serve_server import Watch, scrape, serving
+from scripts.benchmarks.serve_workload import WorkloadQuestion
 
 NUM_QUESTIONS = 100
 """Different requests of a soak, over and over: soon nothing is new to the store, and what grows then is a leak."""
@@ -25,7 +26,10 @@ _LONGEST_END_S = 30.0
 
 
 def soak(
-    questions: Sequence[Question], flags_of: Callable[[str], list[str]], options: argparse.Namespace, progress: Progress
+    questions: Sequence[WorkloadQuestion],
+    flags_of: Callable[[str], list[str]],
+    options: argparse.Namespace,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Runs it and prints what came of it; `failures` of the result is not empty if an answer was not whole."""
     strategy = "cachecraft" if "cachecraft" in options.strategies else options.strategies[0]

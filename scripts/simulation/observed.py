@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ccjax.engine.requests import Response
-from scripts.simulation.costs import GridCosts
+from scripts.simulation.costs import GridCosts, SimulatedPiece
 from scripts.simulation.replica import HostWork
 
 

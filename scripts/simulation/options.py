@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ccjax.cli.options import flag
 from ccjax.cli.serving.options import ServeOptions
 from ccjax.cli.values import num_bytes
+from scripts.simulation.cache import SimulatedCacheSettings
 
 if TYPE_CHECKING:
     from scripts.simulation.run import Deployment

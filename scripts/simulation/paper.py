@@ -15,7 +15,8 @@ from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.store.spec import KVSpec
-from scripts.simulation.costs import RooflineCosts
+from scripts.simulation.cache import SimulatedCacheSettings
+from scripts.simulation.costs import RooflineCosts, SimulatedPiece
 from scripts.simulation.hardware import HARDWARE, Hardware
 from scripts.simulation.run import Deployment, Simulation
 from scripts.simulation.workload import Passages, Workload, draw_which, poisson, zipf_lists

@@ -24,7 +24,8 @@ from ccjax.policy.scheduling import (
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
 from scripts.simulation.cache import Planned, ReplicaCache
-from scripts.simulation.costs import CostModel, overlapped_s
+from scripts.simulation.costs import CostModel, SimulatedPiece, overlapped_s
+from scripts.simulation.outcome import SimulationResults
 from scripts.simulation.workload import Passages, Workload
 
 NUM_PREPLANNED = 8

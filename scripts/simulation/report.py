@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ccjax.evaluation.pages import show, text
-from scripts.simulation.sizing import Tried
+from scripts.simulation.sizing import DeploymentSize, Tried
 
 
 def print_figures(figures: Mapping[str, Any], took: Mapping[str, float]) -> None:

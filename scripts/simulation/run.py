@@ -12,9 +12,10 @@ from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.store.spec import KVSpec
 from ccjax.store.usage import DISK
 from ccjax.types import ChunkId
-from scripts.simulation.cache import ReplicaCache
+from scripts.simulation.cache import ReplicaCache, SimulatedCacheSettings
 from scripts.simulation.costs import CostModel
-from scripts.simulation.replica import HostWork
+from scripts.simulation.outcome import SimulationResults
+from scripts.simulation.replica import HostWork, SimulatedReplica
 from scripts.simulation.workload import Workload
 
 _ADVANCE_EVERY = 1000

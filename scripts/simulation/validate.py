@@ -46,6 +46,7 @@ from scripts.benchmarks.ragcache_replay import (
 from scripts.benchmarks.ragcache_replay import distinct_bytes as bytes_of_all
 from scripts.benchmarks.serve_model import bench_model, cache_folder
 from scripts.benchmarks.serve_workload import WorkloadQuestion, load_trace
+from scripts.simulation.cache import SimulatedCacheSettings
 from scripts.simulation.costs import GridCosts
 from scripts.simulation.observed import Prefill, fit
 from scripts.simulation.replica import HostWork
@@ -188,7 +189,12 @@ def _prompt(model: LoadedModel, question: WorkloadQuestion) -> Prompt:
 
 
 def _simulate(
-    bench: Bench, prompts: Sequence[Prompt], times_s: np.ndarray, strategy: str, costs: GridCosts, host_work: HostWork
+    bench: ReplayBench,
+    prompts: Sequence[Prompt],
+    times_s: np.ndarray,
+    strategy: str,
+    costs: GridCosts,
+    host_work: HostWork,
 ) -> tuple[np.ndarray, float]:
     """TTFT of the measured requests, the past before them one by one, of several draws of how long packs take; and
     their mean share of computed tokens."""

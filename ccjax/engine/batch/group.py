@@ -17,6 +17,7 @@ from ccjax.engine.pool import PAGE_TOKENS, PagedShard
 from ccjax.engine.prompts import Prompt
 from ccjax.engine.requests import Choice, Delta, Request, Response
 from ccjax.engine.trace import Tracer
+from ccjax.policy.scheduling import SequenceWork
 from ccjax.types import PrefillPlan, ReuseReport, VariantId
 
 if TYPE_CHECKING:
@@ -190,11 +191,11 @@ class SequenceGroup:
         self.emit(last)
 
 
-def sharing_work(work: Work) -> Work:
+def sharing_work(work: SequenceWork) -> SequenceWork:
     """The work of a sequence that computed its prompt, once others read that, too."""
     return dataclasses.replace(work, prompt_pages=0, shared_pages=work.shared_pages + work.prompt_pages)
 
 
-def reading_work(work: Work) -> Work:
+def reading_work(work: SequenceWork) -> SequenceWork:
     """The most work of a sequence that reads another one's prompt."""
     return dataclasses.replace(sharing_work(work), prefill_tokens=1, prompt_pages=1, tail_slots=PAGE_TOKENS - 1)
