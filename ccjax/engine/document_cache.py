@@ -312,9 +312,9 @@ class DocumentCache:
             logger.debug("documents: cannot read what other processes noted: %s", error)
             return {}, ()
 
-    def follow(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> None:
+    def apply_changes(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> None:
         """Takes in what `fetch` returned: drops what other processes erased from every tier, memory included."""
-        if self.registry.follow(added, removed):
+        if self.registry.apply_changes(added, removed):
             self._variants.discard_erased()
 
     def list(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
@@ -368,14 +368,14 @@ class DocumentCache:
 
     def take_in_all(self) -> None:
         """Learns what other processes noted and stored, as far as the disk answers."""
-        self.follow(*self.fetch())
+        self.apply_changes(*self.fetch())
         self._store.refresh()
         self._reconcile()
 
     def _reconcile(self) -> None:
         gone = [variant_id for variant_id in self._variants.ids() if self._store.tier_of(variant_id) is None]
         stored = (one.variant_id for one in self._store.summaries())
-        self._variants.follow([key for key in stored if key not in self._variants], gone)
+        self._variants.apply_changes([key for key in stored if key not in self._variants], gone)
 
     def _carry_out(self, erasure: Erasure) -> tuple[int, dict[str, int], tuple[str, ...]]:
         """Deletes what an erasure takes: number of variants, their bytes by tier, and what could not be deleted. Such

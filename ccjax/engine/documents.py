@@ -110,7 +110,7 @@ class DocumentRegistry:
         self._pins: dict[str, Pin] = {}
         self._erasures: dict[str, Erasure] = {}
         self._last_used: dict[ChunkId, float] = {}
-        self.follow(*self.fetch())
+        self.apply_changes(*self.fetch())
 
     # -- documents ---------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class DocumentRegistry:
         """News of other processes, for `follow`; reads the disk and changes nothing here. Raises OSError."""
         return self._notes.refresh()
 
-    def follow(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> bool:
+    def apply_changes(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> bool:
         """Takes in what `fetch` returned; True if that brought an erasure."""
         before = self._erasures.keys() | set()
         lost = [(name, link) for name in removed if (link := self._links.get(name)) is not None]

@@ -41,6 +41,7 @@ from ccjax.engine.engine_documents import EngineDocuments
 from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
 from ccjax.engine.hosts import lead
 from ccjax.engine.identity import identity_for
+from ccjax.engine.index_updater import VariantIndexUpdater
 from ccjax.engine.kernels import check_kernels
 from ccjax.engine.loading import LoadedModel, Progress, prompt_builder
 from ccjax.engine.maintenance import Maintenance
@@ -58,7 +59,6 @@ from ccjax.engine.shadow import ShadowChecks
 from ccjax.engine.snapshot import ChunkCache
 from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.startup import load_configured
-from ccjax.engine.store_watcher import StoreWatcher
 from ccjax.engine.trace import Tracer
 from ccjax.engine.variants import VariantIndex
 from ccjax.engine.warmup import BackgroundCompiler, StepCompiler
@@ -219,7 +219,7 @@ class Engine:
             max_model_len=limit,
             vocab_size=model.config.vocab_size,
         )
-        self._watcher = StoreWatcher(self._store.change_feed, maintenance, self._exclusive, self.cache.refresh)
+        self._watcher = VariantIndexUpdater(self._store.change_feed, maintenance, self._exclusive, self.cache.refresh)
         self._closed = False
         self._watcher.start()
 

@@ -143,8 +143,8 @@ class EngineCache:
         is_due = not self._config.read_only and self._documents.needs_tending()
         if added or removed or any(notes) or is_due:
             with self._exclusive():
-                self._documents.follow(*notes)
-                self._maintenance.follow(added, removed)
+                self._documents.apply_changes(*notes)
+                self._maintenance.apply_changes(added, removed)
                 if is_due:
                     self._documents.tend()
         self.tidy()

@@ -84,9 +84,9 @@ class Maintenance:
             self.count(repaired=repaired)
         return True
 
-    def follow(self, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
+    def apply_changes(self, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
         """Takes in what `TieredStore.refresh` found."""
-        adopted, vanished = self._variants.follow(added, removed)
+        adopted, vanished = self._variants.apply_changes(added, removed)
         self.count(adopted=adopted, vanished=vanished)
 
     def _choose(self, is_cancelled: IsCancelled | None) -> VariantMeta | None:

@@ -229,7 +229,7 @@ class Placement:
         """The tiers lost the variant, not for want of room."""
         self._drop(variant_id, self._policies)
 
-    def follow(self, variant_id: str) -> None:
+    def apply_changes(self, variant_id: str) -> None:
         """A tier may have lost its copy by another process's doing."""
         self._drop(variant_id, set(self._policies).difference(self._store.tiers_of(variant_id)))
 

@@ -102,7 +102,7 @@ class SharedWarming:
         arrived = self._claims.committed(wanted)
         heads = {_variant_id(chunks) for prompt in prompts for chunks in self._heads(prompt)}
         behind = self._claims.committed(sorted(key for key in heads.difference(wanted) if key not in self._variants))
-        self._variants.follow((*arrived, *behind), ())
+        self._variants.apply_changes((*arrived, *behind), ())
         # What was lost in a race is somebody else's, with all that comes behind it: whoever won may be about to claim
         # that. Where the disk cannot be asked, nothing is.
         if not self._claims.is_failing:

@@ -87,4 +87,4 @@ class SharedPrefill:
 
     def _follow(self, arrived: Sequence[str]) -> bool:
         """Takes variants into the index; True if one was not there."""
-        return self._variants.follow(arrived, ())[0] > 0
+        return self._variants.apply_changes(arrived, ())[0] > 0

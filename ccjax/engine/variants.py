@@ -280,7 +280,7 @@ class VariantIndex:
         self._update(self._in_place_of_approximate(exact))
         return True
 
-    def follow(self, added: Collection[str], removed: Collection[str]) -> tuple[int, int]:
+    def apply_changes(self, added: Collection[str], removed: Collection[str]) -> tuple[int, int]:
         """Takes in what the disk gained and lost by other processes; the numbers of variants that became known and
         unknown here by that."""
         before = {key: key in self._by_id for key in (*added, *removed)}
@@ -291,7 +291,7 @@ class VariantIndex:
             if key in self._by_id:
                 self._look_into(self._by_id[VariantId(key)])
         for variant_id in removed:
-            self._placement.follow(variant_id)
+            self._placement.apply_changes(variant_id)
             if self._store.tier_of(variant_id) is None:
                 self.forget(VariantId(variant_id))
         changed = [was_known for key, was_known in before.items() if was_known != (key in self._by_id)]

@@ -140,8 +140,8 @@ def test_an_order_of_a_generator_that_died_is_taken_by_another(engines, monkeypa
     with in_line(replica, request(SEGMENTS, "exact")) as (future,):
         assert replica.orders.place() == 1
         clock = [time.time()]
-        monkeypatch.setattr(generator._orders, "_clock", lambda: clock[0])
-        order = generator._orders.take(20.0)
+        monkeypatch.setattr(generator.orders._orders, "_clock", lambda: clock[0])
+        order = generator.orders._orders.take(20.0)
         assert order is not None and order.attempt == 1
         assert generator.orders.compute() is None
         clock[0] += 20.0
@@ -157,10 +157,10 @@ def test_orders_that_make_no_sense_are_dropped(engines):
     value = json.loads(PrefillOrder((chunk,), False).encode())
     bad = [b"", b"[]", b'{"version": 2}', json.dumps(value | {"chunks": [{"token_ids": ["1"]}]}).encode()]
     for number, raw in enumerate([*bad, foreign.encode(), long.encode(), PrefillOrder((), False).encode()]):
-        assert replica._orders.place(f"order-{number}", raw, 60.0)
+        assert replica.orders._orders.place(f"order-{number}", raw, 60.0)
     assert work_off(generator) == [["failed"]] * 7
     assert generator.orders.counts.failed == generator.orders.counts.taken == 7
-    assert len(replica._orders) == 0 and generator.num_variants == 0
+    assert len(replica.orders._orders) == 0 and generator.cache.num_variants == 0
 
 
 def test_what_is_written_is_read_and_the_key_is_that_of_the_variant():

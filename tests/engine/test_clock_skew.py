@@ -74,7 +74,7 @@ def test_two_that_ask_at_once_both_answer_right_and_lose_nothing(shared, seconds
             begun.wait()
             response = engines[number].generate_from_tokens(SEGMENTS, max_new_tokens=4)
             found[number] = tuple(response.token_ids)
-            engines[number].flush()
+            engines[number].cache.flush()
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
         for thread in threads:

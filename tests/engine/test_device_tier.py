@@ -84,7 +84,7 @@ def test_what_is_on_the_device_answers_as_what_is_in_host_memory(settings, reuse
             same_report(got[2], wanted[2])
             assert {"device"} >= {tier for tier in tiers(got[2]) if tier is not None}
         assert got[2].reused_tokens > 0 and "device" in tiers(got[2])
-        usage = device.store_usage()
+        usage = device.cache.usage()
         assert usage["device"].hits > 0 and usage["host"].hits == 0
 
 
@@ -102,7 +102,7 @@ def test_one_prompt_from_device_host_and_disk(tmp_path):
             place = by_chunk[meta.chunk_id]
             for tier in ("device", "host")[: place % 3]:
                 assert engine._store.evict(tier, [meta.variant_id]) == (meta.variant_id,)
-                engine._variants._placement.follow(meta.variant_id)
+                engine._variants._placement.apply_changes(meta.variant_id)
         again = answer(engine, SEGMENTS, "bounded")
         assert tiers(again[2]) == ["device", "host", "disk", "device", "host"]
         assert again[2].reused_tokens == NUM_STORED and again[2].exact

@@ -57,7 +57,7 @@ def names(root: FileRoot, kind: str) -> list[str]:
 
 
 def follow(registry: DocumentRegistry) -> bool:
-    return registry.follow(*registry.fetch())
+    return registry.apply_changes(*registry.fetch())
 
 
 def chosen(registry: DocumentRegistry, document_id: str, version: str | None = None) -> set[ChunkId]:

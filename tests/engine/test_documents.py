@@ -185,9 +185,9 @@ def test_what_cannot_be_warmed_is_refused_before_anything_is_computed(start, url
         engine.documents.warm([])
     assert engine.cache.num_variants == 0
     with pytest.raises(ReadOnlyError, match="read_only"):
-        start(store=url, read_only=True).warm([ANNA])
+        start(store=url, read_only=True).documents.warm([ANNA])
     with pytest.raises(ReadOnlyError, match="strategy"):
-        start(strategy="full").erase("anna")
+        start(strategy="full").documents.erase("anna")
 
 
 # -- pin --------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_pins_outlive_a_restart_and_hold_in_other_processes(start, url):
 @pytest.mark.parametrize("host", [False, True])
 def test_a_pin_holds_in_the_lowest_tier_and_in_host_memory_if_wanted(start, url, host):
     probe = start()
-    probe.warm([ANNA])
+    probe.documents.warm([ANNA])
     room = int(3.5 * sum(meta.num_bytes for meta in probe._variants))
     engine = start(store=url, host_cache_bytes=room, eviction_policy="lru")
     engine.documents.warm([ANNA, BOB])
@@ -260,10 +260,10 @@ def test_more_than_its_share_is_not_pinned(start):
     total = sum(meta.num_bytes for meta in engine._variants)
     (anna,) = (meta for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA))
     small = start(host_cache_bytes=total, pin_share=1.2 * anna.num_bytes / total)
-    small.warm([ANNA, BOB])
-    small.pin("anna")
+    small.documents.warm([ANNA, BOB])
+    small.documents.pin("anna")
     with pytest.raises(PinLimitError, match="bytes"):
-        small.pin("bob")
+        small.documents.pin("bob")
 
 
 def test_what_a_pinned_document_gains_later_is_kept_up_to_the_share_the_best_of_each_chunk_first(start):

@@ -94,10 +94,10 @@ def test_variants_stay_within_their_number_and_bytes():
             for engine in (few, small):
                 got = engine.generate_from_tokens(shuffled, max_new_tokens=3, reuse="exact")
                 assert got.token_ids == wanted
-            assert few.num_variants <= 7
+            assert few.cache.num_variants <= 7
             usage = small.cache.usage()["host"]
             assert 0 < usage.used_bytes <= usage.budget_bytes == 90_000
-            assert small.num_variants == usage.num_variants
+            assert small.cache.num_variants == usage.num_variants
 
 
 def test_read_only_adds_nothing():

@@ -153,7 +153,8 @@ def test_records_that_were_never_looked_into_are_not_used_once_erased(start, url
         return {meta.variant_id for metas in look(chunk_ids).values() for meta in metas}
 
     assert found(late._variants.peek) & tainted
-    late._documents.registry.follow(*late._documents.fetch())  # knows of the erasure, and dropped nothing yet
+    cached = late.documents._documents
+    cached.registry.apply_changes(*cached.fetch())  # knows of the erasure, and dropped nothing yet
     before = late._variants.ids()
     assert found(late._variants.peek) and not found(late._variants.peek) & tainted
     assert not {meta.variant_id for meta in late._variants} & tainted
@@ -175,8 +176,8 @@ def test_opening_reads_no_record_but_after_an_erasure(start, url, monkeypatch):
     get_record = TieredStore.get_record
     monkeypatch.setattr(TieredStore, "get_record", lambda self, key: (seen.append(key), get_record(self, key))[1])
     first.close()
-    assert start(store=url).num_variants > 3 and seen == []
-    start(store=url).erase("bob")
+    assert start(store=url).cache.num_variants > 3 and seen == []
+    start(store=url).documents.erase("bob")
     seen.clear()
     engine = start(store=url)
     assert set(seen) == set(engine._variants.ids()) and seen
@@ -430,7 +431,9 @@ def test_what_was_computed_anew_after_an_erasure_is_left_alone_by_who_only_heard
     ask(other, ANNA, BOB)
     other.cache.flush()
     renewed = {meta.variant_id for meta in seen_by(other, ANNA)}
-    assert third._store._disk.follow(dict.fromkeys(renewed)) and "host" in third._store.tiers_of(next(iter(renewed)))
+    assert third._store._disk.apply_commits(dict.fromkeys(renewed)) and "host" in third._store.tiers_of(
+        next(iter(renewed))
+    )
     third.cache.refresh()
     assert {third._store.tiers_of(key) for key in renewed} == {("disk",)}
     assert {meta.variant_id for meta in seen_by(third, ANNA)} == renewed
@@ -444,7 +447,7 @@ def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, 
     first, late, other = start(store=url), start(store=url), start(store=url)
     ask(first, ANNA)
     first.cache.flush()
-    late.refresh()
+    late.cache.refresh()
     ask(late, ANNA)
     erase, rounds = first._store.erase, []
 
@@ -455,7 +458,7 @@ def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, 
             ask(other, ANNA)  # knows
             other.cache.flush()
             ask(late, ANNA, CARLA)  # does not know yet
-            late.flush()
+            late.cache.flush()
             first._store.refresh()
         rounds.append(set(condemned))
         return remaining
@@ -484,8 +487,8 @@ def test_what_another_process_stored_under_the_same_name_counts_with_where_it_ca
     other._store._disk.remove([known])
     origin = Origin(frozenset({dino, key_of(first, ANNA)}))
     assert other._store._disk.write(with_origin(record, origin), kv)
-    assert first._store._disk.follow({known: None}) == (known,)
-    first.cache._maintenance.follow((known,), ())
+    assert first._store._disk.apply_commits({known: None}) == (known,)
+    first.cache._maintenance.apply_changes((known,), ())
     assert dino in first._variants.origin_of(known).seen
     first.documents.erase("dino")
     assert first._store.tiers_of(known) == ("host",)

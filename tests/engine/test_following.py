@@ -60,7 +60,7 @@ def answer(engine, segments=SEGMENTS, **options):
 
 def only_by_requests(engine) -> None:
     """From now on nothing but a request takes in what has come."""
-    engine._following.close()
+    engine._watcher.close()
 
 
 def refuse(*_, **__):
@@ -101,7 +101,7 @@ def constant_load(engine):
 
 def test_the_next_request_reuses_what_another_engine_just_stored(start, index_url, monkeypatch):
     first, second = start(index_url), start(index_url)
-    monkeypatch.setattr(second, "refresh", refuse)
+    monkeypatch.setattr(second.cache, "refresh", refuse)
     wanted = answer(first)
     first.cache.flush()
     wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)  # with no request at all
@@ -121,10 +121,10 @@ def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the
     first, second = start(index_url), start(index_url)
     answer(second, others(1))  # compiles
     only_by_requests(second)
-    follow, threads = second.cache._maintenance.follow, []
+    follow, threads = second.cache._maintenance.apply_changes, []
     monkeypatch.setattr(
         second.cache._maintenance,
-        "follow",
+        "apply_changes",
         lambda *news: threads.append(threading.current_thread().name) or follow(*news),
     )
     answer(first)
@@ -167,7 +167,7 @@ def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypa
     def fail(*_):
         raise ValueError("made to fail")
 
-    monkeypatch.setattr(second.cache._maintenance, "follow", fail)
+    monkeypatch.setattr(second.cache._maintenance, "apply_changes", fail)
     answer(first)
     first.cache.flush()
     wait_until(lambda: second._store.change_feed.has_changes)
@@ -192,7 +192,7 @@ def test_requests_in_line_are_planned_anew_only_for_their_own_chunks(start, inde
 
 def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch):
     first, second = start(index_url), start(index_url)
-    monkeypatch.setattr(second, "refresh", refuse)
+    monkeypatch.setattr(second.cache, "refresh", refuse)
     answer(first)
     first.cache.flush()
     wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)
@@ -269,7 +269,11 @@ def test_an_erasure_reaches_the_memory_of_others_at_once(text_model, url, index_
             assert {"anna", "bob"} == {document.document_id for document in other.documents.list()}
             first.documents.erase("anna")
             wait_until(lambda: {one.document_id for one in other.documents.list()} == {"bob"}, timeout_s=120)
-            erased = {chunk for erasure in first._documents.registry._erasures.values() for chunk in erasure.chunk_ids}
+            erased = {
+                chunk
+                for erasure in first.documents._documents.registry._erasures.values()
+                for chunk in erasure.chunk_ids
+            }
             with other._exclusive():
                 assert erased and not other._variants.of_chunks(erased)
         finally:
@@ -331,7 +335,7 @@ def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, common_redis, s
 def shares(giver, taker, segments) -> bool:
     """True if what one answers now the other soon reuses, without a refresh."""
     expected = answer(giver, segments).token_ids
-    giver.flush()
+    giver.cache.flush()
     wait_until(lambda: giver._variants.chunk_ids() <= taker._variants.chunk_ids(), timeout_s=120)
     got = answer(taker, segments)
     assert got.token_ids == expected
@@ -385,15 +389,15 @@ def test_a_lost_sqlite_file_is_made_anew_and_the_store_listed(start, tmp_path):
 
 def test_engines_with_and_without_an_index_share_a_store(start, index_url):
     with_it, without = (start(index, share_computation=True) for index in (index_url, None))
-    assert without.news_counts is None
+    assert without.cache.news_counts is None
     tokens = answer(with_it).token_ids
-    with_it.flush()
-    without.refresh()
+    with_it.cache.flush()
+    without.cache.refresh()
     got = answer(without)
     assert got.token_ids == tokens and got.reuse.computed_tokens == NUM_QUESTION_TOKENS
     answer(without, others(1))
-    without.flush()
-    with_it.refresh()
+    without.cache.flush()
+    with_it.cache.refresh()
     assert answer(with_it, others(1)).reuse.computed_tokens == NUM_QUESTION_TOKENS
 
 

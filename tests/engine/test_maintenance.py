@@ -323,7 +323,7 @@ def test_what_another_engine_took_out_is_forgotten_unless_it_is_in_memory(tmp_pa
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as owner:
         owner.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        owner.flush()
+        owner.cache.flush()
         with MODEL.engine(store=url) as other:
             other.generate_from_tokens(SEGMENTS[:2] + SEGMENTS[-1:], max_new_tokens=1)  # into host memory
             for meta in tuple(owner._variants):
@@ -413,7 +413,7 @@ def test_engines_that_share_a_store_do_not_lower_each_others_f_r(tmp_path):
     url = f"file://{tmp_path}/store"
     busy = MODEL.engine(store=url)
     busy.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-    busy.flush()
+    busy.cache.flush()
     with MODEL.engine(store=url) as calm:
         busy.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         wanted = frequencies(busy)

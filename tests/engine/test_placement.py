@@ -355,7 +355,7 @@ def test_what_another_process_took_out_is_no_longer_counted(tmp_path):
         one.put("a", "b")
         record_file(tmp_path, "a").unlink()
         assert one.store.refresh() == ((), ("a",))
-        one.placement.follow("a")
+        one.placement.apply_changes("a")
         one.check()
         assert one.held("host") == {"a", "b"} and one.held("disk") == {"b"}
 

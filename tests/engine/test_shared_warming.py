@@ -68,7 +68,7 @@ def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
     system, _ = engine.documents.prompt_overhead()
     lengths = [len(chunk.token_ids) for chunk in engine.documents.passage_chunks([ANNA, BOB])]
     assert [one.computed_tokens for one in results] == [len(system.token_ids) + lengths[0] + 1, lengths[1] + 1, 0]
-    assert statuses(start().warm_shared([ANNA, BOB])) == ["present", "present"]
+    assert statuses(start().documents.warm_shared([ANNA, BOB])) == ["present", "present"]
 
 
 def test_what_another_process_claimed_is_left_to_it_and_its_result_taken_in(start, tmp_path):
@@ -132,7 +132,7 @@ def test_what_the_disk_refuses_is_not_called_computed(start, monkeypatch):
 
 
 def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
-    engine, compute = start(), type(start()._documents).compute
+    engine, compute = start(), type(start().documents._documents).compute
     seen = []
 
     def fail_once(self, warming, *args, **kwargs):
@@ -156,7 +156,7 @@ def test_it_ends_between_layers_with_what_is_done_on_disk(start, tmp_path):
         is_cancelled=lambda: id_of(engine, ANNA) in engine._variants and in_the_second(),
     )
     assert statuses(results) == ["computed"] and leases(tmp_path) == [] and not engine._store._pins
-    assert statuses(start().warm_shared([ANNA, BOB])) == ["present", "computed"]
+    assert statuses(start().documents.warm_shared([ANNA, BOB])) == ["present", "computed"]
 
 
 def test_behind_neighbours_only_the_document_itself_is_stored_and_compared_with_itself_alone(start):
@@ -191,9 +191,9 @@ def test_refusals(start, model):
     with pytest.raises(RequestError, match="behind: wanted one list for each of 1 documents, got 2"):
         engine.documents.warm_shared([ANNA], behind=[[], []])
     with pytest.raises(ReadOnlyError):
-        start(read_only=True).warm_shared([ANNA])
+        start(read_only=True).documents.warm_shared([ANNA])
     with pytest.raises(ReadOnlyError):
-        start(read_only=True).prune(set())
+        start(read_only=True).documents.prune(set())
     with Engine(model, EngineConfig()) as memory, pytest.raises(ValueError, match="store: wanted an engine"):
         memory.documents.warm_shared([ANNA])
 
@@ -235,4 +235,4 @@ def test_links_of_passages_that_are_there_can_be_noted(start):
     renamed = dataclasses.replace(ANNA, id="new.md#0", source_id="new.md")
     engine.documents.note_passages(engine.documents.passage_chunks([renamed]))
     engine.cache.flush()
-    assert {one.document_id for one in start().documents()} == {"Anna.md", "new.md"}
+    assert {one.document_id for one in start().documents.list()} == {"Anna.md", "new.md"}

@@ -185,9 +185,9 @@ def test_what_another_engine_stored_is_used_without_a_restart(
         settings = {"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house", "store": url}
         with Engine.from_pretrained(tiny_model, **settings) as other:
             other.run(request)
-            other.flush()
-            wait_until(lambda: server.engine.cache.num_variants == other.num_variants)
-            assert metrics(server)[("ccjax_variants_adopted_total",)] == other.num_variants == 3
+            other.cache.flush()
+            wait_until(lambda: server.engine.cache.num_variants == other.cache.num_variants)
+            assert metrics(server)[("ccjax_variants_adopted_total",)] == other.cache.num_variants == 3
             report = post(server, documents=PASSAGES, max_tokens=1).json()["reuse"]
             assert {entry["tier"] for entry in report["per_document"]} == {"disk"} and report["exact"]
             for meta in tuple(other._variants):

@@ -20,7 +20,7 @@ _LISTING_PAUSE_S = 1.0
 """Pause after a listing before the next one."""
 
 
-class StoreWatcher:
+class VariantIndexUpdater:
     """Watches the store of one engine; does nothing without a shared index.
 
     The store's own thread asks the index and reads what there is to read. `apply` tells the variants, without I/O, on
@@ -52,7 +52,7 @@ class StoreWatcher:
         if self._news is None or not self._news.has_changes:
             return
         try:
-            self._maintenance.follow(*self._news.take())
+            self._maintenance.apply_changes(*self._news.take())
         except Exception:
             logger.exception("changes of other processes could not be applied; the next listing of the store tells all")
 
