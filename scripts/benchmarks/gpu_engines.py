@@ -157,7 +157,7 @@ class Engines:
             for variant_id in list(engine._variants.ids()):
                 for name in above:
                     engine._store.evict(name, [variant_id])
-                engine._variants._placement.follow(variant_id)
+                engine._variants._placement.apply_changes(variant_id)
         if tier == DISK:
             _drop_from_cache(self._folder)
 

@@ -118,11 +118,11 @@ def _notes(data: bytes) -> None:
     registry = DocumentRegistry(Notes(open_root(_FOLDER.as_uri()), "notes"))
     notes = value if isinstance(value, dict) else {"link-0": value}
     added = {str(name): note for name, note in notes.items() if isinstance(note, dict)}
-    registry.follow(added, [])
+    registry.apply_changes(added, [])
     sorted((link.document_id, link.version or "", link.passage_id) for _, link in registry.links())
     registry.pinned_chunks()
     registry.outdated()
-    registry.follow({}, list(added))
+    registry.apply_changes({}, list(added))
 
 
 def _config_file(data: bytes) -> None:
