@@ -13,7 +13,7 @@ from ccjax.text import IncrementalDecoder, StopStrings, Tokenizer
 
 
 class Answer:
-    """One answer; `push` takes in the next token until `finish_reason` is set."""
+    """One answer; `push` adds tokens until `finish_reason` is set."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Answer:
         return self._token_ids[-1]
 
     def push(self, drawn: Drawn) -> Delta:
-        """Takes in a token; the delta holds the text it completes, without any of a stop string."""
+        """Adds a token; the delta holds the text it completes, without any of a stop string."""
         token_id = drawn.token_id
         if drawn.logits is not None:
             self._first_logits = drawn.logits

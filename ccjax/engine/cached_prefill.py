@@ -120,7 +120,7 @@ class CachedPrefill:
         return plan_prefill("", chunks, num_question, candidates, mode=mode, settings=settings or self.settings)
 
     def shared(self) -> SharedPrefill | None:
-        """A prefill's part in who computes what; None where there is nobody to agree with."""
+        """A prefill's part in who computes what; None where no other process shares the store."""
         claims = None if self.read_only else self._store.claims
         if claims is None:
             return None
@@ -346,7 +346,7 @@ class CachedPrefill:
         """Drops what is damaged or gone; what was only late, or behind a failing disk, stays for later requests."""
         late = [key for key, cause in error.causes.items() if isinstance(cause, TimeoutError)]
         late_bytes = sum(map(self._store.unread_bytes, late))
-        if late_bytes:  # the reads go on, but nobody may be there when they end
+        if late_bytes:  # the reads go on, but the request may be gone when they end
             self.rates.tiers[DISK].add(late_bytes, waited_s)
         for variant_id, cause in error.causes.items():
             logger.warning("variant %s: %s; its chunk is computed instead", variant_id, cause)

@@ -1,11 +1,11 @@
-"""How work that nobody wants any more is broken off."""
+"""How work is broken off that is not wanted any more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 IsCancelled = Callable[[], bool]
-"""True once nobody wants the result any more; called often, from the thread that does the work."""
+"""True once the result is not wanted any more; called often, from the thread that does the work."""
 
 
 class PrefillCancelledError(Exception):

@@ -43,7 +43,7 @@ class Compilations:
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        """What this thread compiles meanwhile nobody waits for: it is counted apart."""
+        """Counts apart what this thread compiles meanwhile: no request waits for it."""
         self._thread.is_background = True
         try:
             yield

@@ -21,7 +21,7 @@ from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE
 from ccjax.types import PrefillPlan, Segment, VariantId
 
-_MERGED_AHEAD = 2
+_MOST_MERGED = 2
 """Contexts that may stand ready: one for the layer behind the one that runs, one more against jitter."""
 
 _ALIGNMENT = 64
@@ -163,7 +163,7 @@ class LayerLoader:
     def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Keys before RoPE and values [S, K, H] of a layer, zeros where nothing is reused; the caller's to donate.
 
-        Layers are taken in order, each once.
+        Layers are requested in order, each once.
 
         Raises:
           LoadFailedError: variants could not be read, or not in time.
@@ -219,7 +219,7 @@ class LayerLoader:
                 with self._changed:
                     self._contexts[layer] = context
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._stopped or len(self._contexts) < _MERGED_AHEAD)
+                    self._changed.wait_for(lambda: self._stopped or len(self._contexts) < _MOST_MERGED)
                 if self._stopped:
                     return
         except BaseException as error:  # whatever it is, the thread that prefills must learn of it

@@ -38,6 +38,6 @@ class MeasuredCosts:
 
     def load_s(self, tier: str, num_bytes: int) -> float:
         """Seconds to load so many bytes of KV out of a tier."""
-        rate = self._rates.tiers.get(tier)  # reads on the device are never waited for, so nobody can time them
+        rate = self._rates.tiers.get(tier)  # reads on the device are never waited for, so they cannot be timed
         measured_s = self._rates.load_s(tier, num_bytes) if rate is not None and rate.is_settled else None
         return num_bytes / _BYTES_PER_S[tier] if measured_s is None else measured_s

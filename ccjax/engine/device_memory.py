@@ -48,7 +48,7 @@ def memory_plan(model: LlamaConfig, config: EngineConfig) -> MemoryPlan:
     """What an engine of this model will take of each device, whether that is there or not.
 
     Raises:
-      ConfigError: the model cannot be split so, or nobody says how much memory there is.
+      ConfigError: the model cannot be split so, or its memory is not known.
     """
     weight_bytes = (plain if config.quantization is None else in_8_bits)(config.dtype)
     shapes = ServedShapes(model, config.dtype, sizes_of(model, config), weight_bytes, config.tensor_parallel_size)

@@ -248,7 +248,7 @@ class DocumentCache:
           RequestError, UnknownDocumentError: as `DocumentRegistry.select`.
           EraseIncompleteError: not everything could be deleted, or noted; nothing of it is used any more.
         """
-        self.take_in_all()
+        self.apply_all()
         self._variants.look_into_all()  # before the erasure begins, after which what it takes would only be dropped
         stays = self.registry.learn([chunk for chunk in keep if self.registry.knows(chunk.chunk_id)])
         links = {name: link for name, link in self.registry.select(document_id, version).items() if name not in stays}
@@ -305,7 +305,8 @@ class DocumentCache:
                 self._forget(erasure)
 
     def fetch(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
-        """News of other processes for `follow`; reads the disk and changes nothing. None while it does not answer."""
+        """What other processes noted, for `apply_changes`; reads the disk and changes nothing. Empty while it does not
+        answer."""
         try:
             return self.registry.fetch()
         except OSError as error:
@@ -313,7 +314,7 @@ class DocumentCache:
             return {}, ()
 
     def apply_changes(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> None:
-        """Takes in what `fetch` returned: drops what other processes erased from every tier, memory included."""
+        """Applies what `fetch` returned: drops what other processes erased from every tier, memory included."""
         if self.registry.apply_changes(added, removed):
             self._variants.discard_erased()
 
@@ -366,7 +367,7 @@ class DocumentCache:
                 return meta.variant_id
         return None
 
-    def take_in_all(self) -> None:
+    def apply_all(self) -> None:
         """Learns what other processes noted and stored, as far as the disk answers."""
         self.apply_changes(*self.fetch())
         self._store.refresh()

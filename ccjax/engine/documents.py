@@ -58,7 +58,7 @@ class Erasure:
     """Chunks of which no variant from before may be used any more.
 
     Attributes:
-      chunk_ids: of documents that nobody else has.
+      chunk_ids: that no other document has.
       links: names of the links that go with them.
       whole: an erasure, which takes every variant that was computed while looking at one of the chunks; else an
         invalidation, which takes the chunks' own variants.
@@ -95,7 +95,7 @@ class Origin:
 
 
 class DocumentRegistry:
-    """The facts, in memory and as notes; not thread-safe but for `fetch`, the batch loop and its guests use it.
+    """The facts, in memory and as notes; not thread-safe but for `fetch`, it wants the engine for itself (`Exclusive`).
 
     Attributes:
       clock: seconds since the epoch, for times to live.
@@ -251,7 +251,7 @@ class DocumentRegistry:
         return [erasure for erasure in tuple(self._erasures.values()) if not erasure.is_done]
 
     def outdated(self) -> list[Erasure]:
-        """Finished ones that nobody needs to hear of any more."""
+        """Finished ones that no process needs to hear of any more."""
         now = self.clock()
         return [erasure for erasure in self._erasures.values() if erasure.is_done and now - erasure.at > ERASURE_AGE_S]
 
@@ -277,11 +277,11 @@ class DocumentRegistry:
     # -- other processes ---------------------------------------------------------------------------------------
 
     def fetch(self) -> tuple[dict[str, Mapping[str, Any]], tuple[str, ...]]:
-        """News of other processes, for `follow`; reads the disk and changes nothing here. Raises OSError."""
+        """What other processes noted, for `apply_changes`; reads the disk and changes nothing here. Raises OSError."""
         return self._notes.refresh()
 
     def apply_changes(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> bool:
-        """Takes in what `fetch` returned; True if that brought an erasure."""
+        """Applies what `fetch` returned; True if that brought an erasure."""
         before = self._erasures.keys() | set()
         lost = [(name, link) for name in removed if (link := self._links.get(name)) is not None]
         used = [self._last_used.get(link.chunk_id) for _, link in lost]
@@ -291,7 +291,7 @@ class DocumentRegistry:
             elif not name.startswith("erasing-"):  # its end has a note of its own
                 self._forget(name)
         for name, value in added.items():
-            self._take_in(name, value)
+            self._apply(name, value)
         for (name, link), used_at in zip(lost, used, strict=True):
             if used_at is not None:
                 self._restore(name, link, used_at)
@@ -306,7 +306,7 @@ class DocumentRegistry:
             self._add_link(name, link, now)
             self._last_used[link.chunk_id] = used_at
 
-    def _take_in(self, name: str, value: Mapping[str, Any]) -> None:
+    def _apply(self, name: str, value: Mapping[str, Any]) -> None:
         kind, _, key = name.partition("-")
         try:
             if kind == "link":

@@ -77,7 +77,7 @@ class EngineCache:
         return self._maintenance.counts
 
     @property
-    def news_counts(self) -> ChangeFeedCounts | None:
+    def change_feed_counts(self) -> ChangeFeedCounts | None:
         """Whether the shared index answers, and what came through it; None without one."""
         return None if self._store.change_feed is None else self._store.change_feed.counts
 
@@ -131,14 +131,14 @@ class EngineCache:
         return self._shadow.check_one(is_cancelled)
 
     def refresh(self) -> None:
-        """Takes in what other processes stored in and took out of the same store since the last look.
+        """Applies what other processes stored in and removed from the same store since the last call.
 
         The disk is read beside a running request; only the index is changed between two requests.
 
         Raises:
           RuntimeError: the engine is closed.
         """
-        notes = self._documents.fetch()  # first: what was erased must not be taken in
+        notes = self._documents.fetch()  # first: what was erased must not be adopted
         added, removed = self._store.refresh()
         is_due = not self._config.read_only and self._documents.needs_tending()
         if added or removed or any(notes) or is_due:
@@ -166,7 +166,7 @@ class EngineCache:
     def restore_snapshot(
         self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
     ) -> RestoreReport:
-        """Takes in the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests go on: see
+        """Restores the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests go on: see
         `ccjax.engine.snapshot.restore_snapshot`. A `read_only` engine raises ConfigError."""
         if self._config.read_only:
             raise ConfigError("read_only: wanted an engine that may add to its store")

@@ -202,7 +202,7 @@ class EngineDocuments:
         """
         self._check_writable()
         with self._exclusive():
-            self._documents.take_in_all()
+            self._documents.apply_all()
             return prune(self._variants, self._documents.registry, self._store, keep)
 
     def warm_one(self, warming: Warming, *, is_cancelled: IsCancelled | None = None) -> bool:
@@ -286,7 +286,7 @@ class EngineDocuments:
 
         Raises:
           RequestError, UnknownDocumentError, ReadOnlyError: as `pin`.
-          EraseIncompleteError: as `invalidate`; say so to whoever asked for it.
+          EraseIncompleteError: as `invalidate`; tell the client that asked for it.
         """
         self._check_writable()
         with self._exclusive():
@@ -304,7 +304,7 @@ class EngineDocuments:
 
     @property
     def counts(self) -> DocumentCounts:
-        """How many documents, pins and unfinished erasures there are; waits for nobody."""
+        """How many documents, pins and unfinished erasures there are; does not wait."""
         registry = self._documents.registry
         versions = {(link.document_id, link.version) for _, link in registry.links()}
         return DocumentCounts(len(versions), len(registry.pins()), len(registry.unfinished()))

@@ -2,7 +2,7 @@
 
 KV of a passage that was computed directly behind the instructions is poor behind other passages: its tokens behave like
 the beginning of a text. Behind some fixed, unrelated text of about 300 tokens they do not, and as that text is the same
-for everybody, nobody's passages show in anybody else's KV.
+for all tenants, no tenant's passages show in another one's KV.
 """
 
 from __future__ import annotations

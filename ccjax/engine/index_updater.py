@@ -32,9 +32,13 @@ class VariantIndexUpdater:
     """
 
     def __init__(
-        self, news: ChangeFeed | None, maintenance: Maintenance, exclusive: Exclusive, refresh: Callable[[], None]
+        self,
+        change_feed: ChangeFeed | None,
+        maintenance: Maintenance,
+        exclusive: Exclusive,
+        refresh: Callable[[], None],
     ) -> None:
-        self._news = news
+        self._change_feed = change_feed
         self._maintenance = maintenance
         self._exclusive = exclusive
         self._refresh = refresh
@@ -43,16 +47,16 @@ class VariantIndexUpdater:
 
     def start(self) -> None:
         """Begins to watch, where there is a shared index."""
-        if self._news is not None:
+        if self._change_feed is not None:
             self._thread = threading.Thread(target=self._run, name="ccjax-watch", daemon=True)
             self._thread.start()
 
     def apply(self) -> None:
         """Tells the variants what came and went since the last call; logs a failure."""
-        if self._news is None or not self._news.has_changes:
+        if self._change_feed is None or not self._change_feed.has_changes:
             return
         try:
-            self._maintenance.apply_changes(*self._news.take())
+            self._maintenance.apply_changes(*self._change_feed.take())
         except Exception:
             logger.exception("changes of other processes could not be applied; the next listing of the store tells all")
 
@@ -63,13 +67,13 @@ class VariantIndexUpdater:
             self._thread.join()
 
     def _run(self) -> None:
-        assert self._news is not None
+        assert self._change_feed is not None
         while not self._closing.is_set():
-            if not self._news.wait(POLL_S):
+            if not self._change_feed.wait(POLL_S):
                 continue
             pause_s = POLL_S  # where requests run, changes are applied before each is planned
             try:
-                if self._news.needs_listing:
+                if self._change_feed.needs_listing:
                     self._refresh()
                     pause_s = _LISTING_PAUSE_S
                 else:

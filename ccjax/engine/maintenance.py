@@ -85,7 +85,7 @@ class Maintenance:
         return True
 
     def apply_changes(self, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
-        """Takes in what `TieredStore.refresh` found."""
+        """Applies what `TieredStore.refresh` found."""
         adopted, vanished = self._variants.apply_changes(added, removed)
         self.count(adopted=adopted, vanished=vanished)
 

@@ -30,7 +30,7 @@ WeightBytes = Callable[[ParamSpec, int], float]
 _SIZES_TRIED = (1, 2, 4, 8, 16, 32)
 _CONTEXT_COPIES = 4
 """Of keys or values of a context, in the blocked attention: as gathered and as blocks, of each."""
-_LAYERS_AHEAD = 2
+_LAYERS_IN_FLIGHT = 2
 _LOGITS_COPIES = 3
 """The logits, and as much again twice while tokens are drawn."""
 
@@ -127,7 +127,7 @@ class MemoryPlan:
             ("weights", self.weights, f"{_count(num_parameters(shapes.config))} parameters{split}"),
             ("activations", self.activations, f"{_rows(sizes):,} tokens in a layer"),
             ("workspace", self.workspace, f"of the attention over {sizes.context_tokens:,} tokens, or of the MLP"),
-            ("KV in transit", self.transit, f"{_LAYERS_AHEAD} layers ahead; computed, until it is stored"),
+            ("KV in transit", self.transit, f"{_LAYERS_IN_FLIGHT} layers ahead; computed, until it is stored"),
             ("logits", self.logits, f"{batch_bucket(sizes.max_num_seqs)} x {shapes.config.vocab_size:,}"),
             ("KV pool", self.pool, f"{self.num_pool_tokens:,} tokens of {self.kv_per_token:,} bytes"),
             ("left", self.total - self.besides_pool - self.pool, f"of {_gb(self.total)}: {self.source}"),
@@ -165,7 +165,7 @@ def plan_memory(
         weights=weight_bytes(shapes),
         activations=rows * (2 * config.d_model * item + row) + 4 * config.head_dim * (rows + slots),
         workspace=max(attention, _mlp_bytes(config, rows, config.d_ff // shapes.tensor_parallel_size, item)),
-        transit=_LAYERS_AHEAD * slots * row + slots * config.num_layers * (row + 4 * (masses + 1)),
+        transit=_LAYERS_IN_FLIGHT * slots * row + slots * config.num_layers * (row + 4 * (masses + 1)),
         logits=_LOGITS_COPIES * batch_bucket(sizes.max_num_seqs) * vocab * 4,
         kv_per_token=kv_spec.num_bytes(1),
         least_pool=least_pool_bytes(kv_spec, sizes.max_model_len),

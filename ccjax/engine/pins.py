@@ -14,7 +14,7 @@ from ccjax.types import ChunkId, VariantId, VariantMeta
 
 
 class DocumentPins:
-    """A `ccjax.engine.placement.Pinned`; not thread-safe, the batch loop and its guests use it."""
+    """A `ccjax.engine.placement.Pinned`; not thread-safe: it wants the engine for itself (`Exclusive`)."""
 
     def __init__(self, variants: VariantIndex, store: TieredStore, *, max_variants: int | None, share: float) -> None:
         """

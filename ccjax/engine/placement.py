@@ -50,7 +50,7 @@ class Pinned(Protocol):
 
 
 class Placement:
-    """The order in which variants leave each tier; not thread-safe, the batch loop and its guests use it.
+    """The order in which variants leave each tier; not thread-safe: it wants the engine for itself (`Exclusive`).
 
     A tier above another one may hold a copy of the same variant; then the lower copy is the upper one's fallback and
     stays when that leaves, so nothing is ever written down twice (RAGCache sec. 5.1: swap out only once). A use counts
@@ -100,8 +100,8 @@ class Placement:
         self._prefill = (cached_tokens, new_tokens)
 
     def adopt(self, held: Collection[Sized], state: Any = None) -> None:
-        """Takes in variants that the tiers hold already, with what `state` says of their use; that of `state()` is only
-        taken in before anything else was, that of `uses()` at any time."""
+        """Adds variants that the tiers hold already, with what `state` says of their use; that of `state()` is only
+        applied before anything else was, that of `uses()` at any time."""
         is_ours = isinstance(state, dict) and state.get("policy") == self._name
         sized = {one.variant_id: one for one in held}
         tiers = state.get("tiers") if is_ours else None
@@ -120,8 +120,8 @@ class Placement:
                 return EntryInfo(charge or num_bytes, num_tokens, compute_s, load_s=load_s)
 
             charges = self._store.charges(tier, [key for key in sized if key not in policy])
-            newcomers = ((key, charge, sized[key]) for key, charge in charges.items())
-            policy.on_adopt({key: info(charge, one.num_tokens, one.num_bytes) for key, charge, one in newcomers})
+            new_entrys = ((key, charge, sized[key]) for key, charge in charges.items())
+            policy.on_adopt({key: info(charge, one.num_tokens, one.num_bytes) for key, charge, one in new_entrys})
 
     def use(self, meta: Sized, share: float) -> None:
         """This request reused the variant and recomputed that share of it."""
@@ -259,14 +259,14 @@ class Placement:
     def _make_room(
         self,
         tier: str,
-        newcomer: Sized,
+        new_entry: Sized,
         info: EntryInfo,
         shortfall: Callable[[], int],
         pinned: Collection[VariantId],
     ) -> bool:
-        """Evicts until `newcomer`, in the tier's policy from now on, fits; False if that is not possible or not worth
+        """Evicts until `new_entry`, in the tier's policy from now on, fits; False if that is not possible or not worth
         it: then the policy does not know it."""
-        policy, variant_id = self._policies[tier], newcomer.variant_id
+        policy, variant_id = self._policies[tier], new_entry.variant_id
         self._drop(variant_id, {tier})
         if policy.is_tree and info.parent is not None and info.parent not in policy:
             return False
@@ -310,7 +310,7 @@ class Placement:
         num_bytes: int | None = None,
         is_reused: bool = False,
     ) -> EntryInfo:
-        """What a use is worth; `below` are the lower tiers with a copy, `num_bytes` what it takes in this one. With
+        """What a use is worth; `below` are the lower tiers with a copy, `num_bytes` its size in this one. With
         `is_reused` it is among the cached tokens of the prefill, which would have had to compute it as well."""
         cached, new = self._prefill
         if is_reused:

@@ -50,7 +50,7 @@ def num_pages(num_tokens: int) -> int:
 
 
 class PagedShard:
-    """KV of consecutive tokens in a pool. Its pages are free again once nobody holds this object.
+    """KV of consecutive tokens in a pool. Its pages are free again once this object is released.
 
     Attributes:
       slots: [T] int32, page * 16 + offset of every token.
@@ -72,7 +72,7 @@ class PagedShard:
 
 
 class PageBudget(ByteBudget):
-    """Bytes of a pool's pages that are in use, by whomever: what is charged is only checked."""
+    """Bytes of a pool's pages that are in use, by chunks or requests: what is charged is only checked."""
 
     def __init__(self, num_pages: int, page_bytes: int, free: Collection[int]) -> None:
         super().__init__(DEVICE, num_pages * page_bytes)
@@ -98,7 +98,7 @@ class DevicePool(MemoryTier[PagedShard]):
     """Pages in device memory, all of it taken at once, for cached variants and running requests alike. Thread-safe for
     reads, and for `update`: arrays are replaced under a lock.
 
-    Pages are free again once nobody holds them: those of a removed variant when its last reader lets go.
+    Pages are free again once no variant or request holds them: those of a removed variant after its last reader.
 
     Args:
       budget_bytes: what all pages together may take; at least one page of every layer.
@@ -134,7 +134,7 @@ class DevicePool(MemoryTier[PagedShard]):
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Free pages."""
         return len(self._free)
 
     def charge_bytes(self, num_tokens: int) -> int:
@@ -172,7 +172,7 @@ class DevicePool(MemoryTier[PagedShard]):
         """Empty pages in place of lost ones.
 
         Raises:
-          RuntimeError: somebody holds pages, or the device has no memory for them.
+          RuntimeError: pages are held, or the device has no memory for them.
         """
         if self.num_free < self.num_pages:
             raise RuntimeError(f"device tier: wanted all {self.num_pages} pages free, got {self.num_free}")

@@ -1,8 +1,8 @@
 """What a waiting request will have to compute, as an order that any process on the store may carry out: Shared
 RAG-DCache sec. III-B, the KV Cache Generator.
 
-An order is advice. It says which chunks, and behind which; whether they are still missing, or somebody computes them
-just now, is asked when it is carried out.
+An order is advice. It says which chunks, and behind which; whether they are still missing, or another process computes
+them just now, is checked when it is carried out.
 """
 
 from __future__ import annotations

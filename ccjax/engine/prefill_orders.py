@@ -24,10 +24,10 @@ from ccjax.store.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 ORDER_S = 60.0
-"""An order that nobody took for so long is of no use any more."""
+"""An order that was not taken for so long is of no use any more."""
 
 _TAKE_S = 30.0
-"""After so long without an end whoever took an order is taken for dead, and another may take it."""
+"""After so long without an end the process that took an order is taken for dead, and another may take it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class PrefillOrders:
         return num_placed
 
     def compute(self, *, is_cancelled: IsCancelled | None = None) -> tuple[SharedVariant, ...] | None:
-        """Takes the oldest order of any process on the store and computes what is missing of it, unless somebody else
-        does; what came of each passage, None where there was no order. What was computed is on disk when this returns.
+        """Takes the oldest order of any process on the store and computes what is missing of it, unless another process
+        does; what came of each passage, None where there was no order. What was computed is on disk afterwards.
 
         Raises:
           ConfigError: the engine has no `store_index`, or is `read_only`.

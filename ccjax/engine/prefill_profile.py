@@ -95,7 +95,7 @@ def measure_prefills(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PrefillGrid:
     """T(cached, new): prefills of `new` tokens behind one passage of `cached` that is reused exactly, from the fastest
-    tier that took it; the median of several, after one that may have compiled. Nobody else may use the engine.
+    tier that took it; the median of several, after one that may have compiled. No other thread may use the engine.
 
     Args:
       progress: called with prefills done and in all.

@@ -1,4 +1,4 @@
-"""Reads the KV of requests that wait in line while another one runs (CacheCraft sec. 3.5).
+"""Reads the KV of waiting requests while another one runs (CacheCraft sec. 3.5).
 
 What is read stays with the preload, pinned in its tier, until that is closed; a load of the same variants meanwhile
 finds it there (`store.sharing`). Nothing is evicted for it.
@@ -112,7 +112,7 @@ class Preloader:
                     preload._num_bytes, preload._next_layer = {}, self._num_layers
 
     def _next_to_prepare(self) -> Preload | None:
-        """Starts reads, first in line first, until there is a preload to prepare; None once there is none at all."""
+        """Starts reads in the order of the queue, until there is a preload to prepare; None once there is none."""
         with self._changed:
             while self._open:
                 unfinished = [preload for preload in self._open if preload._next_layer < self._num_layers]

@@ -91,7 +91,7 @@ class ComputeRate:
         return self._samples.like(num_tokens)
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Takes in a run of so many tokens through all layers."""
+        """Adds a run of so many tokens through all layers."""
         self._samples.add(num_tokens, seconds)
 
 
@@ -144,7 +144,7 @@ class LoadRate:
             self._burst_start, self._burst_bytes = now, 0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """Takes in a whole burst: bytes that came, or are still to come, after so many seconds."""
+        """Adds a whole burst: bytes that came, or are still to come, after so many seconds."""
         self._bursts.add(num_bytes, seconds)
 
     @property

@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length"]
 MOST_ANSWERS = 16
 """To one prompt, in one request."""
 MOST_PRIORITY = 1000
-"""Priorities go from minus this to this; a bound, so that nobody needs a number yet more important."""
+"""Priorities go from minus this to this; a bound, so that no client needs a number yet more important."""
 LONGEST_FLOW = 256
 
 

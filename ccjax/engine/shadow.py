@@ -84,7 +84,7 @@ class ShadowChecks:
         if sampling.n > 1 or self._random.random() >= self._ratio:
             return sampling, emit
 
-        def take_in(event: Delta | Exception) -> None:
+        def record(event: Delta | Exception) -> None:
             response = event.response if isinstance(event, Delta) else None
             if isinstance(event, Delta) and response is not None:
                 if not response.reuse.exact:
@@ -93,7 +93,7 @@ class ShadowChecks:
                     event = dataclasses.replace(event, response=dataclasses.replace(response, first_logits=None))
             emit(event)
 
-        return dataclasses.replace(sampling, first_logits=True), take_in
+        return dataclasses.replace(sampling, first_logits=True), record
 
     def _add(self, prompt: Prompt, sampling: SamplingParams, response: Response) -> None:
         self._waiting.append((prompt, sampling, response))

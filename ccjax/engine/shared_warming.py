@@ -88,7 +88,7 @@ class SharedWarming:
             return tuple(self._confirmed(*result) for result in results)
 
     def _agree(self) -> None:
-        """Claims what is missing and takes in what others have stored meanwhile: a claim that they gave up may mean
+        """Claims what is missing and adopts what others have stored meanwhile: a claim that they gave up may mean
         that it is there."""
         prompts = [prompt for prompt in self._warming.prompts if self._documents.held_id(prompt) is None]
         wanted = list(dict.fromkeys(_variant_id(prompt.chunks) for prompt in prompts))
@@ -103,7 +103,7 @@ class SharedWarming:
         heads = {_variant_id(chunks) for prompt in prompts for chunks in self._heads(prompt)}
         behind = self._claims.committed(sorted(key for key in heads.difference(wanted) if key not in self._variants))
         self._variants.apply_changes((*arrived, *behind), ())
-        # What was lost in a race is somebody else's, with all that comes behind it: whoever won may be about to claim
+        # What was lost in a race belongs to another process, with all that comes behind it: it may be about to claim
         # that. Where the disk cannot be asked, nothing is.
         if not self._claims.is_failing:
             self._elsewhere = frozenset(key for key in wanted if not self._claims.holds(key))

@@ -81,7 +81,7 @@ class SpeculativeAnswer:
         """
         Args:
           request_of: the request over some documents.
-          num_pending: requests in line now.
+          num_pending: waiting requests now.
           max_pending: see `ccjax.policy.speculation.Speculation`.
         """
         self._submit = submit
@@ -111,7 +111,7 @@ class SpeculativeAnswer:
             self.num_started += 1
             with self._lock:
                 self._attempt = attempt
-            if self._is_closed:  # meanwhile: nobody else will end it
+            if self._is_closed:  # meanwhile: nothing else will end it
                 self._give_up()
 
     def start(self, request: Request, emit: Emit, *, on_start: Callable[[], None]) -> Callable[[], None]:

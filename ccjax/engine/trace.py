@@ -63,7 +63,7 @@ class RequestTrace:
     Attributes:
       segments: in prompt order, the question last.
       num_layers: of the model.
-      arrived_s, started_s: when it came to the engine, and left the line.
+      arrived_s, started_s: when it came to the engine, and left the queue.
       token_s: when each token of all answers was there; the first ends the prefill.
       spans: loads of layers, and the layers that run beside them; what was tried again is there again.
       full_prefill_s: seconds that computing the whole prompt would take, estimated; None while nothing was measured.

@@ -76,7 +76,7 @@ class VariantIndex:
         self._placement = Placement(store, costs, policy=policy, on_gone=self._drop, parent_of=parent_id)
         self._by_id: dict[VariantId, VariantMeta | KnownVariant] = {}
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta | KnownVariant]] = {}
-        self._siblings_lock = threading.Lock()
+        self._by_chunk_lock = threading.Lock()
         self._with_system: set[VariantId] = set()
         self._origins: dict[VariantId, Origin] = {}
         self._maybe_approximate: dict[VariantId, None] = {}
@@ -86,7 +86,7 @@ class VariantIndex:
         with uncollected():
             self._put_known(store.summaries(), frequencies)
             self._placement.adopt(self._by_id.values(), hints.get("eviction"))
-        if self.documents.has_erasures:  # what they take goes now, and is not left on disk until somebody asks for it
+        if self.documents.has_erasures:  # what they take goes now, and is not left on disk until a request asks for it
             self.look_into_all()
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class VariantIndex:
 
     def peek(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """What `of_chunks` would return now. May be asked from any thread while another one uses the index: what was
-        not looked into yet is read and not kept, so that nothing changes but by the batch loop and its guests."""
+        not looked into yet is read and not kept, so that nothing changes but by the batch loop."""
         return self._of_chunks(chunk_ids, self._peek)
 
     def look_into_all(self) -> None:
@@ -260,10 +260,10 @@ class VariantIndex:
             self._maybe_approximate.pop(variant_id, None)
             if isinstance(meta, VariantMeta):
                 self.tokens.release(meta)
-            with self._siblings_lock:
-                siblings = self._by_chunk[meta.chunk_id]
-                del siblings[variant_id]
-                if not siblings:
+            with self._by_chunk_lock:
+                of_chunk = self._by_chunk[meta.chunk_id]
+                del of_chunk[variant_id]
+                if not of_chunk:
                     del self._by_chunk[meta.chunk_id]
 
     def replaces_approximate(self, meta: VariantMeta) -> bool:
@@ -281,7 +281,7 @@ class VariantIndex:
         return True
 
     def apply_changes(self, added: Collection[str], removed: Collection[str]) -> tuple[int, int]:
-        """Takes in what the disk gained and lost by other processes; the numbers of variants that became known and
+        """Applies what the disk gained and lost by other processes; the numbers of variants that became known and
         unknown here by that."""
         before = {key: key in self._by_id for key in (*added, *removed)}
         for key in added:
@@ -306,13 +306,13 @@ class VariantIndex:
         return self._placement.uses(self._by_id.keys())
 
     def restore(self, restored: Iterable[tuple[ShardRecord, float]], uses: Any = None) -> None:
-        """Takes in variants that were brought into the store from elsewhere, with their `f_r` and `uses()` there, but
+        """Adds variants that were brought into the store from elsewhere, with their `f_r` and `uses()` there, but
         discards those that an erasure takes; of those that are known already, the `f_r` if it is greater."""
         added = []
         for record, frequency_reuse in restored:
             known = self._by_id.get(VariantId(record.variant_id))
             if known is None:
-                meta = self._take_in(record, frequency_reuse)
+                meta = self._restore(record, frequency_reuse)
                 added += [] if meta is None else [meta]
             elif frequency_reuse > known.frequency_reuse:
                 self._update(dataclasses.replace(known, frequency_reuse=frequency_reuse))
@@ -342,9 +342,9 @@ class VariantIndex:
         chunk_ids: Collection[ChunkId],
         meta_of: Callable[[VariantMeta | KnownVariant], VariantMeta | None],
     ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        with self._siblings_lock:
+        with self._by_chunk_lock:
             held = {chunk: tuple(self._by_chunk[chunk].values()) for chunk in chunk_ids if chunk in self._by_chunk}
-        found = {chunk: tuple(filter(None, map(meta_of, siblings))) for chunk, siblings in held.items()}
+        found = {chunk: tuple(filter(None, map(meta_of, of_chunk))) for chunk, of_chunk in held.items()}
         return {chunk: metas for chunk, metas in found.items() if metas}
 
     def _peek(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
@@ -365,9 +365,9 @@ class VariantIndex:
         if record is None:  # another process evicted it
             self.forget(held.variant_id)
             return None
-        return self._take_in(record, held.frequency_reuse)
+        return self._restore(record, held.frequency_reuse)
 
-    def _take_in(self, record: ShardRecord, frequency_reuse: float) -> VariantMeta | None:
+    def _restore(self, record: ShardRecord, frequency_reuse: float) -> VariantMeta | None:
         """Keeps what a record says; None, and the variant is discarded, where that makes no sense or it is erased."""
         meta = meta_from_record(record, frequency_reuse)
         if meta is None:
@@ -406,7 +406,7 @@ class VariantIndex:
         self.changes.note_each([one.chunk_id for one in known])
         self._by_id.update((one.variant_id, one) for one in known)
         self._maybe_approximate.update(dict.fromkeys(one.variant_id for one in known))
-        with self._siblings_lock:
+        with self._by_chunk_lock:
             for one in known:
                 self._by_chunk.setdefault(one.chunk_id, {})[one.variant_id] = one
 
@@ -426,7 +426,7 @@ class VariantIndex:
 
     def _update(self, meta: VariantMeta | KnownVariant) -> None:
         self._by_id[meta.variant_id] = meta
-        with self._siblings_lock:
+        with self._by_chunk_lock:
             self._by_chunk.setdefault(meta.chunk_id, {})[meta.variant_id] = meta
 
 

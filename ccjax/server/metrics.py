@@ -269,7 +269,7 @@ class _ChangeFeedCollector:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._engine.cache.news_counts
+        counts = self._engine.cache.change_feed_counts
         if counts is not None:
             yield GaugeMetricFamily("ccjax_store_index_up", "1 while the shared index answers", value=int(counts.is_up))
             text = "Variants that other processes stored or deleted, as the shared index told"

@@ -83,13 +83,13 @@ class Batch:
             pack.run_layer()
         jobs, logits = pack.logits()
         if jobs:
-            self.take_in([next(one for one, _ in pieces if one.job is job) for job in jobs], logits)
+            self.append_drawn([next(one for one, _ in pieces if one.job is job) for job in jobs], logits)
 
     def decode(self, requests):
         logits = self.decoder.step([one.job.pages for one in requests], [one.tokens[-1] for one in requests])
-        self.take_in(requests, logits)
+        self.append_drawn(requests, logits)
 
-    def take_in(self, requests, logits):
+    def append_drawn(self, requests, logits):
         draws = [Draw(SAMPLING, 0, len(one.tokens)) for one in requests]
         for one, drawn in zip(requests, draw(logits, draws), strict=True):
             one.tokens.append(drawn.token_id)
@@ -242,7 +242,7 @@ def test_a_pack_goes_on_without_a_job_that_was_dropped():
             pack.run_layer()
         jobs, logits = pack.logits()
         assert jobs == [running[0].job, running[2].job]
-        batch.take_in([running[0], running[2]], logits)
+        batch.append_drawn([running[0], running[2]], logits)
         assert [running[0].tokens[0], running[2].tokens[0]] == [wanted[0][0][0], wanted[2][0][0]]
         for one in running:
             pack.drop(one.job)
@@ -293,7 +293,7 @@ def test_a_load_that_fails_costs_its_own_request_and_is_asked_of_no_other_twice(
         while not pack.is_done:
             pack.run_layer()
         _, logits = pack.logits()
-        batch.take_in([running[0], running[2]], logits)
+        batch.append_drawn([running[0], running[2]], logits)
         layers = list(range(MODEL.config.num_layers))
         assert [one.job.contexts.taken for one in running] == [layers, [0], layers]
         assert [running[n].tokens[0] for n in (0, 2)] == [wanted[n][0][0] for n in (0, 2)]

@@ -331,5 +331,5 @@ def test_more_are_planned_than_the_usual_few_where_more_wait_than_find_a_seat():
     requests = [ask(draw_segments(np.random.default_rng(seed), [20]), "exact", tokens=1) for seed in range(40, 51)]
     with MODEL.engine(max_model_len=512, max_num_seqs=1) as engine:
         engine.run(requests[-1])
-        assert sequences_module._PLANNED_AHEAD < len(requests)
+        assert sequences_module._NUM_PREPLANNED < len(requests)
         assert started(engine, requests)[0] == len(requests) - 1

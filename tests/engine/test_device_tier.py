@@ -46,8 +46,8 @@ def same_report(got, wanted):
 @pytest.mark.parametrize("device_bytes", [0, ALL])
 def test_a_closed_engine_holds_no_kv_even_while_it_is_held_itself(device_bytes, monkeypatch):
     stored = []
-    take_in = HostTier._hold
-    monkeypatch.setattr(HostTier, "_hold", lambda tier, kv: stored.append(weakref.ref(kv)) or take_in(tier, kv))
+    hold = HostTier._hold
+    monkeypatch.setattr(HostTier, "_hold", lambda tier, kv: stored.append(weakref.ref(kv)) or hold(tier, kv))
     others = jax.live_arrays()  # held, so that none of them goes meanwhile
     before = sum(array.nbytes for array in others)
     with MODEL.engine(max_model_len=512, device_cache_bytes=device_bytes) as engine:

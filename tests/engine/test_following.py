@@ -355,7 +355,7 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
         stopped.__enter__()
     if way != "flushed":
         for engine in (first, second):
-            wait_until(lambda engine=engine: not engine.cache.news_counts.is_up)
+            wait_until(lambda engine=engine: not engine.cache.change_feed_counts.is_up)
         asked = []  # calls that wait for an index that is away
         begin = Outage.begin
         with pytest.MonkeyPatch.context() as patch:
@@ -371,7 +371,7 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
         own_redis.start()
     elif way == "stopped":
         stopped.__exit__(None, None, None)
-    wait_until(lambda: first.cache.news_counts.is_up and second.cache.news_counts.is_up)
+    wait_until(lambda: first.cache.change_feed_counts.is_up and second.cache.change_feed_counts.is_up)
     wait_until(lambda: second.cache.num_variants == first.cache.num_variants)  # what was stored meanwhile, too
     assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
     assert shares(first, second, others(2)) and shares(second, first, others(3))
@@ -389,7 +389,7 @@ def test_a_lost_sqlite_file_is_made_anew_and_the_store_listed(start, tmp_path):
 
 def test_engines_with_and_without_an_index_share_a_store(start, index_url):
     with_it, without = (start(index, share_computation=True) for index in (index_url, None))
-    assert without.cache.news_counts is None
+    assert without.cache.change_feed_counts is None
     tokens = answer(with_it).token_ids
     with_it.cache.flush()
     without.cache.refresh()

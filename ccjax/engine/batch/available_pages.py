@@ -1,4 +1,4 @@
-"""Pages that requests could have: free ones, and those of cached chunks and shared prompts that nobody reads."""
+"""Pages that requests could have: free ones, and those of cached chunks and unread shared prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AvailablePages:
 
     @property
     def num_pages(self) -> int:
-        """Free pages, those of cached chunks that nobody uses, and those of prompts that no admitted sequence reads."""
+        """Free pages, those of unused cached chunks, and those of prompts that no admitted sequence reads."""
         return self._num_evictable + sum(one.prompt.num_pages for one in self.shared if one.prompt and one.is_unread)
 
     def reclaim(self, num_pages: int) -> list[tuple[SequenceGroup, SharedPrompt]]:
@@ -41,7 +41,7 @@ class AvailablePages:
         return dropped
 
     def forget_cached(self) -> None:
-        """Forgets the cached chunks that nobody uses, those of pinned documents too: what their pages held is lost."""
+        """Forgets the unused cached chunks, those of pinned documents too: what their pages held is lost."""
         if self._caches_chunks:
             self._variants.lose(DEVICE)
 

@@ -23,11 +23,11 @@ class DecodeBatch:
         self._pool = pool
 
     def step(self, requests: Sequence[RequestPages], token_ids: Sequence[int]) -> jax.Array:
-        """Takes in the last token of each request and returns the logits `[B, V]`, float32, of the next, B padded.
+        """Writes the KV of each request's last token and returns the logits `[B, V]`, float32, of the next, B padded.
 
         Raises:
           TierFullError: a request needs a page and none is free; nothing has run, but requests before it have a slot
-            more. Whoever asks `needs_page` first never sees that.
+            more. A caller that asks `needs_page` first never sees that.
         """
         positions = [request.num_tokens for request in requests]
         slots = [request.append() for request in requests]

@@ -62,7 +62,7 @@ class SharedPrompt:
         self.admission = admission
 
     def drop(self) -> None:
-        """Gives the pages back; nobody reads them any more."""
+        """Gives the pages back, which no sequence reads any more."""
         for shard in self._own:
             shard.free()
         self._own: list[PagedShard] = []
@@ -82,7 +82,7 @@ class SequenceGroup:
       arrived_s: `time.perf_counter` when the request came.
       started_s: `time.perf_counter` when the request left the queue, None before.
       deadline_s: `time.perf_counter` when the answers are of no use any more, None for never.
-      tracer: notes what happens; None where nobody asked.
+      tracer: notes what happens; None if not requested.
     """
 
     def __init__(

@@ -123,8 +123,8 @@ class PrefillJob:
                 self.result.repaired_tokens[index] -= int((self.segment_of[offsets[~stays]] == index).sum())
         return np.flatnonzero(stays)
 
-    def take_in(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> np.ndarray | None:
-        """Takes in what a layer gave; returns the rows that stay, where CacheCraft alg. 1 just dropped others."""
+    def add_layer(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> np.ndarray | None:
+        """Adds the output of a layer; returns the rows that stay, where CacheCraft alg. 1 just dropped others."""
         self.result.computed_token_layers += len(rows.offsets)
         if self.collect:
             self.result.layers.append(rows)

@@ -4,7 +4,7 @@ How data flows: a request's prompt is planned (`Admission`: which chunks are reu
 `TokenSequence` waits in the queue until the scheduler (`ccjax.policy.scheduling`) admits it; it then draws pages of the
 pool and starts to load. A `Pack` of pieces of several prompts runs through the layers, with decode steps between them;
 the last piece of a prompt gives logits, from which the first token is drawn. A decode step gives one more token to each
-sequence that has its first. Tokens go to whoever asked; computed chunks are stored once the first tokens are out.
+sequence that has its first. Tokens go to the caller; computed chunks are stored once the first tokens are out.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class BatchLoop:
         elif scheduler.num_decoding:
             self._decode()
         elif len(sequences) and not self._num_pausing and not alone:
-            # All that are left wait for another process, or for pages that nobody who is scheduled holds: those of
+            # All that are left wait for another process, or for pages that no scheduled sequence holds: those of
             # what is read just now for a snapshot, say, or the cached chunks of a prompt whose sequences all wait.
             has_dropped = sequences.drop_unread_prompts()
             sequences.settle()

@@ -112,7 +112,7 @@ class Pack:
 
     @property
     def is_done(self) -> bool:
-        """True once all layers ran, or nobody is left in it."""
+        """True once all layers ran, or no piece is left."""
         return self.layer == self._model.config.num_layers or not self._pieces
 
     def is_ready(self) -> bool:
@@ -171,7 +171,7 @@ class Pack:
         for piece in self._pieces:
             rows = LayerRows(self.layer, piece.offsets, first, out.k, out.v, out.mass, out.self_mass)
             first += len(piece.offsets)
-            stays = piece.job.take_in(rows, is_last_piece=piece.is_last, num_layers=self._model.config.num_layers)
+            stays = piece.job.add_layer(rows, is_last_piece=piece.is_last, num_layers=self._model.config.num_layers)
             kept[piece] = np.arange(len(piece.offsets)) if stays is None else stays
         self.layer += 1
         if any(len(kept[piece]) < len(piece.offsets) for piece in self._pieces):

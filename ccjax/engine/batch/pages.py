@@ -25,7 +25,7 @@ class RequestPages:
     """The pages of one request. A segment that is reused unchanged stays where the chunk is, and any number of requests
     read it there, each at its own position; every other one has pages of its own, and so has the answer.
 
-    Its pages are free again, and the chunks' may be, after `release`, or once nobody holds this object.
+    Its pages are free again, and the chunks' may be, after `release`, or once this object is released.
 
     Attributes:
       shared: indices of the segments that lie in a chunk's pages.
@@ -95,7 +95,7 @@ class RequestPages:
         return list(self._segments), own
 
     def release(self) -> None:
-        """Gives all pages back. Whoever holds this object still, an exception's traceback say, must not use it."""
+        """Gives all pages back. It must not be used any more, though a traceback, say, may still hold it."""
         for shard in self._own:
             shard.free()
         self._own, self._segments = [], []

@@ -24,7 +24,7 @@ from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_PLANNED_AHEAD = 8
+_NUM_PREPLANNED = 8
 """Waiting sequences that are planned before each pack: what earlier ones stored is there for them then."""
 _RENEW_S = 30.0
 """How long sequences wait for pages in place of lost ones."""
@@ -132,7 +132,7 @@ class Sequences:
         num_free = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
         # Those of several flows, even when only one can be admitted: who is first depends on what each computes. And
         # always one, for it may have the priority to preempt another.
-        num_planned = _PLANNED_AHEAD if num_free else 1
+        num_planned = _NUM_PREPLANNED if num_free else 1
         if 0 < num_free < len(waiting):  # what is cached has a say in who goes first
             num_planned = max(num_planned, self._scheduler.settings.reorder_window)
         for sequence in planning_order(waiting)[:num_planned]:
@@ -269,8 +269,8 @@ class Sequences:
             self._ended.append(sequence)
 
     def settle(self) -> None:
-        """Unpins what sequences that are gone had reused, and then emits the ends of answers, so that whoever has an
-        answer finds all in place. Nothing is unpinned between two layers: what moves to a faster tier takes time."""
+        """Unpins what sequences that are gone had reused, and then emits the ends of answers, so that all is in place
+        once a caller has its answer. Nothing is unpinned between two layers: what moves to a faster tier takes time."""
         if self.pack is None:
             closing, self._closing = self._closing, []
             for admission in closing:
@@ -357,7 +357,7 @@ class Sequences:
             self._scheduler.set_alone(sequence.request_id, False)
 
     def lose_pages(self) -> None:
-        """Starts everybody over, for what the pool held is lost."""
+        """Starts all over, for what the pool held is lost."""
         logger.warning("the pages of the pool are lost; what runs is computed, or loaded, again")
         self.pack, self._lost_s = None, time.perf_counter()
         for sequence in self.all():
@@ -389,7 +389,7 @@ class Sequences:
         self.pages.forget_cached()
         try:
             self._pool.renew()
-        except RuntimeError:  # somebody reads a chunk just now, for a snapshot say, or the device has no memory
+        except RuntimeError:  # a chunk is being read, for a snapshot say, or the device has no memory
             if time.perf_counter() - self._lost_s > _RENEW_S:
                 raise
             return False

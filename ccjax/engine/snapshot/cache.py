@@ -24,7 +24,7 @@ class ChunkCache:
     Attributes:
       model: the model's name, for people; `identity` decides.
       max_variants: variants that a restore may fill the index up to, None for any number.
-      exclusive: `with exclusive():` nobody else uses `variants`, which is not thread-safe.
+      exclusive: `with exclusive():` no other thread uses `variants`, which is not thread-safe.
     """
 
     store: TieredStore

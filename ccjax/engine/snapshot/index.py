@@ -51,7 +51,7 @@ class SnapshotIndex:
     """A whole snapshot.
 
     Attributes:
-      model: the model's name; `model_fingerprint` and `namespace` (which takes in the tenant salt) decide whose it is.
+      model: the model's name; `model_fingerprint` and `namespace` (the tenant salt included) decide whose it is.
       created_s: seconds since the epoch.
       folder: name of the folder below `parts/` that this snapshot uses.
       parts: the part of each pack.

@@ -43,7 +43,7 @@ class PackFolder:
         return self._directory is not None
 
     def write(self, part: int, packs: Mapping[int, np.ndarray]) -> None:
-        """Stores a part durably: pack number -> array `[L, 2, tokens, K, H]`. Nobody else may write into the prefix.
+        """Stores a part durably: pack number -> array `[L, 2, tokens, K, H]`. No other process may write there.
 
         Raises:
           OSError: the disk or bucket refused.

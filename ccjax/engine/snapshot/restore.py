@@ -31,7 +31,7 @@ class RestoreReport:
     """What came of the variants of a snapshot; the six counts add up to all of them.
 
     Attributes:
-      num_restored, restored_bytes: taken in by host memory, by the disk (written in the background), or both.
+      num_restored, restored_bytes: stored in host memory, on disk (written in the background), or both.
       num_present: there already, and left as they are; of `f_r` the greater counts.
       num_left_out: beyond `max_bytes`.
       num_no_room: no tier, or not `max_variants`, had room without evicting anything; not read.
@@ -80,14 +80,14 @@ def restore_snapshot(
     for part, variants in itertools.groupby(wanted, key=lambda variant: index.parts[variant.pack]):
         if progress is not None:
             progress("restore", seen_bytes, total_bytes)
-        seen_bytes += restorer.take_in(part, list(variants))
+        seen_bytes += restorer.restore_part(part, list(variants))
     if progress is not None:
         progress("restore", seen_bytes, total_bytes)
     return report
 
 
 class _Restorer:
-    """Takes in part by part."""
+    """Restores part by part."""
 
     def __init__(self, cache: ChunkCache, folder: PackFolder, report: RestoreReport, uses: Any) -> None:
         self._cache = cache
@@ -95,7 +95,7 @@ class _Restorer:
         self._report = report
         self._uses = uses
 
-    def take_in(self, part: int, variants: list[SnapshotVariant]) -> int:
+    def restore_part(self, part: int, variants: list[SnapshotVariant]) -> int:
         """Restores variants that lie in one part; the bytes of their KV."""
         tickets: dict[str, StoreTicket] = {}
         try:
@@ -115,7 +115,7 @@ class _Restorer:
         return sum(variant.record.num_bytes for variant in variants)
 
     def _absent(self, variants: Sequence[SnapshotVariant]) -> list[SnapshotVariant]:
-        """Those that the index does not know, without the erased ones; the `f_r` of the known ones is taken in."""
+        """Those that the index does not know, without the erased ones; the `f_r` of the known ones is adopted."""
         index, limit = self._cache.variants, self._cache.max_variants
         with self._cache.exclusive():
             present = [variant for variant in variants if variant.record.variant_id in index]

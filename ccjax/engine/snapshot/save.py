@@ -38,7 +38,7 @@ LEFT_OVER_AGE_S = 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a snapshot took in.
+    """What a snapshot contains.
 
     Attributes:
       num_evicted: variants that went out of the store between the listing and their turn.
