@@ -229,7 +229,7 @@ def test_what_a_winner_claims_late_is_waited_for_as_long_as_it_takes(monkeypatch
     monkeypatch.setattr(
         "ccjax.engine.sharing.variants_to_compute", lambda plan, known: {"a": 100, "b": 2000, "c": 3000}
     )
-    index = SimpleNamespace(follow=lambda arrived, gone: (len(arrived), 0))
+    index = SimpleNamespace(apply_changes=lambda arrived, gone: (len(arrived), 0))
     shared = SharedPrefill(claims := Winner(), index, 1e-3)
 
     def wait() -> None:

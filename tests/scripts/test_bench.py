@@ -71,7 +71,7 @@ def test_prefill_prints_every_share_as_json(small_model):
 
 
 def test_prefill_refuses_other_logits_than_a_full_one_gave():
-    prompt = Prompt(DeviceModel(init_params(SMALL, jax.random.key(0)), SMALL), 200)
+    prompt = prefill.TimedPrompt(DeviceModel(init_params(SMALL, jax.random.key(0)), SMALL), 200)
     prompt.measure(1.0)
     prompt.measure(0.15)
     prompt.pages = [tuple(part.at[:, 3, 5].set(part[:, 9, 1]) for part in pair) for pair in prompt.pages]

@@ -10,7 +10,7 @@ from ccjax.engine import Engine
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.types import Document
 from scripts.benchmarks.ragcache_replay import request_of
-from scripts.simulation.costs import GridCosts
+from scripts.simulation.costs import GridCosts, SimulatedPiece
 from scripts.simulation.observed import Prefill, fit
 from scripts.simulation.replica import HostWork
 from tests.server.tiny_model import write_tiny_model

@@ -7,6 +7,8 @@ import numpy as np
 
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.store.spec import KVSpec
+from scripts.simulation.cache import SimulatedCacheSettings
+from scripts.simulation.costs import SimulatedPiece
 from scripts.simulation.run import Deployment, Simulation
 from scripts.simulation.workload import Passages, Workload
 

@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from scripts.simulation.costs import SimulatedPiece
 from scripts.simulation.replica import HostWork
 from scripts.simulation.run import Simulation
 from scripts.simulation.workload import Workload, draw_which, poisson, zipf_lists

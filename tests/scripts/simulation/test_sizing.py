@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from scripts.simulation.sizing import Goal, parse_goal, search
+from scripts.simulation.sizing import DeploymentSize, Goal, parse_goal, search
 
 
 @pytest.mark.parametrize(
