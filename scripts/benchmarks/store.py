@@ -120,7 +120,7 @@ def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any
     add_records(root, num_changes, seed=1)
     changed, (added, _) = timed(store.refresh)
     assert len(added) == num_changes, len(added)
-    followed = timed(lambda: index.follow(added, ()))[0]
+    followed = timed(lambda: index.apply_changes(added, ()))[0]
     tidied = timed(store.tidy)[0]
     num_variants = len(store.summaries())
     store.close()
