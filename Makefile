@@ -49,7 +49,7 @@ test-busy: $(VENV)/.test  ## twice beside two busy loops: no test may depend on 
 	for loop in 1 2; do (while :; do :; done) & loops="$$loops $$!"; done; trap "kill $$loops" EXIT; \
 	  $(PYTEST) 3 --shuffle 1 $(ARGS) && $(PYTEST) 3 --shuffle 2 $(ARGS)
 
-mutants: $(VENV)/.test  ## whether the tests notice defects; half an hour
+mutants: $(VENV)/.test  ## whether the tests notice defects; a quarter of an hour
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
 test-web: $(VENV)/.web  ## the page in a real Chromium (apt install chromium); screenshots in build/web
