@@ -44,6 +44,7 @@ class BackgroundPrefills:
         keep: Callable[[Prefilled], None] = lambda _: None,
         *,
         num_logits: int = 0,
+        is_urgent: bool = False,
         is_cancelled: IsCancelled | None = None,
     ) -> Response:
         """Prefills a prompt.
@@ -51,6 +52,7 @@ class BackgroundPrefills:
         Args:
           keep: called on the batch loop's thread when the prefill is through, while what it reused is pinned.
           num_logits: `Response.prompt_logits` is to have the logits of the last so many tokens.
+          is_urgent: wait like the requests of clients, in the order of arrival, instead of behind all of them.
           is_cancelled: asked between layers, and while the queue is full.
 
         Raises:
@@ -80,7 +82,7 @@ class BackgroundPrefills:
             new_answer=lambda index: Answer(sampling, None, frozenset(), (), index=index),
             report=lambda prefilled: self._report(prefilled, mode),
             keep=kept,
-            priority=PRIORITY,
+            priority=None if is_urgent else PRIORITY,
         )
         self._submit(TokenSequence(uuid.uuid4().hex, answers, seed=0), asked)
         while True:

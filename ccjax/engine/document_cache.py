@@ -96,6 +96,9 @@ class Warming:
       prompts: of each document, one for each variant of it: the last chunk is the document, what stands before it is
         its prefix.
       compares: how far a document's KV behind others deviates from its KV alone is measured, where both are there.
+
+    Attributes:
+      is_urgent: its prefills are queued like the requests of clients, not behind all of them.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Warming:
     ) -> None:
         self.total = len(documents)
         self.compares = compares
+        self.is_urgent = False
         self.prompts = tuple(prompt for some in prompts for prompt in some)
         self.done: list[WarmedDocument] = []
         self._left = collections.deque(
@@ -204,7 +208,7 @@ class DocumentCache:
                 other = None if alone_id is None else self._prefill.stored_kv(alone_id)
             self._prefill.store_new(prefilled, warming._kept, other, only_last=only_last, wait=wait)
 
-        self._background.run(prompt, "exact", keep, is_cancelled=is_cancelled)
+        self._background.run(prompt, "exact", keep, is_urgent=warming.is_urgent, is_cancelled=is_cancelled)
         return num_computed
 
     def prepare_one(self, is_cancelled: IsCancelled | None) -> bool:

@@ -91,6 +91,7 @@ class EngineDocuments:
           ReadOnlyError: the engine is `read_only`, or never reuses anything.
         """
         warming = self.begin_warming(documents, system_prompt=system_prompt)
+        warming.is_urgent = True
         while not warming.is_finished and self.warm_one(warming, is_cancelled=is_cancelled):
             pass
         return tuple(warming.done)

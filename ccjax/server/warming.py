@@ -33,7 +33,7 @@ class WarmJob:
         self.id = f"warm-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.warming = warming
-        self.at_once = at_once
+        self.at_once = warming.is_urgent = at_once
         self.status: WarmJobStatus = "running"
 
     def as_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class WarmJobs:
             try:
                 worker.call(lambda: self._go_on(job, worker))
             except (QueueFullError, WorkerClosedError):
-                job.at_once = False  # then in idle time
+                job.at_once = job.warming.is_urgent = False  # then in idle time
 
     def _warm_one(self, job: WarmJob, is_wanted: Callable[[], bool]) -> None:
         num_done = len(job.warming.done)

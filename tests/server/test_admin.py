@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from ccjax.engine.engine_documents import EngineDocuments
+from ccjax.engine.requests import MOST_PRIORITY
 from ccjax.errors import ConfigError, EraseIncompleteError
 from ccjax.retrieval import LexicalEmbedder, Retriever
 from ccjax.server import ServerSettings
@@ -226,6 +227,19 @@ def finish(server: Server, job: dict[str, Any]) -> dict[str, Any]:
 
     wait_until(is_over, timeout_s=120.0)
     return found
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_warm_job_waits_behind_all_clients_unless_it_is_urgent(
+    server: Server, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priorities, submit = [], server.engine._loop.submit
+    monkeypatch.setattr(
+        server.engine._loop, "submit", lambda sequence: priorities.append(sequence.group.priority) or submit(sequence)
+    )
+    job = call(server, "POST", "/warm", json={"documents": [ANNA], "at_once": at_once}).json()
+    wait_until(lambda: call(server, "GET", f"/warm/{job['id']}").json()["status"] == "completed")
+    assert priorities and all(priority == 0 if at_once else priority > MOST_PRIORITY for priority in priorities)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
