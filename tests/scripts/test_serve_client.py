@@ -74,7 +74,9 @@ def test_latencies_count_from_the_time_that_was_planned(server: Scripted) -> Non
 def test_the_closed_loop_keeps_so_many_under_way(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     server.most_at_once = 0
     records = closed_loop(server.url, [body(n, first_s=0.01, until=3) for n in range(9)], 3, TIMEOUT_S)
-    assert server.most_at_once == 3 and sorted(record.number for record in records) == list(range(9))
+    spans = [(record.sent_s, record.text_s[-1]) for record in records]  # the server hears of an end a little later
+    assert max(sum(first <= sent_s < last for first, last in spans) for sent_s, _ in spans) == 3
+    assert server.most_at_once >= 3 and sorted(record.number for record in records) == list(range(9))
     assert all(record.status == "ok" and record.scheduled_s == record.sent_s for record in records)
     monkeypatch.setattr(serve_client, "time", Noted(step_s=0.01))
     endless = (body(n, first_s=0.01) for n in itertools.count())

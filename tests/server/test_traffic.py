@@ -116,7 +116,8 @@ def test_a_client_that_leaves_mid_stream_frees_the_engine(server: Server) -> Non
     with held_steps(server.engine, after=2):
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=long_request, timeout=60) as response:
             assert response.status_code == 200
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: without it the stream is closed
+            next(lines)
             (job,) = worker._jobs
         wait_until(lambda: job.cancelled, timeout_s=60)
     wait_until(lambda: worker.num_running == 0)

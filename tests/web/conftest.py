@@ -71,7 +71,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server_url(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that tests share; none is started where there is no browser."""
     store = tmp_path_factory.mktemp("store")
@@ -86,8 +86,9 @@ def fresh_url(browser: Browser, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """A browser of one file: its event loop runs on this thread, where other files' tests may want one of their own."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[web]'")
     path = os.environ.get("CCJAX_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
