@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
-from ccjax.engine.documents import Erasure, Link
+from ccjax.engine.documents import Erasure, Link, Origin
 from ccjax.engine.exclusive import Exclusive
 from ccjax.engine.frame import PassageFrame
 from ccjax.engine.plan_rows import computed_offsets
@@ -115,6 +115,7 @@ class Warming:
             for prompt in some
         )
         self._worst: WarmStatus = "present"
+        self._erasures: frozenset[str] = frozenset()
         self._kept: set[VariantId] = set()
 
     @property
@@ -177,19 +178,32 @@ class DocumentCache:
         """
         prompt = warming.next_prompt
         with self._exclusive():
-            if self.held_id(prompt) is not None:
-                self.registry.learn(prompt.chunks)
+            if not self.needs_computing(warming):
                 self.pass_over(warming, "present")
                 return
         self.compute(warming, is_cancelled)
         with self._exclusive():
             self.pass_over(warming, "no_room" if self.held_id(prompt) is None else "computed")
 
+    def needs_computing(self, warming: Warming) -> bool:
+        """False if the next variant is held. To be called right before `compute`, with exclusive access."""
+        prompt = warming.next_prompt
+        if self.held_id(prompt) is not None:
+            self.registry.learn(prompt.chunks)
+            return False
+        warming._erasures = self._erasures_of(prompt)
+        return True
+
+    def _erasures_of(self, prompt: Prompt) -> frozenset[str]:
+        chunk_ids = frozenset(chunk.chunk_id for chunk in prompt.chunks)
+        return self.registry.after(prompt.chunks[-1].chunk_id, chunk_ids)
+
     def compute(self, warming: Warming, is_cancelled: IsCancelled | None, *, wait: bool = False) -> int:
         """Computes the next variant and stores it where there is room; how many tokens were computed.
 
         Of a prompt with other documents before it, only the last one is stored, and those of the frame: their KV is
-        computed once and reused exactly. `wait` as `CachedPrefill.store_new`.
+        computed once and reused exactly. What was erased since `needs_computing` is not stored. `wait` as
+        `CachedPrefill.store_new`.
 
         Raises:
           PrefillCancelledError: as `warm_one`.
@@ -202,6 +216,8 @@ class DocumentCache:
         def keep(prefilled: Prefilled) -> None:
             nonlocal num_computed
             num_computed = len(computed_offsets(prefilled.plan))
+            if self._erasures_of(prompt) - warming._erasures:
+                return
             other = None
             if warming.compares and not is_alone:
                 alone_id = self.held_id(dataclasses.replace(prompt, chunks=_without_others(prompt)))
@@ -218,23 +234,27 @@ class DocumentCache:
             found = self._next_to_prepare() if is_ours else None
         if found is None:
             return False
-        alone, framed = found
+        alone, warming = found
         try:
-            self.compute(Warming([Document("")], [(framed,)], compares=True), is_cancelled)
+            self.compute(warming, is_cancelled)
         except PrefillCancelledError:
             with self._exclusive():
-                self._prefill.reused_out_of_context[alone.chunks[-1].chunk_id] = alone
+                if not self._erasures_of(warming.next_prompt) - warming._erasures:
+                    self._prefill.reused_out_of_context[alone.chunks[-1].chunk_id] = alone
             return False
         return True
 
-    def _next_to_prepare(self) -> tuple[Prompt, Prompt] | None:
-        """The prompt of a passage that was reused out of context, and the same with the frame around it."""
+    def _next_to_prepare(self) -> tuple[Prompt, Warming] | None:
+        """The prompt of a passage that was reused out of context, and the warming of it behind the frame."""
         waiting = self._prefill.reused_out_of_context
         while waiting:
             _, alone = waiting.popitem()
             framed = self.frame.around(alone)
-            if framed is not None and framed.num_tokens <= self._max_model_len and self.held_id(framed) is None:
-                return alone, framed
+            if framed is None or framed.num_tokens > self._max_model_len:
+                continue
+            warming = Warming([Document("")], [(framed,)], compares=True)
+            if self.needs_computing(warming):
+                return alone, warming
         return None
 
     def pass_over(self, warming: Warming, status: WarmStatus) -> None:
@@ -321,6 +341,7 @@ class DocumentCache:
         """Applies what `fetch` returned: drops what other processes erased from every tier, memory included."""
         if self.registry.apply_changes(added, removed):
             self._variants.discard_erased()
+            self._drop_noted()
 
     def list(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
         """What is cached, by document and version. Reads the records of their variants that no request asked for yet.
@@ -385,6 +406,7 @@ class DocumentCache:
     def _carry_out(self, erasure: Erasure) -> tuple[int, dict[str, int], tuple[str, ...]]:
         """Deletes what an erasure takes: number of variants, their bytes by tier, and what could not be deleted. Such
         as were not looked into before the erasure began are deleted and not counted."""
+        self._drop_noted()
         held = [meta for meta in self._variants if erasure.takes(meta.chunk_id, self._variants.origin(meta))]
         num_bytes = dict.fromkeys(self._store.usage(), 0)
         for meta in held:
@@ -401,6 +423,13 @@ class DocumentCache:
         self._reconcile()
         self._variants.save_hints()
         return len(held), num_bytes, remaining
+
+    def _drop_noted(self) -> None:
+        """Forgets the erased ones of the passages that `prepare_one` would compute."""
+        noted = self._prefill.reused_out_of_context
+        for chunk_id in tuple(noted):
+            if self.registry.is_erased(chunk_id, Origin(frozenset({chunk_id}))):
+                del noted[chunk_id]
 
     def _erase(self, erasure: Erasure, condemned: set[str]) -> tuple[str, ...]:
         """Deletes these variants, and what more of the erasure's it finds on disk: others write until they have heard

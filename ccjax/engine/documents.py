@@ -262,7 +262,8 @@ class DocumentRegistry:
 
     def after(self, chunk_id: ChunkId, seen: frozenset[ChunkId]) -> frozenset[str]:
         """The erasures that a variant computed now comes after."""
-        return frozenset(key for key, erasure in self._erasures.items() if erasure.takes(chunk_id, Origin(seen)))
+        erasures = tuple(self._erasures.items())
+        return frozenset(key for key, erasure in erasures if erasure.takes(chunk_id, Origin(seen)))
 
     def is_erased(self, chunk_id: ChunkId, origin: Origin) -> bool:
         """True for a variant that an erasure has to take."""

@@ -455,7 +455,7 @@ class Engine:
         sampling = SamplingParams(max_new_tokens=None)
         prompt = self._assemble(Request(segments=[(), token_ids], sampling=sampling), answer=False)
         prompt = dataclasses.replace(prompt, max_new_tokens=1)
-        logits = self._background.run(prompt, "off", num_logits=len(token_ids)).prompt_logits
+        logits = self._background.run(prompt, "off", num_logits=len(token_ids), is_urgent=True).prompt_logits
         assert logits is not None
         return logits
 

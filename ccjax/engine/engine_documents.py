@@ -181,6 +181,7 @@ class EngineDocuments:
           ValueError: the engine has no store.
         """
         warming = self.begin_warming(documents, behind=behind or [()] * len(documents), system_prompt=system_prompt)
+        warming.is_urgent = True
         shared = SharedWarming(self._documents, self._variants, self._store, self._rates, warming, self._exclusive)
         return shared.run(is_cancelled)
 

@@ -110,7 +110,7 @@ class Maintenance:
             repaired = self._prefill.replace_approximate(prefilled)
 
         with self._exclusive():
-            prompt = self._variants.prompt_of(meta)
+            prompt = self._variants.prompt_of(meta)  # fails where it was erased meanwhile
         self._background.run(prompt, "exact", keep, is_cancelled=is_cancelled)
         return repaired
 

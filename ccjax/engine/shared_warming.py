@@ -118,9 +118,7 @@ class SharedWarming:
         status: WarmStatus = "present"
         result = SharedVariant("present")
         with self._exclusive():
-            is_held = self._documents.held_id(prompt) is not None
-            if is_held:
-                self._documents.registry.learn(prompt.chunks)
+            is_held = not self._documents.needs_computing(self._warming)
         if variant_id in self._elsewhere and not is_held:
             result = SharedVariant("elsewhere", reason="another process computes it")
         elif not is_held:

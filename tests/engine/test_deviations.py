@@ -130,6 +130,32 @@ def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_
         assert [one.status for one in engine.documents.warm(documents(3))] == ["present"] * 3
 
 
+@pytest.mark.parametrize("erased", ["never", "before", "meanwhile"])
+def test_what_is_erased_is_not_prepared_afterwards(demo, erased, monkeypatch):
+    anna, bob = documents(2)
+    with Engine(demo, EngineConfig(strategy="auto")) as engine:
+        for asked in ([anna], [bob], [anna, bob]):
+            engine.generate("Who sings?", asked, max_new_tokens=1)
+        noted, run = engine._prefill.reused_out_of_context, engine._background.run
+        (chunk,) = engine.documents.passage_chunks([bob])
+        assert set(noted) == {chunk.chunk_id}
+
+        def erase_first(*args, **kwargs):
+            monkeypatch.undo()
+            engine.documents.erase("1")
+            return run(*args, **kwargs)
+
+        if erased == "before":
+            engine.documents.erase("1")
+            assert not noted
+        elif erased == "meanwhile":
+            monkeypatch.setattr(engine._background, "run", erase_first)
+        while engine.cache.repair_one():
+            pass
+        is_held = bool(engine._variants.of_chunks({chunk.chunk_id}).get(chunk.chunk_id))
+        assert is_held == (erased == "never") == ("1" in {one.document_id for one in engine.documents.list()})
+
+
 def kv_of(engine, prompt):
     """Keys before RoPE and values of the last chunk, from a full prefill."""
     plan = engine._prefill.plan(prompt, "exact", {})
