@@ -11,7 +11,7 @@ from typing import Any, Literal, NewType
 
 ChunkId = NewType("ChunkId", str)
 """sha256 (hex) of a chunk's token ids: the same in every process and for every model with that tokenizer. For a request
-with a cache salt, the salt is hashed with them and its tag is appended (`ccjax.engine.prompts.chunk_id`)."""
+with a cache salt, the salt is hashed with them and its tag is appended (`ccjax.prompts.chunk_id`)."""
 VariantId = NewType("VariantId", str)
 """sha256 (hex) of chunk id, ordered prefix chunk ids and fidelity; the store adds model fingerprint and tenant salt."""
 

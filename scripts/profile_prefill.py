@@ -36,8 +36,9 @@ def _run(args: argparse.Namespace) -> int:
     import jax
 
     from ccjax.engine import Engine, EngineConfig
-    from ccjax.engine.loading import load_model
-    from ccjax.engine.prefill_profile import PROFILE_FILE, PrefillProfile, measure_prefills, write_profile
+    from ccjax.engine.prefill_measurement import measure_prefills
+    from ccjax.loading.model import load_model
+    from ccjax.loading.prefill_profile import PROFILE_FILE, PrefillProfile, write_profile
 
     if args.repetitions < 1:
         raise ValueError(f"--repetitions: wanted a positive integer, got {args.repetitions}")

@@ -1,7 +1,8 @@
-"""The arrows between packages: nothing imports upwards or sideways, policy stays free of heavy modules."""
+"""The arrows between packages: nothing imports upwards, sideways or in a circle, policy stays free of heavy modules."""
 
 import ast
 import functools
+import graphlib
 import os
 import subprocess
 import sys
@@ -21,40 +22,46 @@ ALLOWED = {
         "scripts",
         "tests",
         "ccjax.engine",
+        "ccjax.loading",
         "ccjax.config",
         "ccjax.types",
         "ccjax.models",
     },
-    "ccjax": {"ccjax.types", "ccjax.errors"},
     "ccjax.__main__": {"ccjax.cli"},
     "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation", "ccjax.demo.world"}
-    | {
-        "ccjax.config",
-        "ccjax.engine",
-        "ccjax.loading",
-        "ccjax.retrieval",
-        "ccjax.policy",
-        "ccjax.store",
-        "ccjax.types",
-        "ccjax.errors",
-    },
-    "ccjax.config": {"ccjax.policy", "ccjax.types", "ccjax.errors"},
-    "ccjax.server": {"ccjax.config", "ccjax.engine", "ccjax.loading", "ccjax.retrieval", "ccjax.text", "ccjax.types"}
-    | {"ccjax.errors"},
-    "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.retrieval", "ccjax.policy", "ccjax.text", "ccjax.types"}
-    | {"ccjax.config", "ccjax.errors"},
-    "ccjax.engine": {"ccjax.config", "ccjax.policy", "ccjax.loading", "ccjax.text", "ccjax.types", "ccjax.errors"}
-    | {"ccjax.store", "ccjax.models", "ccjax.kernels"},
-    "ccjax.loading": {"ccjax.text", "ccjax.errors", "ccjax.models.llama3"},
+    | {"ccjax.engine", "ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.retrieval", "ccjax.policy"}
+    | {"ccjax.store", "ccjax.config", "ccjax.types", "ccjax.errors"},
+    "ccjax.server": {"ccjax.engine", "ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.retrieval", "ccjax.text"}
+    | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
+    "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.loading", "ccjax.retrieval", "ccjax.policy", "ccjax.text"}
+    | {"ccjax.config", "ccjax.prompts", "ccjax.types", "ccjax.errors"},
+    "ccjax.precompute": {"ccjax.evaluation", "ccjax.engine", "ccjax.cache", "ccjax.loading", "ccjax.retrieval"}
+    | {"ccjax.policy", "ccjax.store", "ccjax.config", "ccjax.prompts", "ccjax.types", "ccjax.errors"}
+    | {"ccjax.server.loading"},  # documents are read as a server reads them
+    "ccjax.evaluation": {"ccjax.engine", "ccjax.loading", "ccjax.policy", "ccjax.demo"}
+    | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
+    "ccjax.engine": {"ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.policy", "ccjax.text", "ccjax.prompts"}
+    | {"ccjax.store", "ccjax.models", "ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
+    "ccjax.cache": {"ccjax.runner", "ccjax.loading", "ccjax.policy", "ccjax.text", "ccjax.prompts"}
+    | {"ccjax.store", "ccjax.models", "ccjax.config", "ccjax.types", "ccjax.errors"},
+    "ccjax.runner": {"ccjax.loading", "ccjax.policy", "ccjax.store", "ccjax.models", "ccjax.kernels"}
+    | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
+    "ccjax.loading": {"ccjax.policy", "ccjax.text", "ccjax.models.llama3", "ccjax.config", "ccjax.errors"},
+    "ccjax.prompts": {"ccjax.policy", "ccjax.text", "ccjax.requests", "ccjax.types", "ccjax.errors"},
     "ccjax.retrieval": {"ccjax.models.minilm", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},
+    "ccjax.config": {"ccjax.policy", "ccjax.types", "ccjax.errors"},
+    "ccjax.requests": {"ccjax.types", "ccjax.errors"},
+    "ccjax.types": set(),
+    "ccjax.errors": set(),
     "ccjax.demo": set(),
-    "ccjax.evaluation": {"ccjax.config", "ccjax.engine", "ccjax.policy", "ccjax.demo", "ccjax.types", "ccjax.errors"},
-    # Virtual time over the engine's index, placement and prompts; no batch loop, which has a device.
+    # Virtual time over the index of variants, placement and prompts; no batch loop, and nothing that has a device.
     **{
         f"scripts.simulation.{name}": {
-            "ccjax.engine",
+            "ccjax.cache",
+            "ccjax.runner.pool",
+            "ccjax.prompts",
             "ccjax.policy",
             "ccjax.types",
             "ccjax.errors",
@@ -63,19 +70,6 @@ ALLOWED = {
             *(f"scripts.simulation.{other}" for other in _SIMULATOR),
         }
         for name in _SIMULATOR
-    },
-    "ccjax.precompute": {
-        *(
-            "ccjax.config",
-            "ccjax.engine",
-            "ccjax.evaluation",
-            "ccjax.policy",
-            "ccjax.retrieval",
-            "ccjax.types",
-            "ccjax.errors",
-            "ccjax.store",
-        ),
-        "ccjax.server.loading",  # documents are read as a server reads them
     },
     "ccjax.models.llama3": {"ccjax.kernels", "ccjax.models.lockstep"},
     "ccjax.models.lockstep": set(),
@@ -92,7 +86,7 @@ PACKAGES = {
 }
 """Folder -> package; those beside `ccjax` are imported by links in it."""
 OURS = ("ccjax", "models", "pallas_kernels", "store", "scripts", "tests")
-# `ccjax/__init__` names the engine for type checkers and loads it lazily.
+# `ccjax/__init__` names the engine for users and loads it on first use; modules take nothing but the version from it.
 EXEMPT = {"ccjax"}
 
 
@@ -129,9 +123,55 @@ def violations(module, imported):
     return [name for name in ours if not any(name == a or name.startswith(a + ".") for a in allowed)]
 
 
+def circle_in(graph):
+    """Modules of which each imports the next one and the last is the first again; none where there is no circle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _imported_modules(path, known):
+    """The modules in `known` that a file imports, on first use and for type checkers alone included."""
+    for node in _nodes(path):
+        if isinstance(node, ast.Import):
+            yield from known.intersection(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from known & names
+            if not names <= known:
+                yield from known & {node.module}
+
+
 def test_imports_follow_the_arrows():
     wrong = {module: violations(module, _imports(path)) for module, path in _modules() if module not in EXEMPT}
     assert len(wrong) > 200 and not {module: names for module, names in wrong.items() if names}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    modules = dict(_modules())
+    graph = {
+        module: set(_imported_modules(path, modules.keys())) for module, path in modules.items() if module not in EXEMPT
+    }
+    assert sum(map(len, graph.values())) > 1000 and not circle_in(graph)
+
+
+def test_a_circle_is_seen(tmp_path):
+    sources = {
+        "a": "from p import b",
+        "p": "from p.b import x",
+        "p.b": "def later():\n    import c",
+        "c": "if TYPE_CHECKING:\n    from a import y",
+    }
+    graph = {}
+    for module, source in sources.items():
+        path = tmp_path / f"{module}.py"
+        path.write_text(source)
+        graph[module] = set(_imported_modules(path, sources.keys()))
+    assert graph == {"a": {"p.b"}, "p": {"p.b"}, "p.b": {"c"}, "c": {"a"}}
+    assert set(circle_in(graph)) == {"a", "p.b", "c"}
+    assert not circle_in(graph | {"c": set()})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +180,7 @@ def test_imports_follow_the_arrows():
         ("ccjax.store.tiered", "ccjax.types"),
         ("ccjax.policy.reuse", "ccjax.engine"),
         ("ccjax.retrieval.index", "ccjax.store.spec"),
-        ("ccjax.engine.pool", "models.llama3.steps"),
+        ("ccjax.runner.pool", "models.llama3.steps"),
         ("ccjax.models.llama3.steps", "ccjax.policy.focus"),
         ("ccjax.engine.engine", "ccjax.server.app"),
         ("ccjax.server.app", "ccjax.cli.serve"),

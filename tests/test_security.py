@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ccjax.engine.snapshot.index import SnapshotIndex, decode_index
+from ccjax.cache.snapshot.index import SnapshotIndex, decode_index
 from ccjax.errors import SnapshotError
 from ccjax.server.keys import KeyRing
 from ccjax.store import KVSpec, ShardRecord, StoreIdentity, StoreUnavailableError, TensorStoreTier

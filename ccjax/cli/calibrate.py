@@ -28,10 +28,10 @@ from ccjax.cli.questions import add_answer_arguments, add_question_arguments, qu
 from ccjax.cli.values import check_writable
 
 if TYPE_CHECKING:
-    from ccjax.engine.loading import LoadedModel
     from ccjax.evaluation.measure import WayResults
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.ways import Way
+    from ccjax.loading.model import LoadedModel
     from ccjax.policy.calibration import Calibration, Trial
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ccjax.engine.calibration import CALIBRATION_FILE, write_calibration
-    from ccjax.engine.loading import load_model
+    from ccjax.loading.calibration import CALIBRATION_FILE, write_calibration
+    from ccjax.loading.model import load_model
     from ccjax.policy.calibration import Calibration
 
     if args.worlds and args.questions != "demo":

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ccjax.engine.conversion import to_checkpoint, to_hugging_face
+    from ccjax.loading.conversion import to_checkpoint, to_hugging_face
 
     if args.to == "huggingface" and args.quantization is not None:
         raise ValueError(f"--quantization: wanted none with --to huggingface, got {args.quantization!r}")

@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from ccjax.cli.questions import questions_of, run
     from ccjax.cli.values import check_writable
-    from ccjax.engine.loading import load_model
-    from ccjax.engine.weights import RANDOM
     from ccjax.evaluation.environment import environment
     from ccjax.evaluation.summary import figures
     from ccjax.evaluation.tables import markdown, plot, rich_tables
     from ccjax.evaluation.ways import expand
+    from ccjax.loading.model import load_model
+    from ccjax.loading.weights import RANDOM
 
     ways = expand(args.ways, args.ratios)
     check_writable("markdown", args.markdown)

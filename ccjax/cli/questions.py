@@ -16,11 +16,11 @@ from ccjax.config.engine import DTYPES, QUANTIZATIONS
 from ccjax.evaluation import squad5
 
 if TYPE_CHECKING:
-    from ccjax.engine.loading import LoadedModel
     from ccjax.evaluation.measure import WayResults
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.states import State
     from ccjax.evaluation.ways import Way
+    from ccjax.loading.model import LoadedModel
 
 
 def add_question_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> None:

@@ -29,8 +29,8 @@ from ccjax.cli.values import num_bytes, positive_int
 from ccjax.config.engine import DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
-    from ccjax.engine.loading import ModelFiles
-    from ccjax.engine.snapshot import ChunkCache, SnapshotIndex
+    from ccjax.cache.snapshot import ChunkCache, SnapshotIndex
+    from ccjax.loading.model import ModelFiles
     from ccjax.store.spec import StoreIdentity
 
 
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def save(args: argparse.Namespace) -> int:
     """Takes a snapshot of a store."""
-    from ccjax.engine.loading import read_model_files
-    from ccjax.engine.snapshot import save_snapshot
+    from ccjax.cache.snapshot import save_snapshot
+    from ccjax.loading.model import read_model_files
 
     files = read_model_files(args.model, tokenizer=args.tokenizer)
     identities = _identities(files, args)
@@ -69,8 +69,8 @@ def save(args: argparse.Namespace) -> int:
 
 def restore(args: argparse.Namespace) -> int:
     """Restores a snapshot into a store."""
-    from ccjax.engine.loading import read_model_files
-    from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot
+    from ccjax.cache.snapshot import inspect_snapshot, restore_snapshot
+    from ccjax.loading.model import read_model_files
 
     dtype = inspect_snapshot(args.source).kv_spec.dtype  # before the model, whose weights may take a minute
     files = read_model_files(args.model, tokenizer=args.tokenizer)
@@ -96,7 +96,7 @@ def restore(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Shows the contents of a snapshot."""
-    from ccjax.engine.snapshot import inspect_snapshot
+    from ccjax.cache.snapshot import inspect_snapshot
 
     index = inspect_snapshot(args.source)
     chunks = _hottest_chunks(index, args.top)
@@ -162,7 +162,7 @@ def _hottest_chunks(index: SnapshotIndex, top: int) -> list[dict[str, Any]]:
 
 
 def _tokenizer(model: str | None, directory: str | None) -> Any:
-    from ccjax.engine.loading import model_tokenizer
+    from ccjax.loading.model import model_tokenizer
 
     if model is None:
         return None
@@ -174,7 +174,7 @@ def _tokenizer(model: str | None, directory: str | None) -> Any:
 
 def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreIdentity]:
     """By dtype: a store never mixes them, so one model counts as two."""
-    from ccjax.engine.identity import identity_of
+    from ccjax.cache.identity import identity_of
 
     fingerprints = {dtype: files.fingerprint(dtype, args.quantization) for dtype in DTYPES}
     return {dtype: identity_of(one, args.tenant_salt, args.store_key_file) for dtype, one in fingerprints.items()}
@@ -198,8 +198,8 @@ def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]
 
 @contextlib.contextmanager
 def _open(args: argparse.Namespace, files: ModelFiles, dtype: str) -> Iterator[ChunkCache]:
-    from ccjax.engine.snapshot import open_cache
-    from ccjax.engine.snapshot.cache import kv_spec_of
+    from ccjax.cache.snapshot import open_cache
+    from ccjax.cache.snapshot.cache import kv_spec_of
 
     with open_cache(
         args.store,

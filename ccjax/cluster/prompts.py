@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 
 from ccjax.cluster.calls import Call
-from ccjax.engine.prompts import assemble
 from ccjax.errors import RequestError
 from ccjax.policy.routing import PromptSummary
+from ccjax.prompts import assemble
 from ccjax.retrieval import Retriever
 from ccjax.server import ServerSettings, own_documents
 from ccjax.server.body import parse_body

@@ -19,7 +19,7 @@ from ccjax.cluster.prompts import PromptReader
 from ccjax.cluster.ray_replicas import RayReplicas, deploy, deploy_generators, replica_counts, running
 from ccjax.cluster.replica import ReplicaOptions, ReplicaScale
 from ccjax.engine import EngineConfig
-from ccjax.engine.loading import Progress, load_prompt_builder, model_tokenizer
+from ccjax.loading.model import Progress, load_prompt_builder, model_tokenizer
 from ccjax.retrieval import Retriever
 from ccjax.server.draining import DrainingServer
 from ccjax.server.loading import open_documents, use_compile_cache

@@ -10,8 +10,8 @@ from ccjax.config.base import Described, SettingsModel
 from ccjax.config.values import FilePath, FolderPath, Layers, NumBytes, OrNone, Share
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.focus import FOCUS_RULES
-from ccjax.policy.planner import PlannerSettings
 from ccjax.policy.scheduling import SchedulerSettings
+from ccjax.policy.settings import PlannerSettings
 from ccjax.policy.strategies import STRATEGIES
 
 if TYPE_CHECKING:  # type checkers do not know registered names

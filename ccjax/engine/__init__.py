@@ -1,11 +1,19 @@
 """The meeting point of policy, store and models: turns a request into an answer and a reuse report."""
 
+from ccjax.cache.documents.document_cache import CachedDocument, Removal, WarmedDocument, Warming
+from ccjax.cache.documents.registry import Pin
 from ccjax.config import EngineConfig
-from ccjax.engine.document_cache import CachedDocument, Removal, WarmedDocument, Warming
-from ccjax.engine.documents import Pin
 from ccjax.engine.engine import Engine
-from ccjax.engine.requests import MOST_ANSWERS, Choice, Delta, Request, Response, SamplingParams, TokenLogprob
-from ccjax.engine.trace import RequestTrace
+from ccjax.requests import (
+    MOST_ANSWERS,
+    Choice,
+    Delta,
+    Request,
+    RequestTrace,
+    Response,
+    SamplingParams,
+    TokenLogprob,
+)
 
 __all__ = [
     "MOST_ANSWERS",

@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
-from ccjax.engine.cancellation import IsCancelled
-from ccjax.engine.contexts import LayerLoader
-from ccjax.engine.plan_rows import PrefillOutcome
-from ccjax.engine.prompts import Prompt
-from ccjax.engine.reads import LoadFailedError, Patience
-from ccjax.policy.planner import PlannerSettings
+from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
+from ccjax.cache.contexts import LayerLoader
+from ccjax.cache.reads import LoadFailedError, Patience
+from ccjax.policy.settings import PlannerSettings
+from ccjax.prompts import Prompt
+from ccjax.runner.cancellation import IsCancelled
+from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.store.errors import ShardNotFoundError
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE
@@ -40,7 +40,7 @@ class Admission:
         """
         Args:
           settings: to plan by; None for the engine's own.
-          is_shared: agree with other processes on the store who computes what (`ccjax.engine.sharing`).
+          is_shared: agree with other processes on the store who computes what (`ccjax.cache.shared.prefill`).
           is_cancelled: ends waits for loads, with PrefillCancelledError, when it returns True.
           on_load: of `LayerLoader`, its `on_layer`.
         """

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ccjax.engine.requests import Choice, Delta, FinishReason, SamplingParams, TokenLogprob
-from ccjax.engine.sampling import Drawn
+from ccjax.requests import Choice, Delta, FinishReason, SamplingParams, TokenLogprob
+from ccjax.runner.sampling import Drawn
 from ccjax.text import IncrementalDecoder, StopStrings, Tokenizer
 
 

@@ -7,17 +7,16 @@ import time
 import uuid
 from collections.abc import Callable
 
+from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
 from ccjax.engine.admission import Admission
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.failures import CancelledError
-from ccjax.engine.batch.group import SequenceGroup
 from ccjax.engine.batch.loop import BatchLoop
-from ccjax.engine.batch.sequence import TokenSequence
-from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
-from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
-from ccjax.engine.prompts import Prompt
-from ccjax.engine.requests import MOST_PRIORITY, Delta, Request, Response, SamplingParams
+from ccjax.engine.batch.sequence import SequenceGroup, TokenSequence
 from ccjax.errors import OverloadError
+from ccjax.prompts import Prompt
+from ccjax.requests import MOST_PRIORITY, Delta, Request, Response, SamplingParams
+from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.types import ReuseMode, ReuseReport
 
 PRIORITY = MOST_PRIORITY + 1

@@ -18,55 +18,54 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
+from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.documents.document_cache import DocumentCache
+from ccjax.cache.documents.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
+from ccjax.cache.documents.pins import DocumentPins
+from ccjax.cache.identity import identity_for
+from ccjax.cache.queue_preload import Preload, Preloader
+from ccjax.cache.rates import Rates
+from ccjax.cache.shared.index_updater import VariantIndexUpdater
+from ccjax.cache.snapshot import ChunkCache
+from ccjax.cache.snapshot.cache import kv_spec_of
+from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.engine.admission import Admission
 from ccjax.engine.answer import Answer
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.batch.failures import CancelledError
-from ccjax.engine.batch.group import Emit, SequenceGroup
 from ccjax.engine.batch.loop import BatchCounts, BatchLoop
-from ccjax.engine.batch.sequence import TokenSequence
-from ccjax.engine.budgets import check_budgets, host_cache_bytes, pool_bytes
-from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
-from ccjax.engine.calibration import calibration_of
-from ccjax.engine.cancellation import IsCancelled
-from ccjax.engine.compiled_sizes import CompiledSizes
-from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.device_memory import longest, memory_plan, sizes_of, with_pool
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.devices import split_params
-from ccjax.engine.document_cache import DocumentCache
+from ccjax.engine.batch.sequence import Emit, SequenceGroup, TokenSequence
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.engine.engine_documents import EngineDocuments
-from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
 from ccjax.engine.hosts import lead
-from ccjax.engine.identity import identity_for
-from ccjax.engine.index_updater import VariantIndexUpdater
-from ccjax.engine.kernels import check_kernels
-from ccjax.engine.loading import LoadedModel, Progress, prompt_builder
 from ccjax.engine.maintenance import Maintenance
-from ccjax.engine.memory import MemoryPlan, kv_shards
-from ccjax.engine.pins import DocumentPins
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
 from ccjax.engine.prefill_orders import PrefillOrders
-from ccjax.engine.prefill_profile import profile_of
-from ccjax.engine.prompts import Prompt, assemble
-from ccjax.engine.queue_preload import Preload, Preloader
-from ccjax.engine.rates import Rates
 from ccjax.engine.report import build_report
-from ccjax.engine.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.engine.shadow import ShadowChecks
-from ccjax.engine.snapshot import ChunkCache
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.startup import load_configured
 from ccjax.engine.trace import Tracer
-from ccjax.engine.variants import VariantIndex
-from ccjax.engine.warmup import BackgroundCompiler, StepCompiler
 from ccjax.errors import ConfigError, RequestError
+from ccjax.loading.calibration import calibration_of
+from ccjax.loading.devices import split_params
+from ccjax.loading.model import LoadedModel, Progress, prompt_builder
+from ccjax.loading.prefill_profile import profile_of
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.sharding import num_kv_shards
 from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.policy.strategies import expected_share
+from ccjax.prompts import Prompt, assemble
+from ccjax.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
+from ccjax.runner.budgets import check_budgets, host_cache_bytes, pool_bytes
+from ccjax.runner.cancellation import IsCancelled
+from ccjax.runner.compiled_sizes import CompiledSizes
+from ccjax.runner.device_memory import longest, memory_plan, sizes_of, with_pool
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.kernels import check_kernels
+from ccjax.runner.memory import MemoryPlan, kv_shards
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool
+from ccjax.runner.warmup import BackgroundCompiler, StepCompiler
 from ccjax.store.throttle import ThrottledLink
 from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder, Tokenizer
@@ -172,7 +171,7 @@ class Engine:
         self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
         documents = DocumentCache(
             self._prefill,
-            background,
+            background.run,
             self._variants,
             self._store,
             PassageFrame(frame, self._builder),
@@ -219,14 +218,16 @@ class Engine:
             max_model_len=limit,
             vocab_size=model.config.vocab_size,
         )
-        self._watcher = VariantIndexUpdater(self._store.change_feed, maintenance, self._exclusive, self.cache.refresh)
+        self._watcher = VariantIndexUpdater(
+            self._store.change_feed, maintenance.apply_changes, self._exclusive, self.cache.refresh
+        )
         self._closed = False
         self._watcher.start()
 
     @classmethod
     def from_pretrained(cls, model: str | Path, *, progress: Progress | None = None, **settings: Any) -> Engine:
         """The engine of a Hugging Face model directory, of the embedded model for "demo", or of random weights for
-        "random:NAME" (`ccjax.engine.loading.load_model`).
+        "random:NAME" (`ccjax.loading.model.load_model`).
 
         Args:
           progress: called with (stage, done, total) while weights load.

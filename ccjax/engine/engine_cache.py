@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ccjax.cache.documents.document_cache import DocumentCache
+from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.rates import Rates
+from ccjax.cache.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
+from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.engine.batch.loop import BatchLoop
-from ccjax.engine.budgets import file_system_used
-from ccjax.engine.cancellation import IsCancelled
-from ccjax.engine.document_cache import DocumentCache
-from ccjax.engine.exclusive import Exclusive
-from ccjax.engine.loading import Progress
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
-from ccjax.engine.rates import Rates
 from ccjax.engine.shadow import ShadowChecks, ShadowCounts
-from ccjax.engine.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
-from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ConfigError
+from ccjax.loading.model import Progress
 from ccjax.policy.routing import ChunkFilter, Summary, load_cost
+from ccjax.runner.budgets import file_system_used
+from ccjax.runner.cancellation import IsCancelled
 from ccjax.store.change_feed import ChangeFeedCounts
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DISK, HOST, TierUsage
@@ -160,14 +160,14 @@ class EngineCache:
         self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
     ) -> SaveReport:
         """Writes all chunk-caches with their metadata to a directory or bucket, while requests go on: see
-        `ccjax.engine.snapshot.save_snapshot`."""
+        `ccjax.cache.snapshot.save_snapshot`."""
         return save_snapshot(self._chunks, where, overwrite=overwrite, progress=progress)
 
     def restore_snapshot(
         self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
     ) -> RestoreReport:
         """Restores the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests go on: see
-        `ccjax.engine.snapshot.restore_snapshot`. A `read_only` engine raises ConfigError."""
+        `ccjax.cache.snapshot.restore_snapshot`. A `read_only` engine raises ConfigError."""
         if self._config.read_only:
             raise ConfigError("read_only: wanted an engine that may add to its store")
         return restore_snapshot(self._chunks, where, max_bytes=max_bytes, progress=progress)

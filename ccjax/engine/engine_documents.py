@@ -7,20 +7,20 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ccjax.cache.documents.document_cache import CachedDocument, DocumentCache, Removal, WarmedDocument, Warming
+from ccjax.cache.documents.frame import FRAMED_STRATEGIES, PassageFrame
+from ccjax.cache.documents.pins import DocumentPins
+from ccjax.cache.documents.pruning import Pruned, prune
+from ccjax.cache.documents.registry import Pin, check_id
+from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.rates import Rates
+from ccjax.cache.shared.warming import SharedVariant, SharedWarming
+from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
-from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
-from ccjax.engine.document_cache import CachedDocument, DocumentCache, Removal, WarmedDocument, Warming
-from ccjax.engine.documents import Pin, check_id
-from ccjax.engine.exclusive import Exclusive
-from ccjax.engine.frame import FRAMED_STRATEGIES, PassageFrame
-from ccjax.engine.pins import DocumentPins
-from ccjax.engine.prompts import Prompt, as_chunk
-from ccjax.engine.pruning import Pruned, prune
-from ccjax.engine.rates import Rates
-from ccjax.engine.requests import Request, SamplingParams, documents_from
-from ccjax.engine.shared_warming import SharedVariant, SharedWarming
-from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ContextLengthError, ReadOnlyError, RequestError
+from ccjax.prompts import Prompt, as_chunk
+from ccjax.requests import Request, SamplingParams, documents_from
+from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder
 from ccjax.types import Chunk, ChunkId, Document
@@ -196,7 +196,7 @@ class EngineDocuments:
             self._documents.registry.learn(chunks)
 
     def prune(self, keep: Collection[ChunkId]) -> Pruned:
-        """Drops the variants of all passages that are not among `keep` (`ccjax.engine.pruning`).
+        """Drops the variants of all passages that are not among `keep` (`ccjax.cache.documents.pruning`).
 
         Raises:
           ReadOnlyError: as `warm`.

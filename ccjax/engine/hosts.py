@@ -14,11 +14,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.loading import Progress
 from ccjax.engine.startup import load_configured
 from ccjax.errors import ConfigError
+from ccjax.loading.model import Progress
 from ccjax.models.lockstep import Group, LostHostError, group, join
+from ccjax.runner.device_model import DeviceModel
 
 __all__ = ["Group", "LostHostError", "follow", "group", "join", "lead"]
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
+from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.variants import VariantIndex
 from ccjax.engine.background import BackgroundPrefills
-from ccjax.engine.cached_prefill import CachedPrefill, Prefilled
-from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
-from ccjax.engine.exclusive import Exclusive
-from ccjax.engine.variants import VariantIndex
 from ccjax.policy.variants import choose_repair
+from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.types import VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)

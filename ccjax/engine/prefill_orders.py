@@ -7,17 +7,17 @@ import dataclasses
 import logging
 import time
 
+from ccjax.cache.cached_prefill import CachedPrefill
+from ccjax.cache.documents.document_cache import DocumentCache
+from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.rates import Rates
+from ccjax.cache.shared.prefill_order import PrefillOrder, order_for
+from ccjax.cache.shared.warming import SharedVariant, SharedWarming
+from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.engine.batch.loop import BatchLoop
-from ccjax.engine.cached_prefill import CachedPrefill
-from ccjax.engine.cancellation import IsCancelled
-from ccjax.engine.document_cache import DocumentCache
-from ccjax.engine.exclusive import Exclusive
-from ccjax.engine.prefill_order import PrefillOrder, order_for
-from ccjax.engine.rates import Rates
-from ccjax.engine.shared_warming import SharedVariant, SharedWarming
-from ccjax.engine.variants import VariantIndex
 from ccjax.errors import ConfigError
+from ccjax.runner.cancellation import IsCancelled
 from ccjax.store.index.api import OrderBoard
 from ccjax.store.tiered import TieredStore
 

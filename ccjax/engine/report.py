@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ccjax.engine.plan_rows import PrefillOutcome
-from ccjax.engine.prompts import Prompt
 from ccjax.policy.contract import ReuseContract
+from ccjax.prompts import Prompt
+from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.types import DocumentReuse, PrefillPlan, ReuseMode, ReuseReport, Segment, VariantId
 
 

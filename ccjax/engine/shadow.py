@@ -10,12 +10,12 @@ import threading
 import numpy as np
 
 from ccjax.engine.background import BackgroundPrefills
-from ccjax.engine.batch.group import Emit
-from ccjax.engine.cancellation import IsCancelled, PrefillCancelledError
+from ccjax.engine.batch.sequence import Emit
 from ccjax.engine.divergence import kl_divergence
-from ccjax.engine.prompts import Prompt
-from ccjax.engine.requests import Delta, Response, SamplingParams
 from ccjax.policy.shadow import ShareControl
+from ccjax.prompts import Prompt
+from ccjax.requests import Delta, Response, SamplingParams
+from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 
 MOST_WAITING = 32
 """Answers that wait for their check; each holds a row of logits. Beyond that the oldest goes unchecked."""

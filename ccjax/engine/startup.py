@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.config import EngineConfig
-from ccjax.engine.device_memory import with_pool
-from ccjax.engine.loading import LoadedModel, Progress, load_model, model_config
+from ccjax.loading.model import LoadedModel, Progress, load_model, model_config
+from ccjax.runner.device_memory import with_pool
 
 
 def load_configured(

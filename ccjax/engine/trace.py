@@ -3,81 +3,15 @@ nothing; a request that does not ask has no tracer."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
-from ccjax.engine.cached_prefill import Prefilled
-from ccjax.types import ChunkId, PrefillPlan, ReuseReport, Segment, SegmentAction, SegmentRole, VariantId, VariantMeta
+from ccjax.cache.cached_prefill import Prefilled
+from ccjax.requests import RequestTrace, SegmentTrace, Span
+from ccjax.types import ChunkId, PrefillPlan, ReuseReport, Segment, VariantId, VariantMeta
 
-SpanKind = Literal["load", "layer"]
 KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """One layer being loaded or run, from `start_s` to `end_s` of `time.perf_counter`."""
-
-    kind: SpanKind
-    layer: int
-    start_s: float
-    end_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SegmentTrace:
-    """One run of prompt tokens; the fields that `DocumentReuse` has, too, mean the same, for the question as well.
-
-    Attributes:
-      start: offset of the first token in the prompt.
-      cci: Cache-Craft eq. 11 of the variant that was used, in [0.5, 1]; None where nothing was reused.
-      recomputed_offsets: ascending in-chunk offsets of the recomputed tokens.
-      recomputed_layers: layers through which these ran at least; fewer than the model has where a focus cut, or their
-        small deviation, took them out on the way. 0 where there are none.
-    """
-
-    role: SegmentRole
-    action: SegmentAction
-    start: int
-    token_ids: tuple[int, ...]
-    reused_tokens: int
-    recomputed_tokens: int
-    computed_tokens: int
-    recomputed_offsets: tuple[int, ...] = ()
-    recomputed_layers: int = 0
-    tier: str | None = None
-    cfo: float | None = None
-    cci: float | None = None
-    exact: bool = True
-    focused: bool | None = None
-    document_id: str | None = None
-    title: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestTrace:
-    """A request as it went; times are those of `time.perf_counter`.
-
-    Attributes:
-      segments: in prompt order, the question last.
-      num_layers: of the model.
-      arrived_s, started_s: when it came to the engine, and left the queue.
-      token_s: when each token of all answers was there; the first ends the prefill.
-      spans: loads of layers, and the layers that run beside them; what was tried again is there again.
-      full_prefill_s: seconds that computing the whole prompt would take, estimated; None while nothing was measured.
-      has_new_sizes: a step ran at a size for the first time, so some of the time may have gone into compiling it.
-    """
-
-    segments: tuple[SegmentTrace, ...]
-    num_layers: int
-    arrived_s: float
-    started_s: float
-    token_s: tuple[float, ...]
-    spans: tuple[Span, ...]
-    full_prefill_s: float | None
-    has_new_sizes: bool
 
 
 class Tracer:

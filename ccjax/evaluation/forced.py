@@ -9,7 +9,7 @@ import numpy as np
 
 from ccjax.engine import Engine, Request
 from ccjax.engine.divergence import kl_divergence, log_softmax
-from ccjax.engine.requests import Response, SamplingParams
+from ccjax.requests import Response, SamplingParams
 from ccjax.types import ReuseMode
 
 

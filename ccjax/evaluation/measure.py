@@ -14,13 +14,13 @@ import numpy as np
 
 from ccjax.engine import Engine, EngineConfig, Request
 from ccjax.engine.divergence import kl_divergence
-from ccjax.engine.loading import LoadedModel, prompt_builder
-from ccjax.engine.requests import Response, SamplingParams
 from ccjax.evaluation import forced
 from ccjax.evaluation.passages import Combined, map_reduce, map_rerank
 from ccjax.evaluation.questions import QAQuestion
 from ccjax.evaluation.states import State, fill, steps
 from ccjax.evaluation.ways import FULL, PASSAGE_BY_PASSAGE, Way
+from ccjax.loading.model import LoadedModel, prompt_builder
+from ccjax.requests import Response, SamplingParams
 from ccjax.types import Document, ReuseReport
 
 _Population = tuple[str, tuple[int, ...] | None]

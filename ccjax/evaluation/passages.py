@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ccjax.engine.requests import Response
+from ccjax.requests import Response
 from ccjax.types import Document
 
 Ask = Callable[[str, Sequence[Document]], Response]

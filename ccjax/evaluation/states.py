@@ -9,7 +9,7 @@ from ccjax.types import Document
 
 if TYPE_CHECKING:
     from ccjax.engine import EngineConfig
-    from ccjax.engine.loading import LoadedModel
+    from ccjax.loading.model import LoadedModel
 
 State = Literal["empty", "alone", "prepared", "seen"]
 """Nothing is stored; each passage was computed directly behind the instructions; also behind the frame, as

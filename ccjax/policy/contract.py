@@ -10,7 +10,7 @@ import dataclasses
 
 from ccjax.policy._checks import check_ratio
 from ccjax.policy.calibration import Calibration, Trial
-from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.settings import PlannerSettings
 from ccjax.types import ReuseMode
 
 _NEVER_APPROXIMATE = ("full", "prefix")

@@ -6,70 +6,14 @@ compute, so it is reused unchanged wherever it occurs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
-from ccjax.policy._checks import check_count, check_mass, check_ratio
-from ccjax.policy.focus import check_focus_rule
+from ccjax.policy._checks import check_count
 from ccjax.policy.hkvd import counts_by_layer
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies import get_strategy
 from ccjax.policy.strategies.base import Decision
-from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, ReuseMode, Segment, SegmentRole, VariantMeta
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """One chunk of the prompt before the question; the system prompt, if any, is the first."""
-
-    chunk_id: ChunkId
-    num_tokens: int
-    role: SegmentRole = "document"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlannerSettings:
-    """Settings for planning, checked on construction (ValueError naming the field).
-
-    Attributes:
-      strategy: a name of `ccjax.policy.strategies`.
-      alpha: CacheCraft eq. 12, scales how much is recomputed; at least 0.
-      recompute_ratio: in mode `bounded`, the share of every approximately reused chunk to recompute, instead of CFO.
-      max_deviation: strategy `auto`, in mode `bounded` without `recompute_ratio`: the largest deviation of KV that is
-        not repaired (`VariantMeta.token_deviations`), so that each prompt gets as many tokens recomputed as it needs.
-      repair_cap: strategy `auto`, without `recompute_ratio`: the largest share of a prompt's approximately reused
-        tokens to recompute.
-      fast_ratio: in mode `fast`, the largest share of an approximately reused chunk to recompute.
-      focus_window: CacheCraft alg. 1 w, in layers; None disables the focus cut.
-      focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
-      num_layers: of the model.
-      fixes_positions: rotate reused keys to their positions in the new prompt. False leaves them where they were
-        computed, only to measure what that costs (CacheCraft table 3).
-    """
-
-    strategy: str = "auto"
-    alpha: float = 1.0
-    recompute_ratio: float | None = None
-    max_deviation: float | None = None
-    repair_cap: float = 0.15
-    fast_ratio: float = 0.05
-    focus_window: int | None = None
-    focus_rule: str = "entropy"
-    num_layers: int = 32
-    fixes_positions: bool = True
-
-    def __post_init__(self) -> None:
-        get_strategy(self.strategy)
-        check_mass("alpha", self.alpha)
-        if self.recompute_ratio is not None:
-            check_ratio("recompute_ratio", self.recompute_ratio)
-        if self.max_deviation is not None:
-            check_mass("max_deviation", self.max_deviation)
-        check_ratio("repair_cap", self.repair_cap)
-        check_ratio("fast_ratio", self.fast_ratio)
-        if self.focus_window is not None:
-            check_count("focus_window", self.focus_window)
-        check_focus_rule("focus_rule", self.focus_rule)
-        check_count("num_layers", self.num_layers)
+from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, ReuseMode, Segment, VariantMeta
 
 
 def plan_prefill(

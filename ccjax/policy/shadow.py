@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from ccjax.policy._checks import check_count, check_ratio
-from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.settings import PlannerSettings
 
 WINDOW = 20
 """Checks that one decision rests on."""

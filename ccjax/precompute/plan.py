@@ -46,7 +46,7 @@ class Surroundings:
       system: chunk of the system prompt; None for none.
       num_tokens: of a prompt without its passages.
       max_tokens: of a whole prompt.
-      frame: chunks behind which passages are prepared (`ccjax.engine.frame`).
+      frame: chunks behind which passages are prepared (`ccjax.cache.documents.frame`).
     """
 
     system: Chunk | None

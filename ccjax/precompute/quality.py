@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from ccjax.engine import EngineConfig
-from ccjax.engine.loading import LoadedModel
 from ccjax.evaluation.measure import measure_store
 from ccjax.evaluation.questions import read_questions
 from ccjax.evaluation.scores import Interval, best, exact_match, mean_interval
+from ccjax.loading.model import LoadedModel
 from ccjax.retrieval import Retriever
 
 

@@ -12,7 +12,7 @@ from ccjax.precompute.messages import Collection
 from ccjax.precompute.plan import Unit
 
 if TYPE_CHECKING:
-    from ccjax.engine.pruning import Pruned
+    from ccjax.cache.documents.pruning import Pruned
     from ccjax.precompute.quality import Quality
 
 REPORT_VERSION = 1

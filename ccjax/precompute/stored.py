@@ -6,9 +6,9 @@ import dataclasses
 import urllib.parse
 from pathlib import Path
 
-from ccjax.engine.prompts import Prompt
-from ccjax.engine.variant_records import record_from_meta
+from ccjax.cache.variant_records import record_from_meta
 from ccjax.policy.capture import make_variant_id
+from ccjax.prompts import Prompt
 from ccjax.store.formats import StorageFormat, expected_layout
 from ccjax.store.objects import open_root
 from ccjax.store.records import encode_record

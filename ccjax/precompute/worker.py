@@ -13,14 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ccjax.cache.documents.frame import FRAMED_STRATEGIES
+from ccjax.cache.documents.pruning import Pruned
+from ccjax.cache.identity import identity_for
+from ccjax.cache.shared.warming import SharedVariant
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.frame import FRAMED_STRATEGIES
-from ccjax.engine.identity import identity_for
-from ccjax.engine.loading import LoadedModel, load_model
-from ccjax.engine.pruning import Pruned
-from ccjax.engine.shared_warming import SharedVariant
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.evaluation.questions import read_questions
+from ccjax.loading.model import LoadedModel, load_model
 from ccjax.precompute.estimate import file_system_of
 from ccjax.precompute.messages import Collection, Failure, Settings, WarmingWork
 from ccjax.precompute.plan import SPARE_NEIGHBOURS, Surroundings, make_plan

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from ccjax.retrieval import jsonl
+import ccjax.retrieval.jsonl as jsonl
 from ccjax.retrieval.catalog import IndexedDocument
 from ccjax.retrieval.documents import DocumentError, LoadedDocument, parse_document, read_document
 from ccjax.retrieval.machine_text import without_machine_text

@@ -10,7 +10,7 @@ from typing import Any
 
 from ccjax.config import DocumentOptions
 from ccjax.engine import Engine
-from ccjax.engine.loading import ASSETS, DEMO_CORPUS, Progress
+from ccjax.loading.model import ASSETS, DEMO_CORPUS, Progress
 from ccjax.loading.named import DEFAULT, TOY
 from ccjax.retrieval import Retriever, default_embedder
 from ccjax.text import Tokenizer

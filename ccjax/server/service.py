@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ccjax
+import ccjax.server.own_documents as own_documents
 from ccjax.engine import Engine, Request
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import DeadlineError, RequestError
 from ccjax.retrieval import Retriever
-from ccjax.server import own_documents
 from ccjax.server.errors import ApiError, as_api_error
 from ccjax.server.keys import Key, Keys, salt_of
 from ccjax.server.live import LiveCounts
@@ -180,7 +180,7 @@ class Service:
     def telemetry(self, kind: Kind, headers: Mapping[str, str]) -> RequestTelemetry:
         """Telemetry of a request that just arrived with these HTTP headers."""
         model = self.settings.served_model_name if self._backend is None else self._backend.model
-        return RequestTelemetry(kind, headers, model or "", self._tracing)
+        return RequestTelemetry(kind, headers, model or "", None if self._tracing is None else self._tracing.record)
 
     async def submit(
         self,

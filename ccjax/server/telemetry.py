@@ -6,15 +6,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ccjax.server.errors import ApiError
 from ccjax.server.openai_format import Kind
 from ccjax.server.worker import Job
-
-if TYPE_CHECKING:
-    from ccjax.server.tracing import Tracing
 
 logger = logging.getLogger("ccjax.request")
 
@@ -26,13 +23,14 @@ class RequestTelemetry:
     Attributes:
       job: once the request is submitted; None if it ended before.
       headers: of the HTTP request.
+      record: sends spans (`ccjax.server.tracing`) and returns their ids; None where tracing is off.
       began_s: `time.perf_counter` when it arrived.
     """
 
     kind: Kind
     headers: Mapping[str, str]
     model: str
-    tracing: Tracing | None
+    record: Callable[[RequestTelemetry, Mapping[str, Any]], Mapping[str, str]] | None
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
     job: Job | None = None
     _is_over: bool = False
@@ -44,7 +42,7 @@ class RequestTelemetry:
             return
         self._is_over = True
         facts = self._facts(refusal)
-        where = {} if self.tracing is None else self.tracing.record(self, facts)
+        where = {} if self.record is None else self.record(self, facts)
         # Text logs show the essentials, JSON logs all fields.
         line = "%(outcome)s %(request_id)s: first token after %(ttft_s)s s, all after %(latency_s)s s"
         shown = {"request_id": "before it had an id", "ttft_s": "-", **facts}

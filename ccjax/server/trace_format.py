@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ccjax.engine import RequestTrace
-from ccjax.engine.trace import SegmentTrace
+from ccjax.requests import SegmentTrace
 from ccjax.server.phases import phases
 from ccjax.text import IncrementalDecoder, Tokenizer
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.evaluation.pages import show
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.models.llama3.paged_steps import page_rotation_step, paged_decode_step
 from ccjax.models.llama3.steps import embed_step, logits_step, sample_step
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.pool import PAGE_TOKENS
 from scripts.benchmarks.common import environment, median, random_config, shapes_of
 
 WAYS = ("one by one", "rope-free", "rotated")

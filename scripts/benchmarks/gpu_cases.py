@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.budgets import free_device_bytes
-from ccjax.engine.budgets import pool_bytes as least_pool_bytes
-from ccjax.engine.compilations import compilations
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.models.llama3 import Params, init_params
+from ccjax.runner.budgets import free_device_bytes
+from ccjax.runner.budgets import pool_bytes as least_pool_bytes
+from ccjax.runner.compilations import compilations
 from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseReport
 from scripts.benchmarks import gpu_plan, gpu_torch

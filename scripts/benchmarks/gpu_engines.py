@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
-from ccjax.engine.loading import LoadedModel
-from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import Params
 from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseMode

@@ -21,19 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
-from ccjax.engine.batch.job import PrefillJob
-from ccjax.engine.batch.pack import Pack, Piece
-from ccjax.engine.batch.pages import RequestPages
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.loading import LoadedModel
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.evaluation.pages import show, text
+from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.policy.preload import preload_depth
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.job import PrefillJob
+from ccjax.runner.pack import Pack, Piece
+from ccjax.runner.pages import RequestPages
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.store.throttle import ThrottledLink
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 from scripts.benchmarks.common import environment, median, random_config, shapes_of

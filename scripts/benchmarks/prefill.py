@@ -17,14 +17,14 @@ import numpy as np
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine import EngineConfig
-from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.plan_rows import padded_to
-from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.evaluation.pages import show, text
 from ccjax.models.llama3 import init_params
 from ccjax.models.llama3.paged_steps import paged_layer_step, rotation_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
+from ccjax.runner.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.plan_rows import padded_to
+from ccjax.runner.pool import PAGE_TOKENS
 from scripts.benchmarks import transformers_peer
 from scripts.benchmarks.common import BenchmarkError, environment, median, random_config, shapes_of
 

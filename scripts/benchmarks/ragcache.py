@@ -153,8 +153,8 @@ def _measure_engines(
     options: argparse.Namespace, questions: Sequence[WorkloadQuestion], progress: Progress, folder: Path
 ) -> dict[str, Any]:
     """The parts that ask a model."""
-    from ccjax.engine.loading import load_model
-    from ccjax.engine.prefill_profile import PROFILE_FILE, write_profile
+    from ccjax.loading.model import load_model
+    from ccjax.loading.prefill_profile import PROFILE_FILE, write_profile
     from ccjax.server.loading import use_compile_cache
 
     past, measured = questions[: len(questions) // 2], questions[len(questions) // 2 :]

@@ -13,11 +13,12 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.loading import LoadedModel
-from ccjax.engine.prefill_profile import PrefillProfile, measure_prefills
-from ccjax.engine.requests import Delta, Request, Response, SamplingParams
-from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.engine.prefill_measurement import measure_prefills
+from ccjax.loading.model import LoadedModel
+from ccjax.loading.prefill_profile import PrefillProfile
+from ccjax.requests import Delta, Request, Response, SamplingParams
 from ccjax.text import PromptBuilder
 from ccjax.types import Document, ReuseReport
 from scripts.benchmarks.common import BenchmarkError

@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.prompts import Prompt, chunk_id
-from ccjax.engine.rates import Rates
-from ccjax.engine.variants import VariantIndex
+from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.rates import Rates
+from ccjax.cache.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
-from ccjax.policy.planner import PlannerSettings, plan_prefill
+from ccjax.policy.planner import plan_prefill
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.policy.scheduling import Scheduler, SchedulerSettings, SequenceWork, StepCosts
+from ccjax.policy.settings import PlannerSettings
+from ccjax.prompts import Prompt, chunk_id
 from ccjax.store import KVSpec, StoreIdentity, TieredStore
 from ccjax.types import Chunk, ChunkId, PrefillPlan, VariantMeta
 from scripts.benchmarks.ragcache_replay import BATCHED_TOKENS

@@ -18,10 +18,10 @@ import faiss
 import numpy as np
 
 from ccjax.engine import Engine
-from ccjax.engine.batch.group import Emit
-from ccjax.engine.requests import Delta, Request
+from ccjax.engine.batch.sequence import Emit
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.evaluation.scores import mean_interval, ratio_interval
+from ccjax.requests import Delta, Request
 from ccjax.retrieval import default_embedder
 from ccjax.retrieval.staged import staged_search
 from ccjax.types import Document

@@ -10,7 +10,7 @@ import getpass
 import tempfile
 from pathlib import Path
 
-from ccjax.engine.weights import RANDOM
+from ccjax.loading.weights import RANDOM
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.rates import Rates
+from ccjax.cache.variants import VariantIndex
 from ccjax.cli.progress import bars
-from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.rates import Rates
-from ccjax.engine.variants import VariantIndex
 from ccjax.evaluation.pages import show
 from ccjax.policy.eviction import DEFAULT_POLICY
-from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
+from ccjax.policy.planner import plan_prefill
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 from ccjax.store.formats import AS_IT_IS, expected_layout
 from ccjax.store.records import encode_record

@@ -18,12 +18,12 @@ import jax
 from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.batch_sizes import BatchSizes
-from ccjax.engine.buckets import slot_bucket
-from ccjax.engine.loading import LoadedModel
-from ccjax.engine.warmup import compile_pack
 from ccjax.evaluation.pages import show, text
+from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import LlamaConfig, Params, init_params
+from ccjax.runner.batch_sizes import BatchSizes
+from ccjax.runner.buckets import slot_bucket
+from ccjax.runner.warmup import compile_pack
 from ccjax.types import ReuseMode
 from scripts.benchmarks import transformers_peer, ttft_default
 from scripts.benchmarks.common import environment, median, random_config, shapes_of

@@ -17,10 +17,10 @@ from typing import Any
 from rich.progress import Progress
 
 from ccjax.engine import Engine, EngineConfig, Response
-from ccjax.engine.loading import LoadedModel, load_model
 from ccjax.errors import ConfigError
 from ccjax.evaluation.states import STATES, State, fill
 from ccjax.evaluation.ways import DEFAULT
+from ccjax.loading.model import LoadedModel, load_model
 from ccjax.loading.named import gguf_path
 from ccjax.types import Document
 from scripts.benchmarks import llama_cpp_peer, transformers_peer

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ccjax.demo.lexicon import RELATIONS
 from ccjax.demo.world import MIN_DISTRACTORS, Context, Fact, Kind, Question, Story, Town, WorldPassage, guess_ratio
-from ccjax.engine.loading import ASSETS, DEMO_CORPUS
+from ccjax.loading.model import ASSETS, DEMO_CORPUS
 
 CORPUS_SEED = "saltmere"
 CORPUS_DIRECTORY = DEMO_CORPUS

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from ccjax.engine.loading import DEMO_MODEL
+from ccjax.loading.model import DEMO_MODEL
 from ccjax.models.llama3 import LlamaConfig, Params
 from ccjax.models.llama3.convert import load_config, load_params, save_pretrained
 from scripts.demo_model.tokenizer import BOS, END, PAD, save_tokenizer

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ccjax.cache.documents.registry import DocumentRegistry
 from ccjax.cli.options import StartupError
 from ccjax.cli.serving.options import serve_options
-from ccjax.engine.documents import DocumentRegistry
-from ccjax.engine.prefill_profile import PrefillProfile
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
+from ccjax.loading.prefill_profile import PrefillProfile
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.convert import CheckpointError, load_config, load_params
 from ccjax.policy.calibration import Calibration, Trial

@@ -15,7 +15,7 @@ import numpy as np
 
 from ccjax.config.engine import Dtype
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
-from ccjax.engine.loading import LoadedModel
+from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.models.llama3.forward import forward
 from ccjax.models.llama3.params import Params

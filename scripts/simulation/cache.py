@@ -7,15 +7,16 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from ccjax.engine.load_plan import LoadPlanner
-from ccjax.engine.prompts import Prompt
-from ccjax.engine.rates import Cost, Rates
+from ccjax.cache.load_plan import LoadPlanner
+from ccjax.cache.rates import Cost, Rates
 from ccjax.policy._checks import check_ratio
 from ccjax.policy.capture import make_variant_id, should_capture
 from ccjax.policy.eviction import DEFAULT_POLICY
-from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
+from ccjax.policy.planner import plan_prefill
 from ccjax.policy.reuse import chunk_context_impact
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies import expected_share
+from ccjax.prompts import Prompt
 from ccjax.store.spec import KVSpec
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK

@@ -55,11 +55,11 @@ class CostModel(Protocol):
         ...
 
     def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
-        """`ccjax.engine.placement.Costs`: a chunk's part of a prefill (RAGCache eq. 4)."""
+        """`ccjax.cache.placement.Costs`: a chunk's part of a prefill (RAGCache eq. 4)."""
         ...
 
     def load_s(self, tier: str, num_bytes: int) -> float:
-        """`ccjax.engine.placement.Costs`: time to load from a tier until the KV is on the device."""
+        """`ccjax.cache.placement.Costs`: time to load from a tier until the KV is on the device."""
         ...
 
 

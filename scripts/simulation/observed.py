@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ccjax.engine.requests import Response
+from ccjax.requests import Response
 from scripts.simulation.costs import GridCosts, SimulatedPiece
 from scripts.simulation.replica import HostWork
 

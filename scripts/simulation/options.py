@@ -127,10 +127,10 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     Raises:
       ValueError: an option is not what it should be, or the model does not fit its devices.
     """
-    from ccjax.engine.pool import PAGE_TOKENS
     from ccjax.models.llama3.presets import preset
     from ccjax.policy.eviction import DEFAULT_POLICY, make_policy
     from ccjax.policy.scheduling import SchedulerSettings
+    from ccjax.runner.pool import PAGE_TOKENS
     from ccjax.store.spec import KVSpec
     from scripts.simulation.costs import GridCosts, RooflineCosts
     from scripts.simulation.hardware import hardware
@@ -203,6 +203,6 @@ def _lengths(path: Path) -> dict[int, int] | list[int]:
 
 
 def _grid(path: Path):
-    from ccjax.engine.prefill_profile import PrefillProfile
+    from ccjax.loading.prefill_profile import PrefillProfile
 
     return PrefillProfile.from_json(json.loads(path.read_text("utf-8"))).grid

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.engine.pool import PAGE_TOKENS
 from ccjax.models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.scheduling import SchedulerSettings
+from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.store.spec import KVSpec
 from scripts.simulation.cache import SimulatedCacheSettings
 from scripts.simulation.costs import RooflineCosts, SimulatedPiece

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import random
 
-from ccjax.engine.pool import PAGE_TOKENS, num_pages
 from ccjax.policy._checks import check_mass, check_masses
 from ccjax.policy.scheduling import (
     AdmissionQueueFullError,
@@ -21,6 +20,7 @@ from ccjax.policy.scheduling import (
     SequenceWork,
     StepCosts,
 )
+from ccjax.runner.pool import PAGE_TOKENS, num_pages
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
 from scripts.simulation.cache import Planned, ReplicaCache

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.engine.documents import Origin
-from ccjax.engine.prompts import Prompt
-from ccjax.engine.variants import VariantIndex
+from ccjax.cache.documents.registry import Origin
+from ccjax.cache.variants import VariantIndex
+from ccjax.prompts import Prompt
 from ccjax.store.budget import ByteBudget
 from ccjax.store.memory import MemoryTier
 from ccjax.store.spec import KVSpec, ShardRecord

@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.cli.progress import bars
 from ccjax.engine import Engine
-from ccjax.engine.loading import LoadedModel, load_model
-from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.prefill_profile import PrefillProfile, write_profile
-from ccjax.engine.prompts import Prompt, assemble
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.evaluation.pages import show
+from ccjax.loading.model import LoadedModel, load_model
+from ccjax.loading.prefill_profile import PrefillProfile, write_profile
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.policy.scheduling import SchedulerSettings
+from ccjax.prompts import Prompt, assemble
+from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.server.loading import use_compile_cache
 from ccjax.text import PromptBuilder
 from scripts.benchmarks.common import BenchmarkError, data_folder, environment, spread

@@ -12,7 +12,7 @@ from ccjax.cluster.calls import App, Call, Head, ReplicaResponse, perform, perfo
 from ccjax.cluster.front import Front, ReplicaLostError
 from ccjax.cluster.prompts import PromptReader
 from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, has_live_replica
-from ccjax.engine.loading import load_prompt_builder
+from ccjax.loading.model import load_prompt_builder
 from ccjax.policy.routing import PromptSummary
 from ccjax.server import ServerSettings
 from tests.server.conftest import Server, running_app

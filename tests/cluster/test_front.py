@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ccjax.cluster.front import Front
 from ccjax.cluster.prompts import PromptReader
-from ccjax.engine.loading import load_prompt_builder
+from ccjax.loading.model import load_prompt_builder
 from ccjax.server import create_app
 from ccjax.server.body import parse_body
 from ccjax.server.keys import salt_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ccjax.engine.batch.pack import Pack
-from ccjax.engine.snapshot import save as save_module
+from ccjax.cache.snapshot import save as save_module
+from ccjax.runner.pack import Pack
 from tests.engine import few_shapes as sizes
 from tests.engine.snapshots import BYTES
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Engine
-from ccjax.engine.prompts import chunk_id
+from ccjax.prompts import chunk_id
 from ccjax.types import Document
 from tests.server.tiny_model import write_tiny_model
 

@@ -1,4 +1,4 @@
-"""Fewer sizes than `ccjax.engine.buckets` lists: each compiles all steps anew, which is most of what tests wait for."""
+"""Fewer sizes than `ccjax.runner.buckets` lists: each compiles all steps anew, which is most of what tests wait for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ccjax.engine import batch_sizes, compiled_sizes, device_model, engine, heavy_hitters, kernels, pool
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.engine import engine
 from ccjax.kernels import dispatch
 from ccjax.models.llama3 import LlamaConfig
+from ccjax.runner import batch_sizes, compiled_sizes, device_model, heavy_hitters, kernels, pool
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 
 _MODULES = (batch_sizes, compiled_sizes, device_model, heavy_hitters, pool)
 _PAGES = (1024, 8192)

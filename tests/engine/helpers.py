@@ -10,20 +10,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ccjax.cache.capture import ReadLayers
+from ccjax.cache.contexts import LayerLoader
+from ccjax.cache.reads import Patience
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.batch.job import Contexts, PrefillJob
-from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
-from ccjax.engine.batch.pages import RequestPages
-from ccjax.engine.capture import ReadLayers
-from ccjax.engine.contexts import LayerLoader
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.loading import LoadedModel
-from ccjax.engine.plan_rows import PrefillOutcome
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
-from ccjax.engine.reads import Patience
-from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import LlamaConfig
 from ccjax.models.llama3.params import Params, build_params
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.job import Contexts, PrefillJob
+from ccjax.runner.pack import JobFailedError, Pack, Piece
+from ccjax.runner.pages import RequestPages
+from ccjax.runner.plan_rows import PrefillOutcome
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 from ccjax.store.throttle import ThrottledLink
 from ccjax.types import PrefillPlan, VariantId
 from tests.oracles import head_size, random_llama, rope_frequencies, rotate

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ccjax.engine import Engine, Request, SamplingParams
-from ccjax.engine.heavy_hitters import received_mass
 from ccjax.engine.hosts import follow
 from ccjax.models import lockstep
 from ccjax.models.llama3 import leaves
+from ccjax.runner.heavy_hitters import received_mass
 from tests.engine.few_shapes import few_shapes
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ccjax.engine import sharing
-from ccjax.engine.batch.pack import Pack
+from ccjax.cache.shared import prefill as sharing
+from ccjax.runner.pack import Pack
 from tests.engine.few_shapes import few_shapes
 from tests.engine.helpers import TinyModel, draw_segments
 

@@ -15,11 +15,11 @@ if __name__ == "__main__":
     # libfaketime 0.9.10 fails the sleep until a time that Python asks for; waits with a timeout it leaves alone.
     time.sleep = lambda seconds: threading.Event().wait(seconds) and None  # type: ignore[assignment]
 
-import ccjax.engine.load_plan  # noqa: E402
-import ccjax.engine.sharing  # noqa: E402
+import ccjax.cache.load_plan  # noqa: E402
+import ccjax.cache.shared.prefill  # noqa: E402
+from ccjax.cache.shared.prefill import SharedPrefill  # noqa: E402
 from ccjax.engine import Engine  # noqa: E402
-from ccjax.engine.batch.pack import Pack  # noqa: E402
-from ccjax.engine.sharing import SharedPrefill  # noqa: E402
+from ccjax.runner.pack import Pack  # noqa: E402
 from tests.engine.few_shapes import few_shapes  # noqa: E402
 
 _RUN_LAYER, _LOOK = Pack.run_layer, SharedPrefill.look
@@ -53,7 +53,7 @@ class Worker:
         """
         Pack.run_layer = _held if is_held else _RUN_LAYER  # type: ignore[method-assign]
         SharedPrefill.look = _told if tells else _LOOK  # type: ignore[method-assign]
-        ccjax.engine.sharing.claim_s = lambda *_: claim_s
+        ccjax.cache.shared.prefill.claim_s = lambda *_: claim_s
         response = self._engine.generate("Who?", documents, max_new_tokens=4)
         self._engine.cache.flush()
         report = response.reuse
@@ -106,9 +106,9 @@ def _say(value: dict[str, Any]) -> None:
 
 def main(model: str, store: str, index: str) -> None:
     # Nobody loses patience: what ends a wait is the holder, or the end of its lease.
-    ccjax.engine.sharing.longest_shared_wait_s = lambda *_: PATIENCE_S
+    ccjax.cache.shared.prefill.longest_shared_wait_s = lambda *_: PATIENCE_S
     # Nor is anything computed because a busy machine reads more slowly than this model computes.
-    ccjax.engine.load_plan.loads_to_give_up = lambda *_: frozenset()
+    ccjax.cache.load_plan.loads_to_give_up = lambda *_: frozenset()
     settings = {"store": store, "share_computation": True, "max_model_len": 512, "strategy": "cachecraft"}
     with few_shapes(), Engine.from_pretrained(model, store_index=index, **settings) as engine:
         worker = Worker(engine)

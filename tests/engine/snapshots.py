@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.prompts import chunk_id
-from ccjax.engine.rates import Rates
-from ccjax.engine.snapshot import ChunkCache, restore_snapshot, save_snapshot
-from ccjax.engine.variants import VariantIndex
+from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.rates import Rates
+from ccjax.cache.snapshot import ChunkCache, restore_snapshot, save_snapshot
+from ccjax.cache.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.eviction import DEFAULT_POLICY
+from ccjax.prompts import chunk_id
 from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
@@ -134,7 +134,7 @@ def dump(path: str) -> None:
 
 def save_forever(path: str, num_variants: str) -> None:
     """Saves to PATH/0, PATH/1, ... with small parts, and keeps the last two."""
-    from ccjax.engine.snapshot import save as module
+    from ccjax.cache.snapshot import save as module
 
     module.PACK_BYTES, module.PART_BYTES = 1 << 20, 2 << 20
     with open_cache(kv_spec=WIDE) as cache:

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from ccjax.engine import EngineConfig, Request, SamplingParams, prefill_orders, variant_records
-from ccjax.engine.prefill_order import PrefillOrder
-from ccjax.engine.prompts import chunk_id
+from ccjax.cache import variant_records
+from ccjax.cache.shared.prefill_order import PrefillOrder
+from ccjax.engine import EngineConfig, Request, SamplingParams, prefill_orders
 from ccjax.errors import ConfigError, RequestError
+from ccjax.prompts import chunk_id
 from ccjax.types import Chunk
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.polling import wait_until

@@ -6,8 +6,8 @@ import pytest
 
 from ccjax.engine import SamplingParams
 from ccjax.engine.answer import Answer
-from ccjax.engine.sampling import Drawn
 from ccjax.errors import RequestError
+from ccjax.runner.sampling import Drawn
 
 END, WORD = 1, 2
 

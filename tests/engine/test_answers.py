@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.batch import loop as loop_module
 from ccjax.engine.batch.available_pages import AvailablePages
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.sequence import TokenSequence
-from ccjax.engine.pool import PAGE_TOKENS, num_pages
-from ccjax.engine.sampling import seed_of
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ContextLengthError, RequestError
+from ccjax.runner.pool import PAGE_TOKENS, num_pages
+from ccjax.runner.sampling import seed_of
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.test_batch import prompts
 from tests.engine.test_batch_loop import Client, check, filled, settled
@@ -364,7 +364,7 @@ def test_a_step_that_fails_ends_all_answers_with_one_error(monkeypatch, caplog):
             raise MemoryError("no room on the device")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ccjax.engine.batch.decode.paged_decode_step", out_of_memory)
+            patch.setattr("ccjax.runner.decode.paged_decode_step", out_of_memory)
             client = Counting(engine, ask(segments, n=3))
             with pytest.raises(MemoryError):
                 client.response()

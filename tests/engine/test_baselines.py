@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Request
-from ccjax.engine.requests import SamplingParams
 from ccjax.errors import ConfigError
+from ccjax.requests import SamplingParams
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, selective_oracle
 from tests.oracles import llama_forward, rope_frequencies, rotate
 

@@ -6,16 +6,16 @@ import dataclasses
 import numpy as np
 import pytest
 
+from ccjax.cache.contexts import LayerLoader
+from ccjax.cache.reads import Patience
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
-from ccjax.engine.batch.decode import DecodeBatch
-from ccjax.engine.batch.job import PrefillJob
-from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
-from ccjax.engine.batch.pages import RequestPages, shared_segments
-from ccjax.engine.contexts import LayerLoader
-from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.reads import Patience
-from ccjax.engine.sampling import Draw, draw
-from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.runner.decode import DecodeBatch
+from ccjax.runner.job import PrefillJob
+from ccjax.runner.pack import JobFailedError, Pack, Piece
+from ccjax.runner.pages import RequestPages, shared_segments
+from ccjax.runner.pool import PAGE_TOKENS
+from ccjax.runner.sampling import Draw, draw
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 
 MODEL = TinyModel(seed=13)

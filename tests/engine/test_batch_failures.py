@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import EngineConfig
-from ccjax.engine.batch import decode as decode_module
-from ccjax.engine.batch import pack as pack_module
 from ccjax.engine.batch import sequence as sequence_module
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool, num_pages
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError, DeviceMemoryError
+from ccjax.runner import decode as decode_module
+from ccjax.runner import pack as pack_module
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.store.errors import TierFullError
 from ccjax.store.usage import DEVICE, HOST
 from tests.engine.helpers import TinyModel, draw_segments, permuted

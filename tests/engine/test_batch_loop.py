@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Request, SamplingParams
 from ccjax.engine.batch import loop as loop_module
 from ccjax.engine.batch.failures import CancelledError
-from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ContextLengthError
+from ccjax.runner.pool import PAGE_TOKENS
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_batch import prompts
 from tests.polling import wait_until
@@ -367,7 +367,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(monkeypatch, caplog):
             raise MemoryError("no room on the device")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ccjax.engine.batch.decode.paged_decode_step", out_of_memory)
+            patch.setattr("ccjax.runner.decode.paged_decode_step", out_of_memory)
             clients = [Client(engine, ask(segments, "off")) for _ in range(3)]
             for client in clients:
                 with pytest.raises(MemoryError, match="no room on the device"):

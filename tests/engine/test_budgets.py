@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ccjax.engine import EngineConfig, budgets
-from ccjax.engine.budgets import check_budgets, disk_bytes, memory_bytes
+from ccjax.engine import EngineConfig
 from ccjax.errors import ConfigError
+from ccjax.runner import budgets
+from ccjax.runner.budgets import check_budgets, disk_bytes, memory_bytes
 from tests.engine.helpers import TinyModel
 
 MODEL = TinyModel()

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccjax.engine import changes as changes_module
+from ccjax.cache import changes as changes_module
+from ccjax.cache.changes import Changes
 from ccjax.engine.batch.sequence import TokenSequence
-from ccjax.engine.changes import Changes
-from ccjax.engine.requests import Delta, Request, SamplingParams
+from ccjax.requests import Delta, Request, SamplingParams
 from ccjax.types import ChunkId
 from tests.engine.helpers import TinyModel, draw_segments
 

@@ -10,15 +10,15 @@ import types
 import numpy as np
 import pytest
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import EngineConfig, Request
 from ccjax.engine.batch import loop as loop_module
 from ccjax.engine.batch import sequences as sequences_module
 from ccjax.engine.batch.locked_scheduler import LockedScheduler, planning_order
-from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.requests import LONGEST_FLOW, MOST_PRIORITY
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError, ContextLengthError, DeadlineError, OverloadError, RequestError
 from ccjax.policy.scheduling import Scheduler, SchedulerSettings
+from ccjax.requests import LONGEST_FLOW, MOST_PRIORITY
+from ccjax.runner.pool import PAGE_TOKENS
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.test_batch_loop import Client, Turns, ask, check, settled
 from tests.polling import wait_until

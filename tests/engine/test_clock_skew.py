@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ccjax.engine import sharing
+from ccjax.cache.shared import prefill as sharing
 from ccjax.store.index.sqlite import SqliteIndex
 from ccjax.store.leases import Leases
 from tests.engine.helpers import TinyModel, draw_segments

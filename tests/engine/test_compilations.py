@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ccjax.engine.compilations import compilations
+from ccjax.runner.compilations import compilations
 
 
 def test_every_new_size_counts_once() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccjax.engine.batch_sizes import BatchSizes
-from ccjax.engine.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
-from ccjax.engine.compiled_sizes import CompiledSizes
+from ccjax.runner.batch_sizes import BatchSizes
+from ccjax.runner.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
+from ccjax.runner.compiled_sizes import CompiledSizes
 
 
 @pytest.fixture(scope="module", autouse=True)

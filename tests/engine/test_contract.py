@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Engine, EngineConfig, Request
-from ccjax.engine.calibration import CALIBRATION_FILE, read_calibration, write_calibration
 from ccjax.errors import ConfigError, RequestError
+from ccjax.loading.calibration import CALIBRATION_FILE, read_calibration, write_calibration
 from ccjax.policy.calibration import Calibration, Trial
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Engine
-from ccjax.engine.loading import DEMO_MODEL, load_model, read_model_files
 from ccjax.errors import ConfigError
+from ccjax.loading.model import DEMO_MODEL, load_model, read_model_files
 from scripts.convert import main
 
 

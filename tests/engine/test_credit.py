@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ccjax.engine import EngineConfig
-from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.settings import PlannerSettings
 from ccjax.policy.strategies import expected_share
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from ccjax.cache.capture import capture_variants, context_deviations
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.capture import capture_variants, context_deviations
-from ccjax.engine.loading import load_model
 from ccjax.errors import ConfigError
+from ccjax.loading.model import load_model
 from tests.engine.helpers import TinyModel, draw_segments, permuted, run_plan
 from tests.oracles import llama_forward
 

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from ccjax.engine import budgets
-from ccjax.engine.budgets import memory_bytes
-from ccjax.engine.compilations import compilations
-from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError
+from ccjax.runner import budgets
+from ccjax.runner.budgets import memory_bytes
+from ccjax.runner.compilations import compilations
+from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.store.host import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ccjax.cache.documents import registry as documents_module
 from ccjax.engine import Engine, Request, SamplingParams
-from ccjax.engine import documents as documents_module
 from ccjax.errors import (
     ContextLengthError,
     PinLimitError,

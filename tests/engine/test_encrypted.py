@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from ccjax.cache.identity import identity_for
+from ccjax.cache.snapshot import save_snapshot
 from ccjax.engine import EngineConfig, Request
-from ccjax.engine.identity import identity_for
-from ccjax.engine.requests import SamplingParams
-from ccjax.engine.snapshot import save_snapshot
 from ccjax.errors import ConfigError, SnapshotError
+from ccjax.requests import SamplingParams
 from ccjax.store import StoreCipher, StoreIdentity, StoreKeys
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.snapshots import open_cache

@@ -382,7 +382,7 @@ def test_pins_are_released_after_answers_cancellations_and_failures(tmp_path, mo
         assert engine._store._pins
         stream.close()
         engine.generate_from_tokens(segments, max_new_tokens=2)  # behind what was closed
-        monkeypatch.setattr("ccjax.engine.batch.decode.paged_decode_step", None)
+        monkeypatch.setattr("ccjax.runner.decode.paged_decode_step", None)
         with pytest.raises(TypeError):  # each time it is tried again, the prefill draws a token without that step
             engine.generate_from_tokens(segments, max_new_tokens=8)
         assert not engine._store._pins

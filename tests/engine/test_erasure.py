@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import ccjax.store.commits
+from ccjax.cache.documents import registry as documents_module
+from ccjax.cache.documents.registry import Origin
+from ccjax.cache.snapshot import inspect_snapshot
+from ccjax.cache.variant_records import with_origin
 from ccjax.engine import Engine, Request, SamplingParams
-from ccjax.engine import documents as documents_module
-from ccjax.engine.documents import Origin
-from ccjax.engine.snapshot import inspect_snapshot
-from ccjax.engine.variant_records import with_origin
 from ccjax.errors import (
     EraseIncompleteError,
 )

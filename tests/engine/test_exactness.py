@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, Request, Response
 from ccjax.engine.batch.failures import CancelledError
-from ccjax.engine.pool import PAGE_TOKENS
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.engine.speculation import SpeculativeAnswer
+from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.types import Document
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.test_batch_failures import check_pages

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.batch.pack import Pack
 from ccjax.engine.maintenance import MaintenanceCounts
 from ccjax.errors import ConfigError
+from ccjax.runner.pack import Pack
 from ccjax.server.metrics import ServerMetrics
 from ccjax.store.index.outage import Outage
 from ccjax.types import Document

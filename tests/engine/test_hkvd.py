@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Request
-from ccjax.engine.batch.job import PrefillJob
-from ccjax.engine.batch.pack import Pack, Piece
-from ccjax.engine.batch.pages import RequestPages
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
-from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.job import PrefillJob
+from ccjax.runner.pack import Pack, Piece
+from ccjax.runner.pages import RequestPages
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 from tests.engine.helpers import TOLERANCE, Memory, TinyModel, draw_segments, loader, permuted, selective_oracle
 from tests.engine.test_selective import MODEL, World, computed_offsets
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ccjax.engine.snapshot.cache import kv_spec_of
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.types import VariantMeta
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same

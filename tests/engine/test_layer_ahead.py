@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ccjax.cache.contexts import LayerLoader, _zeros
+from ccjax.cache.reads import LoadFailedError
 from ccjax.engine import Request, SamplingParams
-from ccjax.engine.cancellation import PrefillCancelledError
-from ccjax.engine.contexts import LayerLoader, _zeros
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.reads import LoadFailedError
+from ccjax.runner.cancellation import PrefillCancelledError
+from ccjax.runner.device_model import DeviceModel
 from ccjax.store.arrays import ShardReader
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.throttle import ThrottledLink

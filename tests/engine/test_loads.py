@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ccjax.engine import Request, SamplingParams, admission, contexts
-from ccjax.engine.contexts import LayerLoader
-from ccjax.engine.reads import LoadFailedError, Patience
+from ccjax.cache import contexts
+from ccjax.cache.contexts import LayerLoader
+from ccjax.cache.reads import LoadFailedError, Patience
+from ccjax.engine import Request, SamplingParams, admission
 from ccjax.store.arrays import ShardReader
 from ccjax.types import VariantId
 from tests.engine.helpers import TinyModel, draw_segments

@@ -5,8 +5,8 @@ import pytest
 
 from ccjax.demo.world import KINDS, held_out_contexts
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
-from ccjax.engine.loading import load_model
 from ccjax.errors import ConfigError
+from ccjax.loading.model import load_model
 from ccjax.store.tiered import TieredStore
 from ccjax.types import Document, ReuseMode, ReuseReport
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted

@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
+from ccjax.cache import variants as variants_module
+from ccjax.cache.chunk_tokens import ChunkTokens
 from ccjax.engine import Request
-from ccjax.engine import variants as variants_module
-from ccjax.engine.chunk_tokens import ChunkTokens
 from ccjax.engine.maintenance import MaintenanceCounts
-from ccjax.engine.prompts import chunk_id
+from ccjax.prompts import chunk_id
 from ccjax.types import ChunkId
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.oracles import llama_forward

@@ -1,4 +1,4 @@
-"""ccjax.engine.memory: hand-computed figures of known models, compiled steps' own figures, and what is refused."""
+"""ccjax.runner.memory: hand-computed figures of known models, compiled steps' own figures, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ccjax.engine import Engine, EngineConfig, device_memory, memory
-from ccjax.engine.batch_sizes import BatchSizes
-from ccjax.engine.device_memory import memory_plan, sizes_of, with_pool
-from ccjax.engine.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, plain, plan_memory, weight_bytes
+from ccjax.engine import Engine, EngineConfig
 from ccjax.errors import ConfigError
 from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, abstract_params, init_params
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
 from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, make_mesh, param_sharding, placement, shard_params
 from ccjax.models.llama3.steps import logits_step, sample_step
+from ccjax.runner import device_memory, memory
+from ccjax.runner.batch_sizes import BatchSizes
+from ccjax.runner.device_memory import memory_plan, sizes_of, with_pool
+from ccjax.runner.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, plain, plan_memory, weight_bytes
 from tests.engine.helpers import TinyModel
 
 GB = 10**9

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ccjax import Engine
-from ccjax.engine.loading import read_model_files
+from ccjax.loading.model import read_model_files
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_batch_loop import Client, ask
 from tests.engine.test_identities import answer, assert_same

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ccjax.engine.placement import Placement
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.cache.placement import Placement
 from ccjax.policy.eviction import POLICIES
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 from ccjax.types import VariantId, VariantMeta
 from tests.store.kv import SPEC, make_kv, make_record, open_store, record_file
 

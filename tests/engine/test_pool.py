@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 from ccjax.store import ShardNotFoundError, TierFullError
 from tests.store.kv import BF16, SPEC, make_kv, make_record
 

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
+from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.rates import Rates
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.prefill_profile import PROFILE_FILE, PrefillProfile, measure_prefills, write_profile
-from ccjax.engine.rates import Rates
+from ccjax.engine.prefill_measurement import measure_prefills
 from ccjax.errors import ConfigError
+from ccjax.loading.prefill_profile import PROFILE_FILE, PrefillProfile, write_profile
 from ccjax.policy.prefill_cost import PrefillGrid
 from scripts import profile_prefill
 from tests.engine.helpers import TinyModel, draw_segments, permuted

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.loading import DEMO_MODEL, load_model, read_model_files
 from ccjax.errors import ConfigError
+from ccjax.loading.model import DEMO_MODEL, load_model, read_model_files
 from ccjax.models.llama3.params import build_params
 from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize_on_host
 from ccjax.store.errors import StoreIdentityError

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from ccjax.cache.queue_preload import Preloader
 from ccjax.engine import Request, SamplingParams
-from ccjax.engine.queue_preload import Preloader
 from ccjax.store.arrays import ShardReader
 from ccjax.types import VariantId
 from tests.engine.helpers import TinyModel, draw_segments, permuted

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Engine
-from ccjax.engine.loading import DEMO_MODEL, load_model, load_prompt_builder, read_model_files
 from ccjax.errors import ConfigError
+from ccjax.loading.model import DEMO_MODEL, load_model, load_prompt_builder, read_model_files
 from ccjax.text import ByteTokenizer
 
 

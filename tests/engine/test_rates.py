@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from ccjax.engine.costs import MeasuredCosts
-from ccjax.engine.rates import Cost, LoadRate, Rates, fit
+from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.rates import Cost, LoadRate, Rates, fit
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.store.throttle import ThrottledLink
 

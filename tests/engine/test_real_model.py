@@ -10,8 +10,8 @@ import pytest
 
 from ccjax.engine import Engine, EngineConfig, Request
 from ccjax.engine.divergence import kl_divergence
-from ccjax.engine.loading import load_model
-from ccjax.engine.requests import SamplingParams
+from ccjax.loading.model import load_model
+from ccjax.requests import SamplingParams
 from ccjax.types import Document
 
 pytestmark = pytest.mark.skipif(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ccjax.engine.cached_prefill import Prefilled
-from ccjax.engine.plan_rows import PrefillOutcome
-from ccjax.engine.prompts import Prompt
+from ccjax.cache.cached_prefill import Prefilled
 from ccjax.engine.report import build_report
 from ccjax.engine.trace import Tracer
 from ccjax.policy.contract import reuse_contract
-from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.settings import PlannerSettings
+from ccjax.prompts import Prompt
+from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.types import Chunk, ChunkId, PrefillPlan, Segment, VariantId
 
 NUM_LAYERS = 6

@@ -5,12 +5,12 @@ import collections
 import numpy as np
 import pytest
 
-import ccjax.engine.prompts
+import ccjax.prompts
+from ccjax.cache.shared.prefill_order import PrefillOrder
 from ccjax.engine import Request
-from ccjax.engine.batch.pack import Pack
-from ccjax.engine.prefill_order import PrefillOrder
-from ccjax.engine.prompts import as_chunk, chunk_id, tenant_of, tenant_tag
-from ccjax.engine.requests import SamplingParams
+from ccjax.prompts import as_chunk, chunk_id, tenant_of, tenant_tag
+from ccjax.requests import SamplingParams
+from ccjax.runner.pack import Pack
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 SEGMENTS = draw_segments(np.random.default_rng(5), [40, 60, 50])
@@ -125,6 +125,6 @@ def test_a_hit_of_another_tenant_cannot_be_timed(model, monkeypatch):
     with monkeypatch.context() as patch:
         work = work_of(model, patch)
     assert work["theirs"] == work["fresh"] != work["own"]
-    monkeypatch.setattr(ccjax.engine.prompts, "tenant_tag", lambda salt: "")
+    monkeypatch.setattr(ccjax.prompts, "tenant_tag", lambda salt: "")
     work = work_of(model, monkeypatch)
     assert work["theirs"] != work["fresh"]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from ccjax.engine.capture import capture_variants
-from ccjax.engine.device_model import DeviceModel
+from ccjax.cache.capture import capture_variants
 from ccjax.policy.focus import FocusState, observe
+from ccjax.runner.device_model import DeviceModel
 from ccjax.types import ChunkId, LayerStats, PrefillPlan, Segment, VariantId, VariantMeta
 from tests.engine.helpers import TOLERANCE, TinyModel, run_plan, run_reusing, selective_oracle
 from tests.oracles import llama_forward

@@ -9,10 +9,10 @@ import pytest
 
 from ccjax.engine import Engine, EngineConfig, Request
 from ccjax.engine.divergence import kl_divergence
-from ccjax.engine.requests import SamplingParams
 from ccjax.engine.shadow import MOST_WAITING, ShadowCounts
 from ccjax.errors import ConfigError
 from ccjax.policy.shadow import WINDOW
+from ccjax.requests import SamplingParams
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 MODEL = TinyModel(seed=8)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ccjax.cache.capture import capture_variants, context_deviations
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.capture import capture_variants, context_deviations
-from ccjax.engine.loading import load_model
 from ccjax.errors import ReadOnlyError, RequestError
+from ccjax.loading.model import load_model
 from ccjax.policy.capture import make_variant_id
 from ccjax.store.errors import StoreUnavailableError
 from ccjax.types import Document

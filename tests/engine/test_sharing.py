@@ -14,13 +14,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ccjax.engine import EngineConfig, admission, contexts, sharing
+from ccjax.cache import contexts
+from ccjax.cache.shared import prefill as sharing
+from ccjax.cache.shared.prefill import SharedPrefill
+from ccjax.engine import EngineConfig, admission
 from ccjax.engine.batch import group, loop, sequences
-from ccjax.engine.cancellation import PrefillCancelledError
-from ccjax.engine.sharing import SharedPrefill
 from ccjax.errors import ConfigError
 from ccjax.policy.capture import variants_to_compute
 from ccjax.policy.loading import LEAST_WAIT_S, STORE_S, longest_shared_wait_s
+from ccjax.runner.cancellation import PrefillCancelledError
 from ccjax.store import StoreUnavailableError
 from ccjax.types import VariantId
 from tests.engine.helpers import TinyModel, draw_segments, permuted
@@ -128,14 +130,14 @@ def claims_of(engine, segments, monkeypatch) -> list[VariantId]:
         raise PrefillCancelledError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ccjax.engine.sharing.variants_to_compute", stop)
+        patch.setattr("ccjax.cache.shared.prefill.variants_to_compute", stop)
         assert list(engine.stream(_request(segments))) == []
     assert seen and prefill._store.claims.claim(seen, 3600) == tuple(seen)
     return seen
 
 
 def _request(segments):
-    from ccjax.engine.requests import Request, SamplingParams
+    from ccjax.requests import Request, SamplingParams
 
     return Request(segments=segments, sampling=SamplingParams(4))
 
@@ -225,9 +227,9 @@ class Winner:
 
 def test_what_a_winner_claims_late_is_waited_for_as_long_as_it_takes(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("ccjax.engine.sharing.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("ccjax.cache.shared.prefill.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(
-        "ccjax.engine.sharing.variants_to_compute", lambda plan, known: {"a": 100, "b": 2000, "c": 3000}
+        "ccjax.cache.shared.prefill.variants_to_compute", lambda plan, known: {"a": 100, "b": 2000, "c": 3000}
     )
     index = SimpleNamespace(apply_changes=lambda arrived, gone: (len(arrived), 0))
     shared = SharedPrefill(claims := Winner(), index, 1e-3)
@@ -327,7 +329,7 @@ def test_claims_end_when_the_client_leaves_and_when_the_device_fails(url, tmp_pa
             raise RuntimeError("device lost")
 
         with monkeypatch.context() as patch:
-            patch.setattr("ccjax.engine.batch.pack.paged_layer_step", fail)
+            patch.setattr("ccjax.runner.pack.paged_layer_step", fail)
             with pytest.raises(RuntimeError, match="device lost"):
                 answer(engine)
         assert leases(tmp_path) == []

@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
+from ccjax.cache.snapshot import inspect_snapshot, restore_snapshot, save_snapshot
+from ccjax.cache.snapshot import save as save_module
+from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.engine import Request, SamplingParams
-from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot, save_snapshot
-from ccjax.engine.snapshot import save as save_module
-from ccjax.engine.snapshot.packs import PackFolder
 from ccjax.errors import ConfigError
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.store import StoreUnavailableError

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
-from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot, save_snapshot
-from ccjax.engine.snapshot import packs as packs_module
-from ccjax.engine.snapshot.index import KEY
+from ccjax.cache.snapshot import inspect_snapshot, restore_snapshot, save_snapshot
+from ccjax.cache.snapshot import packs as packs_module
+from ccjax.cache.snapshot.index import KEY
 from ccjax.errors import SnapshotError
 from ccjax.store import StoreUnavailableError
 from tests.engine.snapshots import BYTES, contents, open_cache, put, save_ten

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from ccjax.engine.snapshot import restore_snapshot, save_snapshot
-from ccjax.engine.snapshot.index import KEY, _canonical, decode_index, inspect_snapshot
+from ccjax.cache.snapshot import restore_snapshot, save_snapshot
+from ccjax.cache.snapshot.index import KEY, _canonical, decode_index, inspect_snapshot
 from ccjax.errors import SnapshotError
 from tests.engine.snapshots import BYTES, contents, data_files, open_cache, put, save_ten
 

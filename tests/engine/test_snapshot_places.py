@@ -14,10 +14,10 @@ import jax
 import psutil
 import pytest
 
-from ccjax.engine.snapshot import inspect_snapshot, restore_snapshot, save_snapshot
-from ccjax.engine.snapshot import save as save_module
-from ccjax.engine.snapshot.index import KEY, _canonical, decode_index
-from ccjax.engine.snapshot.packs import PackFolder
+from ccjax.cache.snapshot import inspect_snapshot, restore_snapshot, save_snapshot
+from ccjax.cache.snapshot import save as save_module
+from ccjax.cache.snapshot.index import KEY, _canonical, decode_index
+from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.store import KVSpec, StoreIdentity, StoreUnavailableError
 from tests.engine.snapshots import (

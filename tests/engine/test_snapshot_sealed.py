@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from ccjax.engine.snapshot import restore_snapshot, save_snapshot
-from ccjax.engine.snapshot.index import KEY, decode_index, inspect_snapshot
+from ccjax.cache.snapshot import restore_snapshot, save_snapshot
+from ccjax.cache.snapshot.index import KEY, decode_index, inspect_snapshot
 from ccjax.errors import SnapshotError
 from ccjax.store import StoreIdentity, StoreKeys
 from ccjax.store.arrays import checksum

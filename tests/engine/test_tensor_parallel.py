@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
-from ccjax.engine.compilations import compilations
-from ccjax.engine.conversion import to_checkpoint
-from ccjax.engine.loading import load_model
 from ccjax.errors import ConfigError
+from ccjax.loading.conversion import to_checkpoint
+from ccjax.loading.model import load_model
 from ccjax.models.llama3.sharding import mesh_of
+from ccjax.runner.compilations import compilations
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 from tests.models.test_convert import write

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from ccjax.engine.batch_sizes import BatchSizes
-from ccjax.engine.buckets import segment_bucket, slot_bucket, token_bucket
-from ccjax.engine.compilations import compilations
 from ccjax.models.llama3 import paged_steps, steps
+from ccjax.runner.batch_sizes import BatchSizes
+from ccjax.runner.buckets import segment_bucket, slot_bucket, token_bucket
+from ccjax.runner.compilations import compilations
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 

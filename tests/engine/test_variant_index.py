@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ccjax.store.commits
-from ccjax.engine.variant_records import KnownVariant
+from ccjax.cache.variant_records import KnownVariant
 from ccjax.store import ShardRecord, TieredStore
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 

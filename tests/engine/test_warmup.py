@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ccjax.engine import Engine, warmup
-from ccjax.engine.compilations import compilations
-from ccjax.engine.requests import Request, SamplingParams
+from ccjax.engine import Engine
+from ccjax.requests import Request, SamplingParams
+from ccjax.runner import warmup
+from ccjax.runner.compilations import compilations
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 FEW: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 4}

@@ -9,7 +9,7 @@ import pytest
 
 from ccjax.engine import Request
 from ccjax.engine.divergence import kl_divergence
-from ccjax.engine.requests import SamplingParams
+from ccjax.requests import SamplingParams
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.oracles import llama_forward
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ccjax.engine.requests import Response
 from ccjax.evaluation import forced
+from ccjax.requests import Response
 from ccjax.types import ReuseReport
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments
 from tests.oracles import llama_forward

@@ -7,11 +7,11 @@ import pytest
 
 from ccjax.demo.world import KINDS, held_out_contexts
 from ccjax.engine import EngineConfig
-from ccjax.engine.loading import load_model as load_engine_model
 from ccjax.evaluation.measure import measure, measure_store
 from ccjax.evaluation.questions import demo_questions
 from ccjax.evaluation.scores import exact_match
 from ccjax.evaluation.ways import DEFAULT, FULL, Way
+from ccjax.loading.model import load_model as load_engine_model
 from scripts.demo_model.evaluate import answered
 from scripts.demo_model.export import load_model
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ccjax.engine.requests import Response, TokenLogprob
 from ccjax.evaluation.passages import map_reduce, map_rerank
+from ccjax.requests import Response, TokenLogprob
 from ccjax.types import Document, ReuseReport
 
 REPORT = ReuseReport("bounded", "prefix", 1, 1, 0, 0, 1.0, True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.loading import load_model
 from ccjax.evaluation.questions import demo_questions
 from ccjax.evaluation.states import STATES, fill, steps
+from ccjax.loading.model import load_model
 
 QUESTIONS = demo_questions(1, (3,), kinds=("single", "pronoun"))
 PROMPTS = [question.documents for question in QUESTIONS]

@@ -11,10 +11,10 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 import ccjax.loading.gguf.reader as reading
-from ccjax.engine.loading import load_model, model_config
 from ccjax.errors import ConfigError
 from ccjax.loading import named
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
+from ccjax.loading.model import load_model, model_config
 from ccjax.models.llama3.leaves import CheckpointError
 from tests.loading.gguf_files import Shape, Words, byte_level_words, hugging_face_tensors, write_gguf
 

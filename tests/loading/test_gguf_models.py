@@ -8,8 +8,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from ccjax.engine import Engine
-from ccjax.engine.loading import load_model, load_prompt_builder, model_config, model_tokenizer, read_model_files
 from ccjax.errors import ConfigError
+from ccjax.loading.model import load_model, load_prompt_builder, model_config, model_tokenizer, read_model_files
 from ccjax.loading.named import gguf_path
 from scripts.convert import main
 from tests.loading.gguf_files import Shape, byte_level_words, hugging_face_tensors, write_gguf

@@ -11,8 +11,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
 
-from ccjax.engine.loading import load_model
 from ccjax.loading.gguf import config_of, load_gguf, lossless_dtype, open_gguf
+from ccjax.loading.model import load_model
 from ccjax.models.llama3.config import LlamaConfig, RopeScaling
 from ccjax.models.llama3.convert import load_params
 from ccjax.models.llama3.layers import rope_frequencies

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ccjax.engine.loading import DEMO_MODEL
+from ccjax.loading.model import DEMO_MODEL
 from ccjax.models.llama3 import LLAMA3_70B, abstract_params, forward, init_params
 from ccjax.models.llama3.convert import CheckpointError, load_config, load_params, save_pretrained
 from ccjax.models.llama3.params import ParamSpec, layer_table, top_table
@@ -281,7 +281,7 @@ def test_loading_holds_one_tensor_beside_the_result(tmp_path):
 
 @pytest.fixture(scope="module")
 def demo_tokens() -> np.ndarray:
-    from ccjax.engine.loading import DEMO_CORPUS, load_model
+    from ccjax.loading.model import DEMO_CORPUS, load_model
 
     tokenizer = load_model("demo", dtype="float32").tokenizer
     assert tokenizer is not None

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ccjax.engine.device_model import DeviceModel
+from ccjax.runner.device_model import DeviceModel
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_plan, run_reusing
 from tests.oracles import llama_forward

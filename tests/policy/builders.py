@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ccjax.policy.planner import PromptChunk
+from ccjax.policy.settings import PromptChunk
 from ccjax.types import ChunkId, Fidelity, SegmentRole, VariantId, VariantMeta
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ccjax.policy.capture import make_variant_id, should_capture, variant_meta, variants_to_compute
-from ccjax.policy.planner import PlannerSettings, plan_prefill
+from ccjax.policy.planner import plan_prefill
+from ccjax.policy.settings import PlannerSettings
 from ccjax.types import ChunkId, Segment, VariantId
 from tests.policy import oracles_policy as oracle
 from tests.policy.builders import ids, prompt, variant

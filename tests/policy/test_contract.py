@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ccjax.policy.contract import ReuseContract, reuse_contract
-from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.settings import PlannerSettings
 from tests.policy.test_calibration import CALIBRATION, trial
 
 SETTINGS = PlannerSettings(strategy="auto")

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy import planner, strategies
-from ccjax.policy.planner import PlannerSettings, PromptChunk, plan_prefill
+from ccjax.policy.planner import plan_prefill
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Decision, best_choices
 from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, Segment, VariantMeta
 from tests.policy.builders import ids, prompt, variant

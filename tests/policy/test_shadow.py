@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ccjax.policy.planner import PlannerSettings
+from ccjax.policy.settings import PlannerSettings
 from ccjax.policy.shadow import MOST, WINDOW, ShareControl
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ccjax.policy.planner import PlannerSettings, plan_prefill
+from ccjax.policy.planner import plan_prefill
+from ccjax.policy.settings import PlannerSettings
 from ccjax.policy.strategies import STRATEGIES, get_strategy
 from ccjax.types import VariantMeta
 from tests.policy.builders import ids, prompt, variant

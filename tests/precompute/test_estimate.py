@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine
-from ccjax.engine.snapshot.cache import kv_spec_of
 from ccjax.precompute.estimate import FileSystem, file_system_of, make_estimate, sample
 from ccjax.precompute.plan import Unit
 from ccjax.precompute.stored import Sizes, stored_ids

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from ccjax.engine import load_plan, reads
-from ccjax.engine.device_model import DeviceModel
+from ccjax.cache import load_plan, reads
 from ccjax.models.llama3 import LlamaConfig, init_params
+from ccjax.runner.device_model import DeviceModel
 from ccjax.store import records
 from ccjax.store.throttle import ThrottledLink
 from scripts.benchmarks import decode, loading, prefill, retrieval, store, ttft, ttft_default

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from ccjax.engine.batch.pack import Pack
 from ccjax.kernels.attention import attention
 from ccjax.models.llama3 import LlamaConfig
+from ccjax.runner.pack import Pack
 from scripts import gpu_check
 from scripts.gpucheck import (
     attention_numerics,

@@ -25,7 +25,7 @@ from ccjax.cli.options import parse, part
 from ccjax.cli.serving.options import serve_options
 from ccjax.config import DocumentOptions
 from ccjax.engine import Engine
-from ccjax.engine.loading import DEMO_CORPUS
+from ccjax.loading.model import DEMO_CORPUS
 from ccjax.precompute import worker, workers
 from ccjax.server.loading import open_documents
 from tests.polling import wait_until

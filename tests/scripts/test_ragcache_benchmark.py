@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ccjax.engine.loading import load_model
-from ccjax.engine.requests import Delta, Request, Response
+from ccjax.loading.model import load_model
+from ccjax.requests import Delta, Request, Response
 from ccjax.types import DocumentReuse, ReuseReport
 from scripts.benchmarks import ragcache
 from scripts.benchmarks import ragcache_order as order

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ccjax.cache.snapshot import inspect_snapshot
 from ccjax.engine import Engine
-from ccjax.engine.loading import load_model, read_model_files
-from ccjax.engine.snapshot import inspect_snapshot
+from ccjax.loading.model import load_model, read_model_files
 from scripts.snapshot import main
 from tests.engine.snapshots import data_files
 from tests.scripts import in_process

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from ccjax.engine import warmup
-from ccjax.engine.batch.decode import DecodeBatch
+from ccjax.runner import warmup
+from ccjax.runner.decode import DecodeBatch
 from ccjax.server import draining
 from scripts.serve import main
 from tests.engine.few_shapes import few_shapes

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from ccjax.engine.engine_documents import EngineDocuments
-from ccjax.engine.requests import MOST_PRIORITY
 from ccjax.errors import ConfigError, EraseIncompleteError
+from ccjax.requests import MOST_PRIORITY
 from ccjax.retrieval import LexicalEmbedder, Retriever
 from ccjax.server import ServerSettings
 from tests.polling import wait_until

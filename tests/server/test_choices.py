@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ccjax.engine import Request, SamplingParams
-from ccjax.engine.sampling import seed_of
+from ccjax.runner.sampling import seed_of
 from tests.polling import wait_until
 from tests.server import patience
 from tests.server.conftest import Server

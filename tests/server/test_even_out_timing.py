@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Delta, Request, Response, SamplingParams
-from ccjax.engine.batch import pack as pack_module
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.paged_steps import paged_layer_step
+from ccjax.runner import pack as pack_module
 from ccjax.server import ServerSettings
 from ccjax.server.worker import EngineWorker, Job
 from ccjax.types import ReuseReport

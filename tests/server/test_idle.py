@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from ccjax.engine import Engine, Request, SamplingParams
-from ccjax.engine.batch import pack as pack_module
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.models.llama3.paged_steps import paged_layer_step
+from ccjax.runner import pack as pack_module
 from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.polling import wait_until

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from ccjax.engine import Engine, warmup
-from ccjax.engine.compilations import compilations
+from ccjax.engine import Engine
+from ccjax.runner import warmup
+from ccjax.runner.compilations import compilations
 from ccjax.server import ServerSettings, Service
 from tests.polling import wait_until
 from tests.server import patience

@@ -24,7 +24,7 @@ import pytest
 
 from ccjax.cli.values import num_bytes
 from ccjax.engine import Engine
-from ccjax.engine.loading import DEMO_CORPUS, DEMO_MODEL
+from ccjax.loading.model import DEMO_CORPUS, DEMO_MODEL
 from scripts.serve import main
 from tests.conftest import ROOT
 from tests.polling import wait_until

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ccjax.engine.trace import RequestTrace, Span
+from ccjax.requests import RequestTrace, Span
 from ccjax.server import ServerSettings
 from ccjax.server.phases import PHASES
 from ccjax.server.trace_format import token_texts, trace_json

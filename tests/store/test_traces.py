@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 from tests.store.kv import SPEC, assert_same_bytes, bytes_on_disk, make_kv, make_record, open_store
 
 IDS = st.sampled_from([f"v{number}" for number in range(6)])

@@ -53,7 +53,7 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
 def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOptions:
     from ccjax.cluster.replica import ReplicaOptions, ReplicaScale
     from ccjax.cluster.serving import ClusterOptions
-    from ccjax.engine.budgets import host_cache_bytes
+    from ccjax.runner.budgets import host_cache_bytes
     from ccjax.server.loading import user_cache
 
     engine = engine_settings(args)

@@ -10,7 +10,7 @@ from ccjax.cli.serving.messages import naming
 from ccjax.cli.serving.options import ServeOptions, engine_settings
 
 if TYPE_CHECKING:
-    from ccjax.engine.memory import MemoryPlan
+    from ccjax.runner.memory import MemoryPlan
 
 
 def memory_lines(plan: MemoryPlan) -> Iterator[str]:
@@ -28,9 +28,9 @@ def print_memory_plan(args: ServeOptions) -> int:
       StartupError: an invalid option, or the model does not fit; says what would.
     """
     from ccjax.engine import EngineConfig
-    from ccjax.engine.device_memory import memory_plan
-    from ccjax.engine.loading import model_config
-    from ccjax.engine.memory import check_fits
+    from ccjax.loading.model import model_config
+    from ccjax.runner.device_memory import memory_plan
+    from ccjax.runner.memory import check_fits
     from ccjax.server.loading import with_dtype
 
     with naming(args, "--model"):

@@ -101,7 +101,7 @@ def ready_line(args: ServeOptions, settings: ServerSettings, what: str, url: str
 
 
 def _example_question(args: ServeOptions) -> str:
-    from ccjax.engine.loading import ASSETS
+    from ccjax.loading.model import ASSETS
     from ccjax.loading.named import DEFAULT, TOY
 
     questions = ASSETS / "demo_questions.jsonl"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ccjax.engine.batch.group import SequenceGroup, SharedPrompt
-from ccjax.engine.pool import DevicePool
-from ccjax.engine.variants import VariantIndex
+from ccjax.cache.variants import VariantIndex
+from ccjax.engine.batch.sequence import SequenceGroup
+from ccjax.engine.batch.shared_prompt import SharedPrompt
+from ccjax.runner.pool import DevicePool
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DEVICE
 

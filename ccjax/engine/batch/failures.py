@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from ccjax.engine.cancellation import PrefillCancelledError
 from ccjax.errors import ContextLengthError, DeadlineError, DeviceMemoryError
 from ccjax.policy.scheduling import NeverFitsError
+from ccjax.runner.cancellation import PrefillCancelledError
 
 
 class CancelledError(Exception):

@@ -19,19 +19,19 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from ccjax.engine.batch.decode import DecodeBatch
+from ccjax.cache.rates import Rates
+from ccjax.cache.variants import VariantIndex
 from ccjax.engine.batch.failures import as_request_error
 from ccjax.engine.batch.locked_scheduler import LockedScheduler
-from ccjax.engine.batch.pack import JobFailedError, Pack, Piece
 from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.batch.sequences import Sequences
-from ccjax.engine.device_model import DeviceModel
-from ccjax.engine.pool import DevicePool
-from ccjax.engine.rates import Rates
-from ccjax.engine.sampling import Drawn, draw
-from ccjax.engine.variants import VariantIndex
 from ccjax.errors import OverloadError
 from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, SchedulerSettings, StepCosts
+from ccjax.runner.decode import DecodeBatch
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.pack import JobFailedError, Pack, Piece
+from ccjax.runner.pool import DevicePool
+from ccjax.runner.sampling import Drawn, draw
 from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)

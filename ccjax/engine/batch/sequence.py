@@ -1,22 +1,154 @@
-"""One answer in the batch, from its request's arrival, or from when its prompt was there, to its last token."""
+"""One request in the batch, and each of its answers: from its arrival, or from when its prompt was there, to its last
+token."""
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ccjax.engine.batch.group import SequenceGroup, SharedPrompt, reading_work, sharing_work
-from ccjax.engine.batch.job import PrefillJob
-from ccjax.engine.batch.pages import RequestPages, shared_segments
-from ccjax.engine.cached_prefill import Prefilled
-from ccjax.engine.plan_rows import PrefillOutcome
-from ccjax.engine.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
-from ccjax.engine.requests import Choice, Delta
-from ccjax.engine.sampling import Draw, Drawn, seed_of
+from ccjax.cache.cached_prefill import Prefilled
+from ccjax.engine.admission import Admission
+from ccjax.engine.answer import Answer
+from ccjax.engine.batch.shared_prompt import SharedPrompt, reading_work, sharing_work
+from ccjax.engine.trace import Tracer
 from ccjax.policy.scheduling import SequenceWork
+from ccjax.prompts import Prompt
+from ccjax.requests import Choice, Delta, Request, Response
+from ccjax.runner.job import PrefillJob
+from ccjax.runner.pages import RequestPages, shared_segments
+from ccjax.runner.plan_rows import PrefillOutcome
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
+from ccjax.runner.sampling import Draw, Drawn, seed_of
 from ccjax.store.usage import DEVICE
-from ccjax.types import ChunkId, PrefillPlan, VariantId
+from ccjax.types import ChunkId, PrefillPlan, ReuseReport, VariantId
+
+Emit = Callable[[Delta | Exception], None]
+"""Gets the deltas of an answer, or what ended it; called on the loop's thread, must return at once."""
+
+
+class SequenceGroup:
+    """The sequences of one request, one for most.
+
+    Attributes:
+      num_answers: sequences that there will be.
+      num_started: those that were queued so far.
+      open: those of them that have not ended.
+      prompt: the prompt's KV, from when the first of several sequences had its first token; None again once its pages
+        were needed while no admitted sequence read them.
+      reuse: what the prefill reused; None before it is through.
+      arrived_s: `time.perf_counter` when the request came.
+      started_s: `time.perf_counter` when the request left the queue, None before.
+      deadline_s: `time.perf_counter` when the answers are of no use any more, None for never.
+      tracer: notes what happens; None if not requested.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: Prompt,
+        *,
+        assemble_s: float,
+        emit: Emit,
+        on_start: Callable[[], None],
+        is_cancelled: Callable[[], bool],
+        new_admission: Callable[[], Admission],
+        new_answer: Callable[[int], Answer],
+        report: Callable[[Prefilled], ReuseReport],
+        keep: Callable[[Prefilled], None],
+        priority: int | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """
+        Args:
+          assemble_s: seconds that were spent on the request before.
+          emit: gets the deltas of all answers, the last of which has the response.
+          new_answer: the answer of an index.
+          report: of what a prefill reused.
+          keep: called on the loop's thread when the prefill is through and the first tokens are out, while what it
+            reused is pinned.
+          priority: None for that of the request.
+          tracer: notes what happens, where the request asked for that.
+        """
+        self.num_answers = request.sampling.n
+        self.num_started = 0
+        self.open: list[TokenSequence] = []
+        self.priority = request.priority if priority is None else priority
+        self.flow = request.flow
+        self.arrived_s = time.perf_counter() - assemble_s
+        self.deadline_s = None if request.timeout_s is None else self.arrived_s + request.timeout_s
+        self.sampling = request.sampling
+        self.tokens = prompt
+        self.emit = emit
+        self.is_cancelled = is_cancelled
+        self.new_admission = new_admission
+        self.new_answer = new_answer
+        self.prompt: SharedPrompt | None = None
+        self.reuse: ReuseReport | None = None
+        self._prompt_logits: np.ndarray | None = None
+        self.started_s: float | None = None
+        self._assemble_s = assemble_s
+        self._on_start = on_start
+        self._report = report
+        self.keep = keep
+        self.tracer = tracer
+        self._ttft_s = self._total_s = 0.0
+        self._choices: dict[int, Choice] = {}
+
+    @property
+    def is_unread(self) -> bool:
+        """True while the prompt is in the pool and no admitted sequence reads it."""
+        return self.prompt is not None and not any(one.reads_prompt for one in self.open)
+
+    def mark_started(self) -> None:
+        """Notes that a sequence left the queue; the first call counts."""
+        if self.started_s is None:
+            self.started_s = time.perf_counter()
+            self._on_start()
+
+    def record_prefill(self, prefilled: Prefilled) -> bool:
+        """Records a prefill of the prompt; True the first time."""
+        if self.reuse is not None:
+            return False
+        self.reuse = self._report(prefilled)
+        self._prompt_logits = prefilled.result.last_logits
+        if self.tracer is not None:
+            self.tracer.prefilled(prefilled, self.reuse)
+        return True
+
+    def record_token(self) -> None:
+        """Records when a sequence has a token."""
+        assert self.started_s is not None
+        now_s = time.perf_counter()
+        self._total_s = now_s - self.started_s + self._assemble_s
+        self._ttft_s = self._ttft_s or self._total_s
+        if self.tracer is not None:
+            self.tracer.token(now_s)
+
+    def finish(self, last: Delta, choice: Choice) -> None:
+        """Emits the last delta of a sequence; that of the last sequence has the response."""
+        self._choices[last.index] = choice
+        if len(self._choices) == self.num_answers:
+            assert self.reuse is not None and self.started_s is not None
+            first, *others = (self._choices[index] for index in range(self.num_answers))
+            response = Response(
+                text=first.text,
+                token_ids=first.token_ids,
+                finish_reason=first.finish_reason,
+                reuse=self.reuse,
+                num_prompt_tokens=self.tokens.num_tokens,
+                ttft_s=self._ttft_s,
+                total_s=self._total_s,
+                logprobs=first.logprobs,
+                others=tuple(others),
+                first_logits=first.first_logits,
+                prompt_logits=self._prompt_logits,
+                trace=None if self.tracer is None else self.tracer.finish(self.arrived_s, self.started_s),
+            )
+            last = dataclasses.replace(last, response=response)
+        self.emit(last)
 
 
 class TokenSequence:

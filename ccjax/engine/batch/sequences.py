@@ -6,19 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from ccjax.cache.reads import LoadFailedError
+from ccjax.cache.variants import VariantIndex
 from ccjax.engine.admission import Admission
 from ccjax.engine.batch.available_pages import AvailablePages
 from ccjax.engine.batch.failures import CancelledError, as_request_error, too_late
-from ccjax.engine.batch.group import SequenceGroup, SharedPrompt
 from ccjax.engine.batch.locked_scheduler import LockedScheduler, planning_order
-from ccjax.engine.batch.pack import Pack
-from ccjax.engine.batch.sequence import TokenSequence
-from ccjax.engine.cancellation import PrefillCancelledError
-from ccjax.engine.pool import DevicePool
-from ccjax.engine.reads import LoadFailedError
-from ccjax.engine.sampling import Drawn
-from ccjax.engine.variants import VariantIndex
+from ccjax.engine.batch.sequence import SequenceGroup, TokenSequence
+from ccjax.engine.batch.shared_prompt import SharedPrompt
 from ccjax.policy.scheduling import NeverFitsError
+from ccjax.runner.cancellation import PrefillCancelledError
+from ccjax.runner.pack import Pack
+from ccjax.runner.pool import DevicePool
+from ccjax.runner.sampling import Drawn
 from ccjax.store.errors import TierFullError
 from ccjax.store.tiered import TieredStore
 

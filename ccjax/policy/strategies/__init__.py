@@ -1,12 +1,12 @@
-"""The reuse strategies by exact name. To add one, write its file and list it here."""
+"""The reuse strategies by exact name. To add one, write its file and list it here and in `ccjax.policy.settings`."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from ccjax.policy.hkvd import DEFAULT_RATIO
 from ccjax.policy.reuse import cache_fix_overhead
+from ccjax.policy.settings import PlannerSettings, check_strategy
 from ccjax.policy.strategies import (
     auto,
     cacheblend,
@@ -21,9 +21,6 @@ from ccjax.policy.strategies import (
     set_cache,
 )
 from ccjax.policy.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings
 
 STRATEGIES: MappingProxyType[str, Strategy] = MappingProxyType(
     {
@@ -48,8 +45,7 @@ def get_strategy(name: str) -> Strategy:
     Raises:
       ValueError: no such strategy; the message lists the existing ones.
     """
-    if name not in STRATEGIES:
-        raise ValueError(f"strategy: wanted one of {', '.join(STRATEGIES)}, got {name!r}")
+    check_strategy(name)
     return STRATEGIES[name]
 
 

@@ -8,16 +8,13 @@ prefix: so it costs nothing while a request waits, and it is known for all layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ccjax.policy.reuse import most_contextualised, num_recompute_tokens
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision, best_choices, mean_deviations
 from ccjax.policy.strategies.fixing import recompute_count
 from ccjax.policy.variants import VariantChoice
 from ccjax.types import ReuseMode
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings, PromptChunk
 
 
 def decide(

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.variants import VariantChoice, choose_variant
 from ccjax.types import ChunkId, ReuseMode, VariantMeta
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings, PromptChunk
 
 Candidates = Mapping[ChunkId, Sequence[VariantMeta]]
 
@@ -32,7 +29,7 @@ class Decision:
     kept_ratio: float | None = None
 
 
-Strategy = Callable[["Sequence[PromptChunk]", Candidates, ReuseMode, "PlannerSettings"], Sequence[Decision]]
+Strategy = Callable[[Sequence[PromptChunk], Candidates, ReuseMode, PlannerSettings], Sequence[Decision]]
 
 
 def best_choices(

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ccjax.policy.hkvd import DEFAULT_RATIO
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision, best_choices
 from ccjax.policy.variants import VariantChoice
 from ccjax.types import ReuseMode
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings, PromptChunk
 
 
 def decide(

@@ -7,15 +7,12 @@ tokens from that of sharing the budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ccjax.policy.reuse import most_contextualised
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision, mean_deviations
 from ccjax.policy.strategies.fixing import fix_choices, highest
 from ccjax.types import ReuseMode, VariantMeta
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings, PromptChunk
 
 
 def decide(

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ccjax.policy.reuse import max_recompute_tokens, num_recompute_tokens
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision, best_choices
 from ccjax.policy.variants import VariantChoice
 from ccjax.types import ReuseMode, VariantMeta
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings, PromptChunk
 
 ChooseOffsets = Callable[[VariantMeta, int], tuple[int, ...]]
 """From a variant and a count in [0, num_tokens]: that many distinct in-chunk offsets, ascending."""

@@ -6,14 +6,11 @@ Engines with this strategy measure attention when they compute a chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision
 from ccjax.policy.strategies.fixing import fix_choices, highest
 from ccjax.types import ReuseMode, VariantMeta
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings, PromptChunk
 
 
 def decide(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision
 from ccjax.policy.strategies.fixing import fix_choices
 from ccjax.types import ReuseMode, VariantMeta
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings, PromptChunk
 
 
 def decide(

@@ -4,15 +4,12 @@ SET-CACHE). Never fixes: chunks in other places than on their path keep their KV
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ccjax.policy.strategies import prefix
+from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision
+from ccjax.policy.strategies.prefix import decide as decide_prefix
 from ccjax.policy.variants import choose_variant
 from ccjax.types import ChunkId, ReuseMode, VariantMeta
-
-if TYPE_CHECKING:
-    from ccjax.policy.planner import PlannerSettings, PromptChunk
 
 _Path = tuple[tuple[int, VariantMeta], ...]
 
@@ -27,7 +24,7 @@ def decide(
     the prompt has one. Longest by tokens; of equals the one that leaves the prompt's order last.
     """
     if mode == "exact":
-        return prefix.decide(chunks, candidates, mode, settings)
+        return decide_prefix(chunks, candidates, mode, settings)
     has_system = bool(chunks) and chunks[0].role == "system"
     found = dict(_longest(chunks, candidates, (), has_system=has_system))
     ids = tuple(chunk.chunk_id for chunk in chunks)

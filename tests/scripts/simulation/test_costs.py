@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from ccjax.engine.memory import num_parameters
 from ccjax.models.llama3.config import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig
 from ccjax.policy.prefill_cost import PrefillGrid
+from ccjax.runner.memory import num_parameters
 from scripts.simulation.costs import GridCosts, RooflineCosts, SimulatedPiece, overlapped_s
 from scripts.simulation.hardware import HARDWARE, Hardware, hardware
 

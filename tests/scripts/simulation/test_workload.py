@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from ccjax.engine.prompts import chunk_id
+from ccjax.prompts import chunk_id
 from scripts.simulation import workload as made
 
 

@@ -1,0 +1,130 @@
+"""Turns what a prefill computed into chunk variants: KV arrays and the metadata that policy decides by.
+
+Equations are in `ccjax.policy.capture`; here they get their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ccjax.models.lockstep import fetch
+from ccjax.policy.capture import should_capture, variant_meta
+from ccjax.runner.plan_rows import SINK_TOKENS, PrefillOutcome
+from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId, VariantMeta
+
+ReadLayers = Callable[[VariantId, int, int], np.ndarray]
+"""(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""
+
+
+def capture_variants(
+    plan: PrefillPlan,
+    result: PrefillOutcome,
+    known: Mapping[ChunkId, Collection[VariantMeta]],
+    read_layers: ReadLayers | None,
+    *,
+    ranking_layers: Collection[int] | None = None,
+) -> Iterator[tuple[VariantMeta, np.ndarray]]:
+    """Each variant worth keeping with its KV [L, 2, T, K, H], keys before RoPE, one at a time.
+
+    Computed chunks are kept as computed, approximately reused ones as repaired (CacheCraft sec. 3.3 adds a variant for
+    each new prefix); `ccjax.policy.capture.should_capture` says which. A repair that the focus cut stopped is not kept:
+    it would pass for a finished one when the next question looks at that passage.
+
+    Args:
+      ranking_layers: layers whose masses rank a chunk's tokens (CacheCraft eq. 14); None for all, as the paper has it.
+    """
+    masses = _mean_masses(plan, result)
+    ranking = masses[0] if ranking_layers is None else _mean_masses(plan, result, ranking_layers)[0]
+    before: list[Segment] = []
+    for index, segment in enumerate(plan.segments):
+        if segment.chunk_id is None:
+            continue
+        prefix_ids = tuple(earlier.chunk_id for earlier in before if earlier.chunk_id is not None)
+        is_whole = segment.action == "compute" or index not in result.unrepaired
+        if is_whole and should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids):
+            kv = _kv(result, segment, read_layers)
+            yield _measured_meta(index, segment, before, prefix_ids, masses, ranking, kv.nbytes), kv
+        before.append(segment)
+
+
+def context_deviations(kv: np.ndarray, other: np.ndarray) -> tuple[float, ...]:
+    """How far each token's KV is from that of the same chunk behind another prefix, to three digits: the Euclidean
+    distance over all heads, relative to the root mean square length of such rows; mean over keys, values and layers.
+
+    Args:
+      kv, other: [L, 2, T, K, H], keys before RoPE and values.
+    """
+    deviations = np.zeros(kv.shape[2])
+    for own, theirs in zip(kv, other, strict=True):  # layer by layer: no second copy of all that in float32
+        own, theirs = own.astype(np.float32), theirs.astype(np.float32)
+        squares = np.square(own - theirs).sum((2, 3))
+        scale = np.square(own).sum((2, 3)).mean(1, keepdims=True)
+        deviations += np.sqrt(squares / np.maximum(scale, np.finfo(np.float32).tiny)).mean(0)
+    return tuple(float(f"{value:.3g}") for value in deviations / len(kv))
+
+
+def _mean_masses(
+    plan: PrefillPlan, result: PrefillOutcome, layers: Collection[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mass [n, C] on every segment and self mass [n] of every prompt token, mean over layers, all or some, float64;
+    without the attention sink's.
+
+    Tokens that no layer computed have none; `variant_meta` wants exactly that of a repaired chunk.
+    """
+    mass = np.zeros((plan.num_tokens, len(plan.segments)))
+    own = np.zeros(plan.num_tokens)
+    for rows in result.layers:
+        if layers is not None and rows.layer not in layers:
+            continue
+        inside = slice(rows.first, rows.first + len(rows.offsets))
+        mass[rows.offsets] += np.asarray(rows.mass)[inside, : len(plan.segments)]
+        own[rows.offsets] += np.asarray(rows.self_mass)[inside]
+    own[:SINK_TOKENS] = 0.0  # as their mass on anything
+    num_layers = result.layers[-1].layer + 1 if layers is None else len(layers)
+    return mass / num_layers, own / num_layers
+
+
+def _measured_meta(
+    index: int,
+    segment: Segment,
+    before: Sequence[Segment],
+    prefix_ids: tuple[ChunkId, ...],
+    masses: tuple[np.ndarray, np.ndarray],
+    ranking: np.ndarray,
+    num_bytes: int,
+) -> VariantMeta:
+    assert segment.chunk_id is not None
+    rows = slice(segment.start, segment.start + segment.num_tokens)
+    mass, own = masses[0][rows], masses[1][rows]
+    documents = [number for number, earlier in enumerate(before) if earlier.role == "document"]
+    return variant_meta(
+        chunk_id=segment.chunk_id,
+        prefix_ids=prefix_ids,
+        prefix_lengths=tuple(earlier.num_tokens for earlier in before),
+        inter_by_prefix=tuple(float(value) for value in mass[:, :index].sum(0)),
+        # Rounding may leave a token that saw only itself a hair below zero.
+        intra=max(0.0, float((mass[:, index] - own).sum())),
+        # As in eq. 6 to 9: the instructions would only blur which tokens took something from the passages before them.
+        token_scores=tuple(float(value) for value in ranking[rows][:, documents].sum(1)),
+        num_bytes=num_bytes,
+        fidelity=segment.fidelity,
+        start=segment.start,
+        has_system=bool(before) and before[0].role == "system",
+    )
+
+
+def _kv(result: PrefillOutcome, segment: Segment, read_layers: ReadLayers | None) -> np.ndarray:
+    """KV [L, 2, T, K, H] of a segment: what it was reused from, with every computed row written over it."""
+    last = result.layers[-1]
+    kv = np.empty((last.layer + 1, 2, segment.num_tokens, *last.k.shape[1:]), last.k.dtype)
+    if segment.variant_id is not None:
+        assert read_layers is not None
+        kv[...] = read_layers(segment.variant_id, 0, last.layer + 1)
+    for rows in result.layers:
+        low, high = np.searchsorted(rows.offsets, (segment.start, segment.start + segment.num_tokens))
+        inside = rows.offsets[low:high] - segment.start
+        kv[rows.layer, 0, inside] = fetch(rows.k)[rows.first + low : rows.first + high]
+        kv[rows.layer, 1, inside] = fetch(rows.v)[rows.first + low : rows.first + high]
+    return kv

@@ -1,0 +1,85 @@
+"""The passages that prepared passages are computed behind.
+
+KV of a passage that was computed directly behind the instructions is poor behind other passages: its tokens behave like
+the beginning of a text. Behind some fixed, unrelated text of about 300 tokens they do not, and as that text is the same
+for all tenants, no tenant's passages show in another one's KV.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ccjax.errors import ConfigError
+from ccjax.policy.capture import make_variant_id
+from ccjax.prompts import Prompt, as_chunk, tenant_of
+from ccjax.text import PromptBuilder
+from ccjax.types import Chunk, Document, VariantId
+
+FRAMED_STRATEGIES = ("auto", "deviation")
+"""Those that prepare passages behind a frame; the others reuse KV as their papers have it."""
+
+DEFAULT = "default"
+NONE = "none"
+
+
+def frame_documents(name: str) -> tuple[Document, ...]:
+    """The passages of the frame "default", of a text file in which blank lines separate them, or none for "none".
+
+    Raises:
+      ConfigError: the file cannot be read, or has no text.
+    """
+    if name == NONE:
+        return ()
+    try:
+        place = importlib.resources.files("ccjax") / "assets" / "frame.txt" if name == DEFAULT else Path(name)
+        text = place.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"frame: wanted 'default', 'none' or a text file, got {name!r}: {error}") from error
+    passages = tuple(Document(part.strip()) for part in re.split(r"\n\s*\n", text) if part.strip())
+    if not passages:
+        raise ConfigError(f"frame: wanted passages of text, separated by blank lines, got none in {name!r}")
+    return passages
+
+
+class PassageFrame:
+    """A frame in the wording of one model's prompts.
+
+    Attributes:
+      documents: its passages; none where passages are prepared without a frame.
+    """
+
+    def __init__(self, documents: Sequence[Document], builder: PromptBuilder | None) -> None:
+        self.documents = tuple(documents) if builder is not None else ()
+        self._token_ids = tuple(builder.document_ids(one) for one in self.documents) if builder is not None else ()
+
+    def chunks(self, tenant: str) -> tuple[Chunk, ...]:
+        """Its passages as chunks of a tenant (`ccjax.prompts.tenant_tag`)."""
+        return tuple(as_chunk(ids, None, tenant) for ids in self._token_ids)
+
+    def around(self, prompt: Prompt) -> Prompt | None:
+        """A prompt of one passage with the frame before it; None where there is no frame."""
+        *system, passage = prompt.chunks
+        before = self.chunks(tenant_of(passage.chunk_id))
+        # A passage behind itself says nothing of the passage.
+        if not before or passage.chunk_id in {chunk.chunk_id for chunk in before}:
+            return None
+        return Prompt((*system, *before, passage), prompt.has_system, prompt.question, prompt.max_new_tokens)
+
+    def stands_in(self, prompt: Prompt) -> bool:
+        """True where the frame is all that stands between the instructions and the last passage of a prompt."""
+        between = tuple(chunk.chunk_id for chunk in prompt.chunks[int(prompt.has_system) : -1])
+        return bool(between) and between == tuple(one.chunk_id for one in self.chunks(tenant_of(between[0])))
+
+    def variant_ids(self, prompt: Prompt) -> frozenset[VariantId]:
+        """Of the prompt's passages, the variants behind the frame."""
+        found = set()
+        first = int(prompt.has_system)
+        system = [chunk.chunk_id for chunk in prompt.chunks[:first]]
+        for chunk in prompt.chunks[first:]:
+            before = self.chunks(tenant_of(chunk.chunk_id))
+            if before:
+                found.add(make_variant_id(chunk.chunk_id, (*system, *(one.chunk_id for one in before)), "exact"))
+        return frozenset(found)

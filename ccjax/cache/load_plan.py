@@ -1,0 +1,113 @@
+"""What loading a plan's variants would take, from measured rates: how far to read ahead, and what not to read
+at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ccjax.cache.rates import Rates
+from ccjax.policy.hkvd import counts_by_layer, hidden_ratio
+from ccjax.policy.loading import LoadHabit, PlannedLoad, load_to_explore, loads_to_give_up
+from ccjax.policy.preload import preload_depth
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DEVICE, DISK
+from ccjax.types import PrefillPlan, Segment, VariantId
+
+
+class LoadPlanner:
+    """Looks at plans of one engine; remembers only what the last ones gave up. Not thread-safe."""
+
+    def __init__(self, store: TieredStore, rates: Rates, num_layers: int) -> None:
+        self._store = store
+        self._rates = rates
+        self._num_layers = num_layers
+        self._habit = LoadHabit()
+
+    def unread_bytes(self, plan: PrefillPlan) -> int:
+        """KV bytes of the plan that are on disk only."""
+        return sum(self._store.unread_bytes(variant_id) for variant_id in plan.pin)
+
+    def disk_bytes(self, plan: PrefillPlan) -> int:
+        """KV bytes of the plan's variants that no faster tier holds, read ahead or not."""
+        sizes = {segment.variant_id: self._num_bytes(segment) for segment in plan.segments if segment.variant_id}
+        return sum(size for key, size in sizes.items() if self._store.tier_of(key) == DISK)
+
+    def load_s(self, plan: PrefillPlan, disk_bytes: int) -> float | None:
+        """CacheCraft's Tload, where `disk_bytes` of the plan's KV come from disk; None while nothing is measured. What
+        is on the device takes no time."""
+        reused = [(segment.variant_id, segment) for segment in plan.segments if segment.variant_id is not None]
+        merged = sum(self._num_bytes(segment) for key, segment in reused if self._store.tier_of(key) != DEVICE)
+        return self._rates.load_behind_s(merged, disk_bytes)
+
+    def _depth(self, plan: PrefillPlan) -> int:
+        """CacheCraft eq. 16's Lp of the plan; all layers while rates are unknown."""
+        prefill_s = self._prefill_s(plan)
+        load_s = self.load_s(plan, self.unread_bytes(plan))
+        if prefill_s is None or load_s is None:
+            return self._num_layers
+        return preload_depth(self._num_layers, prefill_s, load_s)
+
+    def settle(
+        self, make_plan: Callable[[frozenset[VariantId]], PrefillPlan], *, adapts_ratio: bool = False
+    ) -> tuple[PrefillPlan, frozenset[VariantId]]:
+        """The plan to carry out, and the variants on disk that it does without because computing is quicker.
+
+        Args:
+          make_plan: the prompt's plan without the given variants.
+          adapts_ratio: where deviation chooses what is recomputed, let it choose as many tokens as loading hides
+            (CacheBlend sec. 5.1), but no fewer than planned.
+        """
+        without: frozenset[VariantId] = frozenset()
+        gave_up = None
+        while True:
+            plan = make_plan(without)
+            loads, hidden_s = self._loads(plan)
+            given_up = loads_to_give_up(loads, hidden_s, self._habit)
+            gave_up = gave_up or bool(given_up) if loads else gave_up
+            more = given_up - {load_to_explore(loads, given_up, self._habit)}
+            if not more:
+                break
+            without |= more
+        if gave_up is not None:
+            self._habit = self._habit.after(gave_up)
+        if adapts_ratio:
+            plan = self._with_hidden_ratio(plan)
+        return dataclasses.replace(plan, preload_depth=self._depth(plan)), without
+
+    def _with_hidden_ratio(self, plan: PrefillPlan) -> PrefillPlan:
+        counts = plan.hkvd_counts_by_layer
+        load_s = self.load_s(plan, self.unread_bytes(plan))
+        prefill_s = self._rates.compute_s(counts[0]) if counts else None
+        if load_s is None or prefill_s is None:
+            return plan
+        ratio = hidden_ratio(load_s, prefill_s)
+        return dataclasses.replace(plan, hkvd_counts_by_layer=counts_by_layer(counts[0], ratio, self._num_layers))
+
+    def _loads(self, plan: PrefillPlan) -> tuple[list[PlannedLoad], float]:
+        """The loads of a plan from disk, and the seconds of computing that hide them; none while the disk was measured
+        a few times only."""
+        unread = {key: self._store.unread_bytes(key) for key in plan.pin}
+        total = sum(unread.values())
+        load_s, prefill_s = self._rates.load_s(DISK, total), self._prefill_s(plan)
+        token_s = self._rates.seconds_per_token
+        if not total or load_s is None or prefill_s is None or token_s is None:
+            return [], 0.0
+        if not self._rates.tiers[DISK].is_settled:
+            return [], 0.0
+        loads = []
+        for variant_id, segment in {segment.variant_id: segment for segment in plan.segments}.items():
+            if variant_id is not None and unread[variant_id]:
+                compute_s = (segment.num_tokens - plan.recomputed_tokens(segment)) * token_s
+                loads.append(PlannedLoad(variant_id, load_s * unread[variant_id] / total, compute_s))
+        return loads, prefill_s * (self._num_layers - 1) / self._num_layers  # layer 0 has nothing to hide behind
+
+    def _prefill_s(self, plan: PrefillPlan) -> float | None:
+        computed = (
+            segment.num_tokens if segment.action == "compute" else plan.recomputed_tokens(segment)
+            for segment in plan.segments
+        )
+        return self._rates.compute_s(round(sum(computed)))
+
+    def _num_bytes(self, segment: Segment) -> int:
+        return self._store.kv_spec.num_bytes(segment.num_tokens)

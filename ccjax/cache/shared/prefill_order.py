@@ -1,0 +1,124 @@
+"""What a waiting request will have to compute, as an order that any process on the store may carry out: Shared
+RAG-DCache sec. III-B, the KV Cache Generator.
+
+An order is advice. It says which chunks, and behind which; whether they are still missing, or another process computes
+them just now, is checked when it is carried out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ccjax.cache.cached_prefill import CachedPrefill
+from ccjax.cache.documents.document_cache import Warming
+from ccjax.cache.variants import VariantIndex
+from ccjax.errors import RequestError
+from ccjax.policy.capture import make_variant_id
+from ccjax.policy.settings import PlannerSettings
+from ccjax.prompts import Prompt, chunk_id, tenant_of
+from ccjax.types import Chunk, Document, ReuseMode, VariantId
+
+_VERSION = 2
+_TENANT = re.compile(r"([0-9a-f]{32})?")
+_FROM_DOCUMENT = ("document_id", "version", "title", "source_id")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillOrder:
+    """Chunks to compute one behind the other, each of which is to be stored.
+
+    Attributes:
+      chunks: the system prompt first, where there is one.
+    """
+
+    chunks: tuple[Chunk, ...]
+    has_system: bool
+
+    @property
+    def key(self) -> VariantId:
+        """The variant that the last chunk will be; the same for all who need it."""
+        *before, last = (chunk.chunk_id for chunk in self.chunks)
+        return make_variant_id(last, before, "exact")
+
+    def encode(self) -> bytes:
+        """JSON that `decode` reads."""
+        chunks = [
+            {"token_ids": list(chunk.token_ids)} | {name: getattr(chunk, name) for name in _FROM_DOCUMENT}
+            for chunk in self.chunks
+        ]
+        tenant = tenant_of(self.chunks[0].chunk_id) if self.chunks else ""
+        value = {"version": _VERSION, "has_system": self.has_system, "tenant": tenant, "chunks": chunks}
+        return json.dumps(value).encode()
+
+    @staticmethod
+    def decode(raw: bytes) -> PrefillOrder:
+        """What `encode` gave.
+
+        Raises:
+          ValueError: it is no such thing, or of another version of this program.
+        """
+        try:
+            value = json.loads(raw)
+            if value["version"] != _VERSION:
+                raise ValueError(f"order: wanted version {_VERSION}, got {value['version']!r}")
+            if not isinstance(value["tenant"], str) or not _TENANT.fullmatch(value["tenant"]):
+                raise ValueError(f"order: wanted a tenant's tag or none, got {value['tenant']!r:.80}")
+            chunks = tuple(_chunk(one, value["tenant"]) for one in value["chunks"])
+            return PrefillOrder(chunks, value["has_system"] is True)
+        except (KeyError, TypeError, RecursionError, UnicodeDecodeError) as error:
+            raise ValueError(f"order: cannot make sense of it: {error!r}") from error
+
+    def warming(self, *, max_model_len: int, vocab_size: int) -> Warming:
+        """The order as a warming of its passages, each behind those before it.
+
+        Raises:
+          RequestError: it does not fit this model.
+        """
+        passages = self.chunks[self.has_system :]
+        if not passages or not all(chunk.token_ids for chunk in self.chunks):
+            raise RequestError("order", "wanted at least one passage, and no empty chunk")
+        num_tokens = sum(len(chunk.token_ids) for chunk in self.chunks)
+        if num_tokens >= max_model_len:
+            raise RequestError("order", f"wanted less than {max_model_len} tokens (max_model_len), got {num_tokens}")
+        if not all(0 <= token < vocab_size for chunk in self.chunks for token in chunk.token_ids):
+            raise RequestError("order", f"wanted token ids from 0 to {vocab_size - 1}")
+        ends = range(int(self.has_system) + 1, len(self.chunks) + 1)
+        # One token in place of a question: a prefill ends with one.
+        prompts = [Prompt(self.chunks[:end], self.has_system, self.chunks[end - 1].token_ids[-1:], 1) for end in ends]
+        return Warming([_document(chunk) for chunk in passages], [(prompt,) for prompt in prompts])
+
+
+def order_for(
+    prefill: CachedPrefill, variants: VariantIndex, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings
+) -> PrefillOrder | None:
+    """What a request would have to compute of its passages if it ran now, None for nothing; may be asked beside a
+    running prefill.
+
+    It is the passages up to the last that is missing, in the prompt's own order (the paper's group of k documents),
+    whatever the mode: behind its own prefix a passage is reused as it is, while one that was computed behind the system
+    prompt alone has the highest CFO behind other passages (CacheCraft eq. 12 with beta' = 0).
+    """
+    if mode == "off":
+        return None
+    plan = prefill.plan(prompt, mode, prefill.usable(prompt, known=variants.peek), settings)
+    first = int(prompt.has_system)
+    missing = [index for index in range(first, len(prompt.chunks)) if plan.segments[index].action == "compute"]
+    return PrefillOrder(prompt.chunks[: missing[-1] + 1], prompt.has_system) if missing else None
+
+
+def _document(chunk: Chunk) -> Document:
+    return Document("", chunk.document_id, chunk.title, chunk.version, source_id=chunk.source_id)
+
+
+def _chunk(value: dict[str, Any], tenant: str) -> Chunk:
+    token_ids: Sequence[Any] = value["token_ids"]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
+        raise ValueError("order: wanted token ids that are integers")
+    texts = {name: value[name] for name in _FROM_DOCUMENT}
+    if not all(text is None or isinstance(text, str) for text in texts.values()):
+        raise ValueError("order: wanted texts")
+    return Chunk(chunk_id(token_ids, tenant), tuple(token_ids), **texts)

@@ -1,0 +1,156 @@
+"""Warming as a part of a large job that several processes on one store take part in: who computes what is agreed by
+leases, and what was computed is on disk before it is called so."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+from ccjax.cache.documents.document_cache import DocumentCache, Warming, WarmStatus
+from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.rates import Rates
+from ccjax.cache.variants import VariantIndex
+from ccjax.policy.capture import make_variant_id
+from ccjax.policy.loading import claim_s
+from ccjax.prompts import Prompt
+from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DISK
+from ccjax.types import Chunk, VariantId
+
+logger = logging.getLogger(__name__)
+
+LEAST_CLAIM_S = 10.0
+"""A first prefill of a size may wait for its compilation, which no rate knows of."""
+
+SharedStatus = Literal["present", "computed", "elsewhere", "no_room", "unwritten", "failed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedVariant:
+    """What came of one document of a shared warming.
+
+    Attributes:
+      status: it was there; was computed here and is on disk; another process computes it just now; no tier took it; the
+        disk refused it; or computing raised.
+      computed_tokens: that ran through the model for it, with those of what it was compared with.
+      num_bytes: on disk, with its record; 0 unless it was computed.
+      reason: why it is not there; empty where it is.
+    """
+
+    status: SharedStatus
+    computed_tokens: int = 0
+    num_bytes: int = 0
+    reason: str = ""
+
+
+class SharedWarming:
+    """One warming; `run` once."""
+
+    def __init__(
+        self,
+        documents: DocumentCache,
+        variants: VariantIndex,
+        store: TieredStore,
+        rates: Rates,
+        warming: Warming,
+        exclusive: Exclusive,
+    ) -> None:
+        if store.claims is None:
+            raise ValueError("store: wanted an engine with a store that outlasts it, to share work on")
+        self._documents = documents
+        self._variants = variants
+        self._store = store
+        self._rates = rates
+        self._warming = warming
+        self._exclusive = exclusive
+        self._claims = store.claims
+        self._claimed: tuple[str, ...] = ()
+        self._elsewhere: frozenset[str] = frozenset()
+
+    def run(self, is_cancelled: IsCancelled | None = None) -> tuple[SharedVariant, ...]:
+        """Deals with all documents and waits for the disk; those that come after `is_cancelled` returned True are left
+        out of what is returned."""
+        results: list[tuple[VariantId, SharedVariant]] = []
+        try:
+            with self._exclusive():
+                self._agree()
+            while not self._warming.is_finished:
+                results.append(self._next(is_cancelled))
+        except PrefillCancelledError:
+            pass
+        finally:
+            self._claims.release(self._claimed)
+        self._store.flush()
+        with self._exclusive():
+            return tuple(self._confirmed(*result) for result in results)
+
+    def _agree(self) -> None:
+        """Claims what is missing and adopts what others have stored meanwhile: a claim that they gave up may mean
+        that it is there."""
+        prompts = [prompt for prompt in self._warming.prompts if self._documents.held_id(prompt) is None]
+        wanted = list(dict.fromkeys(_variant_id(prompt.chunks) for prompt in prompts))
+        if not wanted:
+            return
+        taken = self._claims.taken(wanted)
+        num_tokens = sum(prompt.num_tokens for prompt in prompts)
+        seconds = max(LEAST_CLAIM_S, claim_s(num_tokens, self._rates.seconds_per_token))
+        free = [key for key in wanted if key not in taken and not self._claims.holds(key)]
+        self._claimed = self._claims.claim(free, seconds)
+        arrived = self._claims.committed(wanted)
+        heads = {_variant_id(chunks) for prompt in prompts for chunks in self._heads(prompt)}
+        behind = self._claims.committed(sorted(key for key in heads.difference(wanted) if key not in self._variants))
+        self._variants.apply_changes((*arrived, *behind), ())
+        # What was lost in a race belongs to another process, with all that comes behind it: it may be about to claim
+        # that. Where the disk cannot be asked, nothing is.
+        if not self._claims.is_failing:
+            self._elsewhere = frozenset(key for key in wanted if not self._claims.holds(key))
+
+    def _heads(self, prompt: Prompt) -> list[tuple[Chunk, ...]]:
+        """Beginnings of a prompt, of which the last chunk may be stored."""
+        return [prompt.chunks[:end] for end in range(1, len(prompt.chunks))]
+
+    def _next(self, is_cancelled: IsCancelled | None) -> tuple[VariantId, SharedVariant]:
+        prompt = self._warming.next_prompt
+        variant_id = _variant_id(prompt.chunks)
+        status: WarmStatus = "present"
+        result = SharedVariant("present")
+        with self._exclusive():
+            is_held = not self._documents.needs_computing(self._warming)
+        if variant_id in self._elsewhere and not is_held:
+            result = SharedVariant("elsewhere", reason="another process computes it")
+        elif not is_held:
+            try:
+                num_tokens = self._documents.compute(self._warming, is_cancelled, wait=True)
+                with self._exclusive():
+                    status = "no_room" if self._documents.held_id(prompt) is None else "computed"
+                why = "the store has no room for it" if status == "no_room" else ""
+                result = SharedVariant(status, num_tokens, reason=why)
+            except PrefillCancelledError:
+                raise
+            except Exception as error:  # one document's failure is no other's
+                logger.warning("a document could not be computed: %r", error)
+                result = SharedVariant("failed", reason=f"{type(error).__name__}: {error}")
+            finally:
+                self._claims.release((variant_id,))
+        with self._exclusive():
+            self._documents.pass_over(self._warming, status)
+        return variant_id, result
+
+    def _confirmed(self, variant_id: VariantId, result: SharedVariant) -> SharedVariant:
+        """The result, now that the disk has taken what it takes."""
+        if result.status != "computed":
+            return result
+        num_bytes = self._store.charge_bytes(DISK, variant_id)
+        if num_bytes is None:
+            self._variants.discard(variant_id)  # it is not to pass for a stored one because memory has it
+            return dataclasses.replace(result, status="unwritten", reason="the store did not take it")
+        return dataclasses.replace(result, num_bytes=num_bytes)
+
+
+def _variant_id(chunks: Sequence[Chunk]) -> VariantId:
+    """That of the last chunk behind the others."""
+    *before, last = (chunk.chunk_id for chunk in chunks)
+    return make_variant_id(last, before, "exact")

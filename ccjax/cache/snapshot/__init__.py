@@ -1,0 +1,25 @@
+"""Snapshots: a whole chunk-cache in a directory or bucket, to be restored elsewhere.
+
+TARGET/snapshot.json               written last, create-if-absent: this commits; see `index`
+TARGET/parts/ID/00000/             an Orbax checkpoint of up to 128 MiB; ID is new for every save; see `packs`
+TARGET/parts/ID/00000/pack-00000/  one array [L, 2, sum of T, K, H]: variants one behind the other along T
+
+KV is host memory on both sides, never a sharded device array, so the device mesh that computed it leaves no trace.
+"""
+
+from ccjax.cache.snapshot.cache import ChunkCache, open_cache
+from ccjax.cache.snapshot.index import SnapshotIndex, SnapshotVariant, inspect_snapshot
+from ccjax.cache.snapshot.restore import RestoreReport, restore_snapshot
+from ccjax.cache.snapshot.save import SaveReport, save_snapshot
+
+__all__ = [
+    "ChunkCache",
+    "RestoreReport",
+    "SaveReport",
+    "SnapshotIndex",
+    "SnapshotVariant",
+    "inspect_snapshot",
+    "open_cache",
+    "restore_snapshot",
+    "save_snapshot",
+]

@@ -1,0 +1,66 @@
+"""What a snapshot is taken of and restored into: a store with its index, of a running engine or without any model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.rates import Rates
+from ccjax.cache.variants import VariantIndex
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
+from ccjax.store.spec import KVSpec, StoreIdentity
+from ccjax.store.tiered import TieredStore
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkCache:
+    """A store, the index over it, and whose they are.
+
+    Attributes:
+      model: the model's name, for people; `identity` decides.
+      max_variants: variants that a restore may fill the index up to, None for any number.
+      exclusive: `with exclusive():` no other thread uses `variants`, which is not thread-safe.
+    """
+
+    store: TieredStore
+    variants: VariantIndex
+    identity: StoreIdentity
+    model: str
+    max_variants: int | None = None
+    exclusive: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def kv_spec_of(config: LlamaConfig, dtype: str) -> KVSpec:
+    """Shape and dtype of the KV that a model of this configuration computes."""
+    return KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+
+
+@contextlib.contextmanager
+def open_cache(
+    url: str, *, kv_spec: KVSpec, identity: StoreIdentity, model: str, disk_bytes: int | None = None
+) -> Iterator[ChunkCache]:
+    """The cache at a store URL, read and written without a model and without host memory for KV. What was restored is
+    on disk, with its `f_r`, when the block ends.
+
+    Raises:
+      ValueError, StoreUnavailableError, StoreIdentityError: as `TieredStore.open`.
+    """
+    with TieredStore.open(url, kv_spec=kv_spec, identity=identity, host_bytes=0, disk_bytes=disk_bytes) as store:
+        policy = _policy_of(store.read_hints().get("eviction"))
+        variants = VariantIndex(store, MeasuredCosts(Rates()), policy=policy, max_variants=None)
+        before = len(variants)
+        yield ChunkCache(store, variants, identity, model)
+        store.flush()
+        if len(variants) != before:
+            variants.save_hints()
+
+
+def _policy_of(eviction: Any) -> str:
+    """The policy of the server that noted this, so that its notes outlast ours."""
+    name = eviction.get("policy") if isinstance(eviction, dict) else None
+    return name if isinstance(name, str) and name in POLICIES else DEFAULT_POLICY

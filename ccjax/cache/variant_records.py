@@ -1,0 +1,160 @@
+"""A variant's metadata as the store keeps it, and the part of it that an index of many variants can afford to hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from ccjax.cache.documents.registry import Origin
+from ccjax.policy.capture import make_variant_id
+from ccjax.policy.reuse import chunk_context_impact
+from ccjax.prompts import Prompt
+from ccjax.store.spec import ShardRecord, ShardSummary
+from ccjax.types import ChunkId, VariantId, VariantMeta
+
+_STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
+_STORED_FIELDS += ("token_deviations", "token_received", "start", "platform")
+"""Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
+
+MASSES = 2
+"""Reading of CacheCraft eq. 6 to 9 that a record's masses follow; in records without this number the instructions count
+as a prefix chunk."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownVariant:
+    """What is known of a stored variant before its record is looked into; the names are those of `VariantMeta`."""
+
+    variant_id: VariantId
+    chunk_id: ChunkId
+    num_tokens: int
+    num_bytes: int
+    frequency_reuse: float = 0.0
+
+    @classmethod
+    def of(cls, summary: ShardSummary, frequency_reuse: float) -> KnownVariant:
+        """From what the store has at hand."""
+        return cls(VariantId(summary[0]), ChunkId(summary[1]), summary[2], summary[3], frequency_reuse)
+
+
+def record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
+    """The record of a variant computed in `prompt`, with what it takes to compute it again."""
+    lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
+    lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
+    lasting["has_system"] = prompt.has_system
+    lasting["masses"] = MASSES
+    lasting["platform"] = meta.platform or own_platform()
+    return ShardRecord(
+        variant_id=meta.variant_id,
+        chunk_id=meta.chunk_id,
+        num_tokens=meta.num_tokens,
+        num_bytes=meta.num_bytes,
+        meta={name: list(value) if isinstance(value, tuple) else value for name, value in lasting.items()},
+    )
+
+
+def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta | None:
+    """The metadata in a record; None where there is none that makes sense."""
+    try:
+        meta = record.meta
+        prefix_ids = tuple(ChunkId(chunk) for chunk in meta["prefix_ids"])
+        inter = tuple(float(value) for value in meta["inter_by_prefix"])
+        is_behind_system = has_system(record) and bool(prefix_ids)
+        a_mean, cci = float(meta["a_mean"]), float(meta["cci"])
+        if is_behind_system and meta.get("masses") != MASSES:
+            # Without the instructions' length eq. 9 cannot be undone behind passages; a CCI too high costs tokens only.
+            inter = (0.0, *inter[1:])
+            a_mean, cci = (a_mean, cci) if len(prefix_ids) > 1 else (0.0, chunk_context_impact(0.0, 0.0))
+        ranking = tuple(int(offset) for offset in meta["token_ranking"])
+        fidelity = meta["fidelity"]
+        # Not in records of older stores.
+        by_token = {name: tuple(map(float, meta.get(name, ()))) for name in ("token_deviations", "token_received")}
+        for values in by_token.values():
+            if len(values) not in (0, record.num_tokens) or not all(map(is_frequency, values)):
+                return None
+        start = meta.get("start")
+        if start is not None and (not isinstance(start, int) or isinstance(start, bool) or start < 0):
+            return None
+        if len(inter) != len(prefix_ids) or sorted(ranking) != list(range(record.num_tokens)):
+            return None
+        if fidelity not in ("exact", "approx"):
+            return None
+        platform = meta.get("platform")
+        if platform is not None and not isinstance(platform, str):
+            return None
+        return VariantMeta(
+            variant_id=VariantId(record.variant_id),
+            chunk_id=ChunkId(record.chunk_id),
+            prefix_ids=prefix_ids,
+            inter_by_prefix=inter,
+            a_mean=a_mean,
+            b_mean=float(meta["b_mean"]),
+            cci=cci,
+            token_ranking=ranking,
+            num_tokens=record.num_tokens,
+            num_bytes=record.num_bytes,
+            frequency_reuse=frequency_reuse,
+            fidelity=fidelity,
+            start=start,
+            platform=platform,
+            has_system=is_behind_system,
+            **by_token,
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def parent_id(one: object) -> VariantId | None:
+    """The variant that an exact one continues in RAGCache's knowledge tree: of the chunk before it, behind what stands
+    before that. None for the first chunk, for what is approximate, and before the record was looked into."""
+    if isinstance(one, VariantMeta):
+        prefix_ids, fidelity = one.prefix_ids, one.fidelity
+    elif isinstance(one, ShardRecord):
+        prefix_ids, fidelity = tuple(map(ChunkId, _texts(one, "prefix_ids"))), one.meta.get("fidelity")
+    else:
+        return None
+    return make_variant_id(prefix_ids[-1], prefix_ids[:-1], "exact") if prefix_ids and fidelity == "exact" else None
+
+
+def with_origin(record: ShardRecord, origin: Origin) -> ShardRecord:
+    """The record with what `origin_of_record` finds; for most variants nothing but their prefix."""
+    beyond = {"seen": origin.seen - origin_of_record(record).seen, "after": origin.after}
+    more = {name: sorted(values) for name, values in beyond.items() if values}
+    return dataclasses.replace(record, meta={**record.meta, **more}) if more else record
+
+
+def origin_of_record(record: ShardRecord) -> Origin:
+    """What a record says of where its KV comes from."""
+    chunks = [record.chunk_id, *_texts(record, "prefix_ids"), *_texts(record, "seen")]
+    return Origin(frozenset(map(ChunkId, chunks)), frozenset(_texts(record, "after")))
+
+
+def has_system(record: ShardRecord) -> bool:
+    """Whether the prompt that the variant was computed in had a system prompt."""
+    return record.meta.get("has_system") is True
+
+
+def token_ids(record: ShardRecord) -> list[int]:
+    """The chunk's token ids; none in records of older stores."""
+    ids = record.meta.get("token_ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
+        return []
+    return ids
+
+
+def own_platform() -> str:
+    """JAX's name of what this process computes on."""
+    return jax.default_backend()
+
+
+def is_frequency(value: Any) -> bool:
+    """True for what `f_r` can be."""
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0.0
+
+
+def _texts(record: ShardRecord, name: str) -> list[str]:
+    values = record.meta.get(name)
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []

@@ -1,0 +1,272 @@
+"""Finds and loads a model: weights, tokenizer, chat template, limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ccjax.errors import ConfigError
+from ccjax.loading.devices import mesh_for
+from ccjax.loading.named import PACKAGED, gguf_path
+from ccjax.loading.weights import RANDOM, Weights, gguf_weights, random_weights, weights_in
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.convert import load_config
+from ccjax.models.llama3.params import Params
+from ccjax.models.llama3.sharding import param_sharding
+from ccjax.text import BYTE_TEMPLATE, ByteTokenizer, ChatTemplate, PromptBuilder, Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from ccjax.loading.gguf import GgufFile
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total) while something long runs."""
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+DEMO_MODEL = ASSETS / "demo_model"
+DEMO_CORPUS = ASSETS / "demo_corpus"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run; `tokenizer` and `template` are None for a directory without tokenizer files, `directory`
+    is for one that comes from none."""
+
+    name: str
+    config: LlamaConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    eos_ids: frozenset[int]
+    fingerprint: str
+    directory: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFiles:
+    """What a model is, its weights not loaded yet; `tokenizer` and `template` are None where there are no files."""
+
+    name: str
+    weights: Weights
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The architecture."""
+        return self.weights.config
+
+    def fingerprint(self, dtype: str, quantization: str | None = None) -> str:
+        """sha256 (hex) of all that decides the KV that this model computes in `dtype`, its weights in that format."""
+        tokenizer = self.tokenizer.fingerprint if self.tokenizer else ""
+        quantization = self.weights.format_of(quantization)
+        identity = (self.weights.fingerprint(dtype, quantization), tokenizer, dtype, repr(self.config))
+        if quantization is not None:
+            identity += (f"{quantization}-1",)
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def read_model_files(path: str | Path, *, tokenizer: str | Path | None = None) -> ModelFiles:
+    """The files of a Hugging Face directory, of a GGUF file, or of the embedded model for "demo"; none for
+    "random:NAME[:SEED]". Every byte of the weights is hashed, but none is kept.
+
+    Args:
+      tokenizer: directory with other tokenizer files than the model's own.
+
+    Raises:
+      ConfigError, CheckpointError: as `load_model`.
+    """
+    file = _gguf(path)
+    words, template = _text_of(path, tokenizer, file)
+    if _is_random(path):
+        assert words is not None
+        weights, name = random_weights(str(path), words.vocab_size), str(path)
+    elif file is not None:
+        weights, name = gguf_weights(file), str(path) if str(path) in PACKAGED else file.name
+    else:
+        directory = model_directory(path)
+        weights = weights_in(directory)
+        name = "demo" if str(path) == "demo" else directory.resolve().name
+    if words is not None and words.vocab_size > weights.config.vocab_size:
+        where = tokenizer or path
+        raise ConfigError(
+            f"model: the tokenizer of {where} has {words.vocab_size} tokens, the model only {weights.config.vocab_size}"
+        )
+    return ModelFiles(name, weights, words, template)
+
+
+def model_config(path: str | Path, *, tokenizer: str | Path | None = None) -> LlamaConfig:
+    """The architecture of a model as `load_model` takes it; no weight is read.
+
+    Raises:
+      ConfigError, CheckpointError: as `load_model`.
+    """
+    if _is_random(path):
+        words = ByteTokenizer() if tokenizer is None else _text_of(path, tokenizer)[0]
+        assert words is not None
+        return random_weights(str(path), words.vocab_size).config
+    file = _gguf(path)
+    if file is None:
+        return load_config(model_directory(path))
+    from ccjax.loading.gguf import config_of
+
+    return config_of(file)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str,
+    quantization: str | None = None,
+    tokenizer: str | Path | None = None,
+    tensor_parallel_size: int = 1,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """The model in a directory (Hugging Face's, or a checkpoint of `ccjax convert`) or in a GGUF file, the embedded
+    one for "demo", one that comes in a package (`ccjax.loading.named`), or one with random weights.
+
+    "random:NAME" or "random:NAME:SEED" is a preset of `ccjax.models.llama3.presets`, or LAYERSxWIDTH[xHEADS], filled at
+    random on the device. Without `tokenizer` its tokens are bytes, which a warning says.
+
+    Args:
+      quantization: of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`; None keeps weights in `dtype`, or in the format
+        that a checkpoint is in.
+      tokenizer: directory with other tokenizer files than the model's own.
+      tensor_parallel_size: devices that the weights are split over.
+
+    Raises:
+      ConfigError: there is no such directory, package or preset, or the model cannot be split so.
+      CheckpointError: files are missing or do not fit; the message names file and tensor.
+    """
+    files = read_model_files(path, tokenizer=tokenizer)
+    mesh = mesh_for(files.config, tensor_parallel_size)
+    sharding = None if mesh is None else functools.partial(param_sharding, mesh)
+    quantization = files.weights.format_of(quantization)
+    on_load = None if progress is None else lambda done, total: progress("weights", done, total)
+    words, directory = files.tokenizer, files.weights.directory
+    if words is not None:
+        eos_ids = words.eos_ids
+    else:
+        eos_ids = frozenset() if directory is None else _eos_ids(directory)
+    return LoadedModel(
+        name=files.name,
+        config=files.config,
+        params=files.weights.load(dtype, quantization, sharding, on_load),
+        tokenizer=words,
+        template=files.template,
+        eos_ids=eos_ids,
+        fingerprint=files.fingerprint(dtype, quantization),
+        directory=directory,
+    )
+
+
+def load_prompt_builder(
+    path: str | Path, system_prompt: str | None = None, *, tokenizer: str | Path | None = None
+) -> PromptBuilder | None:
+    """What turns messages and passages into the token ids that an engine of this model has, without its weights; None
+    for a directory without tokenizer files.
+
+    Raises:
+      ConfigError, CheckpointError: as `load_model`.
+    """
+    words, template = _text_of(path, tokenizer)
+    return None if words is None or template is None else prompt_builder(words, template, system_prompt)
+
+
+def model_tokenizer(path: str | Path, tokenizer: str | Path | None = None) -> Tokenizer | None:
+    """The tokenizer of a model as `load_model` takes it, without the weights; None where there are no files.
+
+    Raises:
+      ConfigError: there is no such directory.
+      ValueError: a tokenizer file cannot be used.
+    """
+    return _text_of(path, tokenizer)[0]
+
+
+def prompt_builder(tokenizer: Tokenizer, template: ChatTemplate, system_prompt: str | None) -> PromptBuilder:
+    """`system_prompt` None takes the built-in one."""
+    wording = {} if system_prompt is None else {"system_prompt": system_prompt}
+    return PromptBuilder(tokenizer, template, **wording)
+
+
+def model_directory(path: str | Path) -> Path:
+    """The directory of a model, that of the embedded one for "demo".
+
+    Raises:
+      ConfigError: there is no such directory.
+    """
+    directory = DEMO_MODEL if str(path) == "demo" else Path(path)
+    if not directory.is_dir():
+        names = ", ".join(f'"{name}"' for name in ("demo", *PACKAGED))
+        wanted = f"{names}, a directory with a Hugging Face model, a GGUF file (.gguf), or {RANDOM}NAME"
+        raise ConfigError(f"model: wanted {wanted}, got {str(path)!r}")
+    return directory
+
+
+def _is_random(path: str | Path) -> bool:
+    return isinstance(path, str) and path.startswith(RANDOM)
+
+
+def _gguf(path: str | Path) -> GgufFile | None:
+    file = None if _is_random(path) else gguf_path(path)
+    if file is None:
+        return None
+    from ccjax.loading.gguf import open_gguf  # the package behind it is for those who have such files
+
+    return open_gguf(file)
+
+
+def _text_of(
+    path: str | Path, tokenizer: str | Path | None, file: GgufFile | None = None
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Tokenizer and template of a model, of `tokenizer` where that is named; `file` where it is open already."""
+    if tokenizer is not None:
+        directory = Path(tokenizer)
+        words = load_tokenizer(directory) if directory.is_dir() else None
+        if words is None:
+            raise ConfigError(f"tokenizer: wanted a directory with tokenizer files, got {str(tokenizer)!r}")
+        return words, _held_still(ChatTemplate.load(directory))
+    if _is_random(path):
+        logger.warning(
+            "%s has no tokenizer: its tokens are bytes, so that texts are about four times as many as with a real one. "
+            "Name a directory with tokenizer files (tokenizer=, --tokenizer) for lengths as in use",
+            path,
+        )
+        return ByteTokenizer(), BYTE_TEMPLATE
+    file = _gguf(path) if file is None else file
+    if file is not None:
+        from ccjax.loading.gguf import text_of
+
+        words, template = text_of(file) or (None, None)
+        return words, None if template is None else _held_still(template)
+    directory = model_directory(path)
+    words = load_tokenizer(directory)
+    return words, None if words is None else _held_still(ChatTemplate.load(directory))
+
+
+def _held_still(template: ChatTemplate) -> ChatTemplate:
+    """The chat template with its date held still.
+
+    Llama 3.1's and 3.2's templates print a date into the system prompt; today's would change the prefix of every stored
+    chunk at midnight. This one is their own default.
+    """
+    return dataclasses.replace(template, variables={"date_string": "26 Jul 2024", **template.variables})
+
+
+def _eos_ids(directory: Path) -> frozenset[int]:
+    """End-of-text ids that the model files name, for directories without a tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        try:
+            value = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"model: wanted a JSON object in {file}, got {error}") from error
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    return frozenset()

@@ -1,0 +1,311 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ccjax.errors import RequestError
+from ccjax.types import (
+    REUSE_MODES,
+    Document,
+    ReuseMode,
+    ReuseReport,
+    SegmentAction,
+    SegmentRole,
+    document_from_mapping,
+)
+
+FinishReason = Literal["stop", "length"]
+SpanKind = Literal["load", "layer"]
+MOST_ANSWERS = 16
+"""To one prompt, in one request."""
+MOST_PRIORITY = 1000
+"""Priorities go from minus this to this; a bound, so that no client needs a number yet more important."""
+LONGEST_FLOW = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the answer is drawn, in OpenAI's terms; `temperature` 0 is greedy, `logprobs` the number of alternatives.
+
+    `ignore_eos` (vLLM's name): an end-of-text token is one like any other, so that the answer gets as long as it may.
+    `n`: so many answers to the prompt, each drawn by itself; the first is the one that there is with `n` 1.
+    `first_logits`: the response is to have the logits behind the prompt. `prompt_logits`: and those behind each of its
+    last so many tokens, to score a given answer that the prompt ends with.
+    """
+
+    max_new_tokens: int | None = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    n: int = 1
+    first_logits: bool = False
+    prompt_logits: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "seed", "logprobs", "n", "prompt_logits"):
+            value = getattr(self, name)
+            if (value is not None or name in ("n", "prompt_logits")) and (
+                isinstance(value, bool) or not isinstance(value, int)
+            ):
+                raise RequestError(name, f"wanted an integer, got {value!r}")
+        for name in ("ignore_eos", "first_logits"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, f"wanted true or false, got {getattr(self, name)!r}")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RequestError(name, f"wanted a number, got {value!r}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise RequestError("max_new_tokens", f"wanted a positive integer, got {self.max_new_tokens}")
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
+            raise RequestError("temperature", f"wanted a number from 0 to 2, got {self.temperature}")
+        if self.seed is not None and self.seed < 0:
+            raise RequestError("seed", f"wanted a non-negative integer, got {self.seed}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError("top_p", f"wanted a number above 0 and at most 1, got {self.top_p}")
+        stops = [] if isinstance(self.stop, str) else [text for text in self.stop if isinstance(text, str) and text]
+        if len(stops) != len(self.stop) or len(stops) > 16:
+            raise RequestError("stop", f"wanted a list of at most 16 non-empty strings, got {self.stop!r}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise RequestError("logprobs", f"wanted 0 to 20 alternatives, got {self.logprobs}")
+        if self.prompt_logits < 0:
+            raise RequestError("prompt_logits", f"wanted a number of tokens, got {self.prompt_logits}")
+        if not 1 <= self.n <= MOST_ANSWERS:
+            raise RequestError("n", f"wanted 1 to {MOST_ANSWERS} answers, got {self.n}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One question with its passages. Exactly one of `messages`, `prompt` and `segments` is set.
+
+    Attributes:
+      messages: chat turns `{"role", "content"}`; passages stand at the start of the first user turn.
+      prompt: plain text without chat template; passages stand before it.
+      segments: token ids of callers that tokenize themselves: system, passages..., question.
+      documents: passages in prompt order, each a cache unit.
+      truncate: drop passages from the end until the prompt fits, instead of refusing it.
+      priority: the lower, the sooner, as in vLLM; those of a higher number wait, and give up their pages, for it.
+      flow: who asks; requests of one priority are served fairly between flows, by computed tokens.
+      quality_target: share of full prefill's answers to keep, 0 to 1, as far as reuse was calibrated
+        (`ccjax.policy.contract`); None for the calibration's own.
+      timeout_s: seconds from `Engine.submit` after which the answer is of no use; the request then ends with
+        DeadlineError, wherever it is. None for never.
+      cache_salt: chunks of requests with different salts are different chunks, in every tier: none is reused for the
+        other. "" is a salt like any other, the one of who names none.
+      trace: the response is to tell token by token what was reused, and where the time went.
+    """
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | None = None
+    segments: Sequence[Sequence[int]] | None = None
+    documents: Sequence[Document] = ()
+    sampling: SamplingParams = SamplingParams()
+    reuse: ReuseMode = "bounded"
+    truncate: bool = False
+    request_id: str = ""
+    priority: int = 0
+    flow: str = ""
+    quality_target: float | None = None
+    timeout_s: float | None = None
+    cache_salt: str = ""
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache_salt, str):
+            raise RequestError("cache_salt", f"wanted a string, got {type(self.cache_salt).__name__}")
+        if sum(value is not None for value in (self.messages, self.prompt, self.segments)) != 1:
+            raise RequestError("messages", "wanted exactly one of messages, prompt and segments")
+        if self.reuse not in REUSE_MODES:
+            raise RequestError("reuse", f"wanted one of {REUSE_MODES}, got {self.reuse!r}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > MOST_PRIORITY:
+            message = f"wanted an integer from -{MOST_PRIORITY} to {MOST_PRIORITY}, got {self.priority!r}"
+            raise RequestError("priority", message)
+        if not isinstance(self.flow, str) or len(self.flow) > LONGEST_FLOW:
+            raise RequestError("flow", f"wanted a string of at most {LONGEST_FLOW} characters, got {self.flow!r:.80}")
+        if not isinstance(self.trace, bool):
+            raise RequestError("trace", f"wanted true or false, got {self.trace!r}")
+        if self.timeout_s is not None and not (_is_number(self.timeout_s) and 0.0 < self.timeout_s < math.inf):
+            raise RequestError("timeout_s", f"wanted a positive number of seconds, got {self.timeout_s!r}")
+        target = self.quality_target
+        if target is not None and not (_is_number(target) and 0.0 <= target <= 1.0):
+            raise RequestError("quality_target", f"wanted a number from 0 to 1, got {target!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A drawn token with its log-probability, and the most likely alternatives (token id, text, log-probability)."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of the answers to a prompt; the fields are those of `Response`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    first_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """One layer being loaded or run, from `start_s` to `end_s` of `time.perf_counter`."""
+
+    kind: SpanKind
+    layer: int
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentTrace:
+    """One run of prompt tokens; the fields that `DocumentReuse` has, too, mean the same, for the question as well.
+
+    Attributes:
+      start: offset of the first token in the prompt.
+      cci: Cache-Craft eq. 11 of the variant that was used, in [0.5, 1]; None where nothing was reused.
+      recomputed_offsets: ascending in-chunk offsets of the recomputed tokens.
+      recomputed_layers: layers through which these ran at least; fewer than the model has where a focus cut, or their
+        small deviation, took them out on the way. 0 where there are none.
+    """
+
+    role: SegmentRole
+    action: SegmentAction
+    start: int
+    token_ids: tuple[int, ...]
+    reused_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    recomputed_offsets: tuple[int, ...] = ()
+    recomputed_layers: int = 0
+    tier: str | None = None
+    cfo: float | None = None
+    cci: float | None = None
+    exact: bool = True
+    focused: bool | None = None
+    document_id: str | None = None
+    title: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """A request as it went; times are those of `time.perf_counter`.
+
+    Attributes:
+      segments: in prompt order, the question last.
+      num_layers: of the model.
+      arrived_s, started_s: when it came to the engine, and left the queue.
+      token_s: when each token of all answers was there; the first ends the prefill.
+      spans: loads of layers, and the layers that run beside them; what was tried again is there again.
+      full_prefill_s: seconds that computing the whole prompt would take, estimated; None while nothing was measured.
+      has_new_sizes: a step ran at a size for the first time, so some of the time may have gone into compiling it.
+    """
+
+    segments: tuple[SegmentTrace, ...]
+    num_layers: int
+    arrived_s: float
+    started_s: float
+    token_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+    full_prefill_s: float | None
+    has_new_sizes: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """The whole answer, or the first of several and the others behind it.
+
+    Attributes:
+      text: decoded answer without stop strings; "" where the model has no tokenizer.
+      token_ids: drawn tokens, the end-of-turn token left out.
+      reuse: what was reused and what it cost.
+      ttft_s: seconds from the start of the request's work to its first token, waiting in the queue left out.
+      total_s: seconds to the last token of all answers.
+      others: the answers besides the first.
+      first_logits: [V] float32, those that the first token was drawn from, if they were asked for.
+      prompt_logits: [n, V] float32, those behind the last n tokens of the prompt, if they were asked for.
+      trace: what happened, if that was asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    reuse: ReuseReport
+    num_prompt_tokens: int
+    ttft_s: float
+    total_s: float
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    others: tuple[Choice, ...] = ()
+    first_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    prompt_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    trace: RequestTrace | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All answers, as many as were asked for."""
+        return (Choice(self.text, self.token_ids, self.finish_reason, self.logprobs), *self.others)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """New text (and tokens) of an answer since the last delta of it in a stream.
+
+    Attributes:
+      index: which of the answers it belongs to.
+      finish_reason: set on the last delta of each answer, and only there.
+      response: set on the last delta of all, and only there.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    response: Response | None = None
+    index: int = 0
+    finish_reason: FinishReason | None = None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def stops_from(stop: Sequence[str]) -> tuple[str, ...]:
+    """Stop strings as a tuple; a single string is one of them, not its letters."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def documents_from(values: Sequence[Document | Mapping[str, Any]]) -> tuple[Document, ...]:
+    """Documents given as `Document`s or mappings; RequestError names the one that is neither."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RequestError("documents", f"wanted a list of documents, got {type(values).__name__}")
+    return tuple(_as_document(number, value) for number, value in enumerate(values))
+
+
+def _as_document(number: int, value: Document | Mapping[str, Any]) -> Document:
+    if isinstance(value, Document):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError(f"documents[{number}]", f"wanted a mapping with 'text', got {type(value).__name__}")
+    try:
+        return document_from_mapping(value, argument=f"documents[{number}]")
+    except ValueError as error:
+        argument, _, message = str(error).partition(": ")
+        raise RequestError(argument, message) from error

@@ -1,0 +1,149 @@
+"""Whether this machine has what the budgets of the tiers allow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import urllib.parse
+from pathlib import Path
+
+import jax
+
+from ccjax.config import EngineConfig
+from ccjax.errors import ConfigError
+from ccjax.runner.pool import PAGE_TOKENS, num_pages
+from ccjax.store.spec import KVSpec
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+_SPARE_PAGES = 64
+"""Pages of a request that may be part full: one for each segment of its prompt."""
+
+
+_USUAL_HOST_BYTES = 2 << 30
+_USUAL_HOST_SHARE = 4
+
+
+def host_cache_bytes(config: EngineConfig) -> int:
+    """What `config` says, or a quarter of the memory that this process may use; 2 GiB where the system does not say."""
+    if config.host_cache_bytes is not None:
+        return config.host_cache_bytes
+    memory = memory_bytes()
+    return _USUAL_HOST_BYTES if memory is None else memory // _USUAL_HOST_SHARE
+
+
+def check_budgets(config: EngineConfig, num_shards: int = 1) -> None:
+    """Nothing, unless a budget is larger than what it is a share of: then it would end in a killed process or a full
+    disk, long after the start.
+
+    Args:
+      num_shards: devices that the kv heads are split over.
+
+    Raises:
+      ConfigError: names the budget, what there is, and what was asked for.
+    """
+    device, memory = free_device_bytes(num_shards), memory_bytes()
+    host = host_cache_bytes(config)
+    if device is not None and config.device_cache_bytes > device:
+        raise ConfigError(
+            f"device_cache_bytes: wanted at most {device} (what the model leaves free on devices), "
+            f"got {config.device_cache_bytes}"
+        )
+    if memory is not None and host > memory:
+        raise ConfigError(
+            f"host_cache_bytes: wanted at most {memory} (the memory that this process may use), got {host}"
+        )
+    if device is None and memory is not None and config.device_cache_bytes + host > memory:
+        raise ConfigError(
+            f"device_cache_bytes: wanted at most {memory - host} (the memory that this process may "
+            f"use, less host_cache_bytes: the device has none of its own), got {config.device_cache_bytes}"
+        )
+    disk = None if config.store is None else disk_bytes(config.store)
+    if disk is not None and config.disk_cache_bytes is not None and config.disk_cache_bytes > disk:
+        raise ConfigError(
+            f"disk_cache_bytes: wanted at most {disk} (the size of the file system of {config.store}), "
+            f"got {config.disk_cache_bytes}"
+        )
+
+
+def pool_bytes(config: EngineConfig, kv_spec: KVSpec, max_model_len: int, num_shards: int = 1) -> int:
+    """Device memory for KV: what `config` says, or room for four of the longest requests, as far as a quarter of the
+    free memory holds those.
+
+    Args:
+      num_shards: devices that the kv heads are split over.
+
+    Raises:
+      ConfigError: it is less than the longest request needs.
+    """
+    least = least_pool_bytes(kv_spec, max_model_len)
+    if config.device_cache_bytes:
+        if config.device_cache_bytes < least:
+            raise ConfigError(
+                f"device_cache_bytes: wanted at least {least}, what a request of {max_model_len} tokens "
+                f"(max_model_len) needs, or 0, got {config.device_cache_bytes}"
+            )
+        return config.device_cache_bytes
+    return usual_pool_bytes(least, free_device_bytes(num_shards) or memory_bytes())
+
+
+def least_pool_bytes(kv_spec: KVSpec, max_model_len: int) -> int:
+    """Pages of a request of that many tokens."""
+    return kv_spec.num_bytes((num_pages(max_model_len) + _SPARE_PAGES) * PAGE_TOKENS)
+
+
+def usual_pool_bytes(least: int, free: int | None) -> int:
+    """Pages of four of the longest requests, as far as a quarter of the free memory holds those."""
+    return max(least, 4 * least if free is None else min(4 * least, free // 4))
+
+
+def free_device_bytes(num_shards: int) -> int | None:
+    """Memory that nothing has taken yet, on so many devices like the first; None where it has none of its own, or does
+    not say."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return num_shards * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+
+
+def memory_bytes() -> int | None:
+    """Memory of this machine, or of this container where that is less; None where the system does not say."""
+    found = [int(limit) for limit in map(_content, _CGROUP_LIMITS) if limit.isdecimal()]
+    try:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError, AttributeError):
+        pass
+    return min(found, default=None)
+
+
+def disk_bytes(url: str) -> int | None:
+    """Size of the file system that a `file://` URL is on; None for other URLs."""
+    usage = _file_system(url)
+    return None if usage is None else usage.total
+
+
+def file_system_used(url: str) -> float | None:
+    """Share of the file system that a `file://` URL is on that is taken, by whatever; None for other URLs."""
+    usage = _file_system(url)
+    return None if usage is None else 1.0 - usage.free / usage.total
+
+
+def _file_system(url: str) -> shutil._ntuple_diskusage | None:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "file":
+        return None
+    path = Path(urllib.parse.unquote(parts.path))
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path)
+    except OSError:
+        return None  # opening the store will say what is wrong
+
+
+def _content(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

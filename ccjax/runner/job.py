@@ -1,0 +1,153 @@
+"""One request's prefill, whichever packs its pieces run in: what they gave, which tokens are not worth going
+on with."""
+
+from __future__ import annotations
+
+import collections
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from ccjax.policy.focus import FocusState, observe
+from ccjax.policy.hkvd import most_deviating
+from ccjax.runner.pages import RequestPages
+from ccjax.runner.plan_rows import (
+    LayerRows,
+    PrefillOutcome,
+    computed_offsets,
+    question_stats,
+    rows_outside,
+    segment_of_tokens,
+    unfocused,
+)
+from ccjax.types import PrefillPlan
+
+
+class Contexts(Protocol):
+    """Source of the reused variants' KV, merged layer by layer.
+
+    Attributes:
+      waited_s: seconds that `take` has waited so far.
+    """
+
+    waited_s: float
+
+    def is_ready(self, layer: int) -> bool:
+        """True when `take` of the layer would not wait."""
+        ...
+
+    def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """Keys before RoPE and values [S, K, H] of a layer, zeros elsewhere; called once for each, in order."""
+        ...
+
+
+class PrefillJob:
+    """The prefill of one request.
+
+    Attributes:
+      offsets: positions, ascending, of all tokens that run through the model.
+      segment_of: [n + a] int32, segment of every token; the answer belongs to the question's.
+      result: what came of it so far.
+    """
+
+    def __init__(
+        self,
+        token_ids: np.ndarray,
+        plan: PrefillPlan,
+        pages: RequestPages,
+        *,
+        contexts: Contexts | None = None,
+        collect: bool = False,
+        num_logits: int = 0,
+    ) -> None:
+        """
+        Args:
+          token_ids: [n + a] int32: the prompt and, behind a preemption, the answer so far.
+          pages: with a slot for each of them.
+          contexts: source of the KV of reused segments that are not `pages.shared`, layer by layer.
+          collect: keep computed KV and masses, for capture.
+          num_logits: keep the logits behind the last so many tokens.
+        """
+        if token_ids.shape != (pages.num_tokens,):
+            raise ValueError(f"token_ids: wanted shape ({pages.num_tokens},), a slot each, got {token_ids.shape}")
+        reused = {index for index, segment in enumerate(plan.segments) if segment.action == "reuse"}
+        if contexts is None and not reused <= pages.shared:
+            raise ValueError("contexts: wanted a source for the plan's reused variants, got None")
+        self.token_ids = token_ids
+        self.plan = plan
+        self.pages = pages
+        self.contexts = contexts
+        self.collect = collect
+        self.num_logits = num_logits
+        self.offsets = np.concatenate([computed_offsets(plan), np.arange(plan.num_tokens, len(token_ids))])
+        self.segment_of = segment_of_tokens(plan, len(token_ids))
+        self.result = PrefillOutcome()
+        self._is_candidate = np.zeros(len(token_ids), bool)
+        """Where deviation chooses."""
+        if plan.hkvd_counts_by_layer:
+            fixed = {index for index in reused if plan.segments[index].recompute_offsets}
+            self._is_candidate = np.isin(self.segment_of, list(fixed))
+            self.result.unrepaired = frozenset(fixed)
+            self.result.repaired_tokens = {index: plan.segments[index].num_tokens for index in fixed}
+        self._focus = FocusState()
+        self._pending: collections.deque[LayerRows] = collections.deque()
+
+    @property
+    def watches_focus(self) -> bool:
+        """True while CacheCraft alg. 1 wants the question's masses."""
+        return self.plan.focus_window is not None and self._focus.decided is None
+
+    def filters(self, layer: int) -> bool:
+        """True where some candidates are dropped before a layer runs (CacheBlend sec. 4.3)."""
+        counts = self.plan.hkvd_counts_by_layer
+        return layer > 0 and bool(counts) and counts[layer] < counts[layer - 1]
+
+    def most_deviating(self, layer: int, begun: np.ndarray, offsets: np.ndarray, deviations: np.ndarray) -> np.ndarray:
+        """The rows that run through a layer and those behind it, of a piece.
+
+        Args:
+          begun: offsets that the piece began with; of its candidates the same share is kept as of all.
+          offsets: of its rows now.
+          deviations: [rows], of the KV that the layer would give them from the stored one.
+        """
+        counts = self.plan.hkvd_counts_by_layer
+        candidates = np.flatnonzero(self._is_candidate[offsets])
+        wanted = -(-counts[layer] * int(self._is_candidate[begun].sum()) // counts[0])
+        chosen = most_deviating(deviations[candidates].tolist(), min(wanted, len(candidates)))
+        stays = ~self._is_candidate[offsets]
+        stays[candidates[list(chosen)]] = True
+        if not any(self.filters(earlier) for earlier in range(layer)):
+            self.result.not_repaired.append(offsets[~stays])
+            for index in self.result.repaired_tokens:
+                self.result.repaired_tokens[index] -= int((self.segment_of[offsets[~stays]] == index).sum())
+        return np.flatnonzero(stays)
+
+    def add_layer(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> np.ndarray | None:
+        """Adds the output of a layer; returns the rows that stay, where CacheCraft alg. 1 just dropped others."""
+        self.result.computed_token_layers += len(rows.offsets)
+        if self.collect:
+            self.result.layers.append(rows)
+        if not (is_last_piece and self.watches_focus) or rows.mass is None:
+            return None
+        # Policy reads one layer late: while it looks at the layer before, the device is busy with this one.
+        rows.mass.copy_to_host_async()
+        self._pending.append(rows)
+        if len(self._pending) < 2 or rows.layer + 1 == num_layers:
+            return None
+        window, rule = self.plan.focus_window, self.plan.focus_rule
+        assert window is not None
+        stats = question_stats(self.plan, self._pending.popleft())
+        self._focus = observe(self._focus, stats, window=window, rule=rule)
+        self.result.focused = self._focus.decided
+        if self._focus.decided is None:
+            return None
+        dropped = unfocused(self.plan, self._focus.decided)
+        kept = rows_outside(self.plan, rows.offsets, dropped)
+        self.result.unrepaired = frozenset(
+            index for index in dropped if np.isin(self.segment_of[rows.offsets], index).any()
+        )
+        if len(kept) == len(rows.offsets):
+            return None
+        self.result.focus_cut_layer = rows.layer + 1
+        return kept

@@ -1,0 +1,35 @@
+"""Which kernels an engine runs, and whether they can do its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ccjax.kernels.attention
+import ccjax.kernels.decode
+from ccjax.errors import ConfigError
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.runner.pool import PAGE_TOKENS
+
+
+def decode_implementation(attention: str | None) -> str | None:
+    """The implementation of decode attention that goes with one of prefill attention.
+
+    The same one; beside tokamax, which has none for pages, the platform's own.
+    """
+    return None if attention is not None and attention.startswith("tokamax") else attention
+
+
+def check_kernels(attention: str | None, config: LlamaConfig, dtype: str) -> None:
+    """Returns if prefill and decode of a model can run with an implementation of attention.
+
+    Raises:
+      ConfigError: one of them cannot, on this platform, on this chip or with such heads.
+    """
+    shape: dict[str, Any] = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
+    shape |= {"head_dim": config.head_dim, "dtype": dtype}
+    try:
+        ccjax.kernels.attention.check_implementation(attention, **shape)
+        decode = decode_implementation(attention)
+        ccjax.kernels.decode.check_implementation(decode, page_size=PAGE_TOKENS, **shape)
+    except (NotImplementedError, ImportError) as error:
+        raise ConfigError(f"attention: {error}") from error

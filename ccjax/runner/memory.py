@@ -1,0 +1,273 @@
+"""What a model's serving takes of each device, from shapes alone, and whether it fits.
+
+All figures are of one device. Weights and KV are exact; activations and workspace are the most that the steps of
+`ccjax.models.llama3.paged_steps` hold at once, from their shapes (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ccjax.errors import ConfigError
+from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.params import ParamSpec, build_params
+from ccjax.models.llama3.sharding import make_mesh, num_kv_shards, param_sharding
+from ccjax.runner.batch_sizes import BatchSizes
+from ccjax.runner.buckets import batch_bucket, token_bucket
+from ccjax.runner.budgets import least_pool_bytes
+from ccjax.runner.pool import PAGE_TOKENS
+from ccjax.store.spec import KVSpec
+
+WeightBytes = Callable[[ParamSpec, int], float]
+"""Bytes of a part of a weight of so many elements."""
+
+_SIZES_TRIED = (1, 2, 4, 8, 16, 32)
+_CONTEXT_COPIES = 4
+"""Of keys or values of a context, in the blocked attention: as gathered and as blocks, of each."""
+_LAYERS_IN_FLIGHT = 2
+_LOGITS_COPIES = 3
+"""The logits, and as much again twice while tokens are drawn."""
+
+
+def plain(dtype: str) -> WeightBytes:
+    """Every weight in `dtype`."""
+    return lambda spec, size: size * jnp.dtype(dtype).itemsize
+
+
+def in_8_bits(dtype: str) -> WeightBytes:
+    """The matrices of layers in 8 bits with a float32 scale per output channel, the rest in `dtype`."""
+
+    def num_bytes(spec: ParamSpec, size: int) -> float:
+        if spec.layout == "as_is" or not {"vocab", "router"}.isdisjoint(spec.axes):
+            return size * jnp.dtype(dtype).itemsize
+        return size + 4 * size / spec.num_inputs
+
+    return num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedShapes:
+    """What decides memory.
+
+    Attributes:
+      dtype: of activations and KV.
+      sizes: what steps are compiled for.
+      weight_bytes: `plain` or `in_8_bits`.
+    """
+
+    config: LlamaConfig
+    dtype: str
+    sizes: BatchSizes
+    weight_bytes: WeightBytes
+    tensor_parallel_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one device.
+
+    Attributes:
+      total: its memory.
+      source: where that figure is from, in words.
+      fraction: share of it that may be taken.
+      weights: exact.
+      activations: hidden states, keys and values of a layer's computed tokens; cosines and sines of the positions.
+      workspace: what a layer's attention or its MLP holds besides, whichever is more.
+      transit: KV of layers that are loaded ahead of a prefill, and of computed tokens until variants are made of it.
+      logits: of a decode step, while tokens are drawn.
+      kv_per_token: of all layers.
+      least_pool: pages for a request of the longest kind; less is refused.
+      pool: pages that there will be.
+    """
+
+    shapes: ServedShapes
+    total: int
+    source: str
+    fraction: float
+    weights: int
+    activations: int
+    workspace: int
+    transit: int
+    logits: int
+    kv_per_token: int
+    least_pool: int
+    pool: int
+
+    @property
+    def besides_pool(self) -> int:
+        """All but the pool."""
+        return self.weights + self.activations + self.workspace + self.transit + self.logits
+
+    @property
+    def usable(self) -> int:
+        """What may be taken."""
+        return int(self.total * self.fraction)
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which it does not fit, 0 where it does."""
+        return max(0, self.besides_pool + self.pool - self.usable)
+
+    @property
+    def num_pool_tokens(self) -> int:
+        """Tokens that the pool has room for."""
+        return self.pool // (self.kv_per_token * PAGE_TOKENS) * PAGE_TOKENS
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, how it comes about), for a table."""
+        sizes, shapes = self.shapes.sizes, self.shapes
+        split = "" if shapes.tensor_parallel_size == 1 else f", split over {shapes.tensor_parallel_size} devices"
+        return [
+            ("weights", self.weights, f"{_count(num_parameters(shapes.config))} parameters{split}"),
+            ("activations", self.activations, f"{_rows(sizes):,} tokens in a layer"),
+            ("workspace", self.workspace, f"of the attention over {sizes.context_tokens:,} tokens, or of the MLP"),
+            ("KV in transit", self.transit, f"{_LAYERS_IN_FLIGHT} layers ahead; computed, until it is stored"),
+            ("logits", self.logits, f"{batch_bucket(sizes.max_num_seqs)} x {shapes.config.vocab_size:,}"),
+            ("KV pool", self.pool, f"{self.num_pool_tokens:,} tokens of {self.kv_per_token:,} bytes"),
+            ("left", self.total - self.besides_pool - self.pool, f"of {_gb(self.total)}: {self.source}"),
+        ]
+
+
+def plan_memory(
+    shapes: ServedShapes, total: int, *, source: str, fraction: float = 1.0, pool: int | None = None
+) -> MemoryPlan:
+    """The plan of one device; whether it fits, `check_fits` says.
+
+    Args:
+      pool: its bytes on this device; None for all that the rest leaves of `fraction`, and the least at least.
+
+    Raises:
+      ConfigError: the model cannot be split so.
+    """
+    config, sizes = shapes.config, shapes.sizes
+    item = jnp.dtype(shapes.dtype).itemsize
+    num_shards = kv_shards(shapes)
+    kv_heads, heads = config.num_kv_heads // num_shards, config.num_heads // shapes.tensor_parallel_size
+    kv_spec = KVSpec(config.num_layers, kv_heads, config.head_dim, shapes.dtype)
+    row = kv_spec.num_bytes(1) // config.num_layers
+    rows, slots, masses = _rows(sizes), sizes.context_tokens, sizes.num_segments
+    attention = (_CONTEXT_COPIES * config.head_dim + masses) * slots * kv_heads * item
+    attention += rows * heads * (3 * config.head_dim * item + 4 * (config.head_dim + masses))
+    vocab = config.vocab_size // (
+        shapes.tensor_parallel_size if config.vocab_size % shapes.tensor_parallel_size == 0 else 1
+    )
+    plan = MemoryPlan(
+        shapes=shapes,
+        total=total,
+        source=source,
+        fraction=fraction,
+        weights=weight_bytes(shapes),
+        activations=rows * (2 * config.d_model * item + row) + 4 * config.head_dim * (rows + slots),
+        workspace=max(attention, _mlp_bytes(config, rows, config.d_ff // shapes.tensor_parallel_size, item)),
+        transit=_LAYERS_IN_FLIGHT * slots * row + slots * config.num_layers * (row + 4 * (masses + 1)),
+        logits=_LOGITS_COPIES * batch_bucket(sizes.max_num_seqs) * vocab * 4,
+        kv_per_token=kv_spec.num_bytes(1),
+        least_pool=least_pool_bytes(kv_spec, sizes.max_model_len),
+        pool=0,
+    )
+    left = plan.usable - plan.besides_pool
+    return dataclasses.replace(plan, pool=max(plan.least_pool, left) if pool is None else pool)
+
+
+def check_fits(plan: MemoryPlan) -> None:
+    """Nothing, unless the plan takes more than it may.
+
+    Raises:
+      ConfigError: says how much is missing, and what would fit.
+    """
+    if not plan.missing:
+        return
+    *parts, _ = plan.rows()
+    raise ConfigError(
+        f"model: wanted {_gb(plan.besides_pool + plan.pool)} of each device "
+        f"({', '.join(f'{name} {_gb(size)}' for name, size, _ in parts)}), got {_gb(plan.usable)} "
+        f"({_gb(plan.total)}: {plan.source}), {_gb(plan.missing)} too few; {_what_fits(plan)}"
+    )
+
+
+def kv_shards(shapes: ServedShapes) -> int:
+    """Devices that the kv heads are split over.
+
+    Raises:
+      ConfigError: the model cannot be split so.
+    """
+    return num_kv_shards(_mesh(shapes))
+
+
+def weight_bytes(shapes: ServedShapes) -> int:
+    """Bytes of the weights on one device.
+
+    Raises:
+      ConfigError: the model cannot be split so.
+    """
+    mesh = _mesh(shapes)
+    sizes: list[float] = []
+
+    def note(_: str, spec: ParamSpec) -> None:
+        part = math.prod(param_sharding(mesh, spec).shard_shape(spec.shape))
+        sizes.append(shapes.weight_bytes(spec, part))
+
+    build_params(shapes.config, note)
+    return math.ceil(sum(sizes))
+
+
+@functools.cache
+def num_parameters(config: LlamaConfig) -> int:
+    """Weights of the model, one by one."""
+    sizes: list[int] = []
+    build_params(config, lambda _, spec: sizes.append(math.prod(spec.shape)))
+    return sum(sizes)
+
+
+def _mesh(shapes: ServedShapes) -> Mesh:
+    try:
+        return make_mesh(shapes.config, range(shapes.tensor_parallel_size))  # devices need not be here
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _rows(sizes: BatchSizes) -> int:
+    """Rows of a full pack."""
+    return token_bucket(min(sizes.max_num_batched_tokens, sizes.context_tokens))
+
+
+def _mlp_bytes(config: LlamaConfig, rows: int, inner: int, item: int) -> int:
+    """Two inner arrays; of experts (`ccjax.models.llama3.experts`) also their rows, in and out, or, where one gets more
+    of these than are kept ready, copies of its weights."""
+    if not config.num_experts:
+        return 2 * rows * inner * item
+    pairs = rows * config.num_experts_per_token
+    capacity = min(rows, 2 << (-(-pairs // config.num_experts) - 1).bit_length())
+    batched = config.num_experts * capacity * (2 * inner + 2 * config.d_model)
+    blocks = 2 * (pairs + config.num_experts * capacity // 2) * config.d_model + 3 * config.d_model * inner
+    return max(batched, blocks) * item
+
+
+def _what_fits(plan: MemoryPlan) -> str:
+    """Other ways to serve the same model on such devices."""
+    found: dict[int, str] = {}
+    for name, kind in (("", plan.shapes.weight_bytes), (" with quantization int8", in_8_bits(plan.shapes.dtype))):
+        for size in (size for size in _SIZES_TRIED if size >= plan.shapes.tensor_parallel_size):
+            other = dataclasses.replace(plan.shapes, tensor_parallel_size=size, weight_bytes=kind)
+            try:
+                tried = plan_memory(other, plan.total, source=plan.source, fraction=plan.fraction)
+            except ConfigError:
+                continue
+            if not tried.missing:
+                found.setdefault(size, f"tensor_parallel_size {size}{name}")
+                break
+    return f"what fits: {', '.join(found.values())}" if found else "it fits on no number of such devices"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,77 @@
+"""Draws the next token of several requests from their logits, on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from ccjax.models.llama3.sampling import SampleOutput, seed_words
+from ccjax.models.llama3.steps import sample_step
+from ccjax.models.lockstep import fetch
+from ccjax.requests import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """How one request draws the token number `index` of its answer; the same draw whatever else is in the batch."""
+
+    sampling: SamplingParams
+    seed: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawn:
+    """A drawn token: its id, its log-probability under the model, and the likeliest ones as (id, log-probability).
+
+    `logits` [V], float32: those it was drawn from, of a first token where they were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+def seed_of(seed: int, answer: int) -> int:
+    """The seed of one of the answers to a prompt: the request's own for the first; no neighbour's for the others, or
+    what one seed gives as its second answer another one would give as its first."""
+    if not answer:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{answer}".encode()).digest()[:8], "big")
+
+
+def draw(logits: jax.Array, draws: Sequence[Draw]) -> list[Drawn]:
+    """A token for each of the first rows of `logits` `[B, V]`."""
+    size = logits.shape[0]
+    num_top = max((one.sampling.logprobs or 0 for one in draws), default=0)
+    temperature, top_p = np.zeros(size, np.float32), np.ones(size, np.float32)
+    seeds, index = np.zeros((size, 2), np.uint32), np.zeros(size, np.int32)
+    for row, one in enumerate(draws):
+        temperature[row], top_p[row] = one.sampling.temperature, one.sampling.top_p
+        seeds[row], index[row] = seed_words(one.seed), one.index
+    out = sample_step(logits, temperature, top_p, seeds, index, num_top=_top_bucket(num_top))
+    wanted = [row for row, one in enumerate(draws) if one.sampling.first_logits and one.index == 0]
+    kept = fetch(logits).astype(np.float32) if wanted else None
+    return [
+        dataclasses.replace(drawn, logits=kept[row].copy()) if kept is not None and row in wanted else drawn
+        for row, drawn in enumerate(_drawn(fetch(out), draws))
+    ]
+
+
+def _drawn(out: SampleOutput, draws: Sequence[Draw]) -> list[Drawn]:
+    drawn = []
+    for row, one in enumerate(draws):
+        count = one.sampling.logprobs or 0
+        top = zip(out.top_ids[row, :count].tolist(), out.top_logprobs[row, :count].tolist(), strict=True)
+        drawn.append(Drawn(int(out.token_ids[row]), float(out.logprobs[row]), tuple(top)))
+    return drawn
+
+
+def _top_bucket(num_top: int) -> int:
+    """0, 5 or 20 (what OpenAI allows at most): so many lists are compiled."""
+    return next((size for size in (0, 5, 20) if num_top <= size), num_top)

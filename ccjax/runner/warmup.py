@@ -1,0 +1,272 @@
+"""Compiles the model's steps: sizes before the first request, others beside requests."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ccjax.loading.model import Progress
+from ccjax.models.llama3.paged_steps import (
+    deviation_step,
+    page_rotation_step,
+    paged_decode_step,
+    paged_layer_step,
+    rotation_step,
+    write_rows_step,
+)
+from ccjax.models.llama3.steps import embed_step, logits_step, select_step
+from ccjax.models.lockstep import put
+from ccjax.runner.batch_sizes import BatchSizes, spread
+from ccjax.runner.cancellation import IsCancelled
+from ccjax.runner.compilations import compilations
+from ccjax.runner.compiled_sizes import Key
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.pool import DevicePool
+from ccjax.runner.sampling import draw
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+
+
+class StepCompiler:
+    """Compiles the steps of one engine, size by size; from any thread.
+
+    On a single device nothing runs but steps that need no pages, so that a compilation keeps no pages from requests.
+    Over several devices all of them run, as the processes of a group want it, once none does for requests.
+
+    Args:
+      with_deviation: the step that chooses tokens by deviation, too.
+      with_tier: what chunks of the device tier are written and read with, too.
+    """
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        pool: DevicePool,
+        sizes: BatchSizes,
+        *,
+        with_deviation: bool = False,
+        with_tier: bool = True,
+    ) -> None:
+        self._model, self._pool, self._sizes = model, pool, sizes
+        self._with_deviation, self._with_tier = with_deviation, with_tier
+
+    @property
+    def is_apart(self) -> bool:
+        """True where it may compile while requests run."""
+        return self._model.mesh is None
+
+    def all(self) -> list[Key]:
+        """Every size that is listed, those of `first` in front."""
+        sizes = self._sizes
+        return list(dict.fromkeys([*self.first(), *self._keys(sizes.packs(), sizes.decodes(), sizes.rows())]))
+
+    def first(self) -> list[Key]:
+        """Few sizes that all others fit into, and those that have no substitute."""
+        sizes = self._sizes
+        contexts: list[Key] = [("context", (count,)) for count in sizes.slots()]
+        return [*self._keys(sizes.first_packs(), sizes.first_decodes(), spread(sizes.rows())), *contexts]
+
+    def _keys(
+        self, packs: Sequence[tuple[int, int]], decodes: Sequence[tuple[int, int]], writes: Sequence[int]
+    ) -> list[Key]:
+        columns = self._sizes.num_segments
+        keys: list[Key] = [("decode", size) for size in decodes]
+        keys.extend(("pack", (rows, slots, columns)) for rows, slots in packs)
+        if self._with_tier:
+            keys.extend(("write", (count,)) for count in writes)
+        return keys
+
+    def compile(self, key: Key) -> None:
+        """Compiles what runs at a size."""
+        kind, size = key
+        if kind == "pack":
+            num_rows, num_slots, num_segments = size
+            compile_pack(self._model, self._pool, (num_rows, num_slots, num_segments))
+            self._compile_ends(num_rows)
+            if self._with_deviation:
+                _compile_deviation(self._model, self._pool, num_rows)
+        elif kind == "decode":
+            batch, num_entries = size
+            _compile_decode(self._model, self._pool, (batch, num_entries))
+            self._compile_logits(batch)
+        elif kind == "batch":
+            self._compile_logits(*size)
+        elif kind == "context":
+            _compile_context(self._model, self._pool, *size)
+            if self._with_tier:
+                self._pool.compile_gather(*size)
+        else:
+            self._pool.compile_write(*size)
+        self._model.sizes.note(kind, size)
+
+    def warm_up(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
+        """Compiles all of these, on all cores."""
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            runs = [threads.submit(self.compile, key) for key in keys]
+            try:
+                for done, run in enumerate(concurrent.futures.as_completed(runs)):
+                    run.result()
+                    if progress is not None:
+                        progress("compile", done + 1, len(keys))
+            finally:
+                threads.shutdown(cancel_futures=True)
+
+    def _compile_ends(self, num_rows: int) -> None:
+        x = embed_step(self._model.top, self._model.put(np.zeros(num_rows, np.int32)))
+        for count in self._sizes.ends():
+            jax.block_until_ready(select_step(x, self._model.put(np.zeros(count, np.int32))))
+
+    def _compile_logits(self, batch: int) -> None:
+        """What follows the last layer."""
+        x = embed_step(self._model.top, self._model.put(np.zeros(batch, np.int32)))
+        draw(logits_step(self._model.top, x, config=self._model.config), [])
+        self._model.sizes.note("batch", (batch,))
+
+
+def compile_pack(model: DeviceModel, pool: DevicePool, size: tuple[int, int, int]) -> None:
+    """Compiles a layer of a pack, with what comes before it."""
+    num_rows, num_slots, num_segments = size
+    x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
+    rows, nowhere = model.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
+    slots, context = model.put((np.full(num_slots, pool.num_slots, np.int32), np.zeros(num_slots, np.int32)))
+    settings = {"config": model.config, "mesh": model.mesh}
+    rotations = rotation_step(rows, **settings), rotation_step(context, **settings)
+    _compile_update(
+        model,
+        pool,
+        lambda step, k_pages, v_pages: step(
+            model.params.layers[0],
+            x,
+            k_pages,
+            v_pages,
+            rows,
+            nowhere,
+            rows,
+            slots,
+            context,
+            context,
+            context if num_segments else None,
+            *rotations,
+            config=model.config,
+            num_segments=num_segments,
+            implementation=model.implementation,
+            mesh=model.mesh,
+        ),
+        paged_layer_step,
+    )
+
+
+def _compile_context(model: DeviceModel, pool: DevicePool, num_slots: int) -> None:
+    shape = (num_slots, model.config.num_kv_heads, model.config.head_dim)
+    none = put(np.zeros(shape, model.dtype), model.context_placement)  # as `LayerLoader` does it
+    slots = model.put(np.full(num_slots, pool.num_slots, np.int32))
+    _compile_update(
+        model,
+        pool,
+        lambda step, k_pages, v_pages: step(k_pages, v_pages, slots, none, none, mesh=model.mesh),
+        write_rows_step,
+    )
+
+
+def _compile_deviation(model: DeviceModel, pool: DevicePool, num_rows: int) -> None:
+    x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
+    nowhere = model.put(np.full(num_rows, pool.num_slots, np.int32))
+    layer, config = model.params.layers[0], model.config
+    if model.mesh is None:
+        deviation_step.compile(layer, x, *pool.pages(0), nowhere, config=config)
+        return
+    out = pool.read(0, lambda k_pages, v_pages: deviation_step(layer, x, k_pages, v_pages, nowhere, config=config))
+    jax.block_until_ready(out)
+
+
+def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int]) -> None:
+    """Compiles a layer of a decode step, with what comes before it."""
+    batch, num_entries = size
+    x = embed_step(model.top, model.put(np.zeros(batch, np.int32)))
+    rows, nowhere = model.put((np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)))
+    table = model.put(np.zeros((batch, num_entries), np.int32))
+    rotation = page_rotation_step(table, config=model.config, mesh=model.mesh)
+    _compile_update(
+        model,
+        pool,
+        lambda step, k_pages, v_pages: step(
+            model.params.layers[0],
+            x,
+            k_pages,
+            v_pages,
+            rows,
+            nowhere,
+            table,
+            table,
+            table,
+            rotation,
+            config=model.config,
+            implementation=model.decode_implementation,
+            mesh=model.mesh,
+        ),
+        paged_decode_step,
+    )
+
+
+def _compile_update(model: DeviceModel, pool: DevicePool, call: Callable[..., Any], step: Any) -> None:
+    """Compiles a step that takes pages, as `call(step, k_pages, v_pages)` calls it: with rows that are written nowhere
+    and see nothing."""
+    if model.mesh is None:
+        call(step.compile, *pool.pages(0))
+        return
+    out = pool.update(0, functools.partial(call, step))
+    jax.block_until_ready(getattr(out, "x", None))  # not the pages, which the next step takes away
+
+
+class BackgroundCompiler:
+    """Compiles on a thread of its own: a compilation cannot be stopped, but need not be waited for."""
+
+    def __init__(self, model: DeviceModel, steps: StepCompiler) -> None:
+        self._model, self._steps = model, steps
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ccjax-compile")
+        self._next: concurrent.futures.Future[None] | None = None
+        self._is_closed = False
+
+    def compile_next(self, is_cancelled: IsCancelled | None) -> bool:
+        """Compiles one size of those that are wanted or left. False where there was none; True also where
+        `is_cancelled` returned True first, and the compilation goes on."""
+        run = self._next
+        if run is None:
+            key = self._model.sizes.next()
+            if key is None:
+                return False
+            run = self._next = self._pool.submit(self._compile, key)
+        if _is_done(run, is_cancelled):
+            self._next = None
+        return True
+
+    def close(self) -> None:
+        """Compiles nothing more, but does not wait for what it has begun."""
+        self._is_closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, key: Key) -> None:
+        try:
+            with compilations().in_background():
+                self._steps.compile(key)
+        except Exception:
+            if not self._is_closed:  # the pool is gone then
+                logger.exception("%s: could not be compiled ahead", key)
+            self._model.sizes.give_up(key)
+
+
+def _is_done(run: concurrent.futures.Future[None], is_cancelled: IsCancelled | None) -> bool:
+    """Waits for the end; False where `is_cancelled` returned True first."""
+    while not concurrent.futures.wait([run], timeout=_POLL_S).done:
+        if is_cancelled is not None and is_cancelled():
+            return False
+    return True
