@@ -1,11 +1,18 @@
-"""What devices can do by their makers' public figures, and what share of that serving gets."""
+"""What devices can do: by their makers' public figures, with the share of that which serving gets, or measured."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
 
 from ccjax.policy._checks import check_count, check_mass, check_ratio
+
+_WIDTH = 1536
+_COPY_BYTES = 1 << 28
+_REPETITIONS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ HARDWARE: Mapping[str, Hardware] = {
     )
 }
 """By name. `compute_ratio` one half and `memory_ratio` four fifths are assumed for all of them: what served models
-usually get of data-sheet figures. The machine that asks is measured instead: `scripts.simulation.this_cpu`."""
+usually get of data-sheet figures. The machine that asks is measured instead: `measure_cpu`."""
 
 
 def hardware(name: str) -> Hardware:
@@ -87,9 +94,43 @@ def hardware(name: str) -> Hardware:
       ValueError: there is none; the message names those there are.
     """
     if name == "cpu":
-        from scripts.simulation.this_cpu import measure_cpu
-
         return measure_cpu()
     if name not in HARDWARE:
         raise ValueError(f"hardware: wanted one of {', '.join((*HARDWARE, 'cpu'))}, got {name!r}")
     return HARDWARE[name]
+
+
+def measure_cpu() -> Hardware:
+    """This machine's CPU in float32, measured in a second: products, and copies of memory. Busy machines are slow ones;
+    ratios are 1, for the rates are measured.
+
+    The disk is not measured: a benchmark of the store does that (`bench.py store`), and 1 GB/s is taken.
+    """
+    left = np.full((_WIDTH, _WIDTH), 0.5, np.float32)
+    source = np.ones(_COPY_BYTES, np.uint8)
+    target = np.empty_like(source)
+    product_s = _best_s(lambda: left @ left)
+    copy_s = _best_s(lambda: np.copyto(target, source))
+    rate = _COPY_BYTES / copy_s
+    return Hardware(
+        name="cpu",
+        flops_per_s=2 * _WIDTH**3 / product_s,
+        memory_bytes=1 << 40,  # the machine's own memory: budgets bound it
+        memory_bytes_per_s=2 * rate,  # read and written
+        host_bytes_per_s=rate,
+        disk_bytes_per_s=1e9,
+        compute_ratio=1.0,
+        memory_ratio=1.0,
+        layer_s=2e-4,
+        value_bytes=4,
+    )
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    run()  # the first touches the memory
+    seconds = []
+    for _ in range(_REPETITIONS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
