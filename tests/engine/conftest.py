@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from ccjax.cache.snapshot import save as save_module
 from ccjax.runner.pack import Pack
 from tests.engine import few_shapes as sizes
-from tests.engine.snapshots import BYTES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,19 +18,6 @@ def few_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with sizes.few_shapes():
         yield
-
-
-@pytest.fixture
-def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots with two variants of `snapshots.BYTES` in a pack, two packs in a part."""
-    monkeypatch.setattr(save_module, "PACK_BYTES", 2 * BYTES)
-    monkeypatch.setattr(save_module, "PART_BYTES", 4 * BYTES)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """Where a snapshot may go; not there yet."""
-    return tmp_path / "a place"
 
 
 class _Pending:

@@ -18,9 +18,9 @@ from ccjax.errors import ContextLengthError, RequestError
 from ccjax.runner.pool import PAGE_TOKENS, num_pages
 from ccjax.runner.sampling import seed_of
 from tests.engine.helpers import TinyModel, draw_segments
-from tests.engine.test_batch import prompts
 from tests.engine.test_batch_loop import Client, check, filled, settled
 from tests.polling import wait_until
+from tests.runner.test_batch import prompts
 
 MODEL = TinyModel(seed=31)
 PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)

@@ -17,8 +17,8 @@ from ccjax.engine.batch.failures import CancelledError
 from ccjax.errors import ContextLengthError
 from ccjax.runner.pool import PAGE_TOKENS
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
-from tests.engine.test_batch import prompts
 from tests.polling import wait_until
+from tests.runner.test_batch import prompts
 
 MODEL = TinyModel(seed=21)
 PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)

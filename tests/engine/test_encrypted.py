@@ -11,8 +11,8 @@ from ccjax.engine import EngineConfig, Request
 from ccjax.errors import ConfigError, SnapshotError
 from ccjax.requests import SamplingParams
 from ccjax.store import StoreCipher, StoreIdentity, StoreKeys
+from tests.cache.snapshots import open_cache
 from tests.engine.helpers import TinyModel, draw_segments
-from tests.engine.snapshots import open_cache
 
 SEGMENTS = draw_segments(np.random.default_rng(5), [40, 60, 50])
 

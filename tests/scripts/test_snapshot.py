@@ -12,7 +12,7 @@ from ccjax.cache.snapshot import inspect_snapshot
 from ccjax.engine import Engine
 from ccjax.loading.model import load_model, read_model_files
 from scripts.snapshot import main
-from tests.engine.snapshots import data_files
+from tests.cache.snapshots import data_files
 from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Chunk-caches without a model for the snapshot tests. Run as `python -m tests.engine.snapshots COMMAND ...`, a second
+"""Chunk-caches without a model for the snapshot tests. Run as `python -m tests.cache.snapshots COMMAND ...`, a second
 process: `save PATH NUM`, `dump PATH` (restores, prints JSON) or `save_forever PATH NUM`.
 """
 

@@ -20,7 +20,7 @@ from ccjax.cache.snapshot.index import KEY, _canonical, decode_index
 from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.store import KVSpec, StoreIdentity, StoreUnavailableError
-from tests.engine.snapshots import (
+from tests.cache.snapshots import (
     BF16,
     OURS,
     SPEC,
@@ -145,7 +145,7 @@ def test_a_directory_with_something_else_is_left_alone(tmp_path):
 
 def spawn(*arguments, devices=1):
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    command = [sys.executable, "-m", "tests.engine.snapshots", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.cache.snapshots", *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
 
 

@@ -13,8 +13,7 @@ from ccjax.errors import ConfigError
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.store import StoreUnavailableError
 from ccjax.types import VariantId
-from tests.engine.helpers import TinyModel, draw_segments, permuted
-from tests.engine.snapshots import (
+from tests.cache.snapshots import (
     BF16,
     BYTES,
     SPEC,
@@ -27,6 +26,7 @@ from tests.engine.snapshots import (
     put,
     save_ten,
 )
+from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 
 @pytest.mark.parametrize("kv_spec", [SPEC, BF16], ids=lambda spec: spec.dtype)

@@ -9,7 +9,7 @@ from ccjax.cache.snapshot.index import KEY, decode_index, inspect_snapshot
 from ccjax.errors import SnapshotError
 from ccjax.store import StoreIdentity, StoreKeys
 from ccjax.store.arrays import checksum
-from tests.engine.snapshots import contents, fill, make_kv, open_cache
+from tests.cache.snapshots import contents, fill, make_kv, open_cache
 
 SEALED = StoreIdentity("model-a", keys=StoreKeys((b"k" * 32,)))
 TURNED = StoreIdentity("model-a", keys=StoreKeys((b"n" * 32, b"k" * 32)))

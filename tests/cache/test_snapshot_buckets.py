@@ -9,7 +9,7 @@ from ccjax.cache.snapshot import packs as packs_module
 from ccjax.cache.snapshot.index import KEY
 from ccjax.errors import SnapshotError
 from ccjax.store import StoreUnavailableError
-from tests.engine.snapshots import BYTES, contents, open_cache, put, save_ten
+from tests.cache.snapshots import BYTES, contents, open_cache, put, save_ten
 from tests.store import servers
 from tests.store.places import KEYS, gs_bucket, s3_bucket
 

@@ -10,7 +10,7 @@ import pytest
 from ccjax.cache.snapshot import restore_snapshot, save_snapshot
 from ccjax.cache.snapshot.index import KEY, _canonical, decode_index, inspect_snapshot
 from ccjax.errors import SnapshotError
-from tests.engine.snapshots import BYTES, contents, data_files, open_cache, put, save_ten
+from tests.cache.snapshots import BYTES, contents, data_files, open_cache, put, save_ten
 
 KINDS = {
     "data": ("pack-*/0.0.0.0.0", 7),
