@@ -7,6 +7,7 @@ states (--cached). Scores are against the right answers and against full prefill
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ def _run(args: argparse.Namespace) -> int:
     from ccjax.cli.questions import questions_of, run
     from ccjax.cli.values import check_writable
     from ccjax.evaluation.environment import environment
+    from ccjax.evaluation.parts import ResultsFile
     from ccjax.evaluation.summary import figures
     from ccjax.evaluation.tables import markdown, plot, rich_tables
     from ccjax.evaluation.ways import expand
@@ -51,20 +53,29 @@ def _run(args: argparse.Namespace) -> int:
     tokenizer = args.tokenizer
     if tokenizer is None and args.model.startswith(RANDOM) and args.data is not None:
         tokenizer = args.data / "tokenizer_llama3"
-    model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=tokenizer)
     states = tuple(dict.fromkeys(args.cached))
+    evaluation: dict[str, Any] = {
+        "model": args.model,
+        "questions": args.questions,
+        "num_questions": len(questions),
+        "cached": states,
+        "prompt": args.prompt,
+        "max_tokens": args.max_tokens,
+        "dtype": args.dtype,
+    }
+    texts = "\n".join(f"{one.text}\t{one.documents}" for one in questions)
+    measured = evaluation | {
+        "ways": [str(way) for way in ways],
+        "quantization": args.quantization,
+        "max_model_len": args.max_model_len,
+        "texts": hashlib.sha256(texts.encode()).hexdigest(),
+    }
+    resume = ResultsFile(args.resume, measured) if args.resume else None
+    model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=tokenizer)
     with bars() as progress:
-        outcomes = run(args, model, questions, ways, states, progress, with_forced=True)
+        outcomes = run(args, model, questions, ways, states, progress, with_forced=True, resume=resume)
     result: dict[str, Any] = {
-        "evaluation": {
-            "model": args.model,
-            "questions": args.questions,
-            "num_questions": len(questions),
-            "cached": states,
-            "prompt": args.prompt,
-            "max_tokens": args.max_tokens,
-            "dtype": args.dtype,
-        },
+        "evaluation": evaluation,
         **environment(),
         "ways": figures(outcomes),
     }
@@ -112,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ratios", nargs="+", type=float, default=DEFAULT_RATIOS, help="shares to recompute, for ways without one"
     )
+    text = "keep results there as they come; with a file of an earlier run that was interrupted, go on where it ended"
+    parser.add_argument("--resume", type=Path, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object on the last line")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
     parser.add_argument("--append", action="store_true", help="add to that page instead")

@@ -17,6 +17,7 @@ from ccjax.evaluation import squad5
 
 if TYPE_CHECKING:
     from ccjax.evaluation.measure import WayResults
+    from ccjax.evaluation.parts import ResultsFile
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.states import State
     from ccjax.evaluation.ways import Way
@@ -112,9 +113,10 @@ def run(
     description: str = "",
     *,
     with_forced: bool = False,
+    resume: ResultsFile | None = None,
 ) -> list[WayResults]:
-    """Runs `ccjax.evaluation.measure.measure` with stores in a temporary directory."""
-    from ccjax.evaluation.measure import measure
+    """Runs `ccjax.evaluation.parts.measure_in_parts` with stores in a temporary directory."""
+    from ccjax.evaluation.parts import measure_in_parts
 
     task = progress.add_task(description, total=None)
 
@@ -122,7 +124,7 @@ def run(
         progress.update(task, description=description or stage, completed=done, total=total)
 
     with tempfile.TemporaryDirectory() as directory:
-        outcomes = measure(
+        outcomes = measure_in_parts(
             model,
             questions,
             ways,
@@ -132,6 +134,7 @@ def run(
             with_forced=with_forced,
             settings={"max_model_len": args.max_model_len, "system_prompt": args.prompt},
             progress=show,
+            resume=resume,
         )
     progress.remove_task(task)
     return outcomes

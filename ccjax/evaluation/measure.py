@@ -100,15 +100,13 @@ def measure(
     """
     settings = settings or {}
     prompts = [question.documents for question in questions]
-    reusing = [way for way in ways if way != FULL]
-    ways_in = {state: reusing[:1] if state == "empty" else reusing for state in states}
-    stores: dict[tuple[State, _Population], Path] = {
+    ways_in = _ways_in(ways, states)
+    stores = {
         (state, population): directory / state / "-".join([population[0], *map(str, population[1] or ())])
         for state in states
         for population in map(_population, ways_in[state])
     }
-    total = sum(len(steps(state, prompts)) for state, _ in stores)
-    total += (1 + sum(map(len, ways_in.values()))) * len(questions)
+    total = num_steps(questions, ways, states)
     done = 0
 
     def tick(stage: str) -> None:
@@ -131,6 +129,19 @@ def measure(
             outcomes.append(asked.outcome(way, config, state, functools.partial(tick, f"{way}, {state}")))
         shutil.rmtree(directory / state, ignore_errors=True)
     return outcomes
+
+
+def num_steps(questions: Sequence[QAQuestion], ways: Sequence[Way], states: Sequence[State]) -> int:
+    """How many requests `measure` runs, full prefill's and those that fill stores included."""
+    prompts = [question.documents for question in questions]
+    ways_in = _ways_in(ways, states)
+    filling = [len(steps(state, prompts)) for state in states for _ in {_population(way) for way in ways_in[state]}]
+    return sum(filling) + (1 + sum(map(len, ways_in.values()))) * len(questions)
+
+
+def _ways_in(ways: Sequence[Way], states: Sequence[State]) -> dict[State, list[Way]]:
+    reusing = [way for way in ways if way != FULL]
+    return {state: reusing[:1] if state == "empty" else reusing for state in states}
 
 
 def measure_store(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -26,17 +27,20 @@ MOST_S = 10.0
 
 
 class Clock:
-    """Time that passes where something computes or sleeps, and nowhere else; while `is_held()` nobody wakes up."""
+    """Time that passes where something computes or sleeps, and nowhere else; while `is_held()` nobody wakes up. Who
+    sleeps does so from when it last looked, whatever the engine's thread has computed since then."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.is_held: Callable[[], bool] = lambda: False
+        self._read = threading.local()
 
     def __call__(self) -> float:
-        return self.now_s
+        self._read.now_s = self.now_s
+        return self._read.now_s
 
     async def sleep(self, seconds: float) -> None:
-        until_s = self.now_s + seconds
+        until_s = self._read.now_s + seconds
         while self.is_held():
             await asyncio.sleep(0.001)
         self.now_s = max(self.now_s, until_s)

@@ -1,0 +1,91 @@
+"""Evaluations some questions at a time, interrupted and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ccjax.demo.world import KINDS
+from ccjax.engine.loading import load_model
+from ccjax.evaluation import parts
+from ccjax.evaluation.measure import measure
+from ccjax.evaluation.parts import ResultsFile, measure_in_parts
+from ccjax.evaluation.questions import demo_questions
+from ccjax.evaluation.ways import FULL, Way
+
+QUESTIONS = demo_questions(1, (3,), kinds=KINDS[:3])
+WAYS = [Way("reuse"), Way("cachecraft", 0.3, (0,))]
+OPTIONS = {"states": ("prepared",), "max_new_tokens": 4, "with_forced": True}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("demo", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def two_at_a_time(monkeypatch):
+    monkeypatch.setattr(parts, "QUESTIONS_PER_PART", 2)
+
+
+def untimed(results):
+    return [
+        (one.way, one.state, [dataclasses.replace(answer, ttft_s=0.0) for answer in one.answers]) for one in results
+    ]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_ended(model, tmp_path):
+    path, done = tmp_path / "results.jsonl", []
+
+    def interrupt(stage, count, total):
+        if len(done) > total * 3 // 4:
+            raise Interrupted
+        done.append((count, total))
+
+    measured = {"model": "demo", "ways": ["reuse"]}
+    with pytest.raises(Interrupted):
+        measure_in_parts(
+            model, QUESTIONS, WAYS, tmp_path / "1", resume=ResultsFile(path, measured), progress=interrupt, **OPTIONS
+        )
+    with path.open("a") as file:
+        file.write('[{"way"')  # killed while it wrote
+    counts = []
+    resumed = measure_in_parts(
+        model,
+        QUESTIONS,
+        WAYS,
+        tmp_path / "2",
+        resume=ResultsFile(path, measured),
+        progress=lambda stage, count, total: counts.append((count, total)),
+        **OPTIONS,
+    )
+    total = done[0][1]
+    assert counts[-1] == (total, total) and 1 < counts[0][0] and len(counts) < total, (
+        "the first part is not asked again"
+    )
+    assert [one.way for one in resumed] == [FULL, *WAYS]
+    assert untimed(resumed) == untimed(measure(model, QUESTIONS, WAYS, tmp_path / "3", **OPTIONS))
+    kept = measure_in_parts(model, QUESTIONS, WAYS, tmp_path / "4", resume=ResultsFile(path, measured), **OPTIONS)
+    assert kept == resumed, "all is read, times included"
+
+
+@pytest.mark.parametrize(
+    ("first_line", "message"),
+    [
+        ('{"model": "demo", "ways": ["auto"]}\n[]\n', r"wanted results with ways \['reuse'\].*got \['auto'\]"),
+        ('{"model": "demo"}\n', r"wanted results with ways \['reuse'\].*got None"),
+        ('["demo"]', "wanted a file of an earlier evaluation"),
+        ("# Notes", "wanted a file of an earlier evaluation"),
+    ],
+)
+def test_results_of_something_else_are_refused_and_kept(tmp_path, first_line, message):
+    path = tmp_path / "results.jsonl"
+    path.write_text(first_line)
+    with pytest.raises(ValueError, match=message):
+        ResultsFile(path, {"model": "demo", "ways": ["reuse"]})
+    assert path.read_text() == first_line
