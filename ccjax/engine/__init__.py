@@ -1,4 +1,6 @@
-"""The meeting point of policy, store and models: turns a request into an answer and a reuse report."""
+"""Turns requests into answers and reuse reports: start-up, the batch loop over cache and runner, and the work for idle
+time.
+"""
 
 from ccjax.cache.documents.document_cache import CachedDocument, Removal, WarmedDocument, Warming
 from ccjax.cache.documents.registry import Pin

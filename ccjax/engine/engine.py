@@ -1,6 +1,6 @@
 """The public engine: one request in, an answer and a reuse report out.
 
-The only place where policy, store and models meet; knows nothing of HTTP.
+Puts loading, runner, cache and batch loop together; knows nothing of HTTP.
 """
 
 from __future__ import annotations

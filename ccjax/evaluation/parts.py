@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ccjax.engine.loading import LoadedModel
 from ccjax.evaluation.measure import Answered, Forced, WayResults, measure, num_steps
 from ccjax.evaluation.questions import QAQuestion
 from ccjax.evaluation.states import State
 from ccjax.evaluation.ways import Way
+from ccjax.loading.model import LoadedModel
 
 QUESTIONS_PER_PART = 20
 

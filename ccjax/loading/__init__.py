@@ -1,1 +1,3 @@
-"""Sources of models: file formats and names of models."""
+"""Loads a model: weights, tokenizer, chat template and limits from a Hugging Face directory, a GGUF file, a checkpoint
+or a random preset, and what was measured of it before.
+"""

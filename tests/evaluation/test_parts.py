@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from ccjax.demo.world import KINDS
-from ccjax.engine.loading import load_model
 from ccjax.evaluation import parts
 from ccjax.evaluation.measure import measure
 from ccjax.evaluation.parts import ResultsFile, measure_in_parts
 from ccjax.evaluation.questions import demo_questions
 from ccjax.evaluation.ways import FULL, Way
+from ccjax.loading.model import load_model
 
 QUESTIONS = demo_questions(1, (3,), kinds=KINDS[:3])
 WAYS = [Way("reuse"), Way("cachecraft", 0.3, (0,))]
