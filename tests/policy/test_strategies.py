@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ccjax.policy.planner import plan_prefill
-from ccjax.policy.settings import PlannerSettings
+from ccjax.policy.settings import STRATEGY_NAMES, PlannerSettings
 from ccjax.policy.strategies import STRATEGIES, get_strategy
 from ccjax.types import VariantMeta
 from tests.policy.builders import ids, prompt, variant
@@ -350,7 +350,7 @@ def test_registry_is_by_exact_name_and_lists_what_it_knows():
         "h2o",
         "random",
     ]
-    assert list(STRATEGIES) == names
+    assert list(STRATEGIES) == list(STRATEGY_NAMES) == names
     for name in ("Full", "blend", "cache", ""):
         with pytest.raises(ValueError, match=f"strategy: wanted one of {', '.join(names)}, got '{name}'"):
             get_strategy(name)
