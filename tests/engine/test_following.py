@@ -123,8 +123,8 @@ def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the
     only_by_requests(second)
     follow, threads = second.cache._maintenance.apply_changes, []
     monkeypatch.setattr(
-        second.cache._maintenance,
-        "apply_changes",
+        second._watcher,
+        "_apply_changes",
         lambda *news: threads.append(threading.current_thread().name) or follow(*news),
     )
     answer(first)
@@ -167,7 +167,7 @@ def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypa
     def fail(*_):
         raise ValueError("made to fail")
 
-    monkeypatch.setattr(second.cache._maintenance, "apply_changes", fail)
+    monkeypatch.setattr(second._watcher, "_apply_changes", fail)
     answer(first)
     first.cache.flush()
     wait_until(lambda: second._store.change_feed.has_changes)
