@@ -1,4 +1,4 @@
-"""What this machine's CPU does in float32, measured in a second: products, and copies of memory."""
+"""The rates of this machine's CPU in float32, measured in a second: products and copies of memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _REPETITIONS = 4
 
 
 def measure_cpu() -> Hardware:
-    """The rates of this machine now; busy machines are slow ones. Ratios are 1, for the rates are measured.
+    """The rates of this machine now, including the effect of other work. Ratios are 1, since the rates are measured.
 
-    The disk is not measured: a benchmark of the store does that (`bench.py store`), and 1 GB/s is taken.
+    The disk is not measured (`bench.py store_io` does that) but assumed to read 1 GB/s.
     """
     left = np.full((_WIDTH, _WIDTH), 0.5, np.float32)
     source = np.ones(_COPY_BYTES, np.uint8)
@@ -40,7 +40,7 @@ def measure_cpu() -> Hardware:
 
 
 def _best_s(run: Callable[[], object]) -> float:
-    run()  # the first touches the memory
+    run()  # the first run touches the memory
     seconds = []
     for _ in range(_REPETITIONS):
         started = time.perf_counter()
