@@ -1,8 +1,8 @@
 """Decode: tokens per second of a running batch over a pool of pages, against one sequence after the other.
 
-Every step is what a server runs: one layer step per layer, logits, a token for every row drawn on the device. Keys rest
-before RoPE and are rotated as they are read (`rope-free`), or rest rotated (`rotated`), which only requests with the
-same text in front could share. Weights and contexts are random, so only time is measured.
+Steps are a server's: one layer step per layer, logits, a token for every row sampled on the device. Keys are stored
+before RoPE and rotated as they are read (`rope-free`), or stored rotated (`rotated`), which only requests with the same
+preceding text could share. Weights and contexts are random, so only time is measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scripts.benchmarks.common import environment, median, random_config, shapes
 
 WAYS = ("one by one", "rope-free", "rotated")
 _NUM_ALONE = 4
-"""Sequences that are run one by one; their tokens per second do not depend on how many there are."""
+"""Number of sequences run one by one; it does not affect their tokens per second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Pool:
-    """Pages for the largest batch, random KV in them, handed out in random order."""
+    """Pages for the largest batch, with random KV, assigned in random order."""
 
     def __init__(self, config: LlamaConfig, batch: int, num_tokens: int) -> None:
         entries = -(-num_tokens // PAGE_TOKENS)
@@ -108,7 +108,7 @@ class _DecodeBatch:
         self._sampling = jnp.zeros(batch), jnp.ones(batch), jnp.zeros((batch, 2), jnp.uint32)
 
     def run(self) -> int:
-        """Decodes the steps from the same context again; how many tokens that drew."""
+        """Decodes the steps from the same context again; returns the number of sampled tokens."""
         batch, entries = self._table.shape
         starts = np.arange(entries, dtype=np.int32) * PAGE_TOKENS
         token_ids = jnp.ones(batch, jnp.int32)
@@ -141,7 +141,7 @@ class _DecodeBatch:
                 x, self._pool.layers[number] = out.x, (out.k_pages, out.v_pages)
             logits = logits_step(self._model.top, x, config=self._model.config)
             token_ids = sample_step(logits, *self._sampling, positions, num_top=0).token_ids
-            np.asarray(token_ids)  # a server looks at every token before it goes on
+            np.asarray(token_ids)  # a server reads every token before the next step
         return batch * self._steps
 
 
