@@ -15,10 +15,10 @@ NAME = "llama-bench"
 
 
 def find(folder: Path | None) -> Path | None:
-    """The program in a folder or its `bin`, or on PATH where no folder is named; None where PATH has none.
+    """The program in a folder or its `bin`, or on PATH if no folder is given; None if PATH lacks it.
 
     Raises:
-      BenchmarkError: the folder has none.
+      BenchmarkError: the folder lacks it.
     """
     if folder is None:
         found = shutil.which(NAME)
@@ -30,10 +30,10 @@ def find(folder: Path | None) -> Path | None:
 
 
 def prefill_s(program: Path, model: Path, lengths: Sequence[int], repetitions: int) -> dict[int, list[float]]:
-    """Seconds of each run that prefills so many tokens, of all cores, after one that does not count.
+    """Seconds of each run that prefills this many tokens on all cores, after an uncounted one.
 
     Raises:
-      BenchmarkError: it does not run, or prints something else.
+      BenchmarkError: it fails, or its output is not llama-bench's.
     """
     folder = program.resolve().parent
     libraries = [str(folder), str(folder / "lib"), str(folder.parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]

@@ -235,7 +235,7 @@ def _scheduling(found: Figures) -> Section:
         f"has no effect here. *{_PARTS['window']}*: planning {found['window']} requests again before a pack, if more "
         "wait than can be admitted and the cache has changed; not part of the sum."
     )
-    return "What deciding takes", [("Per request", head, rows)], [scheduling_line(found["cases"])], about
+    return "Time for decisions", [("Per request", head, rows)], [scheduling_line(found["cases"])], about
 
 
 def scheduling_line(cases: Sequence[Figures]) -> str:

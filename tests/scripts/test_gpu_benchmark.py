@@ -173,7 +173,7 @@ def test_targets_are_judged_and_what_is_missing_is_not_measured():
     faster = [row(DEVICE, ttft_s=0.059), *measured[:1]]
     assert gpu_report.targets(results(*faster))[1].verdict == "reached"
     other = [row(DEVICE, ttft_s=0.01, as_named=False), *measured[:1]]
-    assert gpu_report.targets(results(*other))[1].got is None, "it is not what the case is named after"
+    assert gpu_report.targets(results(*other))[1].got is None, "the case did not do what its name says"
 
 
 def test_tables_show_every_figure_and_notes_every_gap():
