@@ -65,7 +65,7 @@ def refused_after(answer: httpx.Response, time: Passing) -> float:
     """The seconds that a refusal took, of the first request, which says that no replica runs."""
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1", answer.text
     error = answer.json()["error"]
-    assert error["code"] == "no_replica" and error["message"].startswith("no replica runs, and none came within ")
+    assert error["code"] == "no_replica" and error["message"].startswith("no replica runs, and none started within ")
     return time.now_s
 
 

@@ -205,7 +205,7 @@ def test_the_listing_is_of_all_replicas(cluster):
 def test_a_listing_that_is_not_whole_is_none(cluster):
     cluster.replicas.unreachable = {1}
     answer = cluster.ask("GET", DOCUMENTS)
-    assert answer.status_code == 503 and "1 of 2 replicas could not be told or asked" in answer.text
+    assert answer.status_code == 503 and "1 of 2 replicas could not be reached" in answer.text
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_a_signal_ends_it_cleanly(start, tmp_path, number, code):
     os.killpg(process.pid, number)  # as a terminal does: to the workers as well
     _, errors = process.communicate(timeout=600)
     found = report(tmp_path, "ended")
-    assert process.returncode == code and "run the same command again to go on" in errors
+    assert process.returncode == code and "run the same command again to continue" in errors
     assert found["interrupted"] == signal.Signals(number).name and found["failed"] == []
     stored = sum(found[name]["stored"] for name in ("passages", "framed", "behind_neighbours"))
     assert 0 < stored == found["run"]["computed"] < 3 * NUM_DOCS

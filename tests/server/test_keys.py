@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_used_any_more_changes_nothing_and_is_told_of_once
         for _ in range(3):
             now[0] += 1.5
             assert tenant(ring, ANNA) == "anna" and ring.find(BOB) is None
-    assert caplog.text.count("the keys stay as they were") == 1 and BOB not in caplog.text
+    assert caplog.text.count("the previous keys stay valid") == 1 and BOB not in caplog.text
     write(f"bob:{BOB}\n")
     now[0] += 1.5
     assert ring.find(ANNA) is None and tenant(ring, BOB) == "bob"

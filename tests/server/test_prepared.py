@@ -128,7 +128,7 @@ def test_preparing_stops_where_the_room_ends_and_evicts_nothing(start_server, ca
             usage = server.engine.cache.usage()["host"]
             assert 2 < usage.num_variants < 1 + 5 and usage.evicted == 0, usage
             wait_until(
-                lambda: any("stay unprepared, for the cache is nearly full" in message for message in caplog.messages)
+                lambda: any("stay unprepared, since the cache is nearly full" in message for message in caplog.messages)
             )
 
 
