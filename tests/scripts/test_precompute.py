@@ -266,7 +266,7 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
         return done.stderr.splitlines()[-1]
 
     text = refusal("--disk-cache-bytes", "1kB")
-    wanted = re.match(r"ccjax precompute: error: --store: wanted room for (\d+)", text)
+    wanted = re.match(r"ccjax precompute: error: --store: wanted space for (\d+)", text)
     assert wanted is not None and "1000 left of" in text
     assert not (tmp_path / "store").exists()
     assert run_here("dry", "--documents", docs, "--dry-run", "--disk-kv-dtype", "int8").returncode == 0
