@@ -28,8 +28,8 @@ ON_MOTO = True
         ("s3://bucket/kv?region=", "each once"),
         ("s3://bucket/kv?endpoint=localhost:9000", "endpoint: wanted http://host:port or https://host, got"),
         ("gs://bucket/kv?endpoint=http://x", "wanted none as options of gs://bucket/prefix"),
-        ("s3://No_Bucket!/kv", "cannot make sense of"),
-        ("gs://x/kv", "cannot make sense of"),
+        ("s3://No_Bucket!/kv", "cannot parse"),
+        ("gs://x/kv", "cannot parse"),
     ],
 )
 def test_bad_bucket_url(url, wanted):

@@ -397,17 +397,17 @@ def _head_with(**changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: b"", "cannot make sense"),
+        (lambda raw: b"", "cannot be parsed"),
         (lambda raw: raw[: len(raw) // 4], "checksum"),
         (lambda raw: raw[:-1], "wanted"),
         (lambda raw: raw + b" ", "wanted"),
-        (lambda raw: bytes(len(raw)), "cannot make sense"),
-        (lambda raw: b"[" * 100_000 + b"\n", "cannot make sense"),
+        (lambda raw: bytes(len(raw)), "cannot be parsed"),
+        (lambda raw: b"[" * 100_000 + b"\n", "cannot be parsed"),
         (_head_with(catalog_version=CATALOG_VERSION + 1), "version 2 and this program reads 1"),
         (_head_with(catalog_version=0), "version 0 and this program reads 1"),
         (_head_with(namespace=OTHERS.namespace), f"namespace '{OTHERS.namespace}'"),
         (_head_with(table_bytes=-1), "checksum"),
-        (_head_with(table_bytes="many"), "cannot make sense"),
+        (_head_with(table_bytes="many"), "cannot be parsed"),
     ],
 )
 def test_an_unusable_part_is_logged_and_written_anew(place, reads, caplog, change, message):

@@ -49,7 +49,7 @@ def assert_it_waits_once_and_recovers(index, come_back, num_waits) -> None:
 
         def all_are_refused() -> bool:  # also while it is looked for
             for call in calls:
-                with pytest.raises(IndexUnavailableError, match="did not answer lately"):
+                with pytest.raises(IndexUnavailableError, match="did not answer recently"):
                     call()
             return looked.is_set()
 

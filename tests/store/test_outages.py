@@ -76,7 +76,7 @@ def test_serving_goes_on_without_the_bucket_and_with_it_again(place, gate, fail,
             assert_same_bytes(get(store, variant_id), make_kv(variant_id))
         assert_same_bytes(get(store, "before"), make_kv("before"))
         for _ in range(3):
-            with pytest.raises(StoreUnavailableError, match="did not answer lately"):
+            with pytest.raises(StoreUnavailableError, match="did not answer recently"):
                 get(store, "cold")
         assert store.refresh() == store.refresh() == ((), ())
         assert store.evict("disk", ["before"]) == ()
