@@ -82,7 +82,7 @@ def test_a_request_is_refused_once_its_time_is_over(begin, time, more):
 
 @pytest.mark.parametrize("no_replica_s", [0.1, 60.0])
 @pytest.mark.parametrize("of_server", [False, True], ids=["of the request", "of the server"])
-def test_a_timeout_goes_before_the_fronts_own(begin, time, of_server, no_replica_s):
+def test_a_requests_timeout_overrides_the_fronts(begin, time, of_server, no_replica_s):
     more = {} if of_server else {"timeout_s": 2.0}
     settings = SETTINGS.replace(request_timeout_s=2.0 if of_server else 50.0)
     with begin(no_replica_s, settings) as cluster:
@@ -105,7 +105,7 @@ def test_a_replica_that_comes_in_time_answers(begin, time, stream):
 
 
 @pytest.mark.parametrize(("waited_s", "status"), [(0.0, 200), (49.0, 200), (50.1, 504)])
-def test_what_was_waited_counts_towards_the_timeout(servers, waited_s, status):
+def test_waiting_counts_towards_the_timeout(servers, waited_s, status):
     headers = ((b"content-type", b"application/json"), (b"authorization", f"Bearer {API_KEY}".encode()))
     content = json.dumps({**BODY, "timeout_s": 50.0}).encode()
     call = Call("POST", CHAT.encode(), b"", headers, content, waited_s=waited_s)
@@ -114,7 +114,7 @@ def test_what_was_waited_counts_towards_the_timeout(servers, waited_s, status):
 
 
 @pytest.mark.parametrize("states", [{"running": 1, "starting": 1}, {"stopping": 1}, {"recovering": 2}], ids=str)
-def test_whoever_has_a_replica_is_not_hurried(begin, time, states):
+def test_a_request_with_a_replica_has_no_deadline(begin, time, states):
     """Plain answers come whole, so that nothing is heard for long; and a replica that stops ends what it took."""
     with begin(0.2) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         cluster.replicas.states = states
@@ -136,7 +136,7 @@ def test_readiness_says_that_no_replica_runs(begin):
         assert httpx.get(f"{cluster.url}/ready", timeout=60).status_code == 200
 
 
-def test_what_goes_to_all_is_refused_at_once_and_metrics_go_on(begin):
+def test_calls_to_all_replicas_are_refused_at_once_and_metrics_continue(begin):
     with begin(60.0) as cluster:
         for method, path in (("GET", "/v1/cache/documents"), ("DELETE", "/v1/cache/documents/x"), ("GET", "/v1/live")):
             answer = cluster.ask(method, path)
@@ -146,7 +146,7 @@ def test_what_goes_to_all_is_refused_at_once_and_metrics_go_on(begin):
         assert 'ccjax_cluster_replicas{state="starting"} 2.0' in text
 
 
-def test_a_front_that_breaks_off_waits_for_nobody(begin, time):
+def test_a_front_that_aborts_does_not_wait(begin, time):
     time.limit_s = 2.0
     with begin(60.0) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         answer = pool.submit(cluster.post, CHAT, BODY)
@@ -158,7 +158,7 @@ def test_a_front_that_breaks_off_waits_for_nobody(begin, time):
         wait_until(lambda: cluster.front.is_drained)
 
 
-def test_who_leaves_is_waited_for_no_longer(begin, time):
+def test_waiting_ends_when_the_client_leaves(begin, time):
     time.limit_s = 2.0
     with begin(60.0) as cluster:
         with pytest.raises(httpx.ReadTimeout):
@@ -183,7 +183,7 @@ def test_who_leaves_is_waited_for_no_longer(begin, time):
         ({"stopping": 1, "starting": 1}, True),
     ],
 )
-def test_who_is_there(counts, is_there):
+def test_states_of_live_replicas(counts, is_there):
     assert has_live_replica(counts) is is_there
 
 
@@ -213,12 +213,12 @@ async def after(looks: Looks, num_looks: int, cancelled: list[bool] | None = Non
         raise
 
 
-def test_one_look_that_finds_nobody_is_not_believed(time):
+def test_one_check_without_a_replica_is_not_enough(time):
     looks = Looks(*[0, 1] * 15, 1)
     assert asyncio.run(ReplicaWait(looks, 0.0, None, clock=time.clock).first(after(looks, 40))) == "first"
 
 
-def test_two_looks_in_a_row_are_and_the_answer_is_told_to_end(time):
+def test_two_checks_in_a_row_end_the_answer(time):
     cancelled: list[bool] = []
     looks = Looks(1, 0, 0)
     with pytest.raises(NoLiveReplicaError):
@@ -226,7 +226,7 @@ def test_two_looks_in_a_row_are_and_the_answer_is_told_to_end(time):
     assert cancelled == [True] and looks.count == 3
 
 
-def test_a_look_that_takes_long_delays_no_answer(time):
+def test_a_slow_check_delays_no_answer(time):
     looks = Looks(1)
 
     async def never() -> Mapping[str, int]:
@@ -237,7 +237,7 @@ def test_a_look_that_takes_long_delays_no_answer(time):
     assert asyncio.run(ReplicaWait(never, 0.0, None, clock=time.clock).first(after(looks, 1))) == "first"
 
 
-def test_what_has_no_beginning_is_an_error(time):
+def test_an_answer_without_parts_is_an_error(time):
     async def nothing() -> AsyncIterator[str]:
         return
         yield

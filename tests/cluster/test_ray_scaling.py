@@ -21,7 +21,7 @@ def answering(cluster: Serving) -> set[str]:
     return {labels[-1] for (found, *labels), value in cluster.metrics().items() if found == name and value}
 
 
-def test_a_second_replica_comes_under_load_and_goes_without_it_and_no_request_is_lost(tmp_path: Path) -> None:
+def test_a_second_replica_starts_under_load_and_stops_without_losing_requests(tmp_path: Path) -> None:
     options = ["--cluster", "ray", "--replicas", "1:2", "--scale-up-after-s", "2", "--scale-down-after-s", "4"]
     options += ["--store", f"file://{tmp_path}/store", "--generators", "0"]
     with serving(tmp_path, *options) as cluster:

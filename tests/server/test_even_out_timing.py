@@ -107,7 +107,7 @@ def test_passages_of_another_client_behind_another_prefix(start_server, monkeypa
             assert theirs_s < fresh_s / 2
 
 
-def test_nothing_is_told_of_reuse(start_server):
+def test_nothing_about_reuse_is_reported(start_server):
     texts = passages(3)
     with start_server(EVENED_OUT) as server:
         ask(server.url, texts)
@@ -125,7 +125,7 @@ def test_nothing_is_told_of_reuse(start_server):
         assert refused.status_code == 400 and "trace" in refused.json()["error"]["message"]
 
 
-def test_page_is_refused_beside_it():
+def test_the_page_is_refused_with_evened_out_timing():
     with pytest.raises(ConfigError, match="page: wanted it off"):
         ServerSettings(even_out_timing=True)
 

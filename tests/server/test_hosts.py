@@ -102,7 +102,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_both_answer_together_and_where_one_is_killed_the_other_ends(
+def test_two_processes_answer_together_and_end_together(
     environment: dict[str, str], tiny_model: Path, kept: list[str], single: tuple[str, dict[str, Any]], killed: int
 ) -> None:
     """With what a server on one device answers."""
@@ -119,7 +119,7 @@ def test_both_answer_together_and_where_one_is_killed_the_other_ends(
             assert code == 1 and "process 1 has gone" in errors, errors
 
 
-def test_told_to_end_both_end(environment: dict[str, str], tiny_model: Path, kept: list[str]) -> None:
+def test_both_processes_end_on_a_signal(environment: dict[str, str], tiny_model: Path, kept: list[str]) -> None:
     with serving(environment, [*small(tiny_model), *kept]) as (_, processes):
         processes[0].terminate()
         assert [ended(process)[0] for process in processes] == [0, 0]
@@ -146,7 +146,7 @@ def test_told_to_end_both_end(environment: dict[str, str], tiny_model: Path, kep
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(refusal: Refusal, arguments: list[str], words: list[str]) -> None:
+def test_incompatible_options_are_refused(refusal: Refusal, arguments: list[str], words: list[str]) -> None:
     line = refusal(["--port", "0", *arguments])
     assert all(word in line for word in words), line
 

@@ -172,7 +172,7 @@ def test_repairs_can_be_switched_off(start_server: StartServer) -> None:
         assert backend.worker.call(lambda: num_approximate(server)).result()
 
 
-def test_what_another_engine_stored_is_used_without_a_restart(
+def test_variants_of_another_engine_are_used_without_a_restart(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}/store"

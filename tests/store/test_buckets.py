@@ -95,7 +95,7 @@ def test_server_without_conditional_writes_is_refused(make_place):
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
-def test_nobody_listens(kind, make_place):
+def test_no_server_listens(kind, make_place):
     with pytest.raises(StoreUnavailableError, match="cannot use .*Could not connect.*Wanted a bucket that this"):
         TensorStoreTier(make_place(kind, free_port()).url, SPEC, OURS)
 

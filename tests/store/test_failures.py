@@ -111,7 +111,7 @@ def test_failed_write_leaves_nothing_behind(tmp_path):
     assert tier.write(make_record("v"), make_kv("v")) and tier.budget.used_bytes == bytes_on_disk(tmp_path)
 
 
-def test_record_whose_directory_cannot_be_synced_is_taken_back(tmp_path, monkeypatch):
+def test_record_whose_directory_cannot_be_synced_is_removed(tmp_path, monkeypatch):
     tier = TensorStoreTier(url_of(tmp_path), SPEC, OURS)
     assert isinstance(tier._root, FileRoot)
     sync = tier._root.sync
@@ -153,7 +153,7 @@ def test_refresh_of_a_vanished_directory_is_not_raised_into_a_request(tmp_path, 
         assert put(store, "w") == ("host", "disk") and store.usage()["disk"].failed_writes == 1
 
 
-def test_slow_disk_times_out_and_the_load_goes_on(tmp_path):
+def test_slow_disk_times_out_and_the_load_continues(tmp_path):
     """A named pipe in place of the object: opening it waits until somebody opens the other end."""
     with open_store(tmp_path, host_bytes=0) as store:
         put(store, "v")

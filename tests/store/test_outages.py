@@ -62,7 +62,7 @@ def fail(request, gate):
     return getattr(gate, request.param)
 
 
-def test_serving_goes_on_without_the_bucket_and_with_it_again(place, gate, fail, caplog):
+def test_serving_continues_without_the_bucket_and_with_it_again(place, gate, fail, caplog):
     with open_store(place.url) as store, caplog.at_level(logging.INFO, logger="ccjax.store"):
         put(store, "before")
         put(store, "cold")
@@ -119,7 +119,7 @@ def test_every_first_wait_is_bounded(place, gate, fail):
     assert [record.variant_id for record in TensorStoreTier(place.url, SPEC, OURS).records()] == ["v"]
 
 
-def test_reads_under_way_fail_and_the_variant_stays(place, gate, fail):
+def test_reads_in_progress_fail_and_the_variant_stays(place, gate, fail):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
     reader = tier.open("v")
@@ -134,7 +134,7 @@ def test_reads_under_way_fail_and_the_variant_stays(place, gate, fail):
     assert_same_bytes(tier.open("v").wait(0, 3), make_kv("v"))
 
 
-def test_caller_may_leave_before_a_silent_server_is_given_up(place, gate):
+def test_caller_may_give_up_before_the_timeout_of_a_silent_server(place, gate):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
     gate.silence()
@@ -155,7 +155,7 @@ def test_close_does_not_wait_for_every_queued_write(place, gate):
     assert store.usage()["disk"].failed_writes == 20
 
 
-def test_lost_answer_to_a_commit_is_found_out(place, gate):
+def test_lost_reply_to_a_commit_is_resolved(place, gate):
     """The record arrives, the answer does not, and the repeated request is refused: by what we wrote ourselves."""
     tier = TensorStoreTier(place.url, SPEC, OURS)
     gate.cuts = 1
@@ -166,7 +166,7 @@ def test_lost_answer_to_a_commit_is_found_out(place, gate):
     assert tier.write(make_record("v"), make_kv("v")) is False  # a real loser still loses
 
 
-def test_commit_without_an_answer_may_have_happened(place, gate):
+def test_commit_without_a_reply_may_have_happened(place, gate):
     """The last that was heard of the record is that it was sent; if it arrived, deleting its object would break it."""
     tier = TensorStoreTier(place.url, SPEC, OURS)
     gate.cuts, gate.is_silent_after_cut = 1, True

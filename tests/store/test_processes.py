@@ -89,7 +89,7 @@ def read_added(tier: TensorStoreTier) -> int:
     return len(added)
 
 
-def test_kill_9_shows_a_reader_whole_variants_only_and_leaves_orphans_that_are_swept(process_place, monkeypatch):
+def test_kill_9_leaves_complete_variants_and_orphans_that_are_swept(process_place, monkeypatch):
     place = process_place
     num_kills = int(os.environ.get("CCJAX_STORE_KILLS", len(FORMATS) if place.kind == "file" else 2))
     chance = random.Random(4)
@@ -138,6 +138,6 @@ def test_two_writers_of_the_same_keys_have_one_winner_each(place, tmp_path):
     assert len(place.object_keys()) == num_keys  # the losers deleted their objects
 
 
-def test_import_brings_neither_jax_nor_the_system_above():
+def test_import_loads_neither_jax_nor_higher_layers():
     code = "import ccjax.store, sys; sys.exit(bool({'jax', 'ccjax.engine', 'ccjax.models'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

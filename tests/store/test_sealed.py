@@ -57,7 +57,7 @@ def forged_record(raw: bytes, kv: np.ndarray | None = None, **changes) -> bytes:
     return json.dumps({**body, "checksum": digest}, **canonical).encode()
 
 
-def test_sealed_variants_come_back_also_to_other_processes(place):
+def test_sealed_variants_can_be_loaded_also_by_other_processes(place):
     with opened(place) as store:
         put(store, "v")
         assert_same_bytes(get(store, "v"), make_kv("v"))
@@ -84,7 +84,7 @@ def test_other_formats_are_sealed_as_well(tmp_path, kv_dtype, compression):
             get(store, "v")
 
 
-def test_with_keys_and_without_share_a_place_and_see_nothing_of_each_other(place):
+def test_stores_with_and_without_keys_share_a_root_but_no_data(place):
     with opened(place) as ours, opened(place, OURS) as plain:
         put(ours, "v")
         put(plain, "w")
@@ -114,7 +114,7 @@ def test_record_without_a_seal_is_quarantined_and_counted(place):
 
 
 @pytest.mark.parametrize("sealed_by", ["nobody", "another key", "the seal that was there"])
-def test_other_kv_with_every_checksum_made_right_is_not_read(place, sealed_by):
+def test_other_kv_with_corrected_checksums_is_not_read(place, sealed_by):
     """Whoever cannot seal can still write other KV, the record that fits it, and put both in place."""
     bad = make_kv("v", writer=7)
     with opened(place) as store:
@@ -206,7 +206,7 @@ def test_variant_of_another_model_or_tenant_copied_here(place, source):
         assert store.records() == [] and store.usage()["disk"].forged == 1
 
 
-def test_record_is_bound_even_where_its_contents_are_not(place):
+def test_record_is_bound_even_if_its_contents_are_not(place):
     """The namespace stands in the record, too: this is what the seal says of it."""
     with opened(place) as store:
         put(store, "v")
@@ -219,7 +219,7 @@ def test_record_is_bound_even_where_its_contents_are_not(place):
         SEALED.unseal("record", "v", other.seal("record", "v", data))
 
 
-def test_news_with_a_forged_record_are_checked_against_the_store(tmp_path):
+def test_changes_with_a_forged_record_are_checked_against_the_store(tmp_path):
     """Who can write to the shared index cannot seal either."""
     tier = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
     writer = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
@@ -249,7 +249,7 @@ def test_forged_catalog_is_not_used(tmp_path, monkeypatch):
     assert [one.chunk_id for one in fooled.summaries()] == ["another"]
 
 
-def test_forged_notes_hints_and_leases_are_not_believed(place):
+def test_forged_notes_hints_and_leases_are_ignored(place):
     with opened(place) as store:
         store.notes.put("a", {"x": 1}, wait=True)
         store.notes.put("b", {"x": 2}, wait=True)
@@ -283,7 +283,7 @@ def test_note_that_was_forged_before_it_was_written_is_replaced(tmp_path):
     assert again.items() == {"a": {"x": 1}}
 
 
-def test_lease_of_another_epoch_is_not_believed(tmp_path):
+def test_lease_of_another_epoch_is_ignored(tmp_path):
     root = open_root(url_of(tmp_path))
     leases = Leases(root, SEALED)
     (lease,) = leases.acquire(["v"], 60)
