@@ -1,4 +1,4 @@
-"""Requests that are carried out away from their socket: what the application sends comes back, piece by piece."""
+"""Requests that are answered away from their socket: the application's answer is streamed back part by part."""
 
 from __future__ import annotations
 

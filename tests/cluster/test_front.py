@@ -1,4 +1,4 @@
-"""What clients of the front get is what a single server gives, to the byte."""
+"""Clients of the front get the answers of a single server, to the byte."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _CHANGING = [
 
 
 def told(url, request):
-    """Status, headers and body, but for ids and times."""
+    """Status, headers and body, without ids and times."""
     method, path, content, headers = request
     answer = httpx.request(method, f"{url}{path}", content=content, headers=headers, timeout=60)
     body = answer.content
@@ -100,7 +100,7 @@ def told(url, request):
 
 
 def test_every_answer_is_that_of_a_single_server(tiny_model, start_server):
-    """One replica, so that its cache goes through the same as the single server's: both begin empty."""
+    """One replica, so that its cache has the same history as the single server's: both begin empty."""
     statuses = []
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(start_server(SETTINGS)) for _ in range(2)]
@@ -146,7 +146,7 @@ def test_only_the_beginning_of_a_body_that_is_too_long_is_kept(servers, tiny_mod
 
 @pytest.mark.parametrize("salt", [None, "apart"])
 def test_front_and_replicas_use_the_same_chunk_ids_for_each_tenant(servers, tiny_model, tmp_path, salt):
-    """Else no call of a tenant would ever be sent to where its passages are."""
+    """Otherwise no call of a tenant would be routed to the replica with its passages."""
     keys = tmp_path / "keys"
     keys.write_text("anna:anna-key-0123456789\nbob:bob-key-0123456789\n")
     keys.chmod(0o600)
@@ -199,7 +199,7 @@ def test_openais_client_works_with_the_front(servers, cluster):
 
 
 def test_a_stream_is_forwarded_as_it_arrives(cluster):
-    """The first piece is there while the engine is kept from going on."""
+    """The first part arrives while the engine is blocked."""
     body = chat(stream=True, max_tokens=200, ignore_eos=True)
     url = f"{cluster.url}{CHAT}"
     with httpx.stream("POST", url, json=body, headers=bearer(API_KEY), timeout=60) as answer:
@@ -207,7 +207,7 @@ def test_a_stream_is_forwarded_as_it_arrives(cluster):
         assert "role" in next(lines)
         engine = cluster.servers[0].engine
         assert engine.batch_counts.running == 1
-    wait_until(lambda: engine.batch_counts.running == 0)  # who leaves gives the seat back
+    wait_until(lambda: engine.batch_counts.running == 0)  # a disconnect frees the slot
 
 
 def test_passages_found_by_the_front_reach_the_replica(servers, cluster, monkeypatch):

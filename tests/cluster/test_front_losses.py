@@ -1,4 +1,4 @@
-"""Replicas that are lost, fail or refuse, and how a front ends: what clients are told then."""
+"""Errors that clients get when replicas are lost, fail or refuse, and when a front ends."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_unforeseen_failure_is_logged_without_revealing_details(cluster, capl
 
 @contextlib.contextmanager
 def under_way(cluster: Cluster, *bodies):
-    """The answers to requests that are under way until the block is left."""
+    """The answers to requests that are in progress until the block ends."""
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor() as pool:
         with contextlib.ExitStack() as busy:
             for server in cluster.servers:
@@ -150,7 +150,7 @@ def test_a_front_that_aborts_tells_every_client(cluster):
 
 @contextlib.contextmanager
 def under_way_beside(cluster: Cluster):
-    """A plain request that the front has passed on and that is not answered."""
+    """A plain request that the front has forwarded and that is not answered."""
     before = len(cluster.replicas.calls)
     body = {**BODY, "max_tokens": 400, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor() as pool:

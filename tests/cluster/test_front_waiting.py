@@ -1,4 +1,4 @@
-"""Requests that come, or are under way, while no replica is there."""
+"""Requests that arrive, or are in progress, while no replica is available."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Begin = Callable[..., contextlib.AbstractContextManager[Cluster]]
 
 
 class Passing:
-    """Time that passes where somebody sleeps, and nowhere else: at most `limit_s`, after which they sleep for ever."""
+    """A clock that advances only during sleeps, by at most `limit_s` in all; later sleeps never end."""
 
     def __init__(self, limit_s: float = 1000.0) -> None:
         self.now_s, self.limit_s = 0.0, limit_s
@@ -46,7 +46,7 @@ def time() -> Passing:
 
 @pytest.fixture
 def begin(tiny_model, servers, time) -> Begin:
-    """A front that waits `no_replica_s` for a replica, while none is there."""
+    """A front that waits `no_replica_s` for a replica, while none is available."""
 
     @contextlib.contextmanager
     def start(no_replica_s: float, settings: ServerSettings = SETTINGS) -> Iterator[Cluster]:
@@ -62,7 +62,7 @@ def begin(tiny_model, servers, time) -> Begin:
 
 
 def refused_after(answer: httpx.Response, time: Passing) -> float:
-    """The seconds that a refusal took, of the first request, which says that no replica runs."""
+    """The seconds until the first request was refused because no replica runs."""
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1", answer.text
     error = answer.json()["error"]
     assert error["code"] == "no_replica" and error["message"].startswith("no replica runs, and none started within ")
@@ -115,7 +115,7 @@ def test_waiting_counts_towards_the_timeout(servers, waited_s, status):
 
 @pytest.mark.parametrize("states", [{"running": 1, "starting": 1}, {"stopping": 1}, {"recovering": 2}], ids=str)
 def test_a_request_with_a_replica_has_no_deadline(begin, time, states):
-    """Plain answers come whole, so that nothing is heard for long; and a replica that stops ends what it took."""
+    """Plain answers arrive whole, so nothing arrives for long; and a stopping replica finishes its requests."""
     with begin(0.2) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         cluster.replicas.states = states
         with contextlib.ExitStack() as busy:
@@ -150,7 +150,7 @@ def test_a_front_that_aborts_does_not_wait(begin, time):
     time.limit_s = 2.0
     with begin(60.0) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         answer = pool.submit(cluster.post, CHAT, BODY)
-        wait_until(lambda: cluster.front._answering and time.now_s > 1.0, timeout_s=60)  # it gave its call up by now
+        wait_until(lambda: cluster.front._answering and time.now_s > 1.0, timeout_s=60)  # its call has ended by now
         cluster.front.drain()
         assert not cluster.front.is_drained
         cluster.front.break_off()
@@ -188,7 +188,7 @@ def test_states_of_live_replicas(counts, is_there):
 
 
 class Looks:
-    """What each look finds; the last one for ever."""
+    """The result of each check; the last one is repeated."""
 
     def __init__(self, *found: int) -> None:
         self.left = list(found)
@@ -201,7 +201,7 @@ class Looks:
 
 
 async def after(looks: Looks, num_looks: int, cancelled: list[bool] | None = None) -> AsyncIterator[str]:
-    """Two pieces, once somebody looked so often."""
+    """Two parts, after this many checks."""
     try:
         while looks.count < num_looks:
             await asyncio.sleep(0)
@@ -247,7 +247,7 @@ def test_an_answer_without_parts_is_an_error(time):
 
 
 def test_times_without_a_replica_add_up(time):
-    """Replicas that come and die at once keep nobody for ever."""
+    """Replicas that start and die at once do not keep a request waiting for ever."""
 
     async def run() -> list[bool]:
         looks = Looks(*[0] * 20, *[1, *[0] * 20] * 50)

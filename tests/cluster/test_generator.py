@@ -1,4 +1,4 @@
-"""When a generator works: it is to take nothing from the replicas whose CPUs it shares."""
+"""When a generator works: it must not take time from the replicas whose CPUs it shares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.polling import wait_until
 
 
 class Orders:
-    """Counts how often it was asked for work; there is none."""
+    """Counts requests for orders; there are none."""
 
     def __init__(self) -> None:
         self.times_asked = 0
@@ -30,7 +30,7 @@ class Orders:
 
 @contextlib.contextmanager
 def working(monkeypatch, idle, *, needs_idle_cpus):
-    """Orders that a generator asks for, while the block runs; `idle` gives the CPUs that are idle."""
+    """Orders that a generator requests while the block runs; `idle` gives the number of idle CPUs."""
     monkeypatch.setattr(generator, "idle_cpus", lambda seconds, wait: wait(0.001) or idle())
     orders, stopping = Orders(), threading.Event()
     thread = threading.Thread(
@@ -60,7 +60,7 @@ def test_a_failed_order_is_followed_by_others(monkeypatch, error):
 
 @pytest.fixture
 def busy_cpus():
-    """Every CPU of this machine has something to do."""
+    """Keeps every CPU of this machine busy."""
     command = [sys.executable, "-S", "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     yield

@@ -1,4 +1,4 @@
-"""What several replicas say of the same, put together: by hand-made bodies, and through the front."""
+"""Merged answers of several replicas: from hand-made bodies, and through the front."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_the_live_view_counts_answers_of_all_replicas(cluster):
 
 
 def test_the_page_is_the_fronts_own(cluster, servers):
-    """So it is there while no replica is."""
+    """So it is available while no replica is."""
     cluster.replicas.states = {"starting": 2}
     for path in ("/", "/page/app.js", "/page/style.css"):
         wanted, found = (httpx.get(f"{url}{path}", timeout=60) for url in (servers[0].url, cluster.url))

@@ -1,5 +1,5 @@
-"""A real cluster on this machine: two replicas and a generator of the demo model over one store, and what is done to
-them. `make test-cluster` runs it; the tests run in order, the last one ends the cluster."""
+"""A real cluster on this machine, with faults: two replicas and a generator of the demo model over one store. `make
+test-cluster` runs it; the tests run in order, the last one ends the cluster."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def running(folder: Path, port: int) -> Iterator[Serving]:
 
 @pytest.fixture
 def cluster(running: Serving) -> Serving:
-    """Whole again, whatever the test before did."""
+    """The cluster, recovered from the previous test."""
     running.wait_for(2)
     return running
 
@@ -234,7 +234,7 @@ def test_a_failed_start_is_explained_in_one_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_ends_while_waiting_for_hosts_leaves_nothing_behind(folder: Path, number: int) -> None:
-    """No host has such a resource, and some may join that does."""
+    """No host has such a resource, but one that has may join."""
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", "--cluster", "ray", *QUICK]
     command += ["--replica-resources", "unobtainable=1"]
     with (folder / "waiting").open("w") as log:

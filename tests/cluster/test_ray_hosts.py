@@ -1,5 +1,5 @@
-"""Replicas on Ray whose model lies on two processes, a device each: what a single process answers, also after one of
-them was killed."""
+"""Replicas on Ray whose model is split over two processes with a device each: answers are those of a single process,
+also after one of them was killed."""
 
 from __future__ import annotations
 

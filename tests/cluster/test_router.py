@@ -1,4 +1,4 @@
-"""The books that a sending process keeps of replicas, with Ray's own classes and no cluster."""
+"""The ledger that a sending process keeps of replicas, with Ray's own classes and without a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = PromptSummary(tuple((chunk, 100) for chunk in CHUNKS), 10)
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """Ray takes a second, which only the process that runs these tests should spend."""
+    """Importing Ray takes a second, which only the process that runs these tests should spend."""
     global DeploymentID, RequestMetadata, PendingRequest, ReplicaID, module, NUMBER, STATS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own
@@ -60,7 +60,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def router(clock):
-    router = object.__new__(module.CacheAwareRouter)  # what Ray's own part needs a cluster for is not used here
+    router = object.__new__(module.CacheAwareRouter)  # without Ray's part, which needs a cluster
     router.initialize_state()
     return router
 

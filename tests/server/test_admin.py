@@ -1,4 +1,4 @@
-"""The admin API over a real socket: status codes, keys, ids with slashes, warm jobs, and what requests see of it."""
+"""The admin API over a real socket: status codes, keys, ids with slashes, warm jobs, and their effect on requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(start_server: StartServer) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def empty(server: Server) -> None:
-    """Each test begins with nothing in the cache."""
+    """Each test begins with an empty cache."""
     for item in server.engine.documents.list():
         with contextlib.suppress(ValueError):
             server.engine.documents.erase(item.document_id)

@@ -1,4 +1,4 @@
-"""What the API answers, asked by OpenAI's own client over a socket and compared with the engine behind it."""
+"""Answers of the API to OpenAI's own client over a socket, compared with those of the engine behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several answers to one prompt (`n`), asked for by OpenAI's own client, whole and streamed."""
+"""Several answers to one prompt (`n`), requested by OpenAI's own client, whole and streamed."""
 
 from __future__ import annotations
 

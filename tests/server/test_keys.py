@@ -1,4 +1,4 @@
-"""Key files: who gets in, what changes without a restart, and that no key is ever shown; tenants and their caches."""
+"""Key files: accepted clients, changes without a restart, and that no key is ever shown; tenants and their caches."""
 
 import functools
 import logging
@@ -23,7 +23,7 @@ PASSAGES = [
 
 @pytest.fixture
 def now(monkeypatch) -> list[float]:
-    """The monotonic clock of the keys, which only tests move."""
+    """The monotonic clock of the keys, which only tests advance."""
     seconds = [100.0]
     monkeypatch.setattr(ccjax.server.keys.time, "monotonic", lambda: seconds[0])
     return seconds
@@ -195,7 +195,7 @@ def tenants(start_server, tmp_path_factory):
 
 
 def test_a_tenants_cache_is_hit_by_its_keys_only(tenants):
-    # Behind a system prompt of its own: what other tests have asked for is not in the way.
+    # With a system prompt of its own, so that other tests' requests have no effect.
     messages = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "Who paints?"}]
     asked = functools.partial(ask, tenants.url, messages=messages)
     assert num_reused(asked(ANNA)) == 0
@@ -236,7 +236,7 @@ def test_a_salt_is_bounded(tenants):
 
 
 def warmed(tenants, **fields) -> dict:
-    """What a warm job of one passage came to."""
+    """The result of a warm job of one passage."""
     headers = {"Authorization": f"Bearer {ADMIN}"}
     begun = patience.post(f"{tenants.url}/v1/cache/warm", json={"at_once": True, **fields}, headers=headers)
     if begun.status_code != 202:

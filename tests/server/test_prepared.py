@@ -1,4 +1,4 @@
-"""Passages that were prepared before anybody asks, through the socket: what a request then reuses, and how."""
+"""Passages that were prepared before any request, through the socket: what a request then reuses, and how."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def warm(server: Server, passages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ask(server: Server, passages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """What was reused of each passage, or of those that the server finds."""
+    """The reuse of each passage, or of those that the server finds."""
     messages = [{"role": "user", "content": "Who sings?"}]
     body = {"messages": messages, "max_tokens": 1} | ({} if passages is None else {"documents": passages})
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
@@ -121,7 +121,7 @@ def test_changed_documents_are_prepared_again(start_server, frame, docs_dir) -> 
 
 
 def test_preparing_stops_when_space_runs_out_and_evicts_nothing(start_server, caplog) -> None:
-    """Room for some of the five passages, each of which takes two variants."""
+    """There is space for some of the five passages, with two variants each."""
     with caplog.at_level("INFO"):
         with start_server(ServerSettings(), prepares=True, frame="none", host_cache_bytes=24_000) as server:
             wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)

@@ -1,4 +1,4 @@
-"""Who is served first, who is refused, who comes too late and who does not read, over real sockets."""
+"""Order of service, refusals, deadlines, and clients that do not read, over real sockets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(server: Server, **fields: Any) -> httpx.Response:
 
 
 class Starts:
-    """Who left the line, by user, in order."""
+    """The users whose requests left the queue, in order."""
 
     def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         self.users: list[str] = []
@@ -59,7 +59,7 @@ class Starts:
 
 
 def all_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
-    """The answers to requests that stand in line, in this order, before the first one starts."""
+    """The answers to requests that are queued, in this order, before the first one starts."""
 
     async def send() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
@@ -89,7 +89,7 @@ def test_a_flood_blocks_no_other_client_and_urgent_requests_go_first(
     assert [answer.status_code for answer in answers] == [200] * 45
     order = starts.users
     assert order[0] == "flood too" and order[-1] == "idle"
-    # Three flows take turns: nobody waits for more than a round and one prompt of each, where 40 came first.
+    # Three flows take turns: a client waits at most for a round and one prompt of each, though 40 arrived first.
     assert order.index("other") <= 3 and order.index("polite") <= 3
     assert [number for number, user in enumerate(order) if user == "polite"][1] <= 5
 
@@ -98,7 +98,7 @@ def test_a_client_that_floods_the_queue_is_refused_before_others(narrow: Server)
     share = narrow.engine.config.flow_share
     limit = narrow.engine.config.max_queue
     assert limit is not None
-    most = math.ceil(share * limit / (1 + share))  # what it has is `share` times what is left then
+    most = math.ceil(share * limit / (1 + share))  # then it has `share` times the rest
 
     async def flood() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
@@ -147,7 +147,7 @@ def test_a_deadline_in_the_queue_is_504(narrow: Server, monkeypatch: pytest.Monk
 
 
 def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After five steps it is much later, as far as deadlines go."""
+    """After five steps the clock of deadlines is much later."""
     free = narrow.engine.batch_counts.free_pages
     fields = body("Who?", max_tokens=20, stream=True, timeout_s=5000.0, ignore_eos=True)
     decoder, scheduler = narrow.engine._loop._decoder, narrow.engine._loop._scheduler
@@ -265,7 +265,7 @@ def test_metrics_count_retried_answers(narrow: Server, monkeypatch: pytest.Monke
 
 
 class Unread:
-    """A client that asks for a long stream and does not read it, with little room for what comes."""
+    """A client that requests a long stream and does not read it, with small buffers."""
 
     def __init__(self, url: str, **fields: Any) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -279,7 +279,7 @@ class Unread:
         self.socket.sendall(head.encode() + data)
 
     def read(self) -> str:
-        """All that was sent, after all."""
+        """Reads all that was sent."""
         self.socket.settimeout(120)
         parts = []
         while not b"".join(parts[-2:]).endswith(b"0\r\n\r\n"):
@@ -291,13 +291,13 @@ class Unread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends as a process does that is killed with data unread."""
+        """Ends like a process that is killed with data unread."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
-    """The jobs to come; `_events` of each holds what its client was not sent yet."""
+    """Later jobs; `_events` of each has the events not yet sent to its client."""
     jobs: list[Any] = []
     submit = server.service.backend.worker.submit
 
@@ -310,7 +310,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
 
 
 LONG = {"max_tokens": 120, "logprobs": True, "top_logprobs": 20}
-"""A stream of about 190 KB: more than the socket buffers here take."""
+"""A stream of about 190 KB: more than the socket buffers here."""
 
 
 def test_a_client_that_does_not_read_delays_no_other_and_buffers_only_its_answer(

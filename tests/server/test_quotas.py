@@ -28,7 +28,7 @@ def answer(num_tokens):
 
 
 def is_refused(quotas, tenant="anna", name="k") -> float | None:
-    """After how many seconds to come again; None where the request was taken, which it leaves at once."""
+    """Seconds until a retry; None if the request was accepted, which then ends at once."""
     try:
         quotas.enter(tenant, name).leave()
     except QuotaError as error:

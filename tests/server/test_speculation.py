@@ -1,5 +1,5 @@
-"""Answers that begin while passages are searched for: what the client gets is what it gets without, and nothing that
-was given up stays behind."""
+"""Answers that begin while passages are searched for: clients get the same answers as otherwise, and abandoned ones
+leave nothing behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def staged(start_server: Callable[..., contextlib.AbstractContextManager[Server]
 def searching(
     server: Server, monkeypatch: pytest.MonkeyPatch, stages_of: Callable[[list[Passage]], Iterator[list[Passage]]]
 ) -> None:
-    """Searches find what `stages_of(what is found in the end)` says, and then that."""
+    """Searches return the stages of `stages_of(final passages)`, and then the final passages."""
     search = server.retriever.stages
 
     def stages(query: str, top_k: int, num_stages: int, **how) -> Iterator[tuple[list[Passage], bool]]:
@@ -214,7 +214,7 @@ def test_text_is_held_back_until_the_passages_are_final() -> None:
     submit.on_starts[0]()
     submit.emits[0](first := Delta("x", (1,)))
     assert got == [] and one.num_started == 1
-    final = request_of([Document("a", score=0.75), DOCUMENTS[1]])  # scores are no part of the prompt
+    final = request_of([Document("a", score=0.75), DOCUMENTS[1]])  # scores are not in the prompt
     cancel = one.start(final, got.append, on_start=lambda: starts.append(1))
     assert got == [first] and starts == [1] and one.was_right
     submit.emits[0](then := Delta("y", (2,)))

@@ -1,4 +1,4 @@
-"""What is told of a request besides its answer: the log's line, OpenTelemetry's spans, tokens by kind of match."""
+"""Reports on a request besides its answer: the log line, OpenTelemetry's spans, tokens by kind of match."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_phases_are_contiguous_as_far_as_they_were_reached():
 
 
 def test_overlaps_count_to_the_earlier_phase():
-    told = list(phases(0.0, 3.0, 3.5, 1.0, 5.0, 6.0))  # it left the line while passages were searched for
+    told = list(phases(0.0, 3.0, 3.5, 1.0, 5.0, 6.0))  # it left the queue while passages were searched for
     assert told[2:] == [("queue", 3.5, 3.5), ("prefill", 3.5, 5.0), ("decode", 5.0, 6.0)]
 
 
@@ -67,7 +67,7 @@ def test_overlaps_count_to_the_earlier_phase():
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[int], list[logging.LogRecord]]:
-    """`lines(n)` are the first n records of requests, once they are there."""
+    """`lines(n)` waits for the first n records of requests, and returns them."""
     caplog.set_level(logging.INFO, "ccjax.request")
 
     def get(count: int) -> list[logging.LogRecord]:
@@ -186,7 +186,7 @@ def test_text_logs_are_readable():
 
 
 class Collector:
-    """Takes OTLP over HTTP, as OpenTelemetry's own protocol files say."""
+    """Accepts OTLP over HTTP, parsed with OpenTelemetry's own protocol files."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

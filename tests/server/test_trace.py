@@ -1,4 +1,4 @@
-"""`trace` in requests: what it tells agrees with the reuse report, with the text and with the clock."""
+"""`trace` in requests: it agrees with the reuse report, with the text and with the clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ask(server: Server, order: list[int], *, question: str = "Who sails?", **mor
 
 
 def marked(segment: dict[str, Any]) -> dict[str, int]:
-    """Tokens by what became of them, counted one by one as the page does."""
+    """Numbers of tokens by action, counted one by one as on the page."""
     again = set(segment["recomputed_offsets"])
     if segment["action"] == "compute":
         assert not again
@@ -139,7 +139,7 @@ def test_marks_are_right_with_deviations_and_without_reuse(start_server: Start, 
 
 @pytest.mark.parametrize("started_s, queue", [(105.0, (3.0, 5.0)), (100.5, (3.0, 3.0))], ids=["usual", "begun early"])
 def test_phases_match_their_names(started_s: float, queue: tuple[float, float]) -> None:
-    """With `retrieval_stages` an answer may leave the line before its passages are all found."""
+    """With `retrieval_stages` an answer may leave the queue before all its passages are found."""
     spans = (Span("load", 0, 105.0, 105.5), Span("layer", 0, 105.25, 106.0))
     trace = RequestTrace((), 1, 103.0, started_s, (107.0, 107.5, 109.0), spans, 4.0, False)
     told = trace_json(trace, None, arrived_s=100.0, found_s=102.0, submitted_s=103.0)
@@ -179,7 +179,7 @@ def test_the_live_view_counts_answers(start_server: Start) -> None:
             total = sum(answer["reuse"][f"{name}_tokens"] for answer in (own, found))
             assert live["tokens"][name] == total == sum(one[name] for one in live["recent"])
         assert live["answered"] == 2
-        # Only the server's own documents: what others bring along is not for everybody.
+        # Only the server's own documents: those in requests are private.
         assert {one["id"] for one in live["documents"]} <= set(DOCUMENTS) and live["documents"][0]["requests"] == 1
         usage = {tier: used.used_bytes for tier, used in server.engine.cache.usage().items()}
         assert {one["tier"]: one["used_bytes"] for one in live["tiers"]} == usage

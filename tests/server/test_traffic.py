@@ -1,4 +1,4 @@
-"""Many clients at once, clients that leave, a full line, and the metrics that tell of it."""
+"""Many clients at once, clients that leave, a full queue, and their metrics."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def metrics(server: Server) -> dict[tuple[str, ...], float]:
 
 @contextlib.contextmanager
 def busy(server: Server) -> Iterator[None]:
-    """While it lasts, the engine begins no request."""
+    """A context in which the engine begins no request."""
     with server.engine._exclusive():
         yield
 
 
 @contextlib.contextmanager
 def held_steps(engine: Engine, after: int = 0) -> Iterator[None]:
-    """While it lasts, no more than `after` decode steps are done."""
+    """A context in which at most `after` decode steps are done."""
     go_on, numbers = threading.Event(), itertools.count()
     step = engine._loop._decoder.step
 

@@ -1,4 +1,4 @@
-"""The jobs of the engine: order, refusals, cancelling and ending, with answers that the test steers step by step."""
+"""The jobs of the engine: order, refusals, cancelling and ending, with answers that the test controls step by step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REPORT = ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True)
 
 
 class Steered:
-    """An engine that answers with the prompt's words, one request after the other, one word a delta, each only after
-    `step` was released.
+    """An engine that answers with the prompt's words, one request after the other, one word per delta, each after a
+    release of `step`.
 
     The word "layers" stands for a prefill: a layer for each release, until the request is cancelled.
     """
@@ -229,7 +229,7 @@ def test_a_job_is_cancelled_between_the_layers_of_its_prefill() -> None:
 
 
 class Idle:
-    """Idle work of so many pieces."""
+    """Idle work of this many pieces."""
 
     def __init__(self, pieces: int) -> None:
         self.left, self.done = pieces, 0
@@ -249,7 +249,7 @@ def test_idle_time_goes_to_idle_work_before_and_after_requests() -> None:
         assert worker.num_running == 0
         steered.step.release()
         assert await text(worker.submit(request("a"))) == "a"
-        idle.left = 2  # left behind by the request
+        idle.left = 2  # left by the request
         await until(lambda: idle.done == 5)
         steered.step.release()
         assert await text(worker.submit(request("b"))) == "b"
@@ -313,7 +313,7 @@ def test_interrupted_idle_work_resumes_if_the_expected_request_never_arrives(
         while not is_wanted():
             threading.Event().wait(0.001)
         broken_off.set()
-        return False  # as the engine says of what it broke off
+        return False  # as the engine does for interrupted work
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         await until(begun.is_set)
@@ -392,7 +392,7 @@ def test_closing_finishes_the_queue_or_drops_it(drain: bool) -> None:
 
 
 class Preloads:
-    """Notes what was begun for requests in line, and what was closed."""
+    """Records preloads that were begun for queued requests, and closed."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -449,7 +449,7 @@ def test_a_preload_ends_with_a_request_that_is_cancelled_in_the_queue_or_fails()
 
 
 def test_an_answer_complete_when_its_client_leaves_ends_its_job() -> None:
-    """The engine gave the last piece before it could see that nobody wants it: nothing more comes from there."""
+    """The engine emitted the last delta before it could see the cancellation: no more events follow."""
     emits: list[Callable[[Delta | Exception], None]] = []
     ended: list[Job] = []
 

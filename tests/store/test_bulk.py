@@ -1,4 +1,4 @@
-"""The collector of reference cycles is paused inside, and afterwards as it was."""
+"""The garbage collector is paused inside, and restored afterwards."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The catalog: what it saves, that it never decides what is stored, and every way in which it can be wrong."""
+"""The catalog: its savings, that it is never authoritative, and every way in which it can be wrong."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ IDS = ("a", "b", "c", "d", "e")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Two records make a part, one change a new catalog."""
+    """Parts have two records, and one change causes a new catalog."""
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
     monkeypatch.setattr(ccjax.store.catalog, "RECORDS_PER_PART", 2)
 
@@ -72,7 +72,7 @@ def catalog_keys(place: Place) -> list[str]:
 
 
 def assert_holds(tier: TensorStoreTier, place: Place, ids=IDS) -> None:
-    """Everything that the tier says of its variants is what the records on the place say."""
+    """The tier's view of its variants equals the records in the place."""
     assert sorted(tier.records(), key=lambda record: record.variant_id) == [make_record(key) for key in sorted(ids)]
     assert sorted(tier.summaries()) == [make_record(key).summary for key in sorted(ids)]
     for variant_id in ids:
@@ -236,7 +236,7 @@ def test_after_an_erasure_there_is_a_catalog_again(place, catalogs, monkeypatch)
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_catalog_that_is_being_written_does_not_outlive_an_erasure(place, monkeypatch, is_first):
-    """Writing and deleting wait for each other."""
+    """Writing and deleting exclude each other."""
     tier = filled(place)
     tier.tidy()
     tier.renew_catalog()
@@ -296,7 +296,7 @@ def test_parts_of_a_larger_catalog_are_deleted_when_a_smaller_one_is_written(pla
 
 
 def written_anew(place: Place, writer: int = 1) -> None:
-    """A catalog that says of "a" what was so before another process evicted it and wrote it again."""
+    """A catalog with an outdated entry of "a", which another process evicted and rewrote since."""
     filled(place).tidy()
     other = tier_at(place)
     other.remove(["a"])

@@ -1,5 +1,5 @@
-"""Stores on one root and one shared index: each knows at once what the others committed and deleted, and none depends
-on it."""
+"""Stores on one root and one shared index: each knows commits and deletions of the others at once, and none depends on
+the index."""
 
 import contextlib
 
@@ -18,14 +18,14 @@ from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, make_r
 
 @pytest.fixture
 def open_at(tmp_path):
-    """`open_at(index)` is the store as one more process has it, with that index or without one."""
+    """`open_at(index)` opens the store as another process would, with that index or without one."""
     with contextlib.ExitStack() as stores:
         yield lambda index, **options: stores.enter_context(open_store(tmp_path / "kv", index=index, **options))
 
 
 @pytest.fixture
 def index_url(request, index_url):
-    """Namespaces are those of the model, so each test needs an index to itself."""
+    """Namespaces are those of the model, so each test needs its own index."""
     if index_url.startswith("redis"):
         request.getfixturevalue("common_redis").run("FLUSHALL")
     return index_url
@@ -33,12 +33,12 @@ def index_url(request, index_url):
 
 @pytest.fixture
 def open_one(open_at, index_url):
-    """`open_one()` is the store as one more process has it."""
+    """`open_one()` opens the store as another process would."""
     return lambda **options: open_at(index_url, **options)
 
 
 def came(one, *variant_ids):
-    """Waits until the store has news of these, and takes them."""
+    """Waits until the store has changes of these variants, and takes them."""
     seen: set[str] = set()
 
     def all_came():
@@ -139,7 +139,7 @@ def test_a_stale_commit_does_not_replace_a_known_record(open_one):
 
 
 def test_a_late_deletion_does_not_affect_a_newer_object(open_one):
-    """Who deletes tells of it a moment later; the one who then wrote the variant anew, and others, hear of it last."""
+    """A deletion is announced late: after another process rewrote the variant and announced that."""
     ours, theirs, third = open_one(), open_one(), open_one()
     put(ours, "v")
     came(theirs, "v")
@@ -151,7 +151,7 @@ def test_a_late_deletion_does_not_affect_a_newer_object(open_one):
     put(theirs, "v")
     came(third, "v")
     notify({}, {"v": old})
-    put(ours, "w")  # nothing is told of it
+    put(ours, "w")  # not announced
     notify({"w": None}, {})
     came(theirs, "w")
     came(third, "w")
@@ -172,7 +172,7 @@ def test_a_deletion_without_an_object_checks_the_root(open_one):
 
 
 def tell(ours, theirs, added, removed):
-    """Sends news and waits until they were taken in, before others come."""
+    """Sends changes and waits until they were applied, before others follow."""
     before = theirs.change_feed.counts.num_applied
     ours.change_feed.index.notify(added, removed)
     wait_until(lambda: theirs.change_feed.counts.num_applied >= before + len(added) + len(removed))
@@ -180,7 +180,7 @@ def tell(ours, theirs, added, removed):
 
 @pytest.mark.parametrize("way", ["news", "news of any object", "listing", "own", "unknown", "unknown, of any object"])
 def test_a_late_commit_of_a_deleted_variant_does_not_make_it_known(open_one, way, monkeypatch):
-    """Another process found it in a listing and deleted it before the writer told of it."""
+    """Another process found it in a listing and deleted it before the writer announced it."""
     ours, theirs = open_one(), open_one()
     with monkeypatch.context() as patch:
         if way.startswith("unknown"):
@@ -200,7 +200,7 @@ def test_a_late_commit_of_a_deleted_variant_does_not_make_it_known(open_one, way
     tell(ours, theirs, {"v": known.raw}, {})
     tell(ours, theirs, {"nowhere": None}, {})
     assert theirs.tier_of("v") is None and theirs.usage()["disk"].used_bytes == 0
-    ours.discard("v")  # it may be in its memory still
+    ours.discard("v")  # it may still be in its memory
     put(ours, "v")
     wait_until(lambda: theirs.tier_of("v") == "disk")
     assert_same_bytes(get(theirs, "v"), make_kv("v"))
@@ -216,7 +216,7 @@ def test_the_most_recent_removals_are_remembered(open_one, monkeypatch):
 
 @pytest.fixture
 def told(index_url):
-    """What one process has to tell, not sent by itself, and the index as another one has it with a cursor."""
+    """A process's feed, which does not send by itself, and another process's index with a cursor."""
     with contextlib.closing(open_index(index_url, "n")) as other:
         change_feed, cursor = ChangeFeed(open_index(index_url, "n")), other.changes(None).cursor
         yield change_feed, lambda: other.changes(cursor)

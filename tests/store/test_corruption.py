@@ -1,4 +1,4 @@
-"""Damage done to the objects behind the store's back: every kind is found on load, no read ever gives wrong data."""
+"""Damaged objects: every kind of damage is found on load, and no read ever gives wrong data."""
 
 import shutil
 import time
@@ -34,7 +34,7 @@ def store(place):
 
 
 def object_of(place: Place, variant_id: str, store) -> str:
-    """Stores a variant and returns the key of the data object that this made."""
+    """Stores a variant and returns the key of its data object."""
     before = set(place.object_keys())
     put(store, variant_id)
     (new,) = set(place.object_keys()) - before
@@ -44,7 +44,7 @@ def object_of(place: Place, variant_id: str, store) -> str:
 def test_every_flipped_byte_of_an_object_is_found(place, store, stride):
     key = object_of(place, "v", store)
     sound = place.read(key)
-    # Over a network a few of each kind (data, checksums, index) have to do.
+    # Over a network, only a few of each kind (data, checksums, index).
     positions = range(0, len(sound), stride(5) if place.kind == "file" else 97)
     for position in positions:
         place.flip(key, position, 1 << position % 8)

@@ -1,4 +1,4 @@
-"""What a power cut leaves in a directory: what has to be on the disk before what, and what may be lost."""
+"""State of a directory after a power cut: the order in which objects reach the disk, and what may be lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.store.kv import OURS, namespace_of, open_store, put
 
 
 class Disk:
-    """Notes which files and folders were synced, by inode: a name may change."""
+    """Records which files and folders were synced, by inode, since names may change."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.synced: list[os.stat_result] = []

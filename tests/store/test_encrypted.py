@@ -1,5 +1,5 @@
-"""A store that is encrypted, and somebody without its keys who can read everything in it, and write: they find no text
-and no KV in it, and what they change is never used."""
+"""An encrypted store, and an attacker without its keys who can read and write everything in it: they find no text and
+no KV, and their changes are never used."""
 
 import builtins
 import hashlib
@@ -59,7 +59,7 @@ def test_variants_can_be_loaded_also_by_other_processes(place, kv_dtype):
 
 
 def secrets_of(kv: np.ndarray) -> dict[str, bytes]:
-    """What may stand nowhere: text, ids as JSON, and the begin of each layer."""
+    """Bytes that must not occur: text, ids as JSON, and the beginning of each layer."""
     rows = {f"row {layer}": kv[layer].tobytes()[:64] for layer in range(len(kv))}
     return {"ids": b"[0,1,2,3,4", "ids of a note": b"[17, 4711, 9", "text": b"Sesame", "hint": b"open-word", **rows}
 
@@ -89,7 +89,7 @@ def test_no_file_contains_text_or_kv(tmp_path, monkeypatch, identity, is_found):
 
 
 def test_layers_are_read_one_by_one(tmp_path):
-    """A layer is a frame of its own: neither more is read for it, nor has the rest to be sound."""
+    """A layer is a frame of its own: nothing else is read for it, and the rest may be damaged."""
     spec = KVSpec(6, 2, 4, "float32")
     tier = TensorStoreTier(url_of(tmp_path), spec, HIDDEN)
     tier.write(make_record("v", 40, spec), make_kv("v", 40, spec))
@@ -182,7 +182,7 @@ def test_objects_of_two_variants_swapped(place):
 
 
 def test_encrypted_data_are_bound_to_their_identity(monkeypatch):
-    """Each layer to its object and number, whatever the digests in the record say."""
+    """Each layer is bound to its object and number, whatever the digests in the record are."""
     from ccjax.store.encryption import KVCipher
 
     monkeypatch.setattr("ccjax.store.arrays.ShardReader._is_sound", lambda self, layer: True)

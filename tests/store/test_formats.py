@@ -49,7 +49,7 @@ def options(kv_dtype: str, compression: str = "none") -> dict[str, str]:
 
 
 def assert_close(kv_dtype: str, actual: np.ndarray, expected: np.ndarray) -> None:
-    """Within the bound of `kv_dtype`, and not by chance the very values."""
+    """Within the bound of `kv_dtype`, but not exactly equal."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     if kv_dtype == "auto":
         assert_same_bytes(actual, expected)
@@ -364,8 +364,8 @@ def coded(request, place):
 
 
 def test_every_flipped_byte_of_codes_scales_and_index_is_found(place, coded, stride):
-    """Each by a store of its own: where a layer is damaged, reads of the others may still be under way when the next
-    byte is flipped, and what they know of the object's index is not read again (objects never change)."""
+    """Each with a new store: after damage in one layer, reads of the others may still be in progress when the next byte
+    is flipped, and they do not reread the object's index (objects never change)."""
     key = object_of(place, "v", coded)
     sound, whole = place.read(key), get(coded, "v")
     for position in range(0, len(sound), stride(11) if place.kind == "file" else 97):
@@ -416,7 +416,7 @@ def test_scales_of_another_layer_are_found_under_valid_checksums(tmp_path):
 
 
 def reseal(raw: bytes, **changes: object) -> bytes:
-    """The record with other fields under a checksum that is right; None takes one out."""
+    """The record with other fields and a valid checksum; None removes a field."""
     body = {**json.loads(raw), **changes}
     body = {name: value for name, value in body.items() if value is not None and name != "checksum"}
 

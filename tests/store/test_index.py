@@ -29,7 +29,7 @@ def namespace() -> str:
 
 @pytest.fixture
 def open_one(index_url, namespace):
-    """`open_one()` is the index as one more process has it."""
+    """`open_one()` opens the index as another process would."""
     opened = []
 
     def open_another(name: str = namespace):
@@ -62,7 +62,7 @@ def spawn(index_url, namespace):
 
 
 def let_pass(index_url: str, namespace: str, seconds: float) -> None:
-    """Everything in the namespace ends so many seconds earlier."""
+    """Makes everything in the namespace expire this many seconds earlier."""
     if index_url.startswith("sqlite"):
         with contextlib.closing(sqlite3.connect(index_url.removeprefix("sqlite://"), timeout=300)) as rows, rows:
             rows.execute("UPDATE leases SET expires_s = expires_s - ?", (seconds,))
@@ -212,7 +212,7 @@ def test_too_many_orders_replace_the_oldest(pair, monkeypatch):
 
 
 def everything(index, cursor):
-    """All that `changes` has since a cursor, and the cursor behind it."""
+    """All changes since a cursor, and the cursor after them."""
     added, removed = {}, {}
     while True:
         found = index.changes(cursor)
@@ -313,8 +313,8 @@ SECONDS = st.sampled_from((SHORT_S, LONG_S))
 
 
 class Histories(RuleBasedStateMachine):
-    """Two processes on one index. Time is what `pass_time` adds: short leases and orders are over after it, and every
-    other step takes next to none."""
+    """Two processes on one index. Only `pass_time` advances time: short leases and orders expire by it, and other steps
+    take almost none."""
 
     url = ""
 

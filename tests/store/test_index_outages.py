@@ -1,4 +1,4 @@
-"""Shared indexes that are away, lost, damaged, slow or somebody else's; and URLs that name none."""
+"""Shared indexes that are unreachable, lost, damaged, slow or another program's; and invalid URLs."""
 
 import builtins
 import shutil
@@ -33,7 +33,7 @@ def answers(index) -> bool:
 
 
 def assert_it_waits_once_and_recovers(index, come_back, num_waits) -> None:
-    """The index is away; `come_back` brings it back."""
+    """The index is unreachable until `come_back`."""
     with pytest.raises(IndexUnavailableError):
         index.leases.acquire(["a"], 1000)
     calls = [

@@ -1,5 +1,5 @@
-"""A shared index of a store that has keys, and somebody without them who can write everything in it: they hold no lease
-and order no work, and what they put there is counted."""
+"""A shared index of a store with keys, and an attacker without them who can write everything in it: they hold no lease
+and order no work, and their entries are counted."""
 
 import time
 import uuid

@@ -15,7 +15,7 @@ SPACE = OURS.namespace
 
 
 class Clock:
-    """Seconds that stand still."""
+    """A clock that stands still."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def pair(place, clock) -> tuple[Leases, Leases]:
-    """Two holders on one place, as two processes would be."""
+    """Two holders in one place, as if in two processes."""
     return tuple(Leases(open_root(place.url), OURS, clock) for _ in range(2))
 
 
@@ -59,7 +59,7 @@ def test_a_lease_expires_and_the_next_holder_has_the_next_epoch(pair, clock, pla
     assert theirs.held(["a"]) == frozenset()
     (stolen,) = theirs.acquire(["a"], 10)
     assert stolen.epoch == 2 and stolen.expires_s == 1020.0
-    ours.release(lease)  # too late: nothing goes, or whoever looked before could take the next epoch once more
+    ours.release(lease)  # too late: it stays, or a process that read it before could take the next epoch again
     assert names(place) == ["a.00000001", "a.00000002"]
     assert ours.held(["a"]) == {"a"} and ours.acquire(["a"], 10) == []
 
@@ -73,7 +73,7 @@ def test_several_are_acquired_in_order_up_to_the_first_held_by_another(pair):
 
 
 def test_leases_won_after_a_lost_race_are_released(pair, monkeypatch, place):
-    """Another process takes "b" between the look and the creation."""
+    """Another process takes "b" between the check and the creation."""
     ours, theirs = pair
     create = ours._create
 
@@ -101,7 +101,7 @@ def test_a_race_that_is_lost_at_the_first_key_touches_no_other(pair, monkeypatch
 
 
 def test_two_epochs_of_one_key_are_not_both_kept(pair, clock, place, monkeypatch):
-    """An old lease is swept between a thief's look and its creation, and a third one begins at the first epoch."""
+    """An old lease is swept between another process's check and creation, and a third begins at the first epoch."""
     ours, theirs = pair
     assert ours.acquire(["a"], 10)
     clock.now += LEFT_OVER_S + 11

@@ -1,4 +1,4 @@
-"""Notes: small facts that are written once, survive, and are shared; and erasing what lies beside the records."""
+"""Notes: small facts that are written once, survive, and are shared; and erasing uncommitted objects."""
 
 import threading
 import time
@@ -97,7 +97,7 @@ def test_many_writers_and_refreshes_lose_no_note(tmp_path):
 
 
 class Queue:
-    """Runs what it is given when the test says so."""
+    """Runs functions when the test says so."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Callable[[], None], Future[None]]] = []

@@ -1,4 +1,4 @@
-"""What `open` refuses and what it says: foreign models, other versions, bad URLs, directories that cannot be used."""
+"""Refusals of `open` and their messages: foreign models, other versions, bad URLs, unusable directories."""
 
 import dataclasses
 import json

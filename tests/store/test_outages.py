@@ -1,6 +1,6 @@
-"""A bucket that falls silent and comes back: served around, counted, logged once per change, and waited for only once.
+"""Outages of a bucket: requests are still served, failures are counted and logged once, and only one call waits.
 
-A relay between store and server refuses connections, or takes them and answers nothing, or loses single answers.
+A relay between store and server refuses connections, or accepts them without answering, or loses single answers.
 """
 
 import logging
@@ -15,7 +15,7 @@ from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_rec
 
 
 class _KnownGate(Gate):
-    """While it lets nothing pass, answers are waited for no longer than a test must."""
+    """Shortens the waits while the relay blocks."""
 
     def __init__(self, upstream_port):
         super().__init__(upstream_port)
@@ -58,7 +58,7 @@ def place(bucket_kind, make_place, gate):
 
 @pytest.fixture(params=["shut", "silence"])
 def fail(request, gate):
-    """Makes the server refuse connections, or take them and never answer."""
+    """Makes the server refuse connections, or accept them and never answer."""
     return getattr(gate, request.param)
 
 
@@ -69,7 +69,7 @@ def test_serving_continues_without_the_bucket_and_with_it_again(place, gate, fai
         store.evict("host", ["cold"])
         caplog.clear()
         fail()
-        put(store, "a")  # trips over the outage
+        put(store, "a")  # detects the outage
         for variant_id in ("b", "c"):
             put(store, variant_id)
             assert store.tiers_of(variant_id) == ("host",)
@@ -101,7 +101,7 @@ def test_serving_continues_without_the_bucket_and_with_it_again(place, gate, fai
 
 
 def test_every_first_wait_is_bounded(place, gate, fail):
-    """Each operation is the first to meet the outage, with nothing known of it yet."""
+    """Each operation is the first to meet the outage."""
     operations = {
         "write": lambda tier: tier.write(make_record("w"), make_kv("w")),
         "read": lambda tier: tier.open("v").wait(0, 3),
@@ -156,7 +156,7 @@ def test_close_does_not_wait_for_every_queued_write(place, gate):
 
 
 def test_lost_reply_to_a_commit_is_resolved(place, gate):
-    """The record arrives, the answer does not, and the repeated request is refused: by what we wrote ourselves."""
+    """The record arrives, the reply does not, and the retry is refused because of our own record."""
     tier = TensorStoreTier(place.url, SPEC, OURS)
     gate.cuts = 1
     assert tier.write(make_record("v"), make_kv("v")) is True
@@ -167,7 +167,7 @@ def test_lost_reply_to_a_commit_is_resolved(place, gate):
 
 
 def test_commit_without_a_reply_may_have_happened(place, gate):
-    """The last that was heard of the record is that it was sent; if it arrived, deleting its object would break it."""
+    """The record was sent and may have arrived; then deleting its object would break it."""
     tier = TensorStoreTier(place.url, SPEC, OURS)
     gate.cuts, gate.is_silent_after_cut = 1, True
     with pytest.raises(CommitUnknownError):

@@ -1,4 +1,4 @@
-"""8-bit codes: what comes back is within the stated bound for every value, in every dtype, or there is no code."""
+"""8-bit codes: decoded values are within the stated bound, in every dtype, or there is no code."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""Two releases on one store, as processes: each uses its own and what it can read, and leaves the rest alone."""
+"""Two releases on one store, as processes: each uses the records that it can read, and leaves the others alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def root(tmp_path: Path) -> Place:
 
 @pytest.fixture(scope="module")
 def theirs(later: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that the other release has written: variants a and b."""
+    """A store written by the other release: variants a and b."""
     path = tmp_path_factory.mktemp("theirs") / "kv"
     run(later, "save", directory(path).url, "a", "b")
     return path
@@ -76,7 +76,7 @@ def test_each_release_leaves_unreadable_records_to_the_other(root, later, monkey
     assert len(theirs) == 6
     assert read_by(later, root) == {name: digest(name) for name in "abcde"}  # it reads the older one, too
 
-    root.let_pass(ORPHAN_AGE_S, monkeypatch)  # what looks like a left-over goes now
+    root.let_pass(ORPHAN_AGE_S, monkeypatch)  # apparent left-overs would be deleted now
     with caplog.at_level(logging.WARNING), open_store(root.url, host_bytes=0) as ours:
         assert sorted(record.variant_id for record in ours.records()) == ["a", "b"]
         assert caplog.text.count("records of another release") == 1 and "format_version 3" in caplog.text
@@ -113,7 +113,7 @@ def test_both_releases_work_at_once(root, later):
 
 
 def test_a_record_of_another_release_in_the_place_of_ours_is_not_deleted_with_it(root, later):
-    """The other one evicted ours and stored the variant anew, and we have not heard of it."""
+    """The other release evicted ours and rewrote the variant, and we do not know yet."""
     with open_store(root.url) as ours:
         put(ours, "a")
         old = _object(root.read(root.record_key("a")))

@@ -1,4 +1,4 @@
-"""Loads of the same variant that are open at once share what they read, and no longer than that."""
+"""Concurrent loads of a variant share the layers that they read, only while they are open."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_nothing_is_shared_once_the_loads_are_complete(opened) -> None:
 
 
 def test_an_evicted_and_rewritten_variant_is_read_again(opened) -> None:
-    """Though somebody still holds the old reader."""
+    """Although the old reader is still referenced."""
     store = opened(Reads())
     ticket = store.prepare_load(["a"])
     reader = ticket._sources["a"]
@@ -97,7 +97,7 @@ def test_an_evicted_and_rewritten_variant_is_read_again(opened) -> None:
 
 
 def test_a_discarded_and_rewritten_variant_is_read_again(opened) -> None:
-    """Though the old one's load is still open, which may have read nothing so far."""
+    """Although the load of the old one is still open, which may have read nothing yet."""
     store = opened(Reads())
     old = store.prepare_load(["a"])
     store.discard("a")

@@ -1,4 +1,4 @@
-"""The slow link: bytes and latencies on a clock that the test moves, parallel reads on one wire, outcomes unchanged."""
+"""The slow link: bytes and latencies on a test clock, parallel reads on one wire, results unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.store.kv import SPEC, assert_same_bytes, get, make_kv, open_store, pu
 
 
 class Clock:
-    """A clock that only sleeping moves; nobody sleeps before `go` is set."""
+    """A clock that only sleeping advances; no sleep begins before `go` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ def done(value: object = None) -> Future:
 
 
 def arrivals(sizes: list[int], **settings: float) -> list[float]:
-    """When each of several reads that start at once is there, on a link of 100 bytes/s."""
+    """When each of several simultaneous reads completes, on a link of 100 bytes/s."""
     clock, there = Clock(), []
     link = ThrottledLink(100.0, clock=clock, sleep=clock.sleep, **settings)
     clock.go.clear()

@@ -1,4 +1,4 @@
-"""One suite for host memory, disk, both, and buckets: what is stored comes back whole, and within budgets."""
+"""One suite for host memory, disk, both, and buckets: stored variants are loaded unchanged, within budgets."""
 
 import dataclasses
 import os
@@ -267,7 +267,7 @@ def test_discard_ignores_pins_and_is_permanent(make_store, tiers):
 
 
 def test_a_discard_by_record_removes_only_copies_of_that_record(tmp_path):
-    """Memory has the first writer's copy, disk what another process wrote anew."""
+    """Memory has the first writer's copy, disk another process's newer one."""
     with open_store(tmp_path) as ours, open_store(tmp_path, host_bytes=0) as theirs:
         for key in ("v", "w"):
             put(ours, key)
@@ -421,7 +421,7 @@ def test_object_is_a_zarr3_shard_that_can_be_read_without_our_code(tmp_path, hea
 @pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize("kv_spec", [SPEC, BF16], ids=["f32", "bf16"])
 def test_files_are_those_that_tensorstore_writes_and_reads(tmp_path, monkeypatch, kv_spec, head_groups):
-    """The short way to files and tensorstore's are one format: what one writes the other reads, byte for byte."""
+    """Direct file access and tensorstore use one format: each reads the other's files, byte for byte."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for path, uses_tensorstore in ((ours, False), (theirs, True)):
         with monkeypatch.context() as patch:

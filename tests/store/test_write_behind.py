@@ -12,7 +12,7 @@ ONE = SPEC.num_bytes(5)
 
 
 class GatedTier(TensorStoreTier):
-    """Writes only while `gate` is open; `entered` says that a write stands before it."""
+    """Writes only while `gate` is open; `entered` is set when a write waits at it."""
 
     def __init__(self, path):
         self.gate = threading.Event()
@@ -87,7 +87,7 @@ def test_discarded_while_being_written_never_appears(gated, tmp_path):
     submit(store, "a")
     submit(store, "b")
     assert tier.entered.wait(120)
-    store.discard("a")  # stands before the gate
+    store.discard("a")  # waits at the gate
     store.discard("b")  # waits behind it
     assert store.prepare_load(["a", "b"]).missing == {"a", "b"} and store.charges("disk", ["a", "b"]) == {}
     tier.gate.set()
