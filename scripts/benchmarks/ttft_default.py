@@ -70,7 +70,8 @@ def measure(
             cases.append({**case, **_seconds([response.ttft_s for response in counted])})
         if peer is not None:
             peers.append({"name": "transformers", **about, **_seconds(peer_s[1:])})
-    if llama_bench is not None and file is not None:
+    has_llama_cpp = not arguments.no_peers and (llama_bench is not None or llama_cpp_peer.has_package())
+    if has_llama_cpp and file is not None:
         counts = list(dict.fromkeys(case["context_tokens"] for case in cases))
         try:
             for count, runs_s in llama_cpp_peer.prefill_s(llama_bench, file, counts, repetitions).items():
@@ -78,7 +79,8 @@ def measure(
         except BenchmarkError as error:
             skipped.append(f"llama.cpp: {error}")
     elif not arguments.no_peers:
-        reason = f"{MODEL} is no GGUF file" if llama_bench else f"no {llama_cpp_peer.NAME} on PATH, nor --llama-cpp DIR"
+        absent = f"neither xllamacpp nor {llama_cpp_peer.NAME} (on PATH or in --llama-cpp DIR) is installed"
+        reason = f"{MODEL} is no GGUF file" if has_llama_cpp else absent
         skipped.append(f"llama.cpp: {reason}")
     return cases, peers, skipped
 

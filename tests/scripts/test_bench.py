@@ -178,13 +178,13 @@ def test_loading_prints_every_mode_with_what_it_hid(small_model, monkeypatch):
     assert rows["disk", "sync"]["allowed_share"] == 0.0 < rows["disk", "layer"]["allowed_share"]
 
 
-def test_decode_prints_every_way(small_model):
-    _, figures = in_process.figures("decode", "--batch", "1", "3", "--steps", "1", "--repetitions", "1")
-    ways = [(case["context_tokens"], case["batch"], case["way"]) for case in figures["cases"]]
-    assert ways == [(256, batch, way) for batch in (1, 3) for way in ("one by one", "rope-free", "rotated")]
-    for case in figures["cases"]:
-        assert len(case["seconds_per_token"]) == figures["repetitions"] == 2
-        assert case["tokens_per_s"] == 2 / sum(case["seconds_per_token"])
+def test_decode_of_requests_at_once(monkeypatch):
+    monkeypatch.setattr(decode, "MODEL", "demo")
+    lines, figures = in_process.figures("decode", "--quick", "--requests", "1", "3")
+    assert [(case["way"], case["requests"]) for case in figures["cases"]] == [("default", 1), ("default", 3)]
+    assert all(case["tokens_per_s"] > 0.0 and len(case["runs"]) == 1 for case in figures["cases"])
+    (reason,) = figures["skipped"]
+    assert reason.startswith("llama.cpp: ") and f"skipped: {reason}" in lines
 
 
 def test_retrieval_measures_an_index_that_finds_changes_and_filters(test_data, monkeypatch):

@@ -45,12 +45,13 @@ def test_every_state_of_the_store(demo):
 
 def test_what_is_absent_is_skipped_by_name(demo, monkeypatch):
     monkeypatch.setattr(transformers_peer, "is_installed", lambda: False)
+    monkeypatch.setattr(llama_cpp_peer, "has_package", lambda: False)
     monkeypatch.setenv("PATH", "")
     cases, peers, skipped = measured(no_peers=False)
     assert len(cases) == 2 and peers == []
     assert skipped == [
         "transformers: it is not installed, or torch is not",
-        "llama.cpp: no llama-bench on PATH, nor --llama-cpp DIR",
+        "llama.cpp: neither xllamacpp nor llama-bench (on PATH or in --llama-cpp DIR) is installed",
     ]
     monkeypatch.setattr(ttft_default, "MODEL", "smollm2")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
