@@ -70,7 +70,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
         default = ServeOptions.model_fields[name].default
         add(flag(ServeOptions, name), type=int, default=default, help=f"as with ccjax serve (default {default:,})")
 
-    add = parser.add_argument_group("what is wanted").add_argument
+    add = parser.add_argument_group("goals and output").add_argument
     add("--size-for", metavar="GOAL", help="find budgets and replicas, such as for 'p99 TTFT < 1 s at 20 req/s'")
     add("--budgets", type=num_bytes, nargs="+", help="host budgets to try (default: 5, 20, 50, 100 %% of all passages)")
     add("--most-replicas", type=int, default=64, help="to try (default 64)")

@@ -316,7 +316,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path):
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert not found["is_complete"] and found["suites"]["cases"][0]["ttft_s"] > 0.0
-    assert "cut off" in gpu_report._source(found)
+    assert "interrupted" in gpu_report._source(found)
 
 
 def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):
